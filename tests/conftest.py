@@ -1,0 +1,143 @@
+"""What all tests share: one thread, the repository on the path, shards and a way to run the script.
+
+Fixtures, each explained where it is defined:
+
+    pocket_data         the folder of the pocket's shards, built once where it is missing
+    write_shard         write any tokens, or a deliberately wrong header, as a shard
+    tiny_shards         write small synthetic shards and get the glob that finds them
+    run_script          run train_gpt.py in a process of its own, or under torchrun
+    final_values        read the `key: value` block that a run ends with
+
+Tests marked `gpu` are skipped where there is no CUDA device.
+"""
+
+import os
+
+# Before torch is imported: sums are the same on every machine, and two cores do not fight.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import contextlib
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what is marked `gpu` where torch finds no CUDA device."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def pocket_data():
+    """The folder that holds pocket_train_*.bin and pocket_val_*.bin, as a Path.
+
+    The repository's own data/pocket is used; data/pocket.py returns at once where it is whole.
+    """
+    subprocess.run([sys.executable, REPO / "data" / "pocket.py"], check=True, cwd=REPO)
+    return REPO / "data" / "pocket"
+
+
+@pytest.fixture(scope="session")
+def write_shard():
+    """`write_shard(path, tokens, magic=, version=, count=)` writes one shard and returns its path.
+
+    A shard is 256 int32 (magic 20240520, version 1, number of tokens, zeros), then the tokens as
+    uint16. The keywords make it wrong on purpose; `count` is the number of tokens by default.
+    """
+
+    def write(path, tokens, magic=20240520, version=1, count=None):
+        header = np.zeros(256, dtype="<i4")
+        header[:3] = magic, version, len(tokens) if count is None else count
+        path = Path(path)
+        path.write_bytes(header.tobytes() + np.asarray(tokens).astype("<u2").tobytes())
+        return path
+
+    return write
+
+
+@pytest.fixture
+def tiny_shards(tmp_path, write_shard):
+    """`tiny_shards(counts, ...)` writes one shard a count into tmp_path and returns their glob.
+
+    The tokens are seeded noise in [0, eot); each shard begins with `eot`, and further documents
+    begin after a random length with mean `document_tokens`.
+
+        train = tiny_shards([5000, 3000])                   # '.../tiny_train_*.bin'
+        val = tiny_shards([2048], name="tiny_val", seed=1)
+    """
+
+    def make(counts, name="tiny_train", eot=256, document_tokens=200, seed=0):
+        generator = np.random.default_rng(seed)
+        for index, count in enumerate(counts):
+            tokens = generator.integers(0, eot, size=count)
+            tokens[generator.random(count) < 1 / document_tokens] = eot
+            tokens[0] = eot
+            write_shard(tmp_path / f"{name}_{index:06d}.bin", tokens)
+        return str(tmp_path / f"{name}_*.bin")
+
+    return make
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    """`run_script(args, nproc=1, cwd=tmp_path, env=None, timeout=120)` runs train_gpt.py.
+
+    `args` is a list, each entry made a string. One process runs it plainly, more than one run it
+    under torchrun on this machine, all with one thread a process. `env` adds to the environment.
+    The run's logs/ land in `cwd`. Returns a CompletedProcess with stdout and stderr as text;
+    what it started is killed when `timeout` (seconds) is over, and TimeoutExpired raised.
+    """
+
+    def run(args, nproc=1, cwd=tmp_path, env=None, timeout=120):
+        launcher = [sys.executable]
+        if nproc > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        command = [*launcher, str(REPO / "train_gpt.py"), *map(str, args)]
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            # torchrun's workers are in the same group: none may outlive the test.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def final_values():
+    """`final_values(text)` reads the block after the last `---` line as a dict of strings."""
+
+    def read(text):
+        block = text.rpartition("\n---\n")[2]
+        assert block != text, f"no line of --- in:\n{text}"
+        pairs = (line.partition(": ") for line in block.splitlines())
+        return {key: value for key, separator, value in pairs if separator}
+
+    return read

@@ -1,0 +1,82 @@
+"""The shard format of the token files, and how the scripts of this folder begin and end.
+
+A shard is a header of 256 little-endian int32 (magic, version, token count, zeros) and then
+the tokens, each a little-endian uint16.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_INTS = 256
+HEADER_BYTES = 4 * HEADER_INTS
+TOKEN_DTYPE = np.dtype("<u2")
+
+
+class DataError(Exception):
+    """What the user can put right; its message is the one line they see."""
+
+
+def encode_header(num_tokens: int) -> bytes:
+    """Return the 1024 bytes that open a shard of num_tokens tokens."""
+    header = np.zeros(HEADER_INTS, "<i4")
+    header[:3] = MAGIC, VERSION, num_tokens
+    return header.tobytes()
+
+
+def read_header(path: Path) -> int:
+    """Return the token count of the shard at path.
+
+    Raises: DataError where magic, version or the size of the file is not what it should be.
+    """
+    with open(path, "rb") as file:
+        head = file.read(HEADER_BYTES)
+    if len(head) < HEADER_BYTES:
+        raise DataError(f"{path}: {len(head)} bytes, shorter than a header ({HEADER_BYTES})")
+    magic, version, num_tokens = np.frombuffer(head, "<i4", 3).tolist()
+    if (magic, version) != (MAGIC, VERSION):
+        raise DataError(f"{path}: {magic=}, {version=}; a shard has {MAGIC} and {VERSION}")
+    expected_bytes = HEADER_BYTES + TOKEN_DTYPE.itemsize * num_tokens
+    if num_tokens < 0 or path.stat().st_size != expected_bytes:
+        raise DataError(f"{path}: {num_tokens} tokens in {path.stat().st_size} bytes; "
+                        f"that many need {expected_bytes}")
+    return num_tokens
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    """Write tokens (N,), each below 2**16, to the shard at path, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(encode_header(len(tokens)))
+            file.write(np.ascontiguousarray(tokens, TOKEN_DTYPE))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.prog}: {message} (--help shows the flags)\n")
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call main; show what a user can put right as one line on stderr and exit with code 2."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: half-written files go
+    name = Path(sys.argv[0]).name
+    try:
+        main()
+    except (DataError, OSError) as error:
+        sys.exit(print(f"{name}: {error}", file=sys.stderr) or 2)
+    except KeyboardInterrupt:
+        sys.exit(print(f"{name}: interrupted", file=sys.stderr) or 130)

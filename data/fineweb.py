@@ -39,10 +39,16 @@ def shard_names(num_train: int) -> list[str]:
             *(f"fineweb_train_{index:06d}.bin" for index in range(1, num_train + 1))]
 
 
-def ask_hub(call, *args, **kwargs):
-    """Return call(*args, **kwargs) on the data set at the pinned revision; raise HubError."""
+def ask_hub(method: str, *args, **kwargs):
+    """Return what this method of HfApi answers about the data set at the pinned revision.
+
+    Raises: HubError where it cannot be reached.
+    """
+    from huggingface_hub import HfApi  # takes a while, and is not needed where all is whole
+
     try:
-        return call(REPOSITORY, *args, repo_type="dataset", revision=REVISION, **kwargs)
+        return getattr(HfApi(), method)(REPOSITORY, *args, repo_type="dataset", revision=REVISION,
+                                        **kwargs)
     except Exception as error:  # which ones depends on the hub's release and its HTTP library
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise HubError(f"cannot fetch {REPOSITORY} ({reason}); run this again with a network, or "
@@ -55,12 +61,10 @@ def read_manifest(folder: Path) -> dict[str, Published]:
     try:
         kept = json.loads(path.read_text())
         if kept["revision"] == REVISION:
-            return {name: Published(**entry) for name, entry in kept["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {name: Published(**kept["files"][name]) for name in shard_names(TRAIN_SHARDS)}
+    except (OSError, ValueError, KeyError, TypeError):
         pass  # not there or damaged: ask again
-    from huggingface_hub import HfApi
-
-    files = ask_hub(HfApi().get_paths_info, shard_names(TRAIN_SHARDS))
+    files = ask_hub("get_paths_info", shard_names(TRAIN_SHARDS))
     published = {file.path: Published(file.size, file.lfs.sha256) for file in files}
     missing = set(shard_names(TRAIN_SHARDS)) - set(published)
     if missing:
@@ -89,11 +93,9 @@ def find_damage(path: Path, published: Published) -> str | None:
 
 def fetch(path: Path, published: Published) -> None:
     """Download a shard beside its place, and move it there once it is known to be whole."""
-    from huggingface_hub import hf_hub_download
-
     for _ in range(ATTEMPTS):
         with TemporaryDirectory(prefix=".partial-", dir=path.parent) as partial:
-            fetched = Path(ask_hub(hf_hub_download, path.name, local_dir=partial))
+            fetched = Path(ask_hub("hf_hub_download", path.name, local_dir=partial))
             damage = find_damage(fetched, published)
             if damage is None:
                 os.replace(fetched, path)
@@ -126,6 +128,8 @@ def main() -> None:
     with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter lock
         damages = list(pool.map(lambda path: find_damage(path, published[path.name]), paths))
     damaged = [(path, damage) for path, damage in zip(paths, damages) if damage]
+    if damaged:  # without a network this fails at once, where a download would try for long
+        ask_hub("get_paths_info", [path.name for path, _ in damaged])
     for number, (path, damage) in enumerate(damaged, 1):
         print(f"[{number}/{len(damaged)}] {path.name} ({damage}): fetching "
               f"{published[path.name].size / 1e6:,.0f} MB", flush=True)

@@ -1,0 +1,783 @@
+"""The ledger reads every log format, and finds each claim that a log does not bear.
+
+The records here are made by the tests: a small script that writes the log of a run, without
+training anything, is measured by `ledger.py run` in a folder of its own.
+"""
+
+import html.parser
+import json
+import math
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import special
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO / "records"))
+
+import ledger  # noqa: E402
+
+RULE = "=" * 100
+BANNER = "# " + "-" * 77
+
+# Writes what train_gpt.py writes; `loss` and `ms` of the last step vary with the seed.
+SCRIPT = f'''"""A run's log without a run."""
+
+{BANNER}
+# Setup
+{BANNER}
+
+import random
+import sys
+from pathlib import Path
+
+{BANNER}
+# Hyperparameters
+{BANNER}
+
+
+class Hyperparameters:
+    num_iterations: int = 40
+    loss: float = 1.6
+
+
+{BANNER}
+# Training
+{BANNER}
+
+
+def train(seed, run_id, preset, extra):
+    cfg, noise = Hyperparameters, random.Random(seed)
+    folder = Path("logs") / run_id
+    folder.mkdir(parents=True)
+    if "--fail" in extra and seed == 1:
+        sys.exit("fake.py: error: out of luck")
+    facts = dict(num_iterations=cfg.num_iterations, target_loss=1.64, seed=seed, run_id=run_id,
+                 python="3.11", torch="2.13.0+cpu", device="cpu (fake)", threads=1, world_size=1,
+                 preset=preset)
+    rule = "=" * 100
+    lines = [Path(__file__).read_text(), rule, *(f"{{k}}: {{v}}" for k, v in facts.items()), rule]
+    lines += ["fake: yes"]
+    for step in range(cfg.num_iterations + 1):
+        ms = step * (30 + noise.random())
+        if step:
+            lines.append(f"step:{{step}}/40 train_time:{{ms:.0f}}ms step_avg:{{ms / step:.2f}}ms")
+        if step % 10 == 0:
+            loss = cfg.loss + 4 * 0.8**step + noise.gauss(0, 0.002)
+            lines.append(f"step:{{step}}/40 val_loss:{{loss:.4f}} train_time:{{ms:.0f}}ms "
+                         f"step_avg:{{ms / max(step, 1):.2f}}ms")
+            print(lines[-1], flush=True)
+    lines += ["---", f"val_loss: {{loss:.6f}}", f"train_time_ms: {{ms:.0f}}", "steps: 40",
+              "tokens: 163840", "tokens_per_second: 1000", "parameters: 1234",
+              "peak_memory_mib: 99", "world_size: 1", "device: cpu (fake)", "torch: 2.13.0+cpu",
+              f"seed: {{seed}}"]
+    (folder / "log.txt").write_text("\\n".join(lines) + "\\n")
+
+
+if __name__ == "__main__":
+    flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    train(int(flags["--seed"]), flags["--run_id"], flags["--preset"], sys.argv[7:])
+'''
+CHILD = SCRIPT.replace("loss: float = 1.6\n", "loss: float = 1.5\n")
+PARENT, NEWEST = "2026-01-01_First", "2026-02-02_Second"
+REGION = "\n\n".join(ledger.REGION)
+
+
+def make_records(root: Path) -> Path:
+    """Two claimed records, not measured, and the root's script, under `root`."""
+    claims = {
+        PARENT: {"number": 1, "change": "the first | one", "parent": None, "meets_target": True,
+                 "published": {"number": 5, "minutes": 15.2, "val_loss": 3.2741,
+                               "hardware": "8×H100", "source": "https://example.org/log"}},
+        NEWEST: {"number": 2, "change": "less loss", "parent": PARENT, "meets_target": True,
+                 "published": None},
+    }  # fmt: skip
+    for name, claim in claims.items():
+        folder = root / "records" / name
+        folder.mkdir(parents=True)
+        (folder / "train_gpt.py").write_text(SCRIPT if name == PARENT else CHILD)
+        (folder / "record.json").write_text(json.dumps({"claim": claim}))
+        (folder / "README.md").write_text(f"# {name}\n\n{REGION}\n\nEnd.\n")
+    (root / "records" / "README.md").write_text(f"# Records\n\n{REGION}\n")
+    (root / "train_gpt.py").write_text(CHILD)
+    return root / "records"
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The two records, measured in turns over three seeds, with their tables written."""
+    root = tmp_path_factory.mktemp("measured")
+    records = make_records(root)
+    operands = [str(records / PARENT), str(records / NEWEST)]
+    assert ledger.main(["run", *operands, "--seeds", "3", "--out", str(root / "out")]) == 0
+    assert ledger.main(["list", str(records), "--write"]) == 0
+    return root
+
+
+@pytest.fixture
+def records(measured, tmp_path):
+    """A copy of the measured records, to be spoilt."""
+    shutil.copytree(measured, tmp_path / "copy")
+    return tmp_path / "copy" / "records"
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def findings(folder: Path, capsys) -> list[str]:
+    """What verify prints, after its exit status is checked against it."""
+    capsys.readouterr()
+    status = ledger.main(["verify", str(folder)])
+    found = capsys.readouterr().out.splitlines()
+    assert status == (0 if "verified" in found[0] else 1)
+    return [] if status == 0 else found
+
+
+# -----------------------------------------------------------------------------
+# Logs
+# -----------------------------------------------------------------------------
+
+SOURCE = """import torch
+
+class Hyperparameters:
+    batch_size = 8*64
+    sequence_length = 1024
+"""
+SMI = "Sat Feb  1 20:42:40 2025\n" + "".join(
+    f"|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:61:00.0 Off |       0 |\n"
+    for i in range(8)
+)
+TORCH = "Running pytorch 2.4.1+cu121 compiled for CUDA 12.1\nnvidia-smi:\n"
+PYTHON = "Running python 3.12.7 (main)\nRunning PyTorch 2.7.0.dev compiled for CUDA 12.6\n"
+# The clock is set to zero after ten steps, and the steps around it have no average.
+RESET = (
+    "step:0/20 val_loss:10.8258 train_time:275ms step_avg:nanms\n"
+    "step:1/20{loss} train_time:22693ms step_avg:nanms\n"
+    "step:11/20{loss} train_time:94ms step_avg:nanms\n"
+    "step:13/20{loss} train_time:283ms step_avg:94.48ms\n"
+    "step:20/20 val_loss:3.2808 train_time:943ms step_avg:94.34ms\n"
+)
+TIMED = (
+    "step:0/20 val_loss:10.8258 train_time:0ms step_avg:0.03ms\n"
+    "step:1/20 train_time:94ms step_avg:94.00ms\n"
+    "step:20/20 val_loss:3.2808 train_time:943ms step_avg:47.15ms\n"
+)
+FILE_RULE = "-" * 40
+JOINED = f"{SOURCE}\n\n{FILE_RULE}\n# kernels.py\n{FILE_RULE}\n\ndef kernel():\n    pass\n"
+THREE = f"{JOINED}\n\n{FILE_RULE}\n# more.py\n{FILE_RULE}\n\nx = 1\n"
+FORMATS = {
+    "A": ("", "s:0 tel:10.8258\ns:0 trl:10.8 lr:0.000001 norm:15.37\ns:20 tel:3.2808\n"),
+    "B": (SOURCE, f"{RULE}\n{SOURCE}{RULE}\n{TORCH}{SMI}{RULE}\n"
+          + RESET.format(loss=" train_loss:7.7")),
+    "C": (SOURCE, f"{SOURCE}{RULE}\n{TORCH}{SMI}{RULE}\n" + RESET.format(loss=" train_loss:7.7")),
+    "D": (SOURCE, f"{SOURCE}{RULE}\n{TORCH}{SMI}{RULE}\n" + RESET.format(loss="")),
+    "E": (SOURCE, f"{SOURCE}\n{RULE}\n{PYTHON}{SMI}{RULE}\n" + RESET.format(loss="")
+          + "peak memory consumption: 31563 MiB\n"),
+    "F": (SOURCE, f"{SOURCE}\n{RULE}\n{PYTHON}{SMI}\n{RULE}\n" + RESET.format(loss="")
+          + "peak memory allocated: 31563 MiB reserved: 44552 MiB\n"),
+    "G": (SOURCE, f"{SOURCE}\n{RULE}\n{PYTHON}{SMI}\n{RULE}\n{TIMED}"
+          "peak memory allocated: 31563 MiB reserved: 44552 MiB\n"),
+    "H2": (JOINED, f"{JOINED}\n{RULE}\n{PYTHON}{SMI}\n{RULE}\n{TIMED}"),
+    "H3": (THREE, f"{THREE}\n{RULE}\n{PYTHON}{SMI}\n{RULE}\n{TIMED}"),
+    "console": ("", "Fetching 8 files: 100%\ncompile and warmup: 334.5s\n" + TIMED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_public_format_is_read(name, tmp_path):
+    source, text = FORMATS[name]
+    path = tmp_path / f"{name}.txt"
+    path.write_text(text)
+    log = ledger.read_log(path)
+    assert log.source == (source or None)
+    assert {step: loss for step, (loss, _) in log.val.items()} == {0: 10.8258, 20: 3.2808}
+    assert log.finished and not log.notes
+    assert log.train_time_ms == (None if name == "A" else 943)
+    assert log.val[0][1] == (None if name == "A" else 0)  # the first validation is not training
+    assert (log.val_loss, log.last_step) == (3.2808, 20)
+    assert log.reach(3.28) is None and log.reach(3.3) == (20, log.train_time_ms)
+    if name in "BC":
+        assert log.train == {1: (7.7, None), 11: (7.7, None), 13: (7.7, 283)}
+    if name in "DEF":
+        assert log.train == {1: (None, None), 11: (None, None), 13: (None, 283)}
+    if source:
+        assert log.header["device"] == "8x NVIDIA H100 80GB HBM3"
+        assert log.header["torch"] == ("2.4.1+cu121" if name in "BCD" else "2.7.0.dev")
+        assert log.tokens_per_step == 524288
+    if name in "EFG":
+        assert log.final["peak_memory_mib"] == "31563"
+
+
+def test_joined_files_are_told_apart(tmp_path, capsys):
+    path = tmp_path / "h.txt"
+    path.write_text(FORMATS["H3"][1])
+    assert ledger.main(["extract", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert out == THREE
+    assert "3 files joined: train_gpt.py, kernels.py, more.py" in err and err.count("\n") == 1
+    assert ledger.main(["extract", str(path), "--file", "more.py"]) == 0
+    assert capsys.readouterr().out.strip() == "x = 1"
+
+
+@pytest.mark.parametrize(
+    "fields, tokens",
+    [
+        ("batch_size = 8*64*1024", 8 * 64 * 1024),
+        ("batch_size : int = 8*64\n    sequence_length : int = 1024", 8 * 64 * 1024),
+        ("train_seq_len = 48*1024", 8 * 48 * 1024),  # one sequence a device
+        ("stages = (1, 2)", None),
+    ],
+)
+def test_tokens_of_a_step_come_from_the_source(fields, tokens, tmp_path):
+    path = tmp_path / "log.txt"
+    source = f"import torch\nclass Hyperparameters:\n    {fields}\n"
+    path.write_text(f"{source}\n{RULE}\n{PYTHON}{SMI}\n{RULE}\n{TIMED}")
+    assert ledger.read_log(path).tokens_per_step == tokens
+
+
+def test_a_log_of_the_script_is_read_back_exactly(run_script, tiny_shards, tmp_path, final_values):
+    train = tiny_shards([9000])
+    val = tiny_shards([2049], name="tiny_val", seed=1)
+    flags = {"preset": "pocket", "train_files": train, "val_files": val, "num_iterations": 3,
+             "val_every": 2, "val_tokens": 2048, "val_seq_len": 512, "train_seq_len": 128,
+             "run_id": "r", "seed": 7}  # fmt: skip
+    done = run_script([word for k, v in flags.items() for word in (f"--{k}", v)])
+    assert done.returncode == 0, done.stderr
+    log = ledger.read_log(tmp_path / "logs" / "r" / "log.txt")
+    assert log.source.encode() == (REPO / "train_gpt.py").read_bytes()
+    assert log.header.items() >= {k: str(v) for k, v in flags.items()}.items()
+    assert log.final == final_values(log.path.read_text())
+    shown = re.findall(r"^step:(\d+)/3 val_loss:(\S+) train_time:(\d+)ms", done.stdout, re.M)
+    assert log.val == {int(step): (float(loss), float(ms)) for step, loss, ms in shown}
+    assert sorted(log.val) == [0, 2, 3] and sorted(log.train) == [1, 2, 3]
+    assert log.finished and not log.notes
+    assert log.tokens_per_step == int(log.final["tokens"]) / 3
+    del log.final["tokens"]
+    assert log.tokens_per_step == 8 * 128  # from its header, as for a run that was stopped
+
+
+def test_a_resumed_run_counts_the_last_line_of_a_step(measured, tmp_path):
+    text = (measured / "out/logs" / f"{PARENT}-seed-0" / "log.txt").read_text()
+    head, _, final = text.rpartition("---\n")
+    path = tmp_path / "log.txt"
+    path.write_text(
+        head.partition("step:31/40")[0]
+        + "stopped at step:30 by signal 15\n"
+        + "resumed at step:20 from step-000020.pt; steps 21 to 30 are redone\n"
+        + "step:30/40 val_loss:1.5555 train_time:77ms step_avg:2.57ms redone:1\n"
+        + "step:40/40 val_loss:1.5000 train_time:99ms step_avg:2.57ms\n---\n"
+        + final
+    )
+    log = ledger.read_log(path)
+    assert log.val[30] == (1.5555, 77) and log.val[20][0] != 1.5555
+    assert log.finished and [note[:7] for note in log.notes] == ["resumed"]
+
+
+@pytest.mark.parametrize(
+    "ending, note",
+    [
+        ("stopped at step:30 by signal 15\n", "stopped at step:30"),
+        ("step:31/40 train_ti", "cut in the middle of a line"),
+        ("error: step 31: non-finite loss on rank 0\n", "failed: step 31: non-finite loss"),
+        ("step:x/40 val_loss:1.0 train_time:1ms step_avg:1ms\nstep:31/40 val_loss:3.x\n", "cannot"),
+        ("", "stopped at step 30 of 40"),
+    ],
+)
+def test_what_could_be_read_of_an_unfinished_log_is_used(ending, note, measured, tmp_path, capsys):
+    text = (measured / "out/logs" / f"{PARENT}-seed-0" / "log.txt").read_text()
+    path = tmp_path / "log.txt"
+    path.write_text(text.partition("step:31/40")[0] + ending)
+    log = ledger.read_log(path)
+    assert not log.finished and any(note in found for found in log.notes)
+    assert sorted(log.val) == [0, 10, 20, 30]
+    assert ledger.main(["curves", str(path)]) == 0
+    assert note in capsys.readouterr().err
+
+
+def test_a_number_cut_short_is_not_used(tmp_path):
+    path = tmp_path / "log.txt"
+    for cut in range(1, len("0.05ms\n")):
+        path.write_text((TIMED + "step:9/20 val_loss:1.1 train_time:9ms step_avg:0.05ms\n")[:-cut])
+        assert (9 in ledger.read_log(path).val) == (cut == 1), cut
+
+
+# -----------------------------------------------------------------------------
+# Statistics
+# -----------------------------------------------------------------------------
+
+
+def sample(mean, std, n):
+    """n numbers with exactly this mean and standard deviation, up to rounding."""
+    raw = [math.sin(i) for i in range(n)]
+    center, spread = statistics.fmean(raw), statistics.stdev(raw)
+    return [mean + std * (value - center) / spread for value in raw]
+
+
+def test_p_value_of_the_published_record_21():
+    # Published: n=81, mean 3.2787, std 0.0019, p=0.00000002. The exact p depends on digits that
+    # the mean and std do not show: the published one lies between those of the roundings.
+    low = ledger.p_below(sample(3.27865, 0.00185, 81), 3.28)
+    high = ledger.p_below(sample(3.27875, 0.00195, 81), 3.28)
+    assert low < 2e-8 < high
+    p = ledger.p_below(sample(3.2787, 0.0019, 81), 3.28)
+    assert f"{p:.0e}" in ("1e-08", "2e-08")
+    t, df = (3.28 - 3.2787) / (0.0019 / 9), 80  # Student's distribution by its definition
+    assert p == pytest.approx(special.betainc(df / 2, 0.5, df / (df + t * t)) / 2, rel=1e-2)
+
+
+def test_welch_against_its_definition():
+    a, b = sample(3.28, 0.002, 10), sample(3.279, 0.004, 7)
+    va, vb = 0.002**2 / 10, 0.004**2 / 7
+    t, df = 0.001 / math.sqrt(va + vb), (va + vb) ** 2 / (va**2 / 9 + vb**2 / 6)
+    expected = special.betainc(df / 2, 0.5, df / (df + t * t))
+    assert ledger.p_differs(a, b) == pytest.approx(expected, rel=1e-2)
+
+
+def test_no_p_value_where_there_is_none():
+    assert ledger.p_below([3.0], 3.28) is None and ledger.p_below([3.0, 3.0], 3.28) is None
+    assert ledger.p_differs([3.0, 3.1], [3.0]) is None
+
+
+# -----------------------------------------------------------------------------
+# Diff
+# -----------------------------------------------------------------------------
+
+
+def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
+    new = (
+        SCRIPT.replace("import random\n", "")
+        .replace("num_iterations: int = 40", "num_iterations: int = 50\n    extra: int = 1")
+        .replace("def train(seed", "def helper():\n    return 1\n\n\ndef train(seeds")
+    )
+    a, b = tmp_path / "a.py", tmp_path / "b.py"
+    a.write_text(SCRIPT)
+    b.write_text(new)
+    assert ledger.main(["diff", str(a), str(b), "--json"]) == 0
+    diff = json.loads(capsys.readouterr().out)
+    assert diff["hyperparameters"] == [
+        {"name": "num_iterations", "a": "40", "b": "50"},
+        {"name": "extra", "a": None, "b": "1"},
+    ]
+    assert diff["definitions"] == {"changed": ["train"], "added": ["helper"], "removed": []}
+    counts = {s["title"]: (s["added"], s["removed"]) for s in diff["sections"]}
+    assert counts == {"Setup": (0, 1), "Hyperparameters": (2, 1), "Training": (5, 1)}
+    git = subprocess.run(["git", "diff", "--no-index", "--numstat", a, b], stdout=subprocess.PIPE)
+    assert git.stdout.split()[:2] == [b"%d" % diff["added"], b"%d" % diff["removed"]]
+    hunk = next(s for s in diff["sections"] if s["title"] == "Setup")["lines"]
+    first = SCRIPT.split("\n").index("import random") + 1
+    assert hunk[0].startswith(f"@@ -{first - 3},") and "-import random" in hunk
+    assert ledger.main(["diff", str(a), str(b), "--stat"]) == 0
+    assert "-import random" not in capsys.readouterr().out
+    assert ledger.main(["diff", str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert "-import random" in out and "num_iterations: 40 → 50" in out
+
+
+def test_diff_of_sources_without_sections_goes_by_definition():
+    old = '"""Doc."""\nimport os\n\n# about f\ndef f():\n    return 1\n\nclass G:\n'
+    old += "    def m(self):\n        return 2\n    def n(self):\n        return 3\n"
+    new = old.replace("return 3", "return 4").replace("# about f", "# of f").replace("Doc", "Dog")
+    diff = ledger.diff_sources(old, new)
+    assert [section["title"] for section in diff["sections"]] == ["Docstring", "f", "G"]
+    assert diff["definitions"]["changed"] == ["G.n"]  # a comment is no change of a function
+    both = ledger.diff_sources(old, SCRIPT)  # one side has banners: by definition too
+    assert {"f", "G", "train"} <= {section["title"] for section in both["sections"]}
+
+
+def test_presets_are_told_field_by_field():
+    old = 'PRESETS = {"record": {}, "pocket": dict(lr=1, n=2)}\n'
+    diff = ledger.diff_sources(old, old.replace("n=2", "n=3"))
+    assert diff["hyperparameters"] == [{"name": "pocket.n", "a": "2", "b": "3"}]
+    assert not any(diff["definitions"].values())
+
+
+def test_diff_of_joined_and_unparsable_sources():
+    diff = ledger.diff_sources(JOINED, JOINED.replace("pass", "return"))
+    assert [section["title"] for section in diff["sections"]] == ["kernels.py: kernel"]
+    assert diff["definitions"]["changed"] == ["kernels.py: kernel"]
+    diff = ledger.diff_sources("import os\nprint 1\n", "import os\nprint(1)\n")
+    assert (diff["added"], diff["removed"]) == (1, 1) and diff["notes"][0].startswith("A: ")
+
+
+LINES = st.lists(st.sampled_from(["x = 1", "y = 2", "", "# c", "def f(): pass", "def g(): pass"]))
+
+
+@given(LINES, LINES)
+def test_a_diff_turns_one_source_into_the_other(a, b):
+    a, b = ("".join(f"{line}\n" for line in lines) for lines in (a, b))
+    diff = ledger.diff_sources(a, b)
+    assert diff["added"] - diff["removed"] == b.count("\n") - a.count("\n")
+    assert bool(diff["sections"]) == (sorted(diff_key(a)) != sorted(diff_key(b)))
+
+
+def diff_key(source):
+    return [(title, [line for _, line in lines])
+            for title, lines in ledger.sections(source, False).items()]  # fmt: skip
+
+
+def test_the_html_page_needs_nothing_else(tmp_path):
+    page = tmp_path / "diff.html"
+    a, b = tmp_path / "a.py", tmp_path / "b.py"
+    a.write_text(SCRIPT)
+    b.write_text(SCRIPT.replace("step % 10 == 0", "step < 10 <b>"))
+    assert ledger.main(["diff", str(a), str(b), "--html", str(page)]) == 0
+
+    tags, texts = [], []
+
+    class Reader(html.parser.HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            tags.append((tag, dict(attributes)))
+
+        def handle_data(self, data):
+            texts.append(data)
+
+    Reader().feed(page.read_text())
+    assert any(text.startswith("+") and "step < 10 <b>:" in text for text in texts)
+    assert not any({"src", "href"} & set(attributes) for _, attributes in tags)
+    assert "http" not in page.read_text() and "details" in dict(tags)
+
+
+def test_list_and_diff_need_the_standard_library_only(measured):
+    folder = measured / "records"
+    block = "import sys; sys.modules.update(dict.fromkeys(['numpy', 'scipy', 'matplotlib'])); "
+    for verb in (["list", folder], ["diff", folder / PARENT, folder / NEWEST]):
+        code = f"{block}sys.path.insert(0, {str(REPO / 'records')!r}); import ledger; "
+        code += f"sys.exit(ledger.main({list(map(str, verb))!r}))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0 and NEWEST.partition("_")[2] in done.stdout, done.stderr
+
+
+# -----------------------------------------------------------------------------
+# Runs and records
+# -----------------------------------------------------------------------------
+
+
+def test_runs_go_in_turns_and_record_what_the_logs_say(measured):
+    out = measured / "out" / "logs"
+    order = sorted(out.iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
+    names = [f"{name}-seed-{seed}" for seed in range(3) for name in (PARENT, NEWEST)]
+    assert [folder.name for folder in order] == names
+
+    def values(name, key):
+        texts = [(out / f"{name}-seed-{seed}" / "log.txt").read_text() for seed in range(3)]
+        return [float(re.search(rf"^{key}: (\S+)$", text, re.M)[1]) for text in texts]
+
+    content = json.loads((measured / "records" / NEWEST / "record.json").read_text())
+    m = content["measured"]
+    losses, times = values(NEWEST, "val_loss"), values(NEWEST, "train_time_ms")
+    assert [run["val_loss"] for run in m["runs"]] == losses
+    assert [run["train_time_ms"] for run in m["runs"]] == times
+    mean = sum(losses) / 3
+    assert m["val_loss_mean"] == round(mean, 6) and m["n"] == 3
+    assert m["val_loss_std"] == round(math.sqrt(sum((x - mean) ** 2 for x in losses) / 2), 6)
+    assert m["p_target"] == ledger.p_below(losses, 1.64)
+    assert (m["steps"], m["tokens"], m["parameters"]) == (40, 163840, 1234)
+    assert m["peak_memory_mib"] == 99
+    assert (m["torch"], m["device"], m["threads"]) == ("2.13.0+cpu", "cpu (fake)", "1")
+    # exp(-0.22 * 20) * 4 above 1.5 is the first validation below 1.64
+    assert [run["target_step"] for run in m["runs"]] == [20, 20, 20]
+    parent_losses, parent_times = values(PARENT, "val_loss"), values(PARENT, "train_time_ms")
+    versus = m["parent"]
+    assert versus["difference"] == round(mean - sum(parent_losses) / 3, 6)
+    assert versus["p_differs"] == ledger.p_differs(losses, parent_losses)
+    ratios = sorted(a / b for a, b in zip(times, parent_times))
+    shown = [versus[f"time_ratio_{kind}"] for kind in ("min", "median", "max")]
+    assert shown == [round(ratio, 4) for ratio in ratios]
+    assert m["lines"] == {"added": 1, "removed": 1}
+    kept = measured / "records" / NEWEST / "logs"
+    sizes = [(kept / f"seed-{seed}.txt").read_text().count(CHILD) for seed in range(3)]
+    assert sizes == [1, 0, 0]
+    assert "def train" not in (kept / "parent-seed-0.txt").read_text()
+
+
+def test_finished_runs_are_used_again(measured, tmp_path, capfd):
+    shutil.copytree(measured / "out", tmp_path / "out")
+    script = tmp_path / f"{PARENT}.py"  # a plain script is compared, and writes no record
+    script.write_text(SCRIPT)
+    flags = ["run", str(script), "--seeds", "4", "--out", str(tmp_path / "out")]
+    assert ledger.main([*flags, "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert [line.count("used as it was") for line in err.splitlines()[1:5]] == [1, 1, 1, 0]
+    (result,) = json.loads(out)
+    assert result["n"] == 4
+    assert ledger.main([*flags, "--preset", "record"]) == 2
+    assert "give another folder" in capfd.readouterr().err
+
+
+def test_a_failing_run_is_named_and_the_rest_kept(tmp_path, capfd):
+    records = make_records(tmp_path)
+    out = tmp_path / "out"
+    before = (records / PARENT / "record.json").read_text()
+    flags = ["run", str(records / PARENT), "--seeds", "3", "--out", str(out)]
+    assert ledger.main([*flags, "--script-args", "--fail", "1"]) == 1
+    err = capfd.readouterr().err.splitlines()
+    assert "[2/3]" in err[-1] and "seed 1: exit status 1" in err[-1] and "out of luck" in err[-1]
+    assert (out / "logs" / f"{PARENT}-seed-0" / "log.txt").exists()
+    assert (records / PARENT / "record.json").read_text() == before
+
+
+def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
+    script = tmp_path / "slow.py"
+    wait = "    if not Path('go').exists() and seed == 1:\n        __import__('time').sleep(60)\n"
+    script.write_text(SCRIPT.replace("    cfg, noise", wait + "    cfg, noise"))
+    command = [sys.executable, REPO / "records/ledger.py", "run", script, "--seeds", "2",
+               "--out", tmp_path]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "logs/slow-seed-0/log.txt").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=30)[1]
+    assert process.returncode == 1 and "Traceback" not in err
+    assert "slow seed 1: stopped" in err and "--out" in err
+    (tmp_path / "go").touch()
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "[2/2] slow seed 1: 1." in done.stderr, done.stderr
+
+
+def test_list_tells_the_table(measured, capsys):
+    capsys.readouterr()
+    assert ledger.main(["list", str(measured / "records"), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["#"], first["Date"], first["Published"]) == ("1", "2026-01-01", "15.2 min")
+    assert second["Lines"] == "+1 −1" and second["Loss against parent"].endswith(": better")
+    table = (measured / "records" / "README.md").read_text()
+    assert f"[Second]({NEWEST})" in table and r"the first \| one" in table
+
+
+def test_list_reads_folders_of_others(tmp_path, capsys):
+    for name, letter in (("2024-10-14_ModernArch", "B"), ("2025-01-04_SoftCap", "F")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.txt").write_text(FORMATS[letter][1].replace("3.2808", "3.2741"))
+    edit(tmp_path / "2025-01-04_SoftCap" / "log.txt", "8*64", "4*64")
+    (tmp_path / "2025-02-01_Empty").mkdir()
+    assert ledger.main(["list", str(tmp_path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["Date"], row["Record"], row["Lines"]) for row in rows] == [
+        ("2024-10-14", "ModernArch", "–"), ("2025-01-04", "SoftCap", "+1 −1")
+    ]  # fmt: skip
+    assert rows[0]["Pocket loss ± std (n)"].startswith("3.2741") and rows[0]["Time"] == "0.94 s"
+
+
+# -----------------------------------------------------------------------------
+# Verification
+# -----------------------------------------------------------------------------
+
+
+def test_true_records_are_verified(records, capsys):
+    assert findings(records, capsys) == []
+    assert findings(records / NEWEST, capsys) == []
+
+
+def test_our_own_records_are_verified():
+    assert ledger.main(["verify"]) == 0
+
+
+def test_no_records_is_said(tmp_path, capsys):
+    assert ledger.main(["verify", str(tmp_path)]) == 0
+    assert "no records" in capsys.readouterr().out
+
+
+def leaves(value, path=()):
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [leaf for key, item in items for leaf in leaves(item, (*path, key))]
+    return [path]
+
+
+def test_every_altered_digit_of_a_record_is_found(records, capsys):
+    path = records / NEWEST / "record.json"
+    true = path.read_text()
+    changed = 0
+    for leaf in leaves(json.loads(true)["measured"]):
+        content = json.loads(true)
+        holder = content["measured"]
+        for key in leaf[:-1]:
+            holder = holder[key]
+        text = str(holder[leaf[-1]])
+        digit = re.search(r"\d(?=\D*$)", text)
+        if digit is None:
+            continue
+        text = text[: digit.start()] + str((int(digit[0]) + 1) % 10) + text[digit.end() :]
+        holder[leaf[-1]] = type(holder[leaf[-1]])(text)
+        path.write_text(json.dumps(content))
+        name = "measured." + ".".join(map(str, leaf))
+        assert any(f"{name} is" in line for line in findings(records, capsys)), name
+        changed += 1
+    assert changed > 60
+    path.write_text(true)
+    assert findings(records, capsys) == []
+
+
+SPOILED = {
+    "one changed character of the script": (
+        f"{NEWEST}/train_gpt.py", "step % 10", "step % 11", "the sources differ"),
+    "the parent's script": (f"{PARENT}/train_gpt.py", "step % 10", "step % 11", "parent-seed-0"),
+    "the root's script": ("../train_gpt.py", "step % 10", "step % 11", "not the root's"),
+    "a loss in a log": (
+        f"{NEWEST}/logs/seed-1.txt", "\nval_loss: 1", "\nval_loss: 2", "final val_loss"),
+    "a time in a log": (
+        f"{NEWEST}/logs/seed-1.txt", "train_time_ms: 1", "train_time_ms: 2", "final train_time_ms"),
+    "the torch of a log": (
+        f"{NEWEST}/logs/seed-1.txt", "torch: 2.13.0+cpu", "torch: 2.11.0", "differ in torch"),
+    "a hyperparameter of one seed": (
+        f"{NEWEST}/logs/seed-2.txt", "num_iterations: 40", "num_iterations: 41", "num_iterations"),
+    "the source's hash in a log": (
+        f"{NEWEST}/logs/seed-1.txt", "source sha256: ", "source sha256: 0", "seed-1.txt"),
+    "the table": ("README.md", "1.5", "1.4", "README.md"),
+    "a record's README": (f"{NEWEST}/README.md", "n = 3", "n = 4", "README.md"),
+    "a README without its region": (f"{NEWEST}/README.md", "<!-- ledger:begin -->", "", "no lines"),
+    "an unknown parent": (
+        f"{NEWEST}/record.json", f'"{PARENT}"', '"2026-01-01_No"', "2026-01-01_No/train_gpt.py"),
+    "a parent run elsewhere": (
+        f"{NEWEST}/logs/parent-seed-0.txt", "cpu (fake)", "cuda", "with another device: cuda"),
+    "a claim without a source": (f"{PARENT}/record.json", '"source"', '"sauce"', "no source"),
+    "a number twice": (f"{NEWEST}/record.json", '"number": 2', '"number": 1', "do not rise"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_verify_finds(what, records, capsys):
+    file, old, new, words = SPOILED[what]
+    edit(records / file, old, new)
+    found = findings(records, capsys)
+    assert any(words in line for line in found), found
+
+
+def test_verify_finds_missing_and_surplus_seeds(records, capsys):
+    logs = records / NEWEST / "logs"
+    (logs / "seed-1.txt").rename(records / "kept")
+    assert any("logs/seed-1.txt is claimed and missing" in f for f in findings(records, capsys))
+    (records / "kept").rename(logs / "seed-3.txt")  # the same seed under another name
+    shutil.copy(logs / "seed-2.txt", logs / "seed-1.txt")
+    found = findings(records, capsys)
+    assert any("has seed 2 twice" in line for line in found)
+    shutil.rmtree(logs)
+    assert any("cannot be measured" in line for line in findings(records, capsys))
+
+
+def test_verify_finds_a_target_that_is_not_met(tmp_path, capsys):
+    records = make_records(tmp_path)
+    poor = SCRIPT.replace("loss: float = 1.6\n", "loss: float = 1.641\n")
+    (records / PARENT / "train_gpt.py").write_text(poor)
+    shutil.rmtree(records / NEWEST)
+    (tmp_path / "train_gpt.py").write_text(poor)
+    assert ledger.main(["run", str(records / PARENT), "--seeds", "3", "--out", str(tmp_path)]) == 0
+    assert ledger.main(["list", str(records), "--write"]) == 0
+    (found,) = findings(records, capsys)
+    assert "claims to meet the target" in found
+
+
+def test_verify_finds_wrong_folders(records, capsys):
+    shutil.copytree(records / NEWEST, records / "2026-13-01_Third")
+    (records / "2026-03-03_Fourth").mkdir()
+    found = "\n".join(findings(records, capsys))
+    assert "2026-13-01_Third: the folder's name" in found
+    assert "2026-03-03_Fourth: record.json is missing" in found
+
+
+# -----------------------------------------------------------------------------
+# Pictures and bad input
+# -----------------------------------------------------------------------------
+
+
+def is_drawn(png: Path) -> bool:
+    import matplotlib.image
+
+    pixels = matplotlib.image.imread(png)
+    return pixels.shape[1] > 1500 and pixels[..., :3].std() > 0.02
+
+
+def test_curves_tell_time_to_loss_and_draw(measured, tmp_path, capsys):
+    folder, png = measured / "records", tmp_path / "out.png"
+    capsys.readouterr()
+    operands = [str(folder / PARENT), str(folder / NEWEST)]
+    assert ledger.main(["curves", *operands, "--png", str(png), "--json"]) == 0
+    rows = {(row["loss"], row["name"]): row for row in json.loads(capsys.readouterr().out)}
+    row = rows[1.64, NEWEST]
+    record = json.loads((folder / NEWEST / "record.json").read_text())["measured"]
+    assert (row["step"], row["time_ms"]) == (20, record["target_time_ms_median"])
+    assert row["reached"] == 3 and is_drawn(png)
+    first = png.read_bytes()
+    assert ledger.main(["curves", *operands, "--png", str(png)]) == 0
+    assert png.read_bytes() == first
+    assert "1.64 (target)" in capsys.readouterr().out
+
+
+def test_curves_of_logs_without_times_are_drawn_where_they_can(tmp_path, capsys):
+    for letter in "AF":
+        (tmp_path / f"{letter}.txt").write_text(FORMATS[letter][1])
+    png = tmp_path / "out.png"
+    operands = [str(tmp_path / f"{letter}.txt") for letter in "AF"]
+    assert ledger.main(["curves", *operands, "--png", str(png)]) == 0
+    out, err = capsys.readouterr()
+    assert "A has no training time" in err and "A has no training tokens" in err
+    assert "3.28 (target)" in out and is_drawn(png)
+
+
+def test_the_lineage_is_drawn(records, capsys):
+    assert ledger.main(["lineage", str(records)]) == 0
+    assert is_drawn(records / "lineage.png")
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        (["diff", "nowhere", "here"], "nowhere"),
+        (["curves", "nowhere"], "No such file"),
+        (["curves", "empty.txt"], "empty.txt is empty"),
+        (["curves", "blank.txt"], "blank.txt is empty"),
+        (["curves", "binary.bin"], "binary.bin: byte 1 is not text"),
+        (["curves", "zero.bin"], "zero.bin: byte 3 is not text"),
+        (["curves", "prose.txt"], "prose.txt has no training steps"),
+        (["curves", "cut.txt"], "cut inside its source"),
+        (["curves", "folder"], "no log with validation losses"),
+        (["curves", "steps.txt"], "no validation"),
+        (["curves", "log.txt", "--png", "no/such/out.png"], "--png no/such/out.png"),
+        (["extract", "console.txt"], "no source in it"),
+        (["extract", "log.txt", "--file", "x.py"], "--file x.py: the log has train_gpt.py"),
+        (["diff", "console.txt", "console.txt"], "no source in it"),
+        (["diff", "folder", "folder"], "no log with validation losses"),
+        (["list", "nowhere"], "nowhere: no such folder"),
+        (["verify", "nowhere"], "nowhere: no such folder"),
+        (["verify", "spoiled"], "is no record.json"),
+        (["lineage", "folder"], "no records to draw"),
+        (["run", "folder"], "folder: no script there"),
+        (["run", "a.py", "a.py"], "the same name"),
+        (["run", "a.py", "--seeds", "0"], "--seeds: 0 is not a whole number"),
+        (["curves"], "required: A"),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_bad_input_is_answered_in_one_line(command, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "empty.txt": b"", "blank.txt": b"\n \n", "binary.bin": b"a\xff\xfe", "zero.bin": b"abc\0d",
+        "prose.txt": b"It was a dark night.\n", "cut.txt": SOURCE[:60].encode(),
+        "log.txt": FORMATS["G"][1].encode(), "console.txt": TIMED.encode(), "a.py": b"import os\n",
+        "steps.txt": b"step:1/2 train_time:1ms step_avg:1.00ms\n",
+    }  # fmt: skip
+    for name, content in files.items():
+        Path(name).write_bytes(content)
+    Path("folder").mkdir()
+    Path("spoiled/2026-01-01_X").mkdir(parents=True)
+    Path("spoiled/2026-01-01_X/record.json").write_text('{"claim": ')
+    try:
+        status = ledger.main(command)
+    except SystemExit as error:
+        status = error.code
+    err = capsys.readouterr().err
+    assert status == 2 and words in err and err.count("\n") == 1, err

@@ -632,7 +632,7 @@ def decimal(value: float | None, digits: int = 4, sign: str = "") -> str:
 
 
 def p_words(p: float | None) -> str:
-    return "no p" if p is None else f"p = {p:.1g}"
+    return "no p" if p is None else f"p = {p:.2g}"
 
 
 def duration(ms: float | None) -> str:
@@ -651,6 +651,11 @@ def parent_words(parent: dict | None) -> str:
     shown = p is not None and p < SIGNIFICANCE
     verdict = ("better" if difference < 0 else "worse") if shown else "no difference shown"
     return f"{decimal(difference, sign='+')}, {p_words(p)}: {verdict}"
+
+
+def ratio_words(parent: dict) -> str:
+    ratios = (decimal(parent[f"time_ratio_{name}"], 3) for name in ("median", "min", "max"))
+    return "×{} in the median, {} to {}".format(*ratios)
 
 
 def target_words(measured: dict) -> str:
@@ -743,8 +748,7 @@ def record_region(record: Record) -> str:
         parts.append(
             f"Against {claim['parent']}, run in turns (mean {decimal(parent['val_loss_mean'])}, "
             f"standard deviation {decimal(parent['val_loss_std'])}, n = {parent['n']}): "
-            f"{parent_words(parent)}. Time ×{parent['time_ratio_median']:.3f} in the median, "
-            f"×{parent['time_ratio_min']:.3f} to ×{parent['time_ratio_max']:.3f}.")
+            f"{parent_words(parent)}. Time {ratio_words(parent)}.")
     if m["lines"]:
         parts.append(f"Source: {lines_words(m['lines'])} lines against {claim['parent']}.")
     return "\n\n".join(parts)
@@ -1043,6 +1047,7 @@ def write_measurements(contestants: list[Contestant]) -> None:
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
 GREY = "#4a525a"
+DASHED = {"color": GREY, "linewidth": 1.4, "linestyle": (0, (2, 2)), "zorder": 1}
 
 
 def pyplot():
@@ -1072,15 +1077,20 @@ def unit_of(top: float, *units: tuple[float, str]) -> tuple[float, str]:
     return next((unit for unit in units if top >= 2 * unit[0]), units[-1])
 
 
+def trained_steps(logs: list[Log]) -> list[int]:
+    """Steps that all logs validated at, without the untrained model where there are others."""
+    steps = sorted(set.intersection(*(set(log.val) for log in logs)))
+    return [step for step in steps if step] or steps
+
+
 def common_losses(logs: list[Log], target: float) -> list[float]:
-    """About five round losses between the first validation and the best, and the target."""
-    curves = [[loss for _, (loss, _) in sorted(log.val.items())] for log in logs]
-    high = max(curve[min(1, len(curve) - 1)] for curve in curves)
-    low = max(target, min(map(min, curves)))
+    """Some seven round losses between the first validation and the best, and the target."""
+    curves = [[log.val[step][0] for step in trained_steps([log])] for log in logs]
+    high, low = max(curve[0] for curve in curves), max(target, min(map(min, curves)))
     if high <= low:
         return [target]
-    power = 10 ** math.floor(math.log10((high - low) / 5))
-    step = next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= (high - low) / 5.01)
+    power = 10 ** math.floor(math.log10((high - low) / 7))
+    step = next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= (high - low) / 7.01)
     rounds = [round(step * i, 6) for i in range(math.ceil(low / step), int(high / step) + 1)]
     return sorted({target, *rounds}, reverse=True)
 
@@ -1088,23 +1098,24 @@ def common_losses(logs: list[Log], target: float) -> list[float]:
 def draw_curves(groups: dict[str, list[Log]], target: float, png: str) -> None:
     """Validation loss over steps, tokens and training time; a folder's seeds as mean and range."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(15, 5.6), sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(15, 5), sharey=True)
     logs = [log for group in groups.values() for log in group]
     per_token, token_unit = unit_of(max(log.last_step * (log.tokens_per_step or 0) for log in logs),
                                     (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
     per_ms, time_unit = unit_of(max(ms or 0 for log in logs for _, ms in log.val.values()),
                                 (60_000, "minutes"), (1000, "seconds"))
     labels = ("steps", f"training tokens ({token_unit})", f"training time ({time_unit})")
+    axes[0].axhline(target, label=f"target {target:g}", **DASHED)
     tops, bottoms = [], [target]
     for (name, group), color, style in zip(groups.items(), itertools.cycle(COLORS),
                                            itertools.cycle(STYLES)):
-        steps = sorted(set.intersection(*(set(log.val) for log in group)))
+        steps = trained_steps(group)
         losses = [[log.val[step][0] for log in group] for step in steps]
         times = [[log.val[step][1] for log in group] for step in steps]
         mean, tokens = list(map(statistics.fmean, losses)), group[0].tokens_per_step
         panels = (steps, tokens and [step * tokens / per_token for step in steps],
                   None if None in sum(times, []) else [statistics.fmean(t) / per_ms for t in times])
-        label = f"{name}: {mean[-1]:.4f}" + f" (mean and range of {len(group)})" * (len(group) > 1)
+        label = f"{name}: {mean[-1]:.4f}" + f" (mean of {len(group)})" * (len(group) > 1)
         for axis, x, what in zip(axes, panels, labels):
             if x is None:
                 print(f"{name} has no {what.split(' (')[0]}, so it is not in that panel",
@@ -1114,20 +1125,20 @@ def draw_curves(groups: dict[str, list[Log]], target: float, png: str) -> None:
             axis.plot(x[-1], mean[-1], "o", color=color, markersize=7)
             axis.fill_between(x, [*map(min, losses)], [*map(max, losses)], color=color, alpha=0.2,
                               linewidth=0)
-        tops.append(mean[min(1, len(mean) - 1)])  # the untrained model stays above the picture
+        tops.append(mean[0])
         bottoms.append(min(mean))
     margin = max(max(tops) - min(bottoms), 0.01) * 0.06
     for axis, label in zip(axes, labels):
-        axis.axhline(target, color=GREY, linewidth=1.4, linestyle=(0, (2, 2)))
+        axis.axhline(target, **DASHED)
         axis.tick_params(left=False)
         axis.set(xlabel=label, xlim=(0, None), ylim=(min(bottoms) - margin, max(tops) + margin))
     axes[0].set_ylabel("validation loss (nats per token)")
-    axes[0].annotate(f"target {target:g}", (0.02, target), (0, 4), ("axes fraction", "data"),
-                     "offset points", color=GREY)
     handles, names = axes[0].get_legend_handles_labels()
-    columns = min(len(names), 2 if max(map(len, names)) > 30 else 4)
+    columns = max(1, min(len(names), 130 // (max(map(len, names)) + 8)))
     figure.legend(handles, names, loc="upper center", ncols=columns, handlelength=3)
-    figure.tight_layout(rect=(0, 0, 1, 0.98 - 0.055 * math.ceil(len(names) / columns)))
+    inches = 0.3 * math.ceil(len(names) / columns) + 0.15  # of the legend
+    figure.set_figheight(5 + inches)
+    figure.tight_layout(rect=(0, 0, 1, 5 / (5 + inches)))
     save_picture(figure, png)
 
 
@@ -1140,13 +1151,13 @@ def draw_lineage(records: list[Record], png: str) -> None:
         published, measured = record.claim["published"], record.measured
         if published:
             axes[0].barh(y, published["minutes"], height=0.55, color=COLORS[0])
-            axes[0].annotate(f" {published['minutes']:g} min, loss {published['val_loss']}",
+            axes[0].annotate(f" {published['minutes']:g} min, loss {published['val_loss']:.4f}",
                              (published["minutes"], y), va="center")
         else:
             axes[0].annotate(" not published", (0, y), va="center", color=GREY)
         for axis, color, key, size, digits, middle in (
                 (axes[1], COLORS[1], "val_loss", 1, 4, statistics.fmean),
-                (axes[2], COLORS[2], "train_time_ms", 1000, 1, statistics.median)):
+                (axes[2], COLORS[2], "train_time_ms", 1000, 2, statistics.median)):
             values = [run[key] / size for run in measured["runs"]] if measured else []
             axis.plot(values, [y] * len(values), "o", color=color, alpha=0.35, markersize=6)
             for x in [middle(values)] if values else []:
@@ -1154,14 +1165,14 @@ def draw_lineage(records: list[Record], png: str) -> None:
                 axis.annotate(f"{x:.{digits}f}", (x, y), (0, 9), textcoords="offset points",
                               ha="center", fontsize=11.5)
     for target in {record.measured["target"] for record in records if record.measured}:
-        axes[1].axvline(target, color=GREY, linewidth=1.4, linestyle=(0, (2, 2)))
+        axes[1].axvline(target, **DASHED)
         axes[1].annotate(f"target {target:g}", (target, 1.01), ha="center",
                          xycoords=("data", "axes fraction"), color=GREY)
     names = [f"{record.claim['number']}  {record.name}\n{record.date}" for record in records]
     axes[0].set(yticks=range(len(records)), yticklabels=names, ylim=(len(records) - 0.4, -0.7),
                 xlabel="published: minutes on 8×H100")
-    axes[1].set_xlabel("measured here: pocket loss (nats per token)")
-    axes[2].set_xlabel("measured here: pocket training time (s)")
+    axes[1].set_xlabel("measured here: pocket loss\n(nats per token; dots: seeds, diamond: mean)")
+    axes[2].set_xlabel("measured here: pocket training time\n(s; dots: seeds, diamond: median)")
     for axis, room, start in zip(axes, (1.55, None, 1.1), (0, None, 0)):  # room for the words
         axis.margins(x=0.12)
         axis.set_xlim(start, room and axis.dataLim.x1 * room if axis.dataLim.x1 > 0 else None)
@@ -1277,8 +1288,7 @@ def run_verb(args: argparse.Namespace) -> int:
             parent = read_record(contestant.folder).claim["parent"] if contestant.folder else None
             parent = parent if parent in runs else names[index - 1]
             versus = {"name": parent, **compare(runs[name], runs[parent])}
-            cells = (f"{parent_words(versus)} than {parent}", f"×{versus['time_ratio_median']:.3f} "
-                     f"(×{versus['time_ratio_min']:.3f} to ×{versus['time_ratio_max']:.3f})")
+            cells = (f"{parent_words(versus)} ({parent})", ratio_words(versus))
         p = p_below([run["val_loss"] for run in runs[name]], target)
         summary = summarize(runs[name])
         results.append({"name": name, **summary, "target": target, "p_target": p,
@@ -1290,7 +1300,7 @@ def run_verb(args: argparse.Namespace) -> int:
         print_json(results)
     else:
         print_table(("script", "n", "mean loss", "std", f"mean < {target:g}", "median time",
-                     "loss", "time ratio (range)"), rows)
+                     "loss (against)", "time ratio"), rows)
     if args.script_args:
         print("record.json is not written: a record runs its preset as it is", file=sys.stderr)
     else:

@@ -420,8 +420,8 @@ def main() -> None:
         print(f"There are too few validation tokens to train with, {BLOCK_TOKENS + 1} at least: "
               "give more text, or a larger --val_fraction")
         return
-    print("Train on it, with the model for a laptop (without --preset pocket: with that of the "
-          f"record, on CUDA devices):\n{training_command(args.out, args.tokenizer, val_tokens)}")
+    print("Train a laptop's model on it (on CUDA devices, without --preset pocket: the record's):\n"
+          + training_command(args.out, args.tokenizer, val_tokens))
 
 
 if __name__ == "__main__":

@@ -170,6 +170,8 @@ def test_damaged_shards_are_fetched_again_and_only_they(hub, fineweb, tmp_path):
     result = fineweb(4)
     assert result.returncode == 0, result.stderr
     assert hub.fetched == TRAIN[:4]
+    assert f"{TRAIN[0]} (1,224 of 1,226 bytes)" in result.stdout
+    assert f"{TRAIN[2]} (sha256 differs" in result.stdout
     for path in paths:
         assert path.read_bytes() == hub.files[path.name]
 

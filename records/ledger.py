@@ -128,8 +128,6 @@ def read_text(path: Path) -> str:
     """The file as text, newlines as they are. Raises LedgerError where it is empty or no text."""
     try:
         text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise LedgerError(f"{path}: {error.strerror}; give a folder, script or log") from None
     except UnicodeDecodeError as error:
         raise LedgerError(f"{path}: byte {error.start} is not text; give a log or script") from None
     if not text.strip():
@@ -237,13 +235,17 @@ def logs_of(operand: str | Path) -> list[Log]:
     path = Path(operand)
     if not path.is_dir():
         return [read_log(path)]
-    logs, files = [], sorted({*path.rglob("*.txt"), *path.rglob("*.log")})
-    for file in seed_files(path) or files:
+    logs, files = [], seed_files(path) or sorted({*path.rglob("*.txt"), *path.rglob("*.log")})
+    for file in files:
         with contextlib.suppress(LedgerError):
             logs.append(read_log(file))
     logs = [log for log in logs if log.val]
     if not logs:
-        raise LedgerError(f"{path} has no log with validation losses ({len(files)} files tried)")
+        raise LedgerError(f"{path} has no log with validation losses in {len(files)} .txt or .log "
+                          "files; give a folder that has")
+    if len(logs) < len(files):
+        print(f"{path}: {len(files) - len(logs)} of {len(files)} files are not used: no log, or "
+              "no validation loss in it", file=sys.stderr)
     return logs
 
 
@@ -684,11 +686,10 @@ def foreign_rows(folder: Path) -> list[list[str]]:
     rows, previous = [], None
     for path in sorted(path for path in folder.iterdir() if path.is_dir()):
         try:
-            logs, source = logs_of(path), None
+            logs = logs_of(path)
         except LedgerError:
             continue
-        with contextlib.suppress(LedgerError):
-            source = source_of(path)
+        source = next((log.source for log in logs if log.source), None)
         lines = diff_sources(previous, source) if source and previous else None
         previous, (date, _, name) = source or previous, path.name.partition("_")
         losses, times = [log.val_loss for log in logs], [log.train_time_ms for log in logs]
@@ -1065,10 +1066,7 @@ def pyplot():
 
 
 def save_picture(figure, png: str) -> None:
-    try:
-        figure.savefig(png, format="png", dpi=160, metadata={"Software": None})
-    except OSError as error:
-        raise LedgerError(f"--png {png}: {error.strerror}; give another file") from None
+    figure.savefig(png, format="png", dpi=160, metadata={"Software": None})
     print(f"wrote {png}", file=sys.stderr)
 
 
@@ -1080,6 +1078,9 @@ def unit_of(top: float, *units: tuple[float, str]) -> tuple[float, str]:
 def trained_steps(logs: list[Log]) -> list[int]:
     """Steps that all logs validated at, without the untrained model where there are others."""
     steps = sorted(set.intersection(*(set(log.val) for log in logs)))
+    if not steps:
+        raise LedgerError(f"{logs[0].path.parent}: its logs share no step of validation; give "
+                          "them one by one")
     return [step for step in steps if step] or steps
 
 
@@ -1208,10 +1209,7 @@ def list_verb(args: argparse.Namespace) -> int:
 def diff_verb(args: argparse.Namespace) -> int:
     diff = diff_sources(source_of(args.a), source_of(args.b))
     if args.html:
-        try:
-            write_file(Path(args.html), diff_html(diff, args.a, args.b))
-        except OSError as error:
-            raise LedgerError(f"--html {args.html}: {error.strerror}; give another file") from None
+        write_file(Path(args.html), diff_html(diff, args.a, args.b))
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
         print_json({"a": args.a, "b": args.b, **diff})
@@ -1243,6 +1241,7 @@ def curves_verb(args: argparse.Namespace) -> int:
         groups[name if name not in groups else operand] = logs_of(operand)
     logs = [log for group in groups.values() for log in group]
     for log in logs:
+        log.val = {step: pair for step, pair in log.val.items() if math.isfinite(pair[0])}
         if not log.val:
             raise LedgerError(f"{log.path} has no validation in its {log.last_step} steps; "
                               "give a longer run")
@@ -1405,6 +1404,10 @@ def main(argv: list[str] | None = None) -> int:
     except LedgerError as error:
         print(f"ledger.py: {error}", file=sys.stderr)
         return error.status
+    except OSError as error:
+        name = str(error.filename).removesuffix(".tmp")
+        print(f"ledger.py: {name}: {error.strerror}; give another path", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

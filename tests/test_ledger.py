@@ -728,6 +728,18 @@ def test_curves_of_logs_without_times_are_drawn_where_they_can(tmp_path, capsys)
     assert "3.28 (target)" in out and is_drawn(png)
 
 
+def test_curves_leave_out_what_is_not_finite(tmp_path, capsys):
+    (tmp_path / "bad.txt").write_text(TIMED.replace("3.2808", "nan"))
+    (tmp_path / "prose.txt").write_text("nothing\n")
+    png = tmp_path / "out.png"
+    assert ledger.main(["curves", str(tmp_path), "--png", str(png), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "1 of 2 files are not used" in err and png.exists()
+    rows = json.loads(out)
+    assert rows[-1] == {"loss": 3.28, "name": tmp_path.name, "step": None, "time_ms": None,
+                        "reached": 0, "n": 1}  # fmt: skip
+
+
 def test_the_lineage_is_drawn(records, capsys):
     assert ledger.main(["lineage", str(records)]) == 0
     assert is_drawn(records / "lineage.png")
@@ -746,7 +758,11 @@ def test_the_lineage_is_drawn(records, capsys):
         (["curves", "cut.txt"], "cut inside its source"),
         (["curves", "folder"], "no log with validation losses"),
         (["curves", "steps.txt"], "no validation"),
-        (["curves", "log.txt", "--png", "no/such/out.png"], "--png no/such/out.png"),
+        (["curves", "log.txt", "--png", "no/such/out.png"], "no/such/out.png: No such file"),
+        (["curves", "log.txt", "--png", "folder"], "folder: Is a directory"),
+        (["diff", "a.py", "a.py", "--html", "no/such.html"], "no/such.html: No such file"),
+        (["run", "a.py", "--out", "a.py/out"], "a.py/out: Not a directory"),
+        (["curves", "unlike", "--png", "out.png"], "share no step"),
         (["extract", "console.txt"], "no source in it"),
         (["extract", "log.txt", "--file", "x.py"], "--file x.py: the log has train_gpt.py"),
         (["diff", "console.txt", "console.txt"], "no source in it"),
@@ -773,6 +789,10 @@ def test_bad_input_is_answered_in_one_line(command, words, tmp_path, monkeypatch
     for name, content in files.items():
         Path(name).write_bytes(content)
     Path("folder").mkdir()
+    Path("unlike").mkdir()
+    for step in (1, 2):
+        line = f"step:{step}/{step} val_loss:3.0 train_time:1ms step_avg:1.00ms\n"
+        Path(f"unlike/{step}.txt").write_text(line)
     Path("spoiled/2026-01-01_X").mkdir(parents=True)
     Path("spoiled/2026-01-01_X/record.json").write_text('{"claim": ')
     try:

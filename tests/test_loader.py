@@ -1,0 +1,368 @@
+"""The loader against plain slicing of the shards, for any ranks; what it says of bad shards."""
+
+import dataclasses
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train_gpt
+from train_gpt import PRESETS, Hyperparameters, TokenLoader, UserError, main, read_val_tokens
+
+CPU = torch.device("cpu")
+VOCAB = 257
+TINY = dataclasses.replace(
+    Hyperparameters(**PRESETS["pocket"]),
+    sequences_per_step=8,
+    train_seq_len=128,
+    sequences_per_forward=2,
+)
+
+
+def make_cfg(train_files, **changes):
+    return dataclasses.replace(TINY, train_files=train_files, **changes)
+
+
+def read_tokens(path):
+    """The tokens by the format's description alone."""
+    return np.frombuffer(path.read_bytes()[1024:], dtype="<u2").astype(np.int64)
+
+
+def steps_of(shards, cfg):
+    """The steps' tokens, for ever: contiguous, from one shard, with one target more."""
+    size = cfg.sequences_per_step * cfg.train_seq_len
+    while True:
+        for tokens in shards:
+            for start in range(0, len(tokens) - size, size):
+                yield tokens[start : start + size + 1]
+
+
+def make_loaders(cfg, world_size, said=None):
+    say = said.append if said is not None else (lambda text: None)
+    return [TokenLoader(cfg, rank, world_size, CPU, say) for rank in range(world_size)]
+
+
+def joined_step(loaders):
+    """All ranks' inputs and targets of one step, in the order of rank, forward pass and row."""
+    batches = [batch for loader in loaders for batch in loader.next_step()]
+    return [torch.cat([x.flatten() for x in part]).numpy() for part in zip(*batches, strict=True)]
+
+
+@pytest.fixture
+def three_shards(tiny_shards, tmp_path):
+    """Shards of one step of 1024, of two and a rest, and of three less one token."""
+    pattern = tiny_shards([1025, 2500, 3072])
+    return pattern, [read_tokens(path) for path in sorted(tmp_path.glob("tiny_train_*.bin"))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("sequences_per_forward", [1, 2, 3, 8])
+def test_ranks_partition_each_step(three_shards, world_size, sequences_per_forward):
+    pattern, shards = three_shards
+    cfg = make_cfg(pattern, sequences_per_forward=sequences_per_forward)
+    loaders, oracle = make_loaders(cfg, world_size), steps_of(shards, cfg)
+    for expected in itertools.islice(oracle, 13):  # over each shard's end, and twice the data's
+        inputs, targets = joined_step(loaders)
+        np.testing.assert_array_equal(inputs, expected[:-1])
+        np.testing.assert_array_equal(targets, expected[1:])
+
+
+@pytest.mark.parametrize(("world_size", "per_forward"), [(1, 8), (2, 4), (4, 1), (8, 3)])
+def test_a_rank_runs_rows_of_train_seq_len_at_most_so_many_at_once(
+    three_shards, world_size, per_forward
+):
+    cfg = make_cfg(three_shards[0], sequences_per_forward=per_forward)
+    for loader in make_loaders(cfg, world_size):
+        batches = loader.next_step()
+        assert len(batches) == loader.micro_steps
+        assert sum(len(inputs) for inputs, _ in batches) == 8 // world_size
+        for inputs, targets in batches:
+            assert inputs.shape == targets.shape
+            assert inputs.shape[0] <= per_forward
+            assert inputs.shape[1] == 128
+            assert (inputs.dtype, targets.dtype) == (torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("count", [1025, 1500, 2048, 2049])
+def test_one_shard_begins_again(tiny_shards, tmp_path, count):
+    cfg = make_cfg(tiny_shards([count]))
+    said = []
+    loaders = make_loaders(cfg, 2, said)
+    oracle = steps_of([read_tokens(tmp_path / "tiny_train_000000.bin")], cfg)
+    for expected in itertools.islice(oracle, 5):
+        np.testing.assert_array_equal(joined_step(loaders)[0], expected[:-1])
+    steps = (count - 1) // 1024
+    assert len(said) == 2 * ((5 - 1) // steps), said
+
+
+def test_the_end_of_the_data_is_said_with_its_epoch(three_shards):
+    said = []
+    (loader,) = make_loaders(make_cfg(three_shards[0]), 1, said)
+    for _ in range(5):
+        loader.next_step()
+    assert said == []  # 1 + 2 + 2 steps
+    loader.next_step()
+    assert len(said) == 1 and re.search(r"end.*epoch 2 begins", said[0])
+    for _ in range(5):
+        loader.next_step()
+    assert len(said) == 2 and "epoch 3 begins" in said[1]
+
+
+@pytest.mark.parametrize("steps_before", range(12))
+@pytest.mark.parametrize(("ranks_before", "ranks_after"), [(1, 1), (2, 4), (4, 1)])
+def test_state_goes_on_with_any_number_of_ranks(
+    three_shards, steps_before, ranks_before, ranks_after
+):
+    cfg = make_cfg(three_shards[0])
+    before = make_loaders(cfg, ranks_before)
+    for _ in range(steps_before):
+        joined_step(before)
+    states = [loader.state() for loader in before]
+    assert all(state == states[0] for state in states)
+    after = make_loaders(dataclasses.replace(cfg, sequences_per_forward=1), ranks_after)
+    for loader in after:
+        loader.seek(states[0])
+    for _ in range(7):
+        expected, found = joined_step(before), joined_step(after)
+        for a, b in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert before[0].state() == after[0].state()
+
+
+def test_state_can_be_taken_back_to_an_earlier_place(three_shards):
+    (loader,) = make_loaders(make_cfg(three_shards[0]), 1)
+    joined_step([loader])
+    state = loader.state()
+    first = [joined_step([loader])[0] for _ in range(9)]
+    loader.seek(state)
+    again = [joined_step([loader])[0] for _ in range(9)]
+    np.testing.assert_array_equal(first, again)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    counts=st.lists(st.integers(257, 1500), min_size=1, max_size=4),
+    world_size=st.sampled_from([1, 2]),
+    steps=st.integers(1, 12),
+)
+def test_any_shards_give_the_same_stream(counts, world_size, steps, tmp_path_factory, write_shard):
+    folder = tmp_path_factory.mktemp("shards")
+    generator = np.random.default_rng(0)
+    shards = [generator.integers(0, VOCAB, size=count) for count in counts]
+    for index, tokens in enumerate(shards):
+        write_shard(folder / f"{index}.bin", tokens)
+    cfg = make_cfg(f"{folder}/*.bin", sequences_per_step=2)
+    loaders = make_loaders(cfg, world_size)
+    for expected in itertools.islice(steps_of(shards, cfg), steps):
+        np.testing.assert_array_equal(joined_step(loaders)[1], expected[1:])
+
+
+def test_shards_are_taken_in_the_order_of_their_names(tmp_path, write_shard):
+    for name, value in (("b_10", 3), ("b_02", 2), ("a_99", 1)):
+        write_shard(tmp_path / f"{name}.bin", np.full(1025, value))
+    (loader,) = make_loaders(make_cfg(f"{tmp_path}/*.bin"), 1)
+    assert [int(joined_step([loader])[0][0]) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_relative_glob_is_looked_for_here_and_then_in_the_repository(
+    tmp_path, monkeypatch, write_shard
+):
+    repository, here = tmp_path / "repository", tmp_path / "here"
+    for folder in (repository, here):
+        folder.mkdir()
+    theirs = write_shard(repository / "x.bin", [1])
+    monkeypatch.setattr(train_gpt, "ROOT", repository)
+    monkeypatch.chdir(here)
+    assert train_gpt.find_shards("*.bin") == [theirs]
+    write_shard(here / "y.bin", [1])
+    assert [path.name for path in train_gpt.find_shards("*.bin")] == ["y.bin"]
+
+
+def test_validation_tokens_are_the_first_ones_and_one_more(tmp_path, write_shard):
+    tokens = np.random.default_rng(0).integers(0, VOCAB, size=900)
+    for index, part in enumerate(np.split(tokens, [300, 301, 800])):
+        write_shard(tmp_path / f"v{index}.bin", part)
+    for val_tokens in (1, 299, 300, 500, 899):
+        cfg = make_cfg("", val_files=f"{tmp_path}/v*.bin", val_tokens=val_tokens)
+        np.testing.assert_array_equal(read_val_tokens(cfg), tokens[: val_tokens + 1])
+    with pytest.raises(UserError, match=r"--val_tokens 900: .*v\*\.bin.* 900 tokens"):
+        read_val_tokens(dataclasses.replace(cfg, val_tokens=900))
+
+
+# Bad input: each case makes a bad shard of a good one and names what the one line has to hold.
+
+GOOD = np.arange(2000) % VOCAB
+
+
+def wrong_magic(path, write_shard):
+    write_shard(path, GOOD, magic=20240801)
+    return ["20240801"]
+
+
+def wrong_version(path, write_shard):
+    write_shard(path, GOOD, version=2)
+    return ["2"]
+
+
+def count_too_large(path, write_shard):
+    write_shard(path, GOOD, count=2001)
+    return ["2001", "5024", "5026"]
+
+
+def count_too_small(path, write_shard):
+    write_shard(path, GOOD, count=1999)
+    return ["1999", "5024", "5022"]
+
+
+def negative_count(path, write_shard):
+    write_shard(path, GOOD, count=-1)
+    return ["-1"]
+
+
+def cut_off(path, write_shard):
+    write_shard(path, GOOD)
+    path.write_bytes(path.read_bytes()[:-1])
+    return ["5023", "5024"]
+
+
+def cut_off_header(path, write_shard):
+    write_shard(path, GOOD)
+    path.write_bytes(path.read_bytes()[:1000])
+    return []
+
+
+def empty_file(path, write_shard):
+    path.write_bytes(b"")
+    return []
+
+
+def a_folder(path, write_shard):
+    path.mkdir()
+    return []
+
+
+def foreign_token(path, write_shard):
+    tokens = GOOD.copy()
+    tokens[[1234, 1500]] = 300, 400
+    write_shard(path, tokens)
+    return ["token 300", "position 1234", "--vocab_size 257"]
+
+
+def too_short(path, write_shard):
+    write_shard(path, GOOD[:1024])
+    return ["1024", "--train_seq_len"]
+
+
+BAD_SHARDS = [
+    wrong_magic,
+    wrong_version,
+    count_too_large,
+    count_too_small,
+    negative_count,
+    cut_off,
+    cut_off_header,
+    empty_file,
+    a_folder,
+    foreign_token,
+    too_short,
+]
+
+
+def run_main(capsys, tmp_path, train_files, val_files):
+    """main's exit code and line, once it is clear that it is one line and nothing was written."""
+    flags = ["--preset", "pocket", "--device", "cpu", "--sequences_per_step", "8", "--train_seq_len", "128"]
+    files = ["--train_files", train_files, "--val_files", val_files, "--val_tokens", "1024"]
+    before = sorted(tmp_path.rglob("*"))
+    code = main([*flags, *files])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"train_gpt\.py: error: [^\n]+\n", err), err
+    assert sorted(tmp_path.rglob("*")) == before
+    return code, err
+
+
+@pytest.mark.parametrize(
+    ("spoil", "place"),
+    [
+        (spoil, place)
+        for spoil in BAD_SHARDS
+        for place in ("only training", "second training", "validation")
+        # Found later, when the second shard's turn comes; said of --val_tokens instead.
+        if (spoil, place) != (foreign_token, "second training")
+        and (spoil, place) != (too_short, "validation")
+    ],
+    ids=lambda case: getattr(case, "__name__", case),
+)
+def test_a_bad_shard_ends_in_one_line_and_2(
+    spoil, place, capsys, tmp_path, write_shard, tiny_shards, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    train = tiny_shards([2000]) if place != "only training" else f"{tmp_path}/tiny_train_*.bin"
+    val = tiny_shards([2000], name="tiny_val") if place != "validation" else f"{tmp_path}/bad.bin"
+    name = {"validation": "bad.bin", "only training": "tiny_train_000000.bin"}
+    bad = tmp_path / name.get(place, "tiny_train_000001.bin")
+    words = spoil(bad, write_shard)
+    code, line = run_main(capsys, tmp_path, train, val)
+    assert code == 2
+    assert all(word in line for word in [bad.name, *words]), line
+
+
+def test_a_foreign_token_of_a_later_shard_is_said_when_its_turn_comes(tmp_path, write_shard):
+    write_shard(tmp_path / "0.bin", GOOD)
+    foreign_token(tmp_path / "1.bin", write_shard)
+    (loader,) = make_loaders(make_cfg(f"{tmp_path}/*.bin"), 1)
+    loader.next_step()
+    with pytest.raises(UserError, match=r"1\.bin: token 300 at position 1234"):
+        loader.next_step()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "remedy"),
+    [
+        ("data/pocket/nothing_*.bin", "data/pocket.py"),
+        ("data/fineweb10B/nothing_*.bin", "data/fineweb.py"),
+        ("my/own/*.bin", "data/text.py"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["train", "val"])
+def test_a_glob_without_files_names_the_command_that_makes_them(
+    pattern, remedy, kind, capsys, tmp_path, tiny_shards, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    files = {kind: tiny_shards([2000], name=f"tiny_{kind}") for kind in ("train", "val")}
+    files[kind] = pattern
+    code, line = run_main(capsys, tmp_path, files["train"], files["val"])
+    assert code == 2
+    assert pattern in line and f"python {remedy}" in line
+
+
+def test_too_few_validation_tokens_say_how_many_there_are(
+    capsys, tmp_path, tiny_shards, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    train, val = tiny_shards([2000]), tiny_shards([1024], name="tiny_val")
+    code, line = run_main(capsys, tmp_path, train, val)
+    assert code == 2
+    assert "--val_tokens 1024" in line and "1024 tokens" in line and "tiny_val_" in line
+
+
+def test_a_number_of_ranks_that_does_not_divide_the_sequences(
+    capsys, tmp_path, tiny_shards, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    train, val = tiny_shards([2000]), tiny_shards([2000], name="tiny_val")
+    code, line = run_main(capsys, tmp_path, train, val)
+    assert code == 2
+    assert "--sequences_per_step 8" in line and "3 ranks" in line
+
+
+def test_only_the_first_rank_of_a_machine_speaks(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["--preset", "pocket", "--seed", "-1"]) == 2
+    assert capsys.readouterr() == ("", "")

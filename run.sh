@@ -16,13 +16,13 @@ oldest_torch=2.11  # the code runs from here on; requirements.txt pins the one t
 python=${PYTHON:-python3}
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
-die() { say "$*"; exit 1; }
+die() { say "$*"; exit 2; }
 has_nvidia() { [ -e /dev/nvidiactl ] || command -v nvidia-smi >/dev/null; }
 
 # has_packages PYTHON FILE...: whether PYTHON is new enough and has what the requirement files ask.
 # It reads the packages' metadata alone, since importing torch takes seconds.
 has_packages() {
-    OLDEST_TORCH=$oldest_torch "$1" - "${@:2}" 2>/dev/null >&2 <<'PYTHON'
+    OLDEST_TORCH=$oldest_torch "$1" - "${@:2}" >&2 2>/dev/null <<'PYTHON'
 import os, re, sys
 from importlib.metadata import version
 
@@ -55,7 +55,7 @@ set_up() {
     command -v "$python" >/dev/null ||
         die "no $python here: install Python 3.11 or newer, or name one: PYTHON=/path/to/python"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-        die "$python is $("$python" -V 2>&1): name one that is 3.11 or newer, as PYTHON=python3.12"
+        die "$python is $("$python" -V 2>&1); name a 3.11 or newer one: PYTHON=/path/to/python"
     say "setting up $venv with ${wanted##*/}; torch is a large download"
     if ! "$venv/bin/python" -c '' 2>/dev/null; then
         "$python" -m venv --clear "$venv" >/dev/null ||
@@ -74,7 +74,7 @@ set_up() {
     fi
     "$python" -m pip install -r "$wanted" 2>"$venv/pip-errors.txt" ||
         die "pip could not install ${wanted##*/} ($(grep ^ERROR "$venv/pip-errors.txt" |
-            tail -n 1)): check the network, or name a Python that has the packages with PYTHON="
+            tail -n 1)): check the network, or name a Python that has them: PYTHON=/path/to/python"
     cat "$@" >"$stamp"
 }
 

@@ -45,7 +45,8 @@ FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9]+")
 SAME = ("preset", "torch", "device", "threads", "world_size")  # one value within a measurement
 CLAIM = {"number": int, "change": str, "parent": (str, type(None)), "meets_target": bool,
          "published": (dict, type(None))}
-PUBLISHED = ("number", "minutes", "val_loss", "hardware", "source")
+PUBLISHED = {"number": int, "minutes": (int, float), "val_loss": float, "hardware": str,
+             "source": str}
 
 
 class LedgerError(Exception):
@@ -566,6 +567,18 @@ def find_records(folder: Path) -> list[Record]:
     return sorted(records, key=lambda record: (record.date, record.claim["number"] or 0))
 
 
+def shown_records(folder: Path) -> list[Record]:
+    """`find_records`, all of them fit to be shown. Raises LedgerError where one is not."""
+    records = find_records(folder)
+    for record in records:
+        try:
+            record_row(record), record_region(record)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(f"{record.folder / 'record.json'} cannot be shown: {error!r}; "
+                              "`verify` says what is wrong in it") from None
+    return records
+
+
 def run_facts(path: Path) -> dict:
     """What record.json keeps of one finished run. Raises LedgerError where it is not finished."""
     log = read_log(path)
@@ -780,8 +793,9 @@ def claim_findings(claim: dict) -> list[str]:
     found = [f"claim.{name} is {claim[name]!r}, not a usable value"
              for name, kind in CLAIM.items() if not isinstance(claim[name], kind)]
     found += [f"claim.{name} is not a field of a claim" for name in claim if name not in CLAIM]
-    published = claim["published"] if isinstance(claim["published"], dict) else PUBLISHED
-    return found + [f"claim.published has no {name}" for name in PUBLISHED if name not in published]
+    return found + [f"claim.published.{name} is missing or of another kind"
+                    for name, kind in PUBLISHED.items() if isinstance(claim["published"], dict)
+                    and not isinstance(claim["published"].get(name), kind)]
 
 
 def log_findings(path: Path, script: str, whole: bool) -> list[str]:
@@ -797,13 +811,13 @@ def log_findings(path: Path, script: str, whole: bool) -> list[str]:
     if log.sha256 != sha256(script):
         found.append("was not written by this train_gpt.py: the sources differ")
     loss, ms = log.val[log.last_step]
-    checks = {"val_loss": (f"{float(final['val_loss']):.4f}", f"{loss:.4f}"),
-              "train_time_ms": (float(final["train_time_ms"]), ms),
-              "steps": (int(final["steps"]), log.last_step),
-              **{name: (final[name], log.header.get(name)) for name in (*SAME, "seed")
-                 if name in final}}
-    found += [f"its final {name} is {said}, its other lines say {shown}"
-              for name, (said, shown) in checks.items() if said != shown]
+    # The step's line rounds further: by half its last digit, and the clock's last millisecond.
+    for name, shown, slack in (("val_loss", loss, 5.06e-5), ("train_time_ms", ms, 1),
+                               ("steps", log.last_step, 0)):
+        if abs(float(final[name]) - shown) > slack:
+            found.append(f"its final {name} is {final[name]}, its last step says {shown:g}")
+    found += [f"its final {name} is {final[name]}, its header says {log.header.get(name)}"
+              for name in (*SAME, "seed") if final.get(name, "") not in ("", log.header.get(name))]
     if any(note.startswith("resumed") for note in log.notes):
         found.append("is a resumed run, whose time is not a measurement")
     return [f"logs/{path.name}: {text}" for text in found]
@@ -812,6 +826,8 @@ def log_findings(path: Path, script: str, whole: bool) -> list[str]:
 def record_findings(record: Record) -> list[str]:
     """Every claim of a record that its files do not bear, one line each."""
     folder, claim, found = record.folder, record.claim, claim_findings(record.claim)
+    if found:
+        return found
     try:
         datetime.date.fromisoformat(record.date if FOLDER_NAME.fullmatch(folder.name) else "")
     except ValueError:
@@ -847,16 +863,17 @@ def record_findings(record: Record) -> list[str]:
         found += [f"its parent was run with another {name}: {theirs.get(name)}" for name in SAME
                   if theirs.get(name) != ours.get(name)]
     try:
-        said, shown = flatten(record.measured), flatten(measure(record))
+        true = Record(folder, claim, measure(record))
+        said, shown = flatten(record.measured), flatten(true.measured)
     except LedgerError as error:
         return found + [f"its logs cannot be measured: {error}"]
     pairs = {key: (said.get(key, "missing"), shown.get(key, "nothing")) for key in said | shown}
-    found += [f"measured{key} is {claimed}, the logs say {true}"
-              for key, (claimed, true) in pairs.items() if claimed != true]
-    p = shown[".p_target"]
+    found += [f"measured{key} is {claims}, the logs say {logs}"
+              for key, (claims, logs) in pairs.items() if claims != logs]
+    p = true.measured["p_target"]
     if claim["meets_target"] and (p is None or p >= SIGNIFICANCE):
         found.append(f"it claims to meet the target, with {p_words(p)}, not below {SIGNIFICANCE}")
-    return found + region_findings(folder / "README.md", record_region(record))
+    return found + region_findings(folder / "README.md", record_region(true))
 
 
 def region_findings(path: Path, wanted: str) -> list[str]:
@@ -886,7 +903,8 @@ def verify(folder: Path) -> tuple[list[str], int]:
         root, newest = folder.parent / "train_gpt.py", records[-1].folder / "train_gpt.py"
         if [root.is_file() and root.read_bytes()] != [newest.is_file() and newest.read_bytes()]:
             found.append(f"{newest.parent.name}: train_gpt.py is not the root's, byte for byte")
-        found += region_findings(folder / "README.md", table_region(records))
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # the record's own findings
+            found += region_findings(folder / "README.md", table_region(records))
     return found, len(records)
 
 
@@ -1190,7 +1208,7 @@ def draw_lineage(records: list[Record], png: str) -> None:
 
 def list_verb(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
-    records = find_records(folder)
+    records = shown_records(folder)
     if args.write:
         regions = {folder: table_region(records), **{r.folder: record_region(r) for r in records}}
         for path, text in ((where / "README.md", text) for where, text in regions.items()):
@@ -1335,7 +1353,7 @@ def extract_verb(args: argparse.Namespace) -> int:
 
 
 def lineage_verb(args: argparse.Namespace) -> int:
-    records = find_records(Path(args.folder))
+    records = shown_records(Path(args.folder))
     if not records:
         raise LedgerError(f"{args.folder} has no records to draw; give a folder of records")
     draw_lineage(records, args.png or str(Path(args.folder) / "lineage.png"))

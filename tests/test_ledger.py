@@ -644,9 +644,33 @@ SPOILED = {
         f"{NEWEST}/record.json", f'"{PARENT}"', '"2026-01-01_No"', "2026-01-01_No/train_gpt.py"),
     "a parent run elsewhere": (
         f"{NEWEST}/logs/parent-seed-0.txt", "cpu (fake)", "cuda", "with another device: cuda"),
-    "a claim without a source": (f"{PARENT}/record.json", '"source"', '"sauce"', "no source"),
+    "a claim without a source": (
+        f"{PARENT}/record.json", '"source"', '"sauce"', "published.source"),
+    "a claim of another kind": (f"{PARENT}/record.json", "15.2", '"15"', "published.minutes"),
+    "a claim without a meaning": (f"{PARENT}/record.json", '"change"', '"chance"', "claim.chance"),
+    "a measured key that is gone": (
+        f"{NEWEST}/record.json", '"val_loss_std"', '"std"', "val_loss_std is missing"),
     "a number twice": (f"{NEWEST}/record.json", '"number": 2', '"number": 1', "do not rise"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("digits", ["49", "50", "51"])
+def test_a_rounded_loss_is_no_finding(digits, records):
+    # 1.5012499… is 1.5012 in its step's line and 1.501250 in the final block, rounded twice.
+    path = records / NEWEST / "logs" / "seed-0.txt"
+    text = re.sub(r"step:40/40 val_loss:\S+", "step:40/40 val_loss:1.5012", path.read_text())
+    path.write_text(re.sub(r"\nval_loss: \S+", f"\nval_loss: 1.5012{digits}", text))
+    found = ledger.log_findings(path, CHILD, whole=True)
+    assert bool(found) == (digits == "51") and len(found) < 2
+
+
+def test_a_record_that_cannot_be_shown_is_named(records, capsys):
+    edit(records / NEWEST / "record.json", '"val_loss_std"', '"std"')
+    for verb in ("list", "lineage"):
+        capsys.readouterr()
+        assert ledger.main([verb, str(records)]) == 2
+        err = capsys.readouterr().err
+        assert f"{NEWEST}/record.json cannot be shown" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("what", SPOILED)

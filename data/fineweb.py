@@ -64,6 +64,7 @@ def read_manifest(folder: Path) -> dict[str, Published]:
             return {name: Published(**kept["files"][name]) for name in shard_names(TRAIN_SHARDS)}
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not there or damaged: ask again
+    print(f"asking the hub for the sizes and sha256 of {REPOSITORY}", flush=True)
     files = ask_hub("get_paths_info", shard_names(TRAIN_SHARDS))
     published = {file.path: Published(file.size, file.lfs.sha256) for file in files}
     missing = set(shard_names(TRAIN_SHARDS)) - set(published)

@@ -71,6 +71,7 @@ class Progress:
         self.start = self.shown = time.monotonic()
 
     def show(self) -> None:
+        """Rewrite the line, a few times a second."""
         now = time.monotonic()
         if not sys.stderr.isatty() or now - self.shown < 0.2:
             return
@@ -83,6 +84,7 @@ class Progress:
               f"{rate / 1e6:.1f} MB/s{left}\033[K", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
+        """Remove the line."""
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
@@ -263,7 +265,8 @@ def tokenize(batch: list[Piece], tokenizer: str) -> tuple[np.ndarray, np.ndarray
 
 
 def reset_signals() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends them
+    """Leave it to the parent to end this process at Ctrl-C, which reaches both."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -363,6 +366,7 @@ def convert(args: argparse.Namespace, sources: list[str], staging: Path) -> list
 
 
 def fraction(value: str) -> float:
+    """Parse a flag's number from 0 to 1."""
     number = float(value)
     if not 0 <= number <= 1:
         raise argparse.ArgumentTypeError(f"{value} is not between 0 and 1")
@@ -370,6 +374,7 @@ def fraction(value: str) -> float:
 
 
 def positive(value: str) -> int:
+    """Parse a flag's whole number from 1 up."""
     number = int(value)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")

@@ -3,18 +3,13 @@
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py     # the record, on 8 GPUs
     python train_gpt.py                                       # the record, on one GPU
-    python train_gpt.py --preset pocket                       # a small model on a CPU
-
-A step's sequences are shared out among the ranks; what a rank cannot take at once is accumulated.
+    python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Parent: 2025-01-26_BatchSize. Changes relative to it:
 - Optimizers: gradients are reduce-scattered, optimizer state is sharded over the ranks.
 """
 
-
-# -----------------------------------------------------------------------------
-# Setup
-# -----------------------------------------------------------------------------
+# ---- Setup ------------------------------------------------------------------
 
 import argparse
 import gc
@@ -23,10 +18,8 @@ import hashlib
 import itertools
 import math
 import os
-import platform
 import re
 import resource
-import secrets
 import signal
 import sys
 import time
@@ -43,20 +36,20 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-BLOCK = 128  # tokens in a block of the attention mask, of queries and of keys
+BLOCK = 128  # tokens in a block of the attention mask
 SCRIPT = Path(__file__).resolve()
 ROOT = next((p for p in SCRIPT.parents if (p / "data" / "pocket.py").exists()), SCRIPT.parent)
 
 class UserError(Exception):
-    """Something that the user can mend: it ends the run with one line and no traceback."""
+    """What the user can mend: the run ends with one line and exit code 2."""
+
+class RunError(Exception):
+    """What went wrong in training: the run ends with one line and exit code 1."""
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
-
-# -----------------------------------------------------------------------------
-# Hyperparameters
-# -----------------------------------------------------------------------------
+# ---- Hyperparameters --------------------------------------------------------
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -127,10 +120,6 @@ class Hyperparameters:
         return len(self.attention_pattern)
 
     @property
-    def padded_vocab(self) -> int:
-        return round_up(self.vocab_size, self.vocab_multiple)
-
-    @property
     def step_tokens(self) -> int:
         return self.sequences_per_step * self.train_seq_len
 
@@ -151,25 +140,24 @@ FREE_TO_CHANGE = set("""num_iterations train_files val_files sequences_per_forwa
     val_every device run_id warmup_steps head_chunks compile_mode save_every resume sample_tokens
     prompt profile""".split())
 
-class Parser(argparse.ArgumentParser):
-
-    def error(self, message: str):
-        raise UserError(f"{message}; --help lists the flags")
-
 def boolean(text: str) -> bool:
     return ["false", "true"].index(text.lower()) == 1
 
 def parse_args(argv: list[str]) -> tuple[str, Hyperparameters]:
     """The preset's name and the hyperparameters that the command line asks for."""
+    def error(message: str):
+        raise UserError(f"{message}; --help lists the flags")
+
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", SCRIPT.read_text(), re.M))
-    parser = Parser(prog=SCRIPT.name, allow_abbrev=False, description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", choices=PRESETS, default="record", help="[record]")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n")[0])
+    parser.error = error
+    parser.add_argument("--preset", choices=PRESETS, default="record", help="['record']")
     for field in fields(Hyperparameters):
         presets = [f"{k}: {v[field.name]!r}" for k, v in PRESETS.items() if field.name in v]
-        text = f"{comments[field.name]} [{', '.join([repr(field.default), *presets])}]"
-        switch = dict(type=boolean, nargs="?", const=True) if field.type is bool else {}
-        parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text,
-                            **dict(type=field.type, metavar=field.type.__name__) | switch)
+        kind = dict(type=field.type, metavar=field.type.__name__)
+        kind |= dict(type=boolean, nargs="?", const=True) if field.type is bool else {}
+        parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **kind,
+                            help=f"{comments[field.name]} {[field.default, *presets]}")
     flags = vars(parser.parse_args(argv))
     preset = flags.pop("preset")
     cfg = Hyperparameters(**PRESETS[preset] | flags)
@@ -177,34 +165,28 @@ def parse_args(argv: list[str]) -> tuple[str, Hyperparameters]:
     return preset, cfg
 
 def check_hyperparameters(cfg: Hyperparameters) -> None:
-    """Raise UserError where no run can be made of `cfg`, with the flag, its value and the rule."""
-    def must(condition: bool, name: str, rule: str) -> None:
-        if not condition:
+    """Raise UserError for a value that no run can be made of: flag, value and rule."""
+    positive = """num_iterations sequences_per_step train_seq_len sequences_per_forward val_tokens
+        val_seq_len model_dim head_dim mlp_ratio rope_base logit_slope vocab_multiple""".split()
+    rules = [(f.name, lambda x: 0 <= x < math.inf, "be finite and not negative")
+             for f in fields(cfg) if f.type in (int, float)]
+    rules += [(name, lambda x: x > 0, "be positive") for name in positive] + [
+        ("train_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}"),
+        ("val_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}"),
+        ("head_dim", lambda x: x % 4 == 0, "be a multiple of 4"),
+        ("model_dim", lambda x: x % cfg.head_dim == 0, f"be a multiple of {cfg.head_dim=}"),
+        ("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536"),
+        ("attention_pattern", lambda x: re.fullmatch("[LS.]+", x), "be of L, S and ."),
+        ("value_embed_pattern", lambda x: re.fullmatch(f"[0-9.]{{{cfg.num_layers}}}", x),
+         f"have a digit or . for each of {cfg.num_layers} layers"),
+        ("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes"),
+        ("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu"),
+    ]
+    for name, holds, rule in rules:
+        if not holds(getattr(cfg, name)):
             raise UserError(f"--{name} {getattr(cfg, name)}: must {rule}")
 
-    may_be_zero = set("""seed val_every sample_tokens head_chunks save_every warmup_steps ns_steps
-        momentum_warmup window_tokens eot_token""".split())
-    for field in fields(cfg):
-        if field.type in (int, float):
-            least = field.type is int and field.name not in may_be_zero
-            must(least <= getattr(cfg, field.name) < math.inf, field.name, f"be {least:d} or more")
-    for name in ("train_seq_len", "val_seq_len"):
-        must(getattr(cfg, name) % BLOCK == 0, name, f"be a multiple of {BLOCK}")
-    must(cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
-    must(cfg.model_dim % cfg.head_dim == 0, "model_dim", f"be a multiple of {cfg.head_dim=}")
-    must(cfg.eot_token < cfg.vocab_size <= 2**16, "vocab_size", f"exceed {cfg.eot_token=}, to 65536")
-    must(re.fullmatch("[LS.]+", cfg.attention_pattern), "attention_pattern", "be of L, S and .")
-    must(re.fullmatch(f"[0-9.]{{{cfg.num_layers}}}", cfg.value_embed_pattern),
-         "value_embed_pattern", f"hold {cfg.num_layers} digits or ., as many as attention_pattern")
-    must(cfg.logit_slope > 0, "logit_slope", "be positive")
-    must(cfg.tokenizer in ("gpt2", "bytes"), "tokenizer", "be gpt2 or bytes")
-    must(cfg.device in ("auto", "cuda", "cpu"), "device", "be auto, cuda or cpu")
-    must(re.fullmatch(r"[\w-][\w.-]*|", cfg.run_id), "run_id", "be of letters, digits, _, - and .")
-
-
-# -----------------------------------------------------------------------------
-# Data (the same in every record)
-# -----------------------------------------------------------------------------
+# ---- Data (the same in every record) ----------------------------------------
 
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1  # of a shard, little-endian int32
 
@@ -212,68 +194,54 @@ def find_shards(pattern: str) -> list[Path]:
     """Files that match the glob, here or else in the repository, sorted. Raises UserError."""
     files = sorted(glob.glob(pattern)) or sorted(glob.glob(str(ROOT / pattern)))
     if not files:
-        known = [f"{name}.py" for name in ("pocket", "fineweb") if name in pattern]
-        maker = (known or ["text.py --tokenizer gpt2 --out DIR FILE"])[0]
-        raise UserError(f"no file matches {pattern!r}; make the data with: python data/{maker}")
+        maker = next((name for name in ("pocket", "fineweb") if name in pattern), "text")
+        raise UserError(f"no file matches {pattern!r}; make the data with: python data/{maker}.py")
     return [Path(file) for file in files]
 
 def shard_size(path: Path) -> int:
     """Number of tokens by the shard's header, held against the file's size. Raises UserError."""
     try:
-        size, header = path.stat().st_size, np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+        size, header = path.stat().st_size, np.fromfile(path, "<i4", HEADER_INTS).tolist()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    if len(header) < HEADER_INTS or header[0] != MAGIC or header[1] != VERSION:
-        raise UserError(f"{path}: magic number and version are {header[:2].tolist()} instead of "
-                        f"{[MAGIC, VERSION]}: no token shard; make or fetch it again")
-    expected = 4 * HEADER_INTS + 2 * int(header[2])
-    if header[2] < 0 or size != expected:
-        raise UserError(f"{path}: {size} bytes, but by its count of {header[2]} tokens it should "
-                        f"have {expected}; make or fetch it again")
-    return int(header[2])
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it again") from None
+    if len(header) < HEADER_INTS or header[:2] != [MAGIC, VERSION]:
+        raise UserError(f"{path}: magic number and version are not {MAGIC}, {VERSION} but "
+                        f"{header[:2]}: no token shard; make or fetch it again")
+    if header[2] < 0 or size != 4 * HEADER_INTS + 2 * header[2]:
+        raise UserError(f"{path}: its header says {header[2]} tokens, which {size} bytes do not "
+                        "hold; make or fetch it again")
+    return header[2]
 
 def read_shard(path: Path, vocab_size: int) -> np.ndarray:
     """The shard's tokens, uint16. Raises UserError where it is none, or of another vocabulary."""
-    num_tokens = shard_size(path)
-    tokens = np.fromfile(path, dtype="<u2", count=num_tokens, offset=4 * HEADER_INTS)
-    if num_tokens and tokens.max() >= vocab_size:
-        position = int(np.argmax(tokens >= vocab_size))
-        raise UserError(f"{path}: token {tokens[position]} at position {position} is not below "
-                        f"--vocab_size {vocab_size}; name the vocabulary that the data has")
+    tokens = np.fromfile(path, "<u2", shard_size(path), offset=4 * HEADER_INTS)
+    if len(tokens) and tokens.max() >= vocab_size:
+        at = np.argmax(tokens >= vocab_size)
+        raise UserError(f"{path}: token {tokens[at]} at position {at} is not below --vocab_size "
+                        f"{vocab_size}; name the vocabulary that the data has")
     return tokens
 
 def fingerprint(files: list[Path]) -> list:
-    """Name, number of tokens and a hash of three samples of each shard: tells other data apart."""
-    prints = []
-    for path in files:
-        num_tokens, digest = shard_size(path), hashlib.sha256()
-        with path.open("rb") as file:
-            for offset in (0, num_tokens, 2 * num_tokens - 4096):
-                file.seek(4 * HEADER_INTS + max(0, offset))
-                digest.update(file.read(4096))
-        prints.append([path.name, num_tokens, digest.hexdigest()])
-    return prints
+    """Name, number of tokens and hash of the first MiB of each shard: tells other data apart."""
+    return [[path.name, shard_size(path), hashlib.sha256(
+        np.fromfile(path, np.uint8, 2**20)).hexdigest()] for path in files]
 
 class TokenLoader:
-    """Gives each rank its sequences of each step; the stream is the same for any number of ranks.
-
-    A step's tokens are contiguous in one shard and rank r takes the r-th part of its sequences.
-    What does not fill a step at a shard's end is skipped. After the last shard comes the first.
-    """
+    """Gives each rank its sequences of each step, the r-th part of the step's tokens to rank r.
+    A step's tokens are contiguous in one shard: what does not fill a step at its end is skipped."""
 
     def __init__(self, cfg: Hyperparameters, rank: int, world_size: int, device: torch.device,
                  say: Callable[[str], None] = print):
         self.cfg, self.rank, self.device, self.say = cfg, rank, device, say
-        self.files = find_shards(cfg.train_files)
+        self.reader, self.ahead, self.files = ThreadPoolExecutor(1), {}, find_shards(cfg.train_files)
         for path in self.files:
             if (size := shard_size(path)) <= cfg.step_tokens:
-                raise UserError(f"{path}: {size} tokens are too few for a step, which takes one "
-                                f"more than {cfg.step_tokens}; lower --train_seq_len")
+                raise UserError(f"{path}: {size} tokens, too short for a step of {cfg.step_tokens} and "
+                                "one more; lower --train_seq_len")
         self.sequences = cfg.sequences_per_step // world_size
         self.per_forward = max(n for n in range(1, self.sequences + 1)
                                if self.sequences % n == 0 and n <= cfg.sequences_per_forward)
         self.micro_steps = self.sequences // self.per_forward  # forward passes of a rank in a step
-        self.reader, self.ahead = ThreadPoolExecutor(1), None
         self.seek(dict(epoch=0, shard=0, position=0))
 
     def state(self) -> dict[str, int]:
@@ -281,24 +249,21 @@ class TokenLoader:
         return dict(epoch=self.epoch, shard=self.shard, position=self.position)
 
     def seek(self, state: dict[str, int]) -> None:
-        """Go to where `state` was taken."""
-        self.epoch, self.shard, self.position = (state[k] for k in ("epoch", "shard", "position"))
-        self._open(read_shard(self.files[self.shard], self.cfg.vocab_size))
-
-    def _open(self, tokens: np.ndarray) -> None:
-        self.tokens = tokens
-        if len(self.files) > 1:
-            following = self.files[(self.shard + 1) % len(self.files)]
-            self.ahead = self.reader.submit(read_shard, following, self.cfg.vocab_size)
+        """Go to a `state`; the shard after its own is read ahead."""
+        self.epoch, self.shard, self.position = state["epoch"], state["shard"], state["position"]
+        here, following = (self.files[(self.shard + i) % len(self.files)] for i in (0, 1))
+        self.ahead = {path: self.ahead.get(path) or self.reader.submit(
+            read_shard, path, self.cfg.vocab_size) for path in (here, following)}
+        self.tokens = self.ahead[here].result()
 
     def next_step(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's share of the next step: inputs and targets of each forward pass."""
         if self.position + self.cfg.step_tokens >= len(self.tokens):
-            self.shard, self.position = (self.shard + 1) % len(self.files), 0
-            if self.shard == 0:
-                self.epoch += 1
-                self.say(f"data: its end is reached, epoch {self.epoch + 1} begins")
-            self._open(self.ahead.result() if self.ahead else self.tokens)
+            shard, epoch = (self.shard + 1) % len(self.files), self.epoch
+            if shard == 0:
+                epoch += 1
+                self.say(f"data: its end is reached, epoch {epoch + 1} begins")
+            self.seek(dict(epoch=epoch, shard=shard, position=0))
         length = self.per_forward * self.cfg.train_seq_len
         first = self.position + self.rank * self.sequences * self.cfg.train_seq_len
         self.position += self.cfg.step_tokens
@@ -313,13 +278,10 @@ def to_batch(tokens: np.ndarray, rows: int, device: torch.device) -> tuple[Tenso
         pair = tuple(x.pin_memory().to(device, non_blocking=True) for x in pair)
     return pair
 
+# ---- Model ------------------------------------------------------------------
 
-# -----------------------------------------------------------------------------
-# Model
-# -----------------------------------------------------------------------------
-
-# Letters in tensor names: B sequences, T tokens of each, S = B·T, D model_dim, H heads, K head_dim,
-# V padded vocabulary, M×N a weight. The residual stream is x, (B, T, D).
+# Letters in tensor names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim,
+# V padded vocabulary, M×N a weight. The residual stream x is (B, T, D).
 
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
@@ -330,51 +292,50 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max  # casts saturate by themselves only since torch 2.12
     return x.float().mul(scale).clamp(-limit, limit).to(dtype)
 
+fused_to_fp8 = torch.compile(to_fp8, dynamic=False)  # compiled at its first use, on CUDA
+
 def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b · scale, held to the GPU's rules for FP8 on every device."""
     (K, N), one = b_KN.shape, torch.ones((), device=a_MK.device)
     assert K % 16 == 0 and N % 16 == 0, f"FP8 products take multiples of 16: {K=} {N=}"
-    assert a_MK.stride(1) == 1 and b_KN.stride(0) == 1, "FP8 products take row-major @ column-major"
-    return torch._scaled_mm(a_MK, b_KN, scale_a=one * scale, scale_b=one, out_dtype=dtype,
-                            use_fast_accum=fast)
+    assert a_MK.stride(1) == b_KN.stride(0) == 1, "FP8 products take row-major @ column-major"
+    return torch._scaled_mm(a_MK, b_KN, scale * one, one, out_dtype=dtype, use_fast_accum=fast)
 
 @torch.library.custom_op("nanogpt::mm", mutates_args=())
-def fp8_mm(x_SD: Tensor, w_VD: Tensor, x_scale: float, w_scale: float, grad_scale: float
+def fp8_mm(x: Tensor, w: Tensor, x_s: float, w_s: float, g_s: float
            ) -> tuple[Tensor, Tensor, Tensor]:
-    """x @ w.T by e4m3 factors, as bf16, and the two factors for the backward pass."""
-    x_f8, w_f8 = (to_fp8(*pair, torch.float8_e4m3fn) for pair in ((x_SD, x_scale), (w_VD, w_scale)))
-    return scaled_mm(x_f8, w_f8.T, 1 / (x_scale * w_scale), torch.bfloat16, True), x_f8, w_f8
+    """x (S, D) @ w (V, D).T in e4m3, scaled by x_s and w_s, as bf16; and the two FP8 factors."""
+    cast = fused_to_fp8 if x.is_cuda else to_fp8
+    x_f8, w_f8 = cast(x, x_s, torch.float8_e4m3fn), cast(w, w_s, torch.float8_e4m3fn)
+    return scaled_mm(x_f8, w_f8.T, 1 / (x_s * w_s), torch.bfloat16, True), x_f8, w_f8
 
 @fp8_mm.register_fake
-def _(x_SD, w_VD, *scales):
-    out = x_SD.new_empty(len(x_SD), len(w_VD), dtype=torch.bfloat16)
-    x_f8, w_f8 = (x.new_empty(x.shape, dtype=torch.float8_e4m3fn) for x in (x_SD, w_VD))
-    return out, x_f8, w_f8
+def _(x, w, x_s, w_s, g_s):
+    x_f8, w_f8 = (t.new_empty(t.shape, dtype=torch.float8_e4m3fn) for t in (x, w))
+    return x.new_empty(len(x), len(w), dtype=torch.bfloat16), x_f8, w_f8
 
 @torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
-def fp8_mm_backward(grad_SV: Tensor, x_f8: Tensor, w_f8: Tensor, x_scale: float, w_scale: float,
-                    grad_scale: float) -> tuple[Tensor, Tensor]:
-    """Gradients of x, bf16, and of w, fp32 and column-major, by e5m2 output gradients."""
-    grad_f8 = to_fp8(grad_SV, grad_scale, torch.float8_e5m2)
-    grad_x = scaled_mm(grad_f8, w_f8.T.contiguous().T, 1 / (grad_scale * w_scale), torch.bfloat16,
-                       False)
-    grad_w = scaled_mm(x_f8.T.contiguous(), grad_f8.T.contiguous().T, 1 / (x_scale * grad_scale),
-                       torch.float32, False)
-    return grad_x, grad_w.T
+def fp8_mm_backward(g: Tensor, x_f8: Tensor, w_f8: Tensor, x_s: float, w_s: float, g_s: float
+                    ) -> tuple[Tensor, Tensor]:
+    """Gradients of x, bf16, and w, fp32 and column-major, by g (S, V) in e5m2, scaled by g_s."""
+    g_f8 = (fused_to_fp8 if g.is_cuda else to_fp8)(g, g_s, torch.float8_e5m2)
+    w_f8, g_columns = (t.T.contiguous().T for t in (w_f8, g_f8))
+    grad_x = scaled_mm(g_f8, w_f8, 1 / (g_s * w_s), torch.bfloat16, False)
+    grad_w = scaled_mm(x_f8.T.contiguous(), g_columns, 1 / (x_s * g_s), torch.float32, False).T
+    return grad_x, grad_w
 
 @fp8_mm_backward.register_fake
-def _(grad_SV, x_f8, w_f8, *scales):
-    return (x_f8.new_empty(x_f8.shape, dtype=torch.bfloat16),
-            w_f8.new_empty(w_f8.T.shape, dtype=torch.float32).T)
+def _(g, x_f8, w_f8, x_s, w_s, g_s):
+    grad_w = w_f8.new_empty(w_f8.T.shape, dtype=torch.float32).T
+    return x_f8.new_empty(x_f8.shape, dtype=torch.bfloat16), grad_w
 
 def fp8_setup_context(ctx, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.scales = inputs[2:]
     ctx.set_materialize_grads(False)
 
-def fp8_backward(ctx, grad_SV: Tensor, *_) -> tuple:
-    grads = torch.ops.nanogpt.mm_backward(grad_SV, *ctx.saved_tensors, *ctx.scales)
-    return *grads, None, None, None
+def fp8_backward(ctx, g: Tensor, *_) -> tuple:
+    return *fp8_mm_backward(g, *ctx.saved_tensors, *ctx.scales), None, None, None
 
 fp8_mm.register_autograd(fp8_backward, setup_context=fp8_setup_context)
 
@@ -388,17 +349,14 @@ class CastedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.fp8_scales is None or not self.training:
             return F.linear(x, self.weight.type_as(x))
-        out, *_ = torch.ops.nanogpt.mm(x.flatten(0, -2), self.weight, *self.fp8_scales)
-        return out.view(*x.shape[:-1], -1)
+        return fp8_mm(x.flatten(0, -2), self.weight, *self.fp8_scales)[0].unflatten(0, x.shape[:-1])
 
-# Attention: token i sees token j where j <= i, both are of one document, and
-# block(i) - block(j) < window. On CUDA FlexAttention skips the blocks that nobody sees. Elsewhere
-# it has no backward pass: each block of queries meets the `window` blocks of keys up to its own.
+# Attention: token i sees token j where j <= i, both are of one document (@KoszarskyB), and
+# block(i) - block(j) < window (@YouJiacheng). On CUDA FlexAttention skips blocks that nobody sees.
+# Elsewhere it has no backward: each block of queries meets the `window` blocks up to its own.
 
 def flex_mask(docs_S: Tensor, window: Tensor) -> BlockMask:
-    """The mask by tensor operations alone, so that the window's growth compiles nothing anew.
-
-    Documents: @KoszarskyB; block-wise window, built by hand: @YouJiacheng."""
+    """The mask by tensor operations alone, so that the window's growth compiles nothing anew."""
     def document_causal(b, h, q, k):
         return (q >= k) & (docs_S[q] == docs_S[k])
 
@@ -407,8 +365,7 @@ def flex_mask(docs_S: Tensor, window: Tensor) -> BlockMask:
         return seen_QK.sum(-1, dtype=torch.int32)[None, None], indices.int()[None, None]
 
     docs, block = docs_S.view(-1, BLOCK), torch.arange(len(docs_S) // BLOCK, device=docs_S.device)
-    distance = block[:, None] - block
-    first, last = docs[:, 0], docs[:, -1]
+    distance, first, last = block[:, None] - block, docs[:, 0], docs[:, -1]
     seen = (distance >= 0) & (distance < window) & (first[:, None] <= last)
     full = seen & (distance > 0) & (last[:, None] == first)
     return BlockMask.from_kv_blocks(*ordered(seen & ~full), *ordered(full), BLOCK_SIZE=BLOCK,
@@ -423,12 +380,12 @@ def dense_mask(docs_S: Tensor, window: Tensor) -> Tensor:
     return torch.zeros(seen.shape, device=docs.device).masked_fill_(~seen, -math.inf)[:, None]
 
 def gather_window(blocks: Tensor, window: int) -> Tensor:
-    """(S / 128, 128, …) → (S / 128, window · 128, …): each block after the ones before it."""
+    """(S / 128, 128, …) to (S / 128, window · 128, …): each block after those before it."""
     padded = torch.cat([blocks.new_zeros(window - 1, *blocks.shape[1:]), blocks])
     return torch.cat([padded[i : i + len(blocks)] for i in range(window)], dim=1)
 
-def attend(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask: BlockMask | Tensor, scale: float,
-           kernel_options: dict | None) -> Tensor:
+def attend(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, scale: float, mask: BlockMask | Tensor,
+           kernel_options: dict | None = None) -> Tensor:
     """Attention among the B·T tokens under either mask, (B, T, H, K)."""
     shape, qkv = q_BTHK.shape, (q_BTHK, k_BTHK, v_BTHK)
     if isinstance(mask, BlockMask):
@@ -442,17 +399,15 @@ def attend(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask: BlockMask | Ten
     return y.transpose(1, 2).reshape(shape)
 
 class Rotary(nn.Module):
-    """Rotary position embedding, https://arxiv.org/abs/2104.09864; half-truncated, that is, half of
-    the pairs do not turn: @YouJiacheng."""
+    """Rotary embedding, https://arxiv.org/abs/2104.09864; half of the pairs stay: @YouJiacheng."""
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
-        quarter = cfg.head_dim // 4
+        quarter, positions = cfg.head_dim // 4, max(cfg.train_seq_len, cfg.val_seq_len)
         frequency = (1 / cfg.rope_base) ** torch.linspace(0, 1, steps=quarter)
-        frequency = torch.cat([frequency, torch.zeros(quarter)])
-        theta = torch.outer(torch.arange(max(cfg.train_seq_len, cfg.val_seq_len)), frequency)
-        self.register_buffer("cos", theta.cos()[:, None], persistent=False)
-        self.register_buffer("sin", theta.sin()[:, None], persistent=False)
+        theta = torch.outer(torch.arange(positions), F.pad(frequency, (0, quarter)))[:, None]
+        self.register_buffer("cos", theta.cos(), persistent=False)
+        self.register_buffer("sin", theta.sin(), persistent=False)
 
     def forward(self, x_BTHK: Tensor) -> Tensor:
         cos, sin = self.cos[: x_BTHK.size(1)], self.sin[: x_BTHK.size(1)]
@@ -460,7 +415,6 @@ class Rotary(nn.Module):
         return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x_BTHK)
 
 class CausalSelfAttention(nn.Module):
-
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.heads, self.scale = cfg.model_dim // cfg.head_dim, cfg.attention_scale
@@ -470,16 +424,15 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = CastedLinear(cfg.model_dim, cfg.model_dim)
 
     def forward(self, x: Tensor, value_embed: Tensor | None, rotary: Rotary, *mask) -> Tensor:
-        qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x))
-        qk, v = qkv.unflatten(-1, (3 * self.heads, -1)).split([2 * self.heads, self.heads], dim=2)
+        qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x)).unflatten(-1, (3 * self.heads, -1))
+        qk, v = qkv.split([2 * self.heads, self.heads], dim=2)
         q, k = rotary(norm(qk)).chunk(2, dim=2)  # QK-norm: @Grad62304977
         v = self.lambdas[0] * v
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             v = v + self.lambdas[1] * value_embed.view_as(v)
-        return self.c_proj(attend(q, k, v, *mask[:1], self.scale, *mask[1:]).flatten(2))
+        return self.c_proj(attend(q, k, v, self.scale, *mask).flatten(2))
 
 class MLP(nn.Module):
-
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.c_fc = CastedLinear(cfg.model_dim, cfg.mlp_ratio * cfg.model_dim)
@@ -489,7 +442,6 @@ class MLP(nn.Module):
         return self.c_proj(F.relu(self.c_fc(x)).square())  # ReLU²: https://arxiv.org/abs/2109.08668
 
 class Block(nn.Module):
-
     def __init__(self, cfg: Hyperparameters, layer: int):
         super().__init__()
         self.attn = CausalSelfAttention(cfg) if cfg.attention_pattern[layer] != "." else None
@@ -503,12 +455,9 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 class GPT(nn.Module):
-    """The model, with the published parameter names.
-
-    Its forward gives the summed cross-entropy of `targets` (B, T), of which -1 counts for nothing,
-    after `inputs` (B, T). Each row is a sequence of its own. `window`, int32 without dimensions, is
-    the long window in blocks; the short one is half of it.
-    """
+    """The model, under the published parameter names. Its forward gives the summed cross-entropy of
+    `targets` (B, T; -1 counts for nothing) after `inputs` (B, T), each row a sequence of its own.
+    `window` is the long window in blocks, an int32 scalar; the short one is half of it."""
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
@@ -518,7 +467,7 @@ class GPT(nn.Module):
                                           for _ in set(cfg.value_embed_pattern) - {"."})
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.num_layers))
         self.skip_weights = nn.Parameter(torch.empty(self.pairs))  # U-Net skips: @brendanh0gan
-        self.lm_head = CastedLinear(cfg.model_dim, cfg.padded_vocab)
+        self.lm_head = CastedLinear(cfg.model_dim, round_up(cfg.vocab_size, cfg.vocab_multiple))
         self.rotary = Rotary(cfg)
         self.head_chunks, self.kernel_options = max(1, cfg.head_chunks), None
 
@@ -540,10 +489,14 @@ class GPT(nn.Module):
             else:
                 raise KeyError(f"no initialisation for the parameter {name}")
 
+    def load_state_dict(self, state: dict[str, Tensor], *args, **kwargs):
+        """As ever, but also under the names of a model wrapped by torch.compile."""
+        state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
+        return super().load_state_dict(state, *args, **kwargs)
+
     def hidden(self, inputs_BT: Tensor, window: Tensor) -> Tensor:
         """The normed output of the last layer, (B, T, D)."""
-        cfg = self.cfg
-        starts = inputs_BT == cfg.eot_token
+        starts = inputs_BT == self.cfg.eot_token
         starts |= torch.arange(starts.size(1), device=starts.device) == 0
         docs_S = starts.flatten().cumsum(0, dtype=torch.int32)
         build = flex_mask if docs_S.is_cuda else dense_mask
@@ -553,17 +506,16 @@ class GPT(nn.Module):
         x = x0 = norm(self.embed(inputs_BT))  # norm after the embedding: @Grad62304977
         skips = []
         for layer, block in enumerate(self.blocks):
-            if layer >= cfg.num_layers - self.pairs:
-                x = x + self.skip_weights[layer - cfg.num_layers + self.pairs] * skips.pop()
-            x = block(x, x0, values.get(cfg.value_embed_pattern[layer]), self.rotary,
-                      masks.get(cfg.attention_pattern[layer]), self.kernel_options)
+            if layer >= len(self.blocks) - self.pairs:
+                x = x + self.skip_weights[layer - len(self.blocks)] * skips.pop()
+            x = block(x, x0, values.get(self.cfg.value_embed_pattern[layer]), self.rotary,
+                      masks.get(self.cfg.attention_pattern[layer]), self.kernel_options)
             if layer < self.pairs:
                 skips.append(x)
         return norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits in fp32, (…, V), soft-capped after Gemma 2: @Grad62304977, @KoszarskyB,
-        @YouJiacheng."""
+        """Soft-capped (Gemma 2) logits, fp32, (…, V): @Grad62304977, @KoszarskyB, @YouJiacheng."""
         return self.cfg.logit_cap * torch.sigmoid(self.lm_head(x).float() / self.cfg.logit_slope)
 
     def head_loss(self, x_SD: Tensor, targets_S: Tensor) -> Tensor:
@@ -571,42 +523,33 @@ class GPT(nn.Module):
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor, window: Tensor) -> Tensor:
         x, targets = self.hidden(inputs_BT, window).flatten(0, 1), targets_BT.flatten()
-        piece = self.cfg.sequences_per_forward * self.cfg.train_seq_len // self.head_chunks
-        piece = round_up(piece, BLOCK)  # in validation too, so that it needs no more memory
-        if piece >= len(x):
+        size = self.cfg.sequences_per_forward * self.cfg.train_seq_len // self.head_chunks
+        parts = zip(*(t.split(round_up(size, BLOCK)) for t in (x, targets)), strict=True)
+        if size >= len(x):
             return self.head_loss(x, targets)
-        return sum(checkpoint(self.head_loss, *part, use_reentrant=False)  # computed twice, never kept
-                   for part in zip(x.split(piece), targets.split(piece), strict=True))
+        return sum(checkpoint(self.head_loss, *part, use_reentrant=False) for part in parts)
 
-
-# -----------------------------------------------------------------------------
-# Optimizers
-# -----------------------------------------------------------------------------
+# ---- Optimizers -------------------------------------------------------------
 
 def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Roughly the nearest semi-orthogonal matrix to each one of a batch, (…, M, N).
-
-    Newton-Schulz iteration by a quintic as steep as can be at zero: singular values end between
-    about 0.7 and 1.2. Source: Keller Jordan, https://kellerjordan.github.io/posts/muon/, with @jxbz,
-    @leloykun, @YouJiacheng; batched: @scottjmaddox, @YouJiacheng.
-    """
+    """Nearly the closest semi-orthogonal matrix to each of (…, M, N): singular values of 0.7 to 1.2.
+    Source: https://kellerjordan.github.io/posts/muon/, Keller Jordan with @jxbz, @leloykun,
+    @YouJiacheng; batched: @scottjmaddox, @YouJiacheng."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    X = grad_MN.to(dtype)
-    tall = X.size(-2) > X.size(-1)
-    X = X.mT if tall else X
+    tall = grad_MN.size(-2) > grad_MN.size(-1)
+    X = (grad_MN.mT if tall else grad_MN).to(dtype)
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X
     return X.mT if tall else X
 
-def muon_update(grad_MN: Tensor, mean_MN: Tensor, momentum: Tensor, ns_steps: int,
-                dtype: torch.dtype) -> Tensor:
-    """Muon's step for a batch of matrices, before -lr. Changes the mean of gradients in place."""
+def muon_update(weight_MN: Tensor, grad_MN: Tensor, mean_MN: Tensor, lr: Tensor, momentum: Tensor,
+                ns_steps: int, dtype: torch.dtype) -> None:
+    """Muon's step, in place, for a batch of matrices; orthogonalised in `dtype`."""
     mean_MN.lerp_(grad_MN, 1 - momentum)
-    nesterov = grad_MN.lerp(mean_MN, momentum)
-    M, N = grad_MN.shape[-2:]
-    return orthogonalize(nesterov, ns_steps, dtype) * max(1, M / N) ** 0.5
+    update = orthogonalize(grad_MN.lerp(mean_MN, momentum), ns_steps, dtype)
+    weight_MN.sub_(update * (lr * max(1, weight_MN.size(-2) / weight_MN.size(-1)) ** 0.5))
 
 def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: Tensor, lr: Tensor,
                 beta1: float, beta2: float, eps: float) -> None:
@@ -620,12 +563,11 @@ def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step
     square.copy_(new_square)
 
 class ShardedOptimizer:
-    """Parameters of one kind in one flat buffer, updated as one, the state shared by the ranks.
+    """Parameters of one kind in one flat buffer, updated as one, their state shared by the ranks.
 
-    The parameters become views of `weights`, their gradients of `grads`: one call reduces, updates
-    or gathers all, and gradients accumulate in place. The buffers are padded to whole units (a
-    scalar, or a matrix) on each rank; rank r owns the r-th part. They live as long as the
-    optimizer, so that no tensor dies before the collective that uses it has ended.
+    The parameters become views of `weights`, their gradients of `grads`, so that these accumulate
+    in place and one call reduces or gathers all. Rank r owns the r-th part of whole units (scalars
+    or matrices). The buffers are never freed, thus outlive every collective that they are in.
     """
 
     def __init__(self, name: str, params: list[nn.Parameter], lr: float, cfg: Hyperparameters,
@@ -636,144 +578,122 @@ class ShardedOptimizer:
         self.mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
         self.weights = params[0].detach().new_zeros(share * ranks.world_size)
         self.grads = torch.zeros_like(self.weights)
-        parts = zip(params, itertools.accumulate((p.numel() for p in params), initial=0))
-        for p, start in parts:
-            part = slice(start, start + p.numel())
-            self.weights[part] = p.detach().flatten()
-            p.data, p.grad = self.weights[part].view_as(p), self.grads[part].view_as(p)
+        ends = itertools.accumulate(p.numel() for p in params)
+        for p, end in zip(params, ends, strict=True):
+            weight, grad = (x[end - p.numel() : end].view_as(p) for x in (self.weights, self.grads))
+            p.data, p.grad = weight.copy_(p.detach()), grad
         self.grad = torch.empty_like(self.grads[self.mine]) if ranks.world_size > 1 else self.grads
         self.lr = torch.zeros((), device=self.weights.device)
         self.state = dict(mean=torch.zeros_like(self.grad))  # of this rank's share
-
-    def compiled(self, function: Callable) -> Callable:
-        return torch.compile(function, dynamic=False) if self.weights.is_cuda else function
-
-    def set_schedule(self, step: int) -> None:
-        self.lr.fill_(self.base_lr * lr_scale(step, self.cfg))
+        self.math = torch.compile(self.math, dynamic=False) if self.lr.is_cuda else self.math
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the ranks; each receives its own share."""
         if self.ranks.world_size > 1:
             self.handle = dist.reduce_scatter_tensor(self.grad, self.grads, async_op=True)
 
-    def gather(self, whole: Tensor) -> None:
-        """Begin to hand this rank's share of a buffer round."""
+    def gather(self) -> None:
+        """Begin to hand this rank's share of the weights round."""
         if self.ranks.world_size > 1:
-            self.handle = dist.all_gather_into_tensor(whole, whole[self.mine], async_op=True)
+            share = self.weights[self.mine]
+            self.handle = dist.all_gather_into_tensor(self.weights, share, async_op=True)
 
     def wait(self) -> None:
-        if self.handle is not None:
+        if self.handle:
             self.handle.wait()
-            self.handle = None
 
-    def update(self, divisor: int) -> None:
-        """Take a step on this rank's share with gradients / divisor and hand the result round."""
-        raise NotImplementedError
+    def update(self, step: int, divisor: int) -> None:
+        """Step on this rank's share by gradients / divisor, and hand the result round."""
+        self.wait()
+        self.grad.div_(divisor)
+        self.lr.fill_(self.base_lr * lr_scale(step, self.cfg))
 
     def finish(self) -> None:
         self.wait()
         self.grads.zero_()
 
     def full_state(self) -> dict[str, Tensor]:
-        """The whole state on rank 0, without padding, for any number of ranks. All ranks call it."""
+        """The state of all ranks, without padding, on rank 0. All ranks call it."""
         full = {}
-        for key, value in self.state.items():
-            if value.ndim and self.ranks.world_size > 1:
-                whole = torch.empty_like(self.weights, dtype=value.dtype)
-                dist.all_gather_into_tensor(whole, value)
-                value = whole
-            full[key] = value.flatten()[: self.numel].cpu() if self.ranks.rank == 0 else None
+        for key, whole in self.state.items():
+            if whole.ndim and self.ranks.world_size > 1:
+                dist.all_gather_into_tensor(whole := torch.empty_like(self.weights), self.state[key])
+            full[key] = whole.flatten()[: self.numel].cpu() if self.ranks.rank == 0 else None
         return full
 
     def load_full_state(self, full: dict[str, Tensor]) -> None:
+        """Take this rank's share of what `full_state` gave, by any number of ranks."""
         for key, value in self.state.items():
-            padded = F.pad(full[key], (0, len(self.weights) - self.numel)) if value.ndim else full[key]
-            value.copy_(padded[self.mine] if value.ndim else padded[0])
+            whole = F.pad(full[key], (0, len(self.weights) - len(full[key])))
+            value.copy_(whole[self.mine] if value.ndim else whole[0])
 
 class Adam(ShardedOptimizer):
     """Adam on any tensors. lr: about the change of each weight in a step."""
+    math = staticmethod(adam_update)
 
     def __init__(self, *args):
         super().__init__(*args)
         self.state |= dict(square=torch.zeros_like(self.grad), step=torch.zeros_like(self.lr))
-        self.compute = self.compiled(adam_update)
 
-    def update(self, divisor: int) -> None:
-        self.wait()
-        self.compute(self.weights[self.mine], self.grad.div_(divisor), *self.state.values(), self.lr,
-                     self.cfg.adam_beta1, self.cfg.adam_beta2, self.cfg.adam_eps)
-        self.gather(self.weights)
+    def update(self, step: int, divisor: int) -> None:
+        super().update(step, divisor)
+        self.math(self.weights[self.mine], self.grad, *self.state.values(), self.lr,
+                  self.cfg.adam_beta1, self.cfg.adam_beta2, self.cfg.adam_eps)
+        self.gather()
 
 class Muon(ShardedOptimizer):
-    """Muon on matrices of equally many elements; stacks of them count as many.
-
-    lr: spectral norm of the change in a step. What is handed round is the update, in the type it is
-    computed in, bf16 on CUDA; every rank then takes the same step.
-    """
+    """Muon on matrices, or stacks of them, of equally many elements. lr: spectral norm of a step."""
+    math = staticmethod(muon_update)
 
     def __init__(self, name: str, params: list[nn.Parameter], *args):
         unit = params[0].shape[-2:].numel()
         super().__init__(name, params, *args, unit)
-        dtype = torch.bfloat16 if self.weights.is_cuda else torch.float32
-        self.updates = torch.zeros_like(self.weights, dtype=dtype)
         self.momentum = torch.zeros_like(self.lr)
-        self.compute = self.compiled(muon_update)
+        self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
         shapes = [p.shape[-2:] for p in params for _ in range(p.numel() // unit)]
         shapes += shapes[-1:] * (len(self.weights) // unit - len(shapes))
-        owned = itertools.groupby(shapes[self.mine.start // unit : self.mine.stop // unit])
-        self.runs = [(len(list(run)), *shape) for shape, run in owned]  # batches of equal shape
+        mine = shapes[self.mine.start // unit : self.mine.stop // unit]
+        self.runs = [(len(list(run)), *shape) for shape, run in itertools.groupby(mine)]
 
-    def set_schedule(self, step: int) -> None:
-        super().set_schedule(step)
+    def update(self, step: int, divisor: int) -> None:
+        super().update(step, divisor)
         self.momentum.fill_(muon_momentum(step, self.cfg))
-
-    def update(self, divisor: int) -> None:
-        self.wait()
-        self.grad.div_(divisor)
-        sizes = [math.prod(run) for run in self.runs]
-        buffers = (self.grad, self.state["mean"], self.updates[self.mine])
-        for run, *parts in zip(self.runs, *(x.split(sizes) for x in buffers), strict=True):
-            grad, mean, update = (x.view(run) for x in parts)
-            update.copy_(self.compute(grad, mean, self.momentum, self.cfg.ns_steps, update.dtype))
-        self.gather(self.updates)
-
-    def finish(self) -> None:
-        super().finish()
-        self.weights.addcmul_(self.updates, self.lr, value=-1)
+        buffers = (self.weights[self.mine], self.grad, self.state["mean"])
+        parts = (x.split([math.prod(run) for run in self.runs]) for x in buffers)
+        for run, *part in zip(self.runs, *parts, strict=True):  # each a batch of equal shapes
+            self.math(*(x.view(run) for x in part), self.lr, self.momentum, self.cfg.ns_steps,
+                      self.dtype)
+        self.gather()
 
 def build_optimizers(model: GPT, cfg: Hyperparameters, ranks: "Ranks") -> list[ShardedOptimizer]:
     """An optimizer for each row of the table, which covers every parameter once."""
+    params = list(model.parameters())
     matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
-    square = [p for p in matrices if p.shape[-1] == p.shape[-2]]
     table = [
         (Muon, "mlp", [p for p in matrices if p.shape[-1] != p.shape[-2]], cfg.muon_lr),
-        (Muon, "attn", square, cfg.muon_lr),
+        (Muon, "attn", [p for p in matrices if p.shape[-1] == p.shape[-2]], cfg.muon_lr),
         (Adam, "embed", [model.embed.weight, *model.value_embeds.parameters()], cfg.embed_lr),
         (Adam, "head", [model.lm_head.weight], cfg.head_lr),
-        (Adam, "scalars", [p for p in model.parameters() if p.ndim < 2], cfg.scalar_lr),
+        (Adam, "scalars", [p for p in params if p.ndim < 2], cfg.scalar_lr),
     ]
-    covered = sorted(id(p) for _, _, params, _ in table for p in params)
-    assert covered == sorted(id(p) for p in model.parameters()), "each parameter needs one row"
-    return [kind(name, params, lr, cfg, ranks) for kind, name, params, lr in table if params]
+    covered = sorted(id(p) for _, _, rows, _ in table for p in rows)
+    assert covered == sorted(map(id, params)), "every parameter needs one row of the table"
+    return [kind(name, rows, lr, cfg, ranks) for kind, name, rows, lr in table if rows]
 
-def step_optimizers(optimizers: list[ShardedOptimizer], divisor: int) -> None:
+def step_optimizers(optimizers: list[ShardedOptimizer], step: int, divisor: int) -> None:
     """One step of all; what one computes overlaps what the others communicate."""
     for optimizer in optimizers:
         optimizer.reduce()
     for optimizer in optimizers:
-        optimizer.update(divisor)
+        optimizer.update(step, divisor)
     for optimizer in optimizers:
         optimizer.finish()
 
-
-# -----------------------------------------------------------------------------
-# Schedules
-# -----------------------------------------------------------------------------
+# ---- Schedules --------------------------------------------------------------
 
 def lr_scale(step: int, cfg: Hyperparameters) -> float:
     """Factor of every learning rate: 1, then falling linearly to final_lr_frac at the end."""
-    remaining = 1 - step / cfg.num_iterations
-    frac = min(1.0, remaining / cfg.cooldown_frac) if cfg.cooldown_frac else 1.0
+    frac = min(1.0, (1 - step / cfg.num_iterations) / (cfg.cooldown_frac or 1e-9))
     return frac + (1 - frac) * cfg.final_lr_frac
 
 def window_blocks(step: int, cfg: Hyperparameters) -> int:
@@ -782,42 +702,31 @@ def window_blocks(step: int, cfg: Hyperparameters) -> int:
 
 def muon_momentum(step: int, cfg: Hyperparameters) -> float:
     """Muon's momentum: linear from momentum_start to muon_momentum, then constant."""
-    frac = min(1.0, step / cfg.momentum_warmup) if cfg.momentum_warmup else 1.0
+    frac = min(1.0, step / (cfg.momentum_warmup or 1e-9))
     return (1 - frac) * cfg.momentum_start + frac * cfg.muon_momentum
 
-
-# -----------------------------------------------------------------------------
-# Distributed and logging (the same in every record)
-# -----------------------------------------------------------------------------
+# ---- Distributed and logging (the same in every record) ---------------------
 
 class Ranks:
-    """This process among the others, by torchrun's variables, and its device.
-
-    Raises UserError where the ranks cannot share a step, or the device is missing or too old.
-    """
+    """This process among the others, by torchrun's variables, and its device. Raises UserError."""
 
     def __init__(self, cfg: Hyperparameters):
         self.rank, local_rank, self.world_size = (
-            int(os.environ.get(key, value)) for key, value in
+            int(os.environ.get(key, one)) for key, one in
             (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
         if cfg.sequences_per_step % self.world_size:
-            raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: {self.world_size} ranks "
-                            "cannot share them; start a number of ranks that divides them")
-        self.device, backend = torch.device("cpu"), "gloo"
-        if cfg.device == "cuda" or cfg.device == "auto" and torch.cuda.is_available():
-            if local_rank >= torch.cuda.device_count():
-                raise UserError(f"--device {cfg.device}: there is no GPU {local_rank}; start fewer "
-                                "ranks a machine, or use --device cpu --preset pocket")
-            self.device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
-            cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "train_gpt"))
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+            raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: world_size "
+                            f"{self.world_size} does not divide it; start another number of ranks")
+        gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
+        self.device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+        if local_rank >= gpus > 0 or cfg.device == "cuda" and not gpus:
+            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; start fewer ranks")
+        if gpus:
             torch.cuda.set_device(self.device)
             if not torch.cuda.is_bf16_supported(including_emulation=False):
-                raise UserError(f"--device {cfg.device}: {torch.cuda.get_device_name()} has no bf16; "
-                                "use --device cpu --preset pocket")
+                raise UserError(f"--device {cfg.device}: this GPU has no bf16; use --device cpu")
         if self.world_size > 1:
-            dist.init_process_group(backend)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
         if self.world_size > 1:
@@ -825,54 +734,42 @@ class Ranks:
         return x
 
     def broadcast(self, value):
-        """Rank 0's value."""
+        """Rank 0's value of any picklable object."""
         box = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def check_parity(self, step: int, model: nn.Module) -> None:
         """Raise RunError where the ranks' parameters are not the same bits."""
         words = {2: torch.int16, 4: torch.int32}
-        sums = torch.stack([p.detach().view(words[p.element_size()]).sum() for p in model.parameters()])
-        low, high = (self.all_reduce(sums.clone(), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
-        for (name, _), apart in zip(model.named_parameters(), (low != high).tolist(), strict=True):
-            if apart:
-                raise RunError(f"step {step}: the ranks' copies of {name} have drifted apart")
+        low = sum(p.detach().view(words[p.itemsize]).sum() for p in model.parameters())
+        high = self.all_reduce(low.clone(), dist.ReduceOp.MAX)
+        if self.all_reduce(low, dist.ReduceOp.MIN).item() != high.item():
+            raise RunError(f"step {step}: the ranks' parameters have drifted apart")
 
-class RunError(Exception):
-    """Something that ends a run for good: one line, no traceback."""
-
-def device_name(device: torch.device) -> str:
+def device_facts(device: torch.device) -> tuple[str, int]:
+    """Name and peak memory in MiB, of the GPU or of the CPU and this process."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device) // 2**20
     info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return f"cpu ({found[1] if found else platform.machine()})"
-
-def peak_memory_mib(device: torch.device) -> int:
-    """Of torch's allocator on the GPU, or of this process where there is none."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) // 2**20
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 2**20
+    name = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 2**20
+    return f"cpu ({name[1] if name else os.uname().machine})", peak
 
 class Log:
     """Rank 0's log file and console; the other ranks stay silent. A log that is there goes on."""
 
     def __init__(self, path: Path, enabled: bool):
-        self.file, self.shown, self.last_step = None, "", -1
-        self.terminal = enabled and sys.stdout.isatty()
+        self.file, self.shown, self.last_step, self.is_new = None, "", -1, False
         if enabled:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = path.open("a+", buffering=1)
+            self.file = path.open("a+", buffering=1, errors="replace")
             self.file.seek(0)
-            steps = (re.match(r"step:(\d+)/", line) for line in self.file)
-            self.last_step = max((int(found[1]) for found in steps if found), default=-1)
+            text = self.file.read()
+            steps = re.findall(r"^step:(\d+)/", text, re.M)
+            self.last_step, self.is_new = max(map(int, steps), default=-1), not text
 
     def __call__(self, text: str, console: bool = True) -> None:
         if self.file:
@@ -881,81 +778,56 @@ class Log:
                 self.live("")
                 print(text, flush=True)
 
-    def step(self, step: int, num_steps: int, ms: float, val_loss: float | None = None) -> None:
+    def step(self, step: int, last: int, ms: float, val_loss: float | None = None) -> None:
         """A step's line, marked where the log has that step already, from before a crash."""
         val = "" if val_loss is None else f"val_loss:{val_loss:.4f} "
-        self(f"step:{step}/{num_steps} {val}train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"
+        self(f"step:{step}/{last} {val}train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"
              + " redone:1" * (step <= self.last_step), console=bool(val))
 
     def live(self, text: str) -> None:
         """Show the text in place of the last one, on a terminal."""
-        if self.terminal:
-            print(f"\r{text:{len(self.shown)}}\r", end=text, flush=True)
+        if self.file and sys.stdout.isatty():
+            print(f"\r{' ' * len(self.shown)}\r{text}", end="", flush=True)
             self.shown = text
-
-class Clock:
-    """Training time in ms. It waits for the device only where it starts or stops."""
-
-    def __init__(self, ranks: Ranks):
-        self.ranks, self.ms, self.since = ranks, 0.0, None
-
-    def start(self) -> None:
-        self.ranks.synchronize()
-        self.since = time.perf_counter()
-
-    def stop(self) -> None:
-        self.ranks.synchronize()
-        self.ms, self.since = self.read(), None
-
-    def read(self) -> float:
-        return self.ms + (1000 * (time.perf_counter() - self.since) if self.since else 0)
 
 class Health:
     """What ranks tell each other at every step: a signal to stop, a non-finite loss or gradient.
-
-    On CUDA the news is read one step late, so that the host never waits for the step it is in.
-    """
+    On CUDA the news is read one step late, so that the host never waits for the step it is in."""
 
     def __init__(self, ranks: Ranks, names: list[str]):
-        self.ranks, self.names, self.signal, self.stopping = ranks, names, 0, 0
-        self.loss, self.news = math.nan, None
+        self.ranks, self.names, self.news = ranks, names, []
+        self.signal, self.stopping, self.loss = 0, 0, math.nan
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, self.on_signal)
 
-    def _on_signal(self, number: int, frame) -> None:
+    def on_signal(self, number: int, frame) -> None:
         self.signal = number
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)  # a second one ends the process at once
 
     def check(self, step: int, loss: Tensor, grads: list[Tensor]) -> None:
-        """Share the news of this step, before its update. Raises RunError, see `read`."""
-        values = torch.stack([x.sum(dtype=torch.float32) for x in (loss, *grads)])
-        shared = F.pad(~values.isfinite() * (self.ranks.rank + 1), (0, 1), value=self.signal)
-        values = torch.cat([self.ranks.all_reduce(shared, dist.ReduceOp.MAX), values[:1]])
-        news = step, values.to("cpu", non_blocking=True), None
-        if values.is_cuda:
-            self.read()
-            news[-1] = torch.cuda.Event()
-            news[-1].record()
-        self.news = news
-        if not values.is_cuda:
-            self.read()
+        """Share the news of this step, before its update. Raises RunError, as `read`."""
+        sums = torch.stack([x.sum(dtype=torch.float32) for x in (loss, *grads)])
+        news = F.pad(~sums.isfinite() * (self.ranks.rank + 1.0), (0, 1), value=self.signal)
+        news = torch.cat([self.ranks.all_reduce(news, dist.ReduceOp.MAX), sums[:1]])
+        event = torch.cuda.Event() if news.is_cuda else None
+        self.news.append((step, news.to("cpu", non_blocking=True), event))
+        if event:
+            event.record()
+        self.read(late=int(news.is_cuda))
 
-    def read(self) -> None:
-        """Take in the last news. Raises RunError that names step, rank and what is not finite."""
-        if self.news:
-            (step, values, event), self.news = self.news, None
+    def read(self, late: int = 0) -> None:
+        """Take in all news but the last `late`. Raises RunError: step, rank, what is not finite."""
+        while len(self.news) > late:
+            step, news, event = self.news.pop(0)
             if event:
                 event.synchronize()
-            *bad, self.stopping, self.loss = values.tolist()
+            *bad, self.stopping, self.loss = news.tolist()
             for name, rank in zip(self.names, bad, strict=True):
                 if rank:
                     raise RunError(f"step {step}: non-finite {name} on rank {rank - 1:.0f}")
 
-
-# -----------------------------------------------------------------------------
-# Checkpoints (the same in every record)
-# -----------------------------------------------------------------------------
+# ---- Checkpoints (the same in every record) ---------------------------------
 
 def write_durably(path: Path, write: Callable) -> None:
     """Have `write` fill a file that appears at `path` whole or not at all."""
@@ -969,9 +841,9 @@ def write_durably(path: Path, write: Callable) -> None:
     finally:
         temporary.unlink(missing_ok=True)
 
-def digest_of(path: Path) -> str:
+def sha256(path: Path) -> bytes:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest().encode()
 
 def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
     """Rank 0 writes the state, then its sha256, and keeps the newest. Raises UserError."""
@@ -979,74 +851,62 @@ def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
     try:
         if ranks.rank == 0:
             write_durably(path, lambda file: torch.save(state, file))
-            digest = digest_of(path).encode()
-            write_durably(path.with_suffix(".sha256"), lambda file: file.write(digest))
+            write_durably(path.with_suffix(".sha256"), lambda file: file.write(sha256(path)))
             for old in sorted(folder.glob("step-*.pt"))[:-keep]:
                 old.unlink()
                 old.with_suffix(".sha256").unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # torch.save raises the latter where the disk is full
-        failure = (f"{path}: cannot be written ({str(error).splitlines()[0]}); earlier checkpoints "
-                   "are untouched: make room, then go on with --resume auto")
+        failure = (f"{path}: cannot be written ({str(error).splitlines()[0]}); make room, then go "
+                   "on from an earlier checkpoint with --resume auto")
     if failure := ranks.broadcast(failure):
         raise UserError(failure)
 
 def find_checkpoint(cfg: Hyperparameters, folder: Path, ranks: Ranks, log: Log) -> Path | None:
     """The checkpoint that --resume asks for, the same one on all ranks. Raises UserError."""
-    found = failure = None
-    if ranks.rank == 0:
-        newest_first = sorted(folder.glob("step-*.pt"), reverse=True)
-        for path in newest_first if cfg.resume == "auto" else [Path(cfg.resume)]:
-            digest = path.with_suffix(".sha256")
-            if path.exists() and digest.exists() and digest.read_bytes() == digest_of(path).encode():
-                found = path
-                break
-            failure = f"{path} is damaged, or it or its .sha256 is missing"
-            if cfg.resume == "auto":
-                log(f"checkpoint skipped: {failure}")
-        if cfg.resume == "auto" and not found:
-            log(f"nothing to resume in {folder}: starting afresh")
-    found, failure = ranks.broadcast((found, failure))
-    if not found and cfg.resume != "auto":
-        raise UserError(f"--resume {failure}; name another")
+    found, auto = None, cfg.resume == "auto"
+    paths = sorted(folder.glob("step-*.pt"), reverse=True) if auto else [Path(cfg.resume)]
+    for path in paths if ranks.rank == 0 else []:
+        digest = path.with_suffix(".sha256")
+        if path.is_file() and digest.is_file() and digest.read_bytes() == sha256(path):
+            found = path
+            break
+        log(f"skipped the checkpoint {path}: it is damaged, or it or its .sha256 is missing")
+    if not (found := ranks.broadcast(found)) and not auto:
+        raise UserError(f"--resume {cfg.resume}: no whole checkpoint with its .sha256; name another")
+    log(f"no checkpoint in {folder}: starting afresh" if not found else f"resuming from {found}")
     return found
 
 def load_checkpoint(path: Path, cfg: Hyperparameters, data: list) -> dict:
-    """The state at `path`. Raises UserError where it is none, or not of this run."""
+    """The state at `path`. Raises UserError where it is none, or of another run than this."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        saved, other_data = state["hyperparameters"], state["data"] != data
+        saved, step, same_data = state["hyperparameters"], state["step"], state["data"] == data
     except Exception as error:  # by what is in the file, torch.load raises nearly anything
-        raise UserError(f"{path}: not a checkpoint ({type(error).__name__}); name another") from None
-    differing = [f"{key} {saved.get(key)!r} (now {value!r})" for key, value in asdict(cfg).items()
-                 if saved.get(key) != value and (key not in FREE_TO_CHANGE or
-                 key == "num_iterations" and value < state["step"])] + ["data"] * other_data
-    if differing:
-        raise UserError(f"{path}: is of another run: it has other {', '.join(differing)}")
+        raise UserError(f"{path}: no checkpoint ({type(error).__name__}); name another") from None
+    differing = [f"{key} {saved.get(key)!r}, now {value!r}" for key, value in asdict(cfg).items()
+                 if key not in FREE_TO_CHANGE and saved.get(key) != value]
+    differing += [f"step {step}, beyond num_iterations"] * (step > cfg.num_iterations)
+    if differing := differing + ["the training data"] * (not same_data):
+        raise UserError(f"{path}: of another run; what differs: {'; '.join(differing)}")
     return state
 
-
-# -----------------------------------------------------------------------------
-# Validation (the same in every record)
-# -----------------------------------------------------------------------------
+# ---- Validation (the same in every record) ----------------------------------
 
 def read_val_tokens(cfg: Hyperparameters) -> np.ndarray:
     """The first val_tokens validation tokens and one more, uint16. Raises UserError."""
-    parts, missing = [], cfg.val_tokens + 1
-    for path in find_shards(cfg.val_files):
-        parts.append(read_shard(path, cfg.vocab_size)[:missing])
-        missing -= len(parts[-1])
-    if missing:
-        raise UserError(f"--val_tokens {cfg.val_tokens}: {cfg.val_files!r} holds "
-                        f"{cfg.val_tokens + 1 - missing} tokens and one more than that is needed")
-    return np.concatenate(parts)
+    shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
+    tokens = np.concatenate(shards)[: cfg.val_tokens + 1]
+    if len(tokens) <= cfg.val_tokens:
+        raise UserError(f"--val_tokens {cfg.val_tokens}: {cfg.val_files!r} holds {len(tokens)} "
+                        "tokens and one more than --val_tokens is needed; lower it")
+    return tokens
 
 @torch.no_grad()
 def validate(model: nn.Module, tokens: np.ndarray, window: Tensor, cfg: Hyperparameters,
              ranks: Ranks) -> float:
     """Mean loss over the validation tokens, each counted once; the sequences are dealt to ranks."""
     model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    length = cfg.val_seq_len
+    total, length = torch.zeros((), dtype=torch.float64, device=ranks.device), cfg.val_seq_len
     for start in range(ranks.rank * length, cfg.val_tokens, ranks.world_size * length):
         part = tokens[start : start + length + 1]
         inputs, targets = to_batch(np.pad(part, (0, length + 1 - len(part))), 1, ranks.device)
@@ -1056,90 +916,80 @@ def validate(model: nn.Module, tokens: np.ndarray, window: Tensor, cfg: Hyperpar
     return ranks.all_reduce(total).item() / cfg.val_tokens
 
 @torch.no_grad()
-def sample(model: nn.Module, window: Tensor, cfg: Hyperparameters, device: torch.device) -> str:
-    """The prompt and what the model says after it, up to sample_tokens or the end of the text."""
+def sample(model: nn.Module, window: Tensor, cfg: Hyperparameters) -> str:
+    """The prompt and what the model says after it, up to sample_tokens or the document's end."""
+    encode, decode = str.encode, lambda ids: bytes(ids).decode(errors="replace")
     if cfg.tokenizer == "gpt2":
         import tiktoken  # only here: it may have to fetch its files
-        codec = tiktoken.get_encoding("gpt2")
-        prompt, decode = codec.encode_ordinary(cfg.prompt), codec.decode
-    else:
-        prompt, decode = cfg.prompt.encode(), lambda ids: bytes(ids).decode(errors="replace")
-    generator = torch.Generator(device).manual_seed(cfg.seed)
-    ids = [cfg.eot_token, *prompt]
+        encode, decode = (getattr(tiktoken.get_encoding("gpt2"), x) for x in ("encode", "decode"))
+    model.eval()
+    torch.manual_seed(cfg.seed)
+    ids = [cfg.eot_token, *encode(cfg.prompt)]
     for _ in range(cfg.sample_tokens):
         recent = ids[-cfg.val_seq_len :]
         padded = recent + [cfg.eot_token] * (-len(recent) % BLOCK)
-        x = model.hidden(torch.tensor([padded], dtype=torch.int32, device=device), window)
+        x = model.hidden(torch.tensor([padded], dtype=torch.int32, device=window.device), window)
         logits = model.logits(x[0, len(recent) - 1])[: cfg.vocab_size]
-        ids.append(torch.multinomial(logits.softmax(-1), 1, generator=generator).item())
+        ids.append(torch.multinomial(logits.softmax(-1), 1).item())
         if ids[-1] == cfg.eot_token:
             break
     return decode([i for i in ids if i != cfg.eot_token])
 
-
-# -----------------------------------------------------------------------------
-# Training
-# -----------------------------------------------------------------------------
+# ---- Training ---------------------------------------------------------------
 
 def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> None:
     """Types, head, kernel options and compilation that suit the GPU at hand."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.bfloat16()
+    for table in (model.embed, *model.value_embeds):
+        table.bfloat16()
     capability = torch.cuda.get_device_capability(device)
     if cfg.fp8_head and (capability == (8, 9) or capability >= (9, 0)):
-        model.lm_head.fp8_scales = (cfg.fp8_x_scale, cfg.fp8_w_scale, cfg.fp8_grad_scale)
+        model.lm_head.fp8_scales = cfg.fp8_x_scale, cfg.fp8_w_scale, cfg.fp8_grad_scale
     if torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160 * 1024:
         model.kernel_options = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64,
                                     BLOCK_N2=32)  # a 4090 or 3090 has less than an A100 or H100
-    if cfg.head_chunks == 0:  # about 12 bytes a logit; a third of what is free may go there
-        logits = cfg.sequences_per_forward * cfg.train_seq_len * cfg.padded_vocab
-        need = 3 * 12 * logits / torch.cuda.mem_get_info(device)[0]
+    if cfg.head_chunks == 0:  # about 12 bytes a logit; half of what is free may go there
+        logits = cfg.sequences_per_forward * cfg.train_seq_len * len(model.lm_head.weight)
+        need = 2 * 12 * logits / torch.cuda.mem_get_info(device)[0]
         model.head_chunks = 2 ** max(0, math.ceil(math.log2(need)))
+    caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "train_gpt"))
     model.compile(dynamic=False, mode=cfg.compile_mode or None)
 
-def warm_up(model: GPT, optimizers: list, loader: TokenLoader, cfg: Hyperparameters, ranks: Ranks
-            ) -> None:
+def warm_up(model: GPT, optimizers: list, loader: TokenLoader, cfg: Hyperparameters) -> None:
     """Run every kernel on random tokens, then put weights and optimizer state back."""
     tensors = [x for o in optimizers for x in (o.weights, *o.state.values())]
-    before = [x.clone() for x in tensors]
-    random = np.random.default_rng(0)
+    before, random = [x.clone() for x in tensors], np.random.default_rng(0)
+    window = torch.ones((), dtype=torch.int32, device=loader.device)
 
-    def random_batch(rows: int, length: int) -> tuple[Tensor, Tensor]:
-        return to_batch(random.integers(cfg.vocab_size, size=rows * length + 1), rows, ranks.device)
+    def random_loss(rows: int, length: int) -> Tensor:
+        tokens = random.integers(cfg.vocab_size, size=rows * length + 1)
+        return model(*to_batch(tokens, rows, loader.device), window)
 
-    window = torch.ones((), dtype=torch.int32, device=ranks.device)
-    for step in range(cfg.warmup_steps):
-        window.fill_(window_blocks(step % 2 * cfg.num_iterations, cfg))
-        model(*random_batch(loader.per_forward, cfg.train_seq_len), window).backward()
-        step_optimizers(optimizers, cfg.step_tokens)
+    for _ in range(cfg.warmup_steps):
+        random_loss(loader.per_forward, cfg.train_seq_len).backward()
+        step_optimizers(optimizers, 0, cfg.step_tokens)
     if cfg.warmup_steps:
         with torch.no_grad():
-            model.eval()(*random_batch(1, cfg.val_seq_len), window)
+            model.eval()
+            random_loss(1, cfg.val_seq_len)
         model.train()
     for x, value in zip(tensors, before, strict=True):
         x.copy_(value)
 
-def start_profiler(folder: Path, log: Log) -> torch.profiler.profile:
-    """A profiler of steps 4 to 6, which writes trace.json to the folder and a table to the log."""
-    def report(profiler: torch.profiler.profile) -> None:
-        profiler.export_chrome_trace(str(folder / "trace.json"))
-        log(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
-
-    schedule = torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1)
-    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=report)
-    profiler.start()
-    return profiler
-
 def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
     """Train, validate and log as `cfg` says; the exit code."""
     device, last = ranks.device, cfg.num_iterations
-    run_id = ranks.broadcast(cfg.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
-    folder = Path("logs") / run_id
-    val_tokens, loader = read_val_tokens(cfg), TokenLoader(cfg, ranks.rank, ranks.world_size, device)
+    run_id = ranks.broadcast(cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex())
+    folder, val_tokens = Path("logs") / run_id, read_val_tokens(cfg)
+    loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device)
     log = loader.say = Log(folder / "log.txt", enabled=ranks.rank == 0)
-    data = fingerprint(loader.files)
-
+    data, first, train_ms = fingerprint(loader.files), 0, 0.0
+    if cfg.resume and (path := find_checkpoint(cfg, folder, ranks, log)):
+        state = load_checkpoint(path, cfg, data)
+        first, train_ms = state["step"], state["train_time_ms"]
+        if first == last:
+            log(f"run {run_id} is finished, nothing to do")
+            return 0
     torch.manual_seed(cfg.seed)
     with torch.device(device):
         model = GPT(cfg)
@@ -1148,67 +998,66 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
         prepare_for_cuda(model, cfg, device)
     optimizers = build_optimizers(model, cfg, ranks)
     health = Health(ranks, ["loss", *(f"gradient of {o.name}" for o in optimizers)])
-    parameters = sum(p.numel() for p in model.parameters())
-    machine = dict(device=device_name(device), torch=torch.__version__, world_size=ranks.world_size)
-    facts = asdict(cfg) | machine | dict(run_id=run_id, preset=preset, python=sys.version.split()[0],
-                                         threads=torch.get_num_threads())
-    rule = "=" * 100
-    log("\n".join([SCRIPT.read_text(), rule, *(f"{k}: {v}" for k, v in facts.items()), rule]), False)
-    log(f"{machine['device']}, world size {ranks.world_size}, {parameters:,} parameters, head "
-        f"{'fp8' if model.lm_head.fp8_scales else 'bf16' if device.type == 'cuda' else 'fp32'} in "
-        f"{model.head_chunks} piece(s); log in {folder}")
 
-    started = time.perf_counter()
+    machine = dict(parameters=sum(p.numel() for p in model.parameters()), seed=cfg.seed,
+                   world_size=ranks.world_size, device=device_facts(device)[0],
+                   torch=torch.__version__)
+    head = "fp8" if model.lm_head.fp8_scales else "fp32" if device.type == "cpu" else "bf16"
+    facts = asdict(cfg) | machine | dict(
+        run_id=run_id, preset=preset, python=sys.version.split()[0], head=head,
+        head_chunks=model.head_chunks, threads=torch.get_num_threads())
+    if log.is_new:
+        lines = (f"{key}: {value}" for key, value in facts.items())
+        log("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]), console=False)
+    log("{device}, world size {world_size}, {parameters:,} parameters, {head} head in {head_chunks} "
+        "piece(s), logs/{run_id}".format(**facts))
     if device.type == "cuda":
-        log("compiling, usually 1 to 3 minutes the first time and under half a minute later ...")
-    warm_up(model, optimizers, loader, cfg, ranks)
-    ranks.synchronize()
+        log("compiling, usually 1 to 3 minutes the first time, half a minute later ...")
+    started = time.perf_counter()
+    warm_up(model, optimizers, loader, cfg)
+    synchronize(device)
     log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=device.type == "cuda")
-    clock, first = Clock(ranks), 0
-    if cfg.resume and (path := find_checkpoint(cfg, folder, ranks, log)):
-        state = load_checkpoint(path, cfg, data)
-        first = state["step"]
-        if first == last:
-            log(f"{path}: run {run_id} is finished, nothing to do")
-            return 0
+    if first:
         model.load_state_dict(state["model"])
         for optimizer in optimizers:
             optimizer.load_full_state(state["optimizers"][optimizer.name])
         loader.seek(state["loader"])
-        clock.ms = state["train_time_ms"]
         torch.set_rng_state(state["generator"])
         log(f"resumed at step:{first} from {path.name}; steps {first} to {log.last_step} are redone")
     window = torch.ones((), dtype=torch.int32, device=device)
-    profiler = start_profiler(folder, log) if cfg.profile else None
     gc.collect()
-    gc.freeze()  # no collection of what lives as long as the run
-    clock.start()
+    gc.freeze()  # what is alive now lives as long as the run
+    synchronize(device)
+    started = time.perf_counter()  # the clock starts
 
-    for step in range(first, last + 1):  # one round more than there are steps: the last validation
+    for step in range(first, last + 1):  # one round more than steps: the last only validates
         window.fill_(window_blocks(step, cfg))
-        if step == last or cfg.val_every and step % cfg.val_every == 0 and not health.stopping:
-            clock.stop()
+        stopping = int(health.stopping) if step < last else 0
+        validating = step == last or cfg.val_every and step % cfg.val_every == 0 and not stopping
+        saving = cfg.save_every and step > first and (
+            stopping or step == last or step % cfg.save_every == 0)
+        if validating or saving:
+            synchronize(device)
+            train_ms += 1000 * (time.perf_counter() - started)  # the clock stops
             health.read()
-            ranks.check_parity(step, model)
-            val_loss = validate(model, val_tokens, window, cfg, ranks)
-            log.step(step, last, clock.ms, val_loss)
-            clock.start()
-        due = health.stopping or step == last or cfg.save_every and step % cfg.save_every == 0
-        if cfg.save_every and due and step > first:
-            clock.stop()
-            health.read()
-            state = dict(step=step, hyperparameters=asdict(cfg), data=data, model=model.state_dict(),
-                         optimizers={o.name: o.full_state() for o in optimizers},
-                         loader=loader.state(), train_time_ms=clock.ms,
-                         generator=torch.get_rng_state(), torch=str(torch.__version__))
-            save_checkpoint(folder, state, ranks, keep=2 + (step == last))
-            clock.start()
+            if validating:
+                ranks.check_parity(step, model)
+                val_loss = validate(model, val_tokens, window, cfg, ranks)
+                log.step(step, last, train_ms, val_loss)
+            if saving:
+                state = dict(step=step, hyperparameters=asdict(cfg), data=data,
+                             model=model.state_dict(), loader=loader.state(),
+                             optimizers={o.name: o.full_state() for o in optimizers},
+                             generator=torch.get_rng_state(), train_time_ms=train_ms)
+                save_checkpoint(folder, state, ranks, keep=2 + (step == last))
+            synchronize(device)
+            started = time.perf_counter()  # the clock starts again
+        if stopping:
+            log(f"stopped at step:{step} by signal {stopping}"
+                + f"; to go on: --run_id {run_id} --resume auto" * bool(cfg.save_every))
+            return 128 + stopping
         if step == last:
             break
-        if health.stopping:
-            log(f"stopped at step:{step} by signal {health.stopping:.0f}" + cfg.save_every.bool()
-                * f"; to go on: --run_id {run_id} --resume auto")
-            return 128 + int(health.stopping)
 
         loss = torch.zeros((), device=device)
         for inputs, targets in loader.next_step():
@@ -1216,32 +1065,36 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
             micro_loss.backward()
             loss += micro_loss.detach() / loader.micro_steps
         health.check(step, loss, [o.grads for o in optimizers])
-        for optimizer in optimizers:
-            optimizer.set_schedule(step)
-        step_optimizers(optimizers, loader.micro_steps * ranks.world_size)
-        if profiler:
-            profiler.step()
-        ms = clock.read()
-        log.step(step + 1, last, ms)
-        log.live(f"step {step + 1}/{last}, loss {health.loss:.4f}, "
-                 f"{1000 * (step + 1) * cfg.step_tokens / ms:,.0f} tokens/s, "
-                 f"{(last - step - 1) * ms / (step + 1) / 1000:.0f} s left")
+        step_optimizers(optimizers, step, loader.micro_steps * ranks.world_size)
 
-    clock.stop()
-    tokens = last * cfg.step_tokens
-    results = dict(val_loss=f"{val_loss:.6f}", train_time_ms=f"{clock.ms:.0f}", steps=last,
-                   tokens=tokens, tokens_per_second=f"{1000 * tokens / clock.ms:.0f}",
-                   parameters=parameters, peak_memory_mib=peak_memory_mib(device),
-                   world_size=ranks.world_size, device=machine["device"], torch=machine["torch"],
-                   seed=cfg.seed)
+        if cfg.profile and step == first + 2:
+            profiler = torch.profiler.profile()
+            profiler.start()
+        if cfg.profile and step == first + 5:
+            profiler.stop()
+            profiler.export_chrome_trace(str(folder / "trace.json"))
+            log(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+        done, ms = step + 1, train_ms + 1000 * (time.perf_counter() - started)
+        log.step(done, last, ms)
+        log.live(f"step {done}/{last}, loss {health.loss:.4f}, {done * cfg.step_tokens / ms:,.0f}K "
+                 f"tokens/s, {(last - done) * ms / done / 1000:.0f} s left")
+
     if cfg.sample_tokens and ranks.rank == 0:
-        text = sample(model.eval(), window, cfg, device)
-        log("\n  ".join(["sample:", *text.splitlines()]))
+        log("\n  ".join(["sample:", *sample(model, window, cfg).splitlines()]))
+    tokens = last * cfg.step_tokens
+    results = dict(val_loss=f"{val_loss:.6f}", train_time_ms=f"{train_ms:.0f}", steps=last,
+                   tokens=tokens, tokens_per_second=f"{1000 * tokens / train_ms:.0f}", **machine,
+                   peak_memory_mib=device_facts(device)[1])
     log("\n".join(["---", *(f"{key}: {value}" for key, value in results.items())]))
     return 0
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 def main(argv: list[str] | None = None) -> int:
     """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first use
     try:
         preset, cfg = parse_args(sys.argv[1:] if argv is None else argv)
         ranks = Ranks(cfg)

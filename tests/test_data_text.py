@@ -179,8 +179,8 @@ def test_folders_files_and_lines_become_documents_in_order(tokenizer, run_text, 
     (folder / "a.txt").write_bytes(documents[0].encode())
     (folder / "b" / "notes.md").write_text("not read in a folder")
     (tmp_path / "notes.md").write_text("read where it is named")
-    result = run_text("--tokenizer", tokenizer, "--val_fraction", 0, folder, "notes.md", "-",
-                      stdin=b"typed in")
+    result = run_text("--tokenizer", tokenizer, "--val_fraction", 0, "--processes", 2,
+                      folder, "notes.md", "-", stdin=b"typed in")
     assert result.returncode == 0, result.stderr
     expected = [*documents, "read where it is named", "typed in"]
     assert read_documents(tmp_path / "out", "train", tokenizer) == expected
@@ -298,13 +298,13 @@ def test_tasks_keep_their_order_and_few_are_under_way():
     assert list(results) == [str(item) for item in range(1, 50)]
 
 
-def test_one_and_three_processes_write_the_same_bytes(tokenizer, run_text, tmp_path):
+def test_one_and_three_processes_write_the_same_bytes(run_text, tmp_path):
     (tmp_path / "a.txt").write_bytes(" ".join(sample_documents(400) * 60).encode())
     write_jsonl(tmp_path / "b.jsonl", sample_documents(400, seed=1) * 10)
     assert (tmp_path / "a.txt").stat().st_size > 2 * text.BATCH_CHARS  # several tasks
     for processes in (1, 3):
-        result = run_text("--tokenizer", tokenizer, "--processes", processes, "--out", processes,
-                          "--shard_tokens", 100_000, "a.txt", "b.jsonl")
+        result = run_text("--processes", processes, "--out", processes, "--shard_tokens", 100_000,
+                          "a.txt", "b.jsonl")
         assert result.returncode == 0, result.stderr
     names = sorted(path.name for path in (tmp_path / "1").iterdir())
     assert len(names) > 5 and names == sorted(path.name for path in (tmp_path / "3").iterdir())
@@ -426,7 +426,7 @@ def test_tiktoken_without_its_files_is_one_line(run_text, tmp_path):
 
 
 def test_the_printed_command_trains_on_the_shards(run_text, run_script, tmp_path):
-    (tmp_path / "a.txt").write_text("some words of text\n" * 20_000)
+    (tmp_path / "a.txt").write_text("some words of text\n" * 6000)
     result = run_text("--out", "my [odd] folder", "a.txt")
     assert result.returncode == 0, result.stderr
     program, script, *flags = shlex.split(result.stdout.splitlines()[-1])
@@ -434,7 +434,7 @@ def test_the_printed_command_trains_on_the_shards(run_text, run_script, tmp_path
     val_tokens = int(flags[flags.index("--val_tokens") + 1])
     total = sum(map(len, read_shards(tmp_path / "my [odd] folder", "val")))
     assert val_tokens % 128 == 0 and total - 129 < val_tokens < total
-    run = run_script([*flags, "--num_iterations", 1, "--sample_tokens", 0])
+    run = run_script([*flags, "--num_iterations", 1, "--warmup_steps", 0, "--sample_tokens", 0])
     assert run.returncode == 0, run.stderr
     assert "val_loss" in run.stdout
 

@@ -1,0 +1,366 @@
+"""What a GPU needs of the script, checked without one: one graph, and a host that never waits.
+
+FlexAttention has no backward pass on a CPU only because torch refuses it there; where that check is
+lifted, the attention and the masks that CUDA takes are traced and computed as they are, slowly.
+"""
+
+import dataclasses
+import itertools
+import types
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as torch_flex
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_gpt
+
+RECORD = train_gpt.Hyperparameters()
+TINY = dataclasses.replace(
+    RECORD,
+    vocab_size=257, eot_token=256, model_dim=32, head_dim=16, attention_pattern="LS",
+    value_embed_pattern="0.", train_seq_len=512, val_seq_len=640,
+)
+# Sums of fp32 in another order; by FP8, a value between two steps may round to the other one.
+FP32_RTOL, FP8_RTOL = 1e-5, 1e-3
+
+
+def as_the_kernel_sees(mask):
+    """The same mask, its blocks' lists part of the predicate.
+
+    On a CPU torch asks the predicate about every pair of tokens. The kernel asks it only within the
+    partial blocks, sees all of a full block and nothing of the others.
+    """
+
+    def listed(count, indices):
+        blocks = torch.arange(indices.size(-1))
+        first = torch.where(blocks < count[0, 0, :, None], indices[0, 0].long(), len(blocks))
+        chosen = torch.zeros(len(blocks), len(blocks) + 1, dtype=torch.bool)
+        return chosen.scatter(1, first, True)
+
+    partial = listed(mask.kv_num_blocks, mask.kv_indices)
+    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+
+    def seen(b, h, q, k):
+        block = q // train_gpt.BLOCK, k // train_gpt.BLOCK
+        return full[block] | (partial[block] & mask.mask_mod(b, h, q, k))
+
+    return BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
+        BLOCK_SIZE=train_gpt.BLOCK, mask_mod=seen,
+    )
+
+
+@pytest.fixture
+def flex_everywhere(monkeypatch):
+    """The attention of CUDA on a CPU."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *qkv: None)
+    flex_mask = train_gpt.flex_mask
+    monkeypatch.setattr(
+        train_gpt, "dense_mask", lambda *args: as_the_kernel_sees(flex_mask(*args))
+    )
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_model(head_chunks=1, fp8=False):
+    model = train_gpt.GPT(TINY)
+    generator = torch.Generator().manual_seed(0)
+    model.init_weights(generator)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith(("c_proj.weight", "lm_head.weight")):  # zero before training
+                param.normal_(std=0.1, generator=generator)
+    model.head_chunks = head_chunks
+    if fp8:
+        model.lm_head.fp8_scales = (TINY.fp8_x_scale, TINY.fp8_w_scale, TINY.fp8_grad_scale)
+    return model
+
+
+def make_batch(length, seed=1):
+    """One sequence of documents of some 200 tokens, as inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(TINY.eot_token, (1, length + 1), generator=generator)
+    tokens[torch.rand(1, length + 1, generator=generator) < 1 / 200] = TINY.eot_token
+    return tokens[:, :-1].int(), tokens[:, 1:].clone()
+
+
+def train_and_validate(model, window):
+    """Loss and gradients of a training sequence, and the loss of a validation sequence."""
+    model.zero_grad()
+    loss = model(*make_batch(TINY.train_seq_len), window)
+    loss.backward()
+    with torch.no_grad():
+        val_loss = model.eval()(*make_batch(TINY.val_seq_len, seed=2), window)
+    model.train()
+    return loss.detach(), val_loss, [p.grad.clone() for p in model.parameters()]
+
+
+# ---- one graph --------------------------------------------------------------
+
+
+def test_the_records_windows_are_1_to_14():
+    windows = {train_gpt.window_blocks(step, RECORD) for step in range(RECORD.num_iterations + 1)}
+    assert windows == set(range(1, 15))
+
+
+@pytest.mark.parametrize(
+    "head_chunks, fp8, backend",
+    [
+        pytest.param(1, True, "eager", id="as-published"),
+        pytest.param(2, False, "eager", id="two-chunks"),
+        pytest.param(2, True, "aot_eager", id="two-chunks-fp8-aot", marks=pytest.mark.slow),
+        pytest.param(1, False, "aot_eager", id="aot", marks=pytest.mark.slow),
+    ],
+)
+def test_all_windows_take_two_graphs_and_equal_the_dense_formula(
+    flex_everywhere, monkeypatch, head_chunks, fp8, backend
+):
+    """One graph for training, one for validation; a graph break is an error by `fullgraph`."""
+    counter = CompileCounterWithBackend(backend)
+    compiled = make_model(head_chunks, fp8)
+    compiled.compile(fullgraph=True, dynamic=False, backend=counter)
+    window = torch.ones((), dtype=torch.int32)
+    results = {}
+    for blocks in range(1, 15):
+        results[blocks] = train_and_validate(compiled, window.fill_(blocks))
+    assert counter.frame_count == 2
+
+    monkeypatch.undo()
+    eager = make_model(head_chunks, fp8)
+    losses = []
+    for blocks in (1, 2, 4):
+        loss, val_loss, grads = train_and_validate(eager, window.fill_(blocks))
+        flex_loss, flex_val_loss, flex_grads = results[blocks]
+        rtol = FP8_RTOL if fp8 else FP32_RTOL
+        torch.testing.assert_close(flex_loss, loss, rtol=rtol, atol=0)
+        torch.testing.assert_close(flex_val_loss, val_loss, rtol=FP32_RTOL, atol=0)
+        for grad, flex_grad in zip(grads, flex_grads, strict=True):
+            assert (flex_grad - grad).norm() < 10 * rtol * grad.norm()
+        losses.append(loss.item())
+    assert len(set(losses)) == len(losses), "the window must matter, or the comparison says nothing"
+
+
+def test_a_window_in_python_breaks_the_graph(monkeypatch):
+    """The dense formula takes the window as a number: what the test above would find."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *qkv: None)
+    compiled = make_model()
+    compiled.compile(fullgraph=True, dynamic=False, backend="eager")
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        compiled(*make_batch(TINY.train_seq_len), torch.ones((), dtype=torch.int32))
+    torch._dynamo.reset()
+
+
+# ---- optimizer kernels ------------------------------------------------------
+
+
+def test_adam_update_compiles_once_for_all_steps_and_rates():
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.rand(64, generator=generator) for _ in range(4)]
+    lr, counter = torch.zeros(()), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        train_gpt.adam_update, fullgraph=True, dynamic=False, backend=counter
+    )
+    ended = []
+    for update in (compiled, train_gpt.adam_update):
+        weight, grad, mean, square = (x.clone() for x in start)
+        step = torch.zeros(())
+        for rate in (0.1, 0.05, 0.01):
+            update(weight, grad, mean, square, step, lr.fill_(rate), 0.8, 0.95, 1e-10)
+        ended.append((weight, mean, square, step))
+    assert counter.frame_count == 1
+    torch.testing.assert_close(*ended, rtol=1e-6, atol=1e-7)
+
+
+def test_muon_update_compiles_once_for_all_rates_and_momenta():
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(3, 32, 16, generator=generator) for _ in range(3)]
+    lr, momentum, counter = torch.zeros(()), torch.zeros(()), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        train_gpt.muon_update, fullgraph=True, dynamic=False, backend=counter
+    )
+    ended = []
+    for update in (compiled, train_gpt.muon_update):
+        weight, grad, mean = (x.clone() for x in start)
+        for rate, value in ((0.05, 0.85), (0.04, 0.9), (0.03, 0.95)):
+            update(weight, grad, mean, lr.fill_(rate), momentum.fill_(value), 5, torch.float32)
+        ended.append((weight, mean))
+    assert counter.frame_count == 1
+    # Five quintic iterations amplify differences in the last bit.
+    torch.testing.assert_close(*ended, rtol=1e-3, atol=1e-5)
+
+
+# ---- the host never waits ---------------------------------------------------
+
+
+class HostWait(Exception):
+    """The host asked for a value that a GPU would still be computing."""
+
+
+class NoHostWait(TorchDispatchMode):
+    """Raises HostWait at operations that make the host wait, whatever the device.
+
+    A new tensor from Python numbers counts: on CUDA it is a copy that waits. So does an index by a
+    mask, whose number of elements the host must know.
+    """
+
+    supports_higher_order_operators = True
+    waiting = set("""_local_scalar_dense item is_nonzero equal nonzero masked_select unique_dim
+        _unique2 unique_consecutive bincount lift_fresh lift_fresh_copy""".split())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition(".")[0]
+        masks = args[1] if name in ("index", "index_put_", "index_put") else ()
+        by_mask = any(x is not None and x.dtype == torch.bool for x in masks)
+        if name in self.waiting or by_mask:
+            raise HostWait(name)
+        return func(*args, **(kwargs or {}))
+
+
+def one_rank(world_size=1, rank=0):
+    def all_reduce(x, op=None):
+        return x
+
+    return types.SimpleNamespace(
+        rank=rank, world_size=world_size, device=torch.device("cpu"), all_reduce=all_reduce
+    )
+
+
+@pytest.mark.parametrize("fp8, head_chunks", [(True, 1), (False, 2)])
+def test_a_training_step_never_waits_for_the_device(
+    flex_everywhere, monkeypatch, fp8, head_chunks
+):
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    model = make_model(head_chunks, fp8)
+    optimizers = train_gpt.build_optimizers(model, TINY, one_rank())
+    before = [p.detach().clone() for p in model.parameters()]
+    batch, window = make_batch(TINY.train_seq_len), torch.ones((), dtype=torch.int32)
+    with NoHostWait():
+        for step in range(2):
+            loss = model(*batch, window.fill_(step + 1)) / TINY.train_seq_len
+            loss.backward()
+            train_gpt.step_optimizers(optimizers, step, 1)
+    changed = [not torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True)]
+    assert all(changed), "nothing was trained"
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda x: x.item(),
+        lambda x: int(x),
+        lambda x: bool(x),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.tensor([1.0]),
+    ],
+    ids=["item", "int", "bool", "nonzero", "mask", "new"],
+)
+def test_a_planted_wait_is_found(flex_everywhere, monkeypatch, plant):
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    flex_mask = train_gpt.flex_mask
+
+    def planted(docs, window):
+        plant(window)
+        return flex_mask(docs, window)
+
+    monkeypatch.setattr(train_gpt, "dense_mask", planted)
+    model, batch = make_model(), make_batch(TINY.train_seq_len)
+    window = torch.ones((), dtype=torch.int32)
+    with NoHostWait(), pytest.raises(HostWait):
+        model(*batch, window)
+
+
+# ---- news of a step, read one step late on CUDA ----------------------------
+
+
+class OnDevice(Tensor):
+    """A CPU tensor that says it is on CUDA, as does all that is computed from it.
+
+    Its values arrive on the host by a copy that is not waited for, and may be read there only when
+    the event that was recorded after the copy has been waited for.
+    """
+
+    is_cuda = True
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.numpy):
+            raise HostWait(func.__name__)
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func is Tensor.to and "cpu" in args:
+            if not kwargs.get("non_blocking"):
+                raise HostWait("to")
+            return result.as_subclass(OnHost)
+        return result
+
+
+class OnHost(Tensor):
+    """What was copied from OnDevice: `tolist` before the event is an error, as on CUDA."""
+
+    def tolist(self):
+        assert Event.waited_for, "read before the copy has ended"
+        return self.as_subclass(Tensor).tolist()
+
+
+class Event:
+    """Stands for torch.cuda.Event and keeps what was done, in order."""
+
+    calls, numbers, waited_for = [], itertools.count(), False
+
+    def __init__(self, *args, **kwargs):
+        self.number = next(Event.numbers)
+
+    def record(self, *args):
+        Event.calls.append(f"record {self.number}")
+
+    def synchronize(self):
+        Event.calls.append(f"wait {self.number}")
+        Event.waited_for = True
+
+
+@pytest.fixture
+def health(monkeypatch):
+    """Health whose signal handlers leave this process's alone, on a pretended GPU."""
+    monkeypatch.setattr(train_gpt.signal, "signal", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "calls", [])
+    monkeypatch.setattr(Event, "numbers", itertools.count())
+    monkeypatch.setattr(Event, "waited_for", False)
+    return train_gpt.Health(one_rank(), ["loss", "gradient of mlp"])
+
+
+def on_device(*values):
+    return torch.tensor(values).as_subclass(OnDevice)
+
+
+def test_health_is_read_one_step_late_on_cuda(health):
+    """While the host reads the news of a step, the GPU has the whole next one to do."""
+    grads = [on_device(1.0, 2.0)]
+    health.check(0, on_device(5.0).sum(), grads)
+    assert Event.calls == ["record 0"]
+    health.check(1, on_device(4.0).sum(), grads)
+    assert sorted(Event.calls) == ["record 0", "record 1", "wait 0"]
+    assert health.loss == 5.0
+    health.read()
+    assert Event.calls[-1] == "wait 1" and health.loss == 4.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_health_on_cuda_names_the_step_that_was_bad(health, bad):
+    health.check(7, on_device(5.0).sum(), [on_device(1.0, bad)])
+    with pytest.raises(train_gpt.RunError, match="step 7: .*gradient of mlp on rank 0"):
+        health.check(8, on_device(4.0).sum(), [on_device(1.0)])
+
+
+def test_health_on_cuda_passes_a_signal_on(health):
+    health.signal = 15
+    health.check(0, on_device(5.0).sum(), [on_device(1.0)])
+    health.read()
+    assert health.stopping == 15

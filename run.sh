@@ -14,6 +14,7 @@ repo=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 venv=$repo/.venv
 oldest_torch=2.11  # the code runs from here on; requirements.txt pins the one that is measured
 python=${PYTHON:-python3}
+new_enough='import sys; sys.exit(sys.version_info < (3, 11))'
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
@@ -40,24 +41,24 @@ PYTHON
 }
 
 # find_python FILE...: sets `python` to one that has what the requirement files ask, if there is.
-# The last file includes the others. Its stamp in .venv is written when the install is whole.
+# Their copies in .venv are made when an install is whole.
 find_python() {
-    local wanted=${!#}
-    stamp=$venv/installed-${wanted##*/}
     has_packages "$python" "$@" && return
-    [ -x "$venv/bin/python" ] && cat "$@" | cmp -s - "$stamp" && python=$venv/bin/python
+    local file
+    for file in "$@"; do cmp -s "$file" "$venv/${file##*/}" || return; done
+    [ -x "$venv/bin/python" ] && python=$venv/bin/python
 }
 
-# set_up FILE...: as find_python, and installs what is missing into .venv.
+# set_up FILE...: as find_python, but installs what is missing. The last file includes the others.
 set_up() {
     find_python "$@" && return
     local wanted=${!#} info
     command -v "$python" >/dev/null ||
         die "no $python here: install Python 3.11 or newer, or name one: PYTHON=/path/to/python"
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    "$python" -c "$new_enough" ||
         die "$python is $("$python" -V 2>&1); name a 3.11 or newer one: PYTHON=/path/to/python"
     say "setting up $venv with ${wanted##*/}; torch is a large download"
-    if ! "$venv/bin/python" -c '' 2>/dev/null; then
+    if ! "$venv/bin/python" -c "$new_enough" 2>/dev/null; then
         "$python" -m venv --clear "$venv" >/dev/null ||
             die "$python cannot make $venv: install its venv module (Debian: python3-venv)"
     fi
@@ -75,7 +76,7 @@ set_up() {
     "$python" -m pip install -r "$wanted" 2>"$venv/pip-errors.txt" ||
         die "pip could not install ${wanted##*/} ($(grep ^ERROR "$venv/pip-errors.txt" |
             tail -n 1)): check the network, or name a Python that has them: PYTHON=/path/to/python"
-    cat "$@" >"$stamp"
+    cp "$@" "$venv"
 }
 
 if [ "${1-}" = test ]; then

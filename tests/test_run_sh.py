@@ -160,12 +160,10 @@ def test_torch_is_not_asked_where_no_driver_is(fake):
 @pytest.mark.parametrize(
     "gpus, flags, processes",
     [
-        (2, [], 2),
         (3, [], 2),
         (5, [], 4),
         (6, [], 4),
         (8, [], 8),
-        (9, [], 8),
         (8, ["--sequences_per_step", "12"], 6),
         (4, ["--sequences_per_step=3"], 3),
     ],
@@ -241,8 +239,11 @@ def test_packages_of_the_tests_are_installed_beside_those_of_training(fake):
     fake.set_torch("2.10.1")
     fake.run()
     fake.run("test")
-    assert fake.pip_installs()
+    assert fake.pip_installs()[-1][3:] == ["-r", str(fake.root / "requirements-dev.txt")]
     assert fake.called("venv")[-1] == ["-m", "pytest"]
+    fake.run("test")
+    fake.run()
+    assert not fake.pip_installs()
 
 
 def test_failed_install_is_one_line_and_not_taken_for_done(fake):

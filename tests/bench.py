@@ -1,0 +1,512 @@
+#!/usr/bin/env python3
+"""Measure what the README quotes. This is no test: run it on an idle machine, and give it time.
+
+    python tests/bench.py pocket [--seeds 5] [--against CMD]   time to the target, in turns with CMD
+    python tests/bench.py phases                               where a step's time goes
+    python tests/bench.py scaling                              cost by tokens, length and width
+    python tests/bench.py gpu [--steps 5]                      the record's step on this GPU
+
+Any other flag goes to train_gpt.py. Numbers are medians, with (lowest-highest) beside them.
+
+CMD is a command that ends with a block of `key: value` as train_gpt.py does; {seed} in it becomes
+the seed. By default it is the yardstick, tests/plain_baseline.py; '' runs the preset alone.
+"""
+
+import argparse
+import contextlib
+import functools
+import io
+import math
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy import stats
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "data")]
+from shards import write_shard  # noqa: E402
+
+import train_gpt  # noqa: E402
+
+SCRIPT = [sys.executable, str(REPO / "train_gpt.py")]
+YARDSTICK = shlex.join([
+    sys.executable, str(REPO / "tests" / "plain_baseline.py"),
+    "--train", str(REPO / "data" / "pocket" / "pocket_train_*.bin"),
+    "--val", str(REPO / "data" / "pocket" / "pocket_val_*.bin"),
+    "--target", "1.64", "--seed", "{seed}",
+])  # fmt: skip
+DOCUMENT_MEDIAN, DOCUMENT_MEAN, DOCUMENT_MIN = 403, 690, 32  # tokens, of FineWeb's documents
+SPEC_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "4090": 165.2, "3090": 71.0}  # bf16
+
+
+# -----------------------------------------------------------------------------
+# Printing
+
+
+def show(text=""):
+    """Replace the live line of a terminal; elsewhere nothing is shown."""
+    if sys.stdout.isatty():
+        print(f"\r\033[K{text[:100]}", end="", flush=True)
+
+
+def say(text):
+    show()
+    print(text, flush=True)
+
+
+def spread(values, digits=1):
+    """'median (lowest-highest)' of numbers."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:,.{digits}f} ({low:,.{digits}f}-{high:,.{digits}f})"
+
+
+def print_table(*rows):
+    """Print rows of strings in columns, the first one to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    show()
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+        print("   ".join([first.ljust(widths[0]), *cells]).rstrip(), flush=True)
+
+
+# -----------------------------------------------------------------------------
+# pocket: whole runs
+
+
+class RunFailed(Exception):
+    """A measured command did not end well."""
+
+
+def run_command(command, label, env=None):
+    """Run a command to its end, with its last line live.
+
+    Returns its final values as strings, and with them wall_s, peak_mib of its process, and
+    lines: (seconds since the start, text) of all it printed. Raises RunFailed.
+    """
+    lines, start = [], time.perf_counter()
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True,
+                                   env={**os.environ, **(env or {})})
+        try:
+            for line in process.stdout:
+                lines.append((time.perf_counter() - start, line.rstrip()))
+                show(f"{label}: {line.rstrip()}")
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            errors.seek(0)
+            reason = (errors.read().splitlines() or ["no message"])[-1]
+            raise RunFailed(f"{shlex.join(command)} ended with {process.returncode}: {reason}")
+    values = dict(re.findall(r"^(\w+): (.*)$", "\n".join(text for _, text in lines), re.M))
+    peak = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    return values | dict(wall_s=time.perf_counter() - start, peak_mib=peak, lines=lines)
+
+
+def training_seconds(values):
+    if "train_time_ms" in values:
+        return float(values["train_time_ms"]) / 1000
+    return float(values["train_seconds"])
+
+
+def pocket(args, flags):
+    """Train on each seed in turns with another command; compare times, losses and memory."""
+    _, cfg = train_gpt.parse_args(["--preset", "pocket", *flags])
+    commands = {"pocket": shlex.join([*SCRIPT, "--preset", "pocket", *flags, "--seed", "{seed}"])}
+    if args.against:
+        commands["against"] = args.against
+    runs, total, start = {name: [] for name in commands}, args.seeds * len(commands), time.time()
+    try:
+        for seed in range(args.seeds):
+            for name, command in commands.items():
+                done = sum(map(len, runs.values()))
+                command = shlex.split(command.replace("{seed}", str(seed)))
+                values = run_command(command, f"run {done + 1} of {total}, {name}, seed {seed}")
+                runs[name].append(values)
+                left = (time.time() - start) / (done + 1) * (total - done - 1)
+                say(f"run {done + 1} of {total}: {name}, seed {seed}: val_loss "
+                    f"{values['val_loss']}, training {training_seconds(values):.1f} s, command to "
+                    f"exit {values['wall_s']:.1f} s; about {left:.0f} s left")
+    except KeyboardInterrupt:
+        say("interrupted; what has been measured:")
+    runs = {name: values for name, values in runs.items() if values}
+    if runs:
+        report_pocket(runs, cfg.target_loss)
+
+
+def report_pocket(runs, target):
+    measures = {
+        "training, s": (training_seconds, 1),
+        "command to exit, s": (lambda values: values["wall_s"], 1),
+        "val_loss, nats per byte": (lambda values: float(values["val_loss"]), 4),
+        "peak memory, MiB": (lambda values: values["peak_mib"], 0),
+    }
+    rows = [["", *runs, *["ratio"] * (len(runs) > 1)]]
+    for title, (measure, digits) in measures.items():
+        columns = [[measure(values) for values in each] for each in runs.values()]
+        row = [title, *(spread(column, digits) for column in columns)]
+        if len(columns) > 1:
+            row.append(f"{statistics.median(columns[1]) / statistics.median(columns[0]):.2f}")
+        rows.append(row)
+    machine = runs["pocket"][0]
+    print(f"\n{machine['device']}, {os.cpu_count()} cores, torch {machine['torch']}")
+    print_table(*rows)
+    if len(runs) > 1:
+        wall = statistics.median(values["wall_s"] for values in runs["pocket"])
+        other = statistics.median(map(training_seconds, runs["against"]))
+        print(f"pocket, command to exit: 1/{other / wall:.1f} of the training time of the other")
+    losses = [float(values["val_loss"]) for values in runs["pocket"]]
+    if len(losses) > 1:
+        p = stats.ttest_1samp(losses, target, alternative="less").pvalue
+        print(f"pocket, {len(losses)} seeds: mean val_loss {statistics.mean(losses):.4f}, "
+              f"std {statistics.stdev(losses):.4f}, highest {max(losses):.4f}; "
+              f"mean <= {target} with p = {p:.2g} (one-sided t-test)")
+
+
+# -----------------------------------------------------------------------------
+# phases: a step of a real run, by the functions it calls
+
+
+class Stopwatch:
+    """Seconds of each step in wrapped functions, without what wrapped functions inside them take.
+
+    The first phase that is named begins a step.
+    """
+
+    def __init__(self):
+        self.steps, self.inner, self.paused = [], [], False
+
+    def wrap(self, owner, name, phase, begins_step=False):
+        """Count calls of owner.name as `phase`; with None, count nothing while it runs."""
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def timed(*args, **kwargs):
+            if self.paused:
+                return function(*args, **kwargs)
+            start = time.perf_counter()
+            if begins_step:
+                self.steps.append((start, Counter()))
+            self.inner.append(0.0)
+            self.paused = phase is None
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds = time.perf_counter() - start
+                self.paused = False
+                inner = self.inner.pop()
+                if self.steps and phase:
+                    self.steps[-1][1][phase] += seconds - inner
+                if self.inner:
+                    self.inner[-1] += seconds
+
+        setattr(owner, name, timed)
+
+    def milliseconds(self):
+        """{phase: [ms of each step]}, `the rest` and `step` included; the last step is left out."""
+        phases = sorted({phase for _, counted in self.steps for phase in counted})
+        ms = {phase: [1000 * counted[phase] for _, counted in self.steps[:-1]] for phase in phases}
+        begins = [start for start, _ in self.steps]
+        steps = [1000 * (end - start) for start, end in zip(begins, begins[1:])]
+        rest = [step - sum(parts) for step, *parts in zip(steps, *ms.values())]
+        return ms | {"the rest": rest, "step": steps}
+
+
+def phases(args, flags):
+    """Run the pocket with its functions wrapped, and print the median of each over the steps."""
+    watch, script = Stopwatch(), train_gpt
+    watch.wrap(script.TokenLoader, "next_step", "loader", begins_step=True)
+    watch.wrap(script.GPT, "forward", "forward")
+    watch.wrap(torch.Tensor, "backward", "backward")
+    watch.wrap(script, "orthogonalize", "Newton-Schulz")
+    for name in ("update", "finish"):
+        watch.wrap(script.Muon, name, "Muon, the rest of it")
+        watch.wrap(script.Adam, name, "Adam")
+    watch.wrap(script.Health, "check", "check of loss and gradients")
+    for name in ("warm_up", "validate", "sample"):
+        watch.wrap(script, name, None)
+    say("a pocket run, measured step by step ...")
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        code = script.main(["--preset", "pocket", "--device", "cpu", *flags])
+    if code:
+        raise RunFailed(errors.getvalue().strip())
+    ms = watch.milliseconds()
+    step = statistics.median(ms["step"])
+    ordered = sorted(ms, key=lambda phase: -statistics.median(ms[phase]))
+    print_table(["phase", "ms a step", "share"], *(
+        [phase, spread(ms[phase], 2), f"{statistics.median(ms[phase]) / step:.0%}"]
+        for phase in ordered))
+
+
+# -----------------------------------------------------------------------------
+# scaling: forward and backward passes, and optimizer steps, of the pocket's model
+
+
+class Trainer:
+    """A model of the script with its optimizers, and the parts of its training step."""
+
+    def __init__(self, preset, *flags):
+        _, self.cfg = train_gpt.parse_args(["--preset", preset, *map(str, flags)])
+        ranks = train_gpt.Ranks(self.cfg)
+        self.device = ranks.device
+        with torch.device(self.device):
+            self.model = train_gpt.GPT(self.cfg)
+            self.model.init_weights(torch.Generator(self.device).manual_seed(self.cfg.seed))
+        if self.device.type == "cuda":
+            train_gpt.prepare_for_cuda(self.model, self.cfg, self.device)
+        self.optimizers = train_gpt.build_optimizers(self.model, self.cfg, ranks)
+        self.window = torch.ones((), dtype=torch.int32, device=self.device)
+        self.set_window(self.cfg.window_tokens)
+
+    def set_window(self, tokens):
+        self.window.fill_(math.ceil(tokens / train_gpt.BLOCK))
+
+    def forward(self, inputs, targets):
+        return self.model(inputs, targets, self.window)
+
+    def optimize(self):
+        train_gpt.step_optimizers(self.optimizers, 0, self.cfg.step_tokens)
+
+    def seconds(self, function, *args):
+        """Result and seconds of a call, waiting for the device before and after."""
+        train_gpt.synchronize(self.device)
+        start = time.perf_counter()
+        result = function(*args)
+        train_gpt.synchronize(self.device)
+        return result, time.perf_counter() - start
+
+    def matrix_parameters(self):
+        """Parameters that take part in matrix products: hidden matrices and the head."""
+        hidden = sum(p.numel() for p in self.model.blocks.parameters() if p.ndim >= 2)
+        return hidden, self.model.lm_head.weight.numel()
+
+
+def time_steps(rows, length, flags, repeats=5):
+    """A trainer, seconds of its passes and of its optimizer steps, on rows of random tokens."""
+    trainer = Trainer("pocket", "--device", "cpu", "--sequences_per_step", rows,
+                      "--sequences_per_forward", rows, "--train_seq_len", length, *flags)
+    cfg, random = trainer.cfg, np.random.default_rng(0)
+    tokens = random.integers(cfg.vocab_size, size=rows * length + 1)
+    batch = train_gpt.to_batch(tokens, rows, trainer.device)
+    passes, steps = [], []
+    for _ in range(repeats + 1):
+        passes.append(trainer.seconds(lambda: trainer.forward(*batch).backward())[1])
+        steps.append(trainer.seconds(trainer.optimize)[1])
+    return trainer, passes[1:], steps[1:]  # the first ones warm up
+
+
+def scaling(args, flags):
+    """Print time per token by the number of tokens, by sequence length and by parameters."""
+    sizes = [1024 * 2**n for n in range(7)]
+    for title, shapes in (
+        ("tokens a step, in sequences of 1,024", [(size // 1024, 1024) for size in sizes]),
+        ("tokens a sequence, one sequence a step", [(1, size) for size in sizes]),
+    ):
+        table = [[title, "forward and backward, us a token", "optimizers, ms a step"]]
+        for rows, length in shapes:
+            show(f"{title}: {rows * length:,}")
+            _, passes, steps = time_steps(rows, length, flags)
+            table.append([f"{rows * length:,}",
+                          spread([1e6 * s / (rows * length) for s in passes], 2),
+                          spread([1e3 * s for s in steps], 2)])
+        print_table(*table)
+        print()
+
+    table = [["parameters in matrix products", "model_dim", "forward and backward, us a token",
+              "the same, for a million parameters", "optimizers, ms a step"]]
+    for dim in (128, 192, 256, 384, 512):
+        show(f"model_dim {dim}")
+        trainer, passes, steps = time_steps(8, 512, ["--model_dim", dim, *flags])
+        numel = sum(trainer.matrix_parameters())
+        us = [1e6 * s / trainer.cfg.step_tokens for s in passes]
+        table.append([f"{numel:,}", str(dim), spread(us, 2),
+                      spread([1e6 * x / numel for x in us], 2),
+                      spread([1e3 * s for s in steps], 2)])
+    print_table(*table)
+
+
+# -----------------------------------------------------------------------------
+# gpu: the record's step on synthetic documents
+
+
+def write_documents(path, num_tokens, cfg):
+    """Write a shard of random tokens in documents of log-normal lengths, as FineWeb's are."""
+    random = np.random.default_rng(0)
+    sigma = math.sqrt(2 * math.log(DOCUMENT_MEAN / DOCUMENT_MEDIAN))
+    lengths = random.lognormal(math.log(DOCUMENT_MEDIAN), sigma, size=num_tokens // DOCUMENT_MIN)
+    starts = np.cumsum(np.maximum(lengths, DOCUMENT_MIN).astype(int))
+    tokens = random.integers(cfg.eot_token, size=num_tokens)
+    tokens[starts[starts < num_tokens]] = tokens[0] = cfg.eot_token
+    write_shard(path, tokens)
+
+
+def matmul_tflops(device, size=8192, fp8=False):
+    """TFLOP/s of a square matrix product in bf16, or in FP8."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    if fp8:
+        a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        one = torch.ones((), device=device)
+        product = functools.partial(torch._scaled_mm, a, b.T, scale_a=one, scale_b=one,
+                                    out_dtype=torch.bfloat16, use_fast_accum=True)
+    else:
+        product = functools.partial(torch.mm, a, b)
+    seconds = []
+    for _ in range(20):
+        train_gpt.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(5):
+            product()
+        train_gpt.synchronize(device)
+        seconds.append((time.perf_counter() - start) / 5)
+    return 2 * size**3 / statistics.median(seconds) / 1e12
+
+
+def attention_flops(trainer, inputs):
+    """FLOP, forward and backward, of one batch: all pairs in the blocks that are visited."""
+    cfg, flops = trainer.cfg, 0
+    starts = (inputs == cfg.eot_token).flatten()
+    docs = starts.cumsum(0, dtype=torch.int32)
+    for letter, window in (("L", trainer.window), ("S", (trainer.window // 2).clamp_min(1))):
+        mask = train_gpt.flex_mask(docs, window)
+        blocks = (mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()).item()
+        layers = cfg.attention_pattern.count(letter)
+        flops += 12 * cfg.model_dim * train_gpt.BLOCK**2 * blocks * layers
+    return flops
+
+
+def kernel_shares(trainer, step):
+    """[(kind of kernel, ms of a step)], the largest first."""
+    kinds = {
+        "attention": "flex_attention|flash",
+        "matrix products": "gemm|nvjet|cutlass|xmma|_mm|matmul|cublas",
+        "copies and fills": "memcpy|memset|copy|fill",
+        "fused elementwise and reductions": "triton",
+    }
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        trainer.seconds(step)
+    ms = Counter()
+    for event in profiler.key_averages():
+        kind = next((k for k, names in kinds.items() if re.search(names, event.key, re.I)), "other")
+        ms[kind] += event.self_device_time_total / 1000
+    return ms.most_common()
+
+
+def first_launch(flags, cache):
+    """Print what a launch costs without and with compiled code in the cache."""
+    table = [["first launch", "compile_seconds", "command to first step, s"]]
+    for name in ("cold", "warm"):
+        values = run_command([*SCRIPT, *flags, "--num_iterations", "1"], name,
+                             env=dict(TORCHINDUCTOR_CACHE_DIR=cache))
+        ready = next(at for at, text in values["lines"] if text.startswith("compile_seconds"))
+        table.append([name, values["compile_seconds"], f"{ready:.1f}"])
+    print_table(*table)
+
+
+def measure_steps(trainer, loader, num_steps, windows=(128, 896, 1792)):
+    """Print time, rate and parts of a training step at each window, in tokens."""
+    cfg, device = trainer.cfg, trainer.device
+    batches = loader.next_step()
+    hidden, head = trainer.matrix_parameters()
+    fp8 = bool(trainer.model.lm_head.fp8_scales)
+    bf16_rate = matmul_tflops(device)
+    head_rate = matmul_tflops(device, fp8=True) if fp8 else bf16_rate
+    name = train_gpt.device_facts(device)[0]
+    spec = next((tflops for part, tflops in SPEC_TFLOPS.items() if part in name), None)
+
+    def step():
+        for batch in batches:
+            trainer.forward(*batch).backward()
+        trainer.optimize()
+
+    rows = [["window", "ms a step", "ms a sequence", "tokens/s", "MFU", "of the floor",
+             "forward, ms", "backward, ms", "optimizers, ms"]]
+    for window in windows:
+        trainer.set_window(window)
+        step()
+        ms = [1000 * trainer.seconds(step)[1] for _ in range(num_steps)]
+        parts = Counter()
+        for batch in batches:  # apart from the timed steps: waiting for the device costs time
+            loss, seconds = trainer.seconds(trainer.forward, *batch)
+            parts["forward"] += 1000 * seconds
+            parts["backward"] += 1000 * trainer.seconds(loss.backward)[1]
+        parts["optimizers"] += 1000 * trainer.seconds(trainer.optimize)[1]
+        median, model_flops = statistics.median(ms), 6 * cfg.step_tokens * (hidden + head)
+        attention = sum(attention_flops(trainer, inputs) for inputs, _ in batches)
+        floor = ((6 * cfg.step_tokens * hidden + attention) / bf16_rate
+                 + 6 * cfg.step_tokens * head / head_rate) / 1e9  # ms at the measured rates
+        rows.append([
+            str(window), spread(ms), f"{median / cfg.sequences_per_step:.1f}",
+            f"{1000 * cfg.step_tokens / median:,.0f}",
+            f"{model_flops / median / spec / 1e9:.1%}" if spec else "unknown peak",
+            f"{median / floor:.2f}", *(f"{parts[part]:.1f}" for part in parts),
+        ])  # fmt: skip
+    say(f"{name}: matrix products at {bf16_rate:.0f} TFLOP/s in bf16"
+        + f", {head_rate:.0f} in FP8" * fp8)
+    print_table(*rows)
+    return step
+
+
+def gpu(args, flags):
+    """Measure the record's configuration on this GPU: start, steps, parts, memory."""
+    if not torch.cuda.is_available():
+        raise train_gpt.UserError("there is no CUDA device; `phases` and `scaling` run on the CPU")
+    _, cfg = train_gpt.parse_args(flags)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        write_documents(folder / "train_000000.bin", 8 * cfg.step_tokens, cfg)
+        write_documents(folder / "val_000000.bin", cfg.val_seq_len + 1, cfg)
+        flags = ["--train_files", str(folder / "train_*.bin"), "--val_files",
+                 str(folder / "val_*.bin"), "--val_tokens", str(cfg.val_seq_len), *flags]
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache = str(folder / "cache")
+        first_launch(flags, cache)
+
+        trainer = Trainer("record", *flags)
+        loader = train_gpt.TokenLoader(trainer.cfg, 0, 1, trainer.device)
+        show("compiling ...")
+        train_gpt.warm_up(trainer.model, trainer.optimizers, loader, trainer.cfg)
+        torch.cuda.reset_peak_memory_stats()
+        step = measure_steps(trainer, loader, args.steps)
+        print(f"peak memory of the training steps: "
+              f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, head in "
+              f"{trainer.model.head_chunks} piece(s)")
+        shares = kernel_shares(trainer, step)
+        print_table(["kernels, at the last window", "ms a step"],
+                    *([kind, f"{ms:.1f}"] for kind, ms in shares))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = dict(pocket=pocket, phases=phases, scaling=scaling, gpu=gpu)
+    parser.add_argument("what", choices=commands)
+    parser.add_argument("--seeds", type=int, default=5, help="of pocket: seeds, from 0 up")
+    parser.add_argument("--against", metavar="CMD", default=YARDSTICK, help="of pocket: see above")
+    parser.add_argument("--steps", type=int, default=5, help="of gpu: timed steps at each window")
+    args, flags = parser.parse_known_args()
+    try:
+        commands[args.what](args, flags)
+    except (train_gpt.UserError, RunFailed) as error:
+        show()
+        print(f"bench.py: {args.what}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, train_gpt.UserError) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

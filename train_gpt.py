@@ -34,17 +34,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.checkpoint import checkpoint
 
 BLOCK = 128  # tokens in a block of the attention mask
 SCRIPT = Path(__file__).resolve()
 ROOT = next((p for p in SCRIPT.parents if (p / "data" / "pocket.py").exists()), SCRIPT.parent)
 
-class UserError(Exception):
-    """What the user can mend: the run ends with one line and exit code 2."""
-
 class RunError(Exception):
-    """What went wrong in training: the run ends with one line and exit code 1."""
+    """What ends the run, with one line and no traceback."""
+
+class UserError(RunError):
+    """What the user can mend."""
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -116,10 +121,6 @@ class Hyperparameters:
     profile: bool = False  # write a chrome trace of a few steps and a table by kernel
 
     @property
-    def num_layers(self) -> int:
-        return len(self.attention_pattern)
-
-    @property
     def step_tokens(self) -> int:
         return self.sequences_per_step * self.train_seq_len
 
@@ -177,8 +178,8 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
         ("model_dim", lambda x: x % cfg.head_dim == 0, f"be a multiple of {cfg.head_dim=}"),
         ("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536"),
         ("attention_pattern", lambda x: re.fullmatch("[LS.]+", x), "be of L, S and ."),
-        ("value_embed_pattern", lambda x: re.fullmatch(f"[0-9.]{{{cfg.num_layers}}}", x),
-         f"have a digit or . for each of {cfg.num_layers} layers"),
+        ("value_embed_pattern", lambda x: re.fullmatch(f"[0-9.]{{{len(cfg.attention_pattern)}}}", x),
+         "have a digit or . for each letter of attention_pattern"),
         ("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes"),
         ("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu"),
     ]
@@ -205,8 +206,8 @@ def shard_size(path: Path) -> int:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it again") from None
     if len(header) < HEADER_INTS or header[:2] != [MAGIC, VERSION]:
-        raise UserError(f"{path}: magic number and version are not {MAGIC}, {VERSION} but "
-                        f"{header[:2]}: no token shard; make or fetch it again")
+        raise UserError(f"{path}: magic number and version are {header[:2]}, a token shard has "
+                        f"{[MAGIC, VERSION]}; make or fetch it again")
     if header[2] < 0 or size != 4 * HEADER_INTS + 2 * header[2]:
         raise UserError(f"{path}: its header says {header[2]} tokens, which {size} bytes do not "
                         "hold; make or fetch it again")
@@ -229,15 +230,15 @@ def fingerprint(files: list[Path]) -> list:
 class TokenLoader:
     """Gives each rank its sequences of each step, the r-th part of the step's tokens to rank r.
     A step's tokens are contiguous in one shard: what does not fill a step at its end is skipped."""
-
     def __init__(self, cfg: Hyperparameters, rank: int, world_size: int, device: torch.device,
                  say: Callable[[str], None] = print):
         self.cfg, self.rank, self.device, self.say = cfg, rank, device, say
-        self.reader, self.ahead, self.files = ThreadPoolExecutor(1), {}, find_shards(cfg.train_files)
+        self.files, self.ahead = find_shards(cfg.train_files), {}
+        self.reader = ThreadPoolExecutor(1)
         for path in self.files:
             if (size := shard_size(path)) <= cfg.step_tokens:
-                raise UserError(f"{path}: {size} tokens, too short for a step of {cfg.step_tokens} and "
-                                "one more; lower --train_seq_len")
+                raise UserError(f"{path}: {size} tokens are too few for a step, which takes "
+                                f"{cfg.step_tokens} and one more; lower --train_seq_len")
         self.sequences = cfg.sequences_per_step // world_size
         self.per_forward = max(n for n in range(1, self.sequences + 1)
                                if self.sequences % n == 0 and n <= cfg.sequences_per_forward)
@@ -259,9 +260,8 @@ class TokenLoader:
     def next_step(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's share of the next step: inputs and targets of each forward pass."""
         if self.position + self.cfg.step_tokens >= len(self.tokens):
-            shard, epoch = (self.shard + 1) % len(self.files), self.epoch
+            epoch, shard = divmod(self.epoch * len(self.files) + self.shard + 1, len(self.files))
             if shard == 0:
-                epoch += 1
                 self.say(f"data: its end is reached, epoch {epoch + 1} begins")
             self.seek(dict(epoch=epoch, shard=shard, position=0))
         length = self.per_forward * self.cfg.train_seq_len
@@ -274,9 +274,8 @@ def to_batch(tokens: np.ndarray, rows: int, device: torch.device) -> tuple[Tenso
     """Inputs (int32) and targets (int64), both (rows, T), of rows·T + 1 tokens, on the device."""
     buffer = torch.from_numpy(tokens.astype(np.int64))
     pair = buffer[:-1].int().view(rows, -1), buffer[1:].view(rows, -1)
-    if device.type == "cuda":
-        pair = tuple(x.pin_memory().to(device, non_blocking=True) for x in pair)
-    return pair
+    cuda = device.type == "cuda"
+    return tuple(x.pin_memory().to(device, non_blocking=True) if cuda else x for x in pair)
 
 # ---- Model ------------------------------------------------------------------
 
@@ -292,7 +291,10 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max  # casts saturate by themselves only since torch 2.12
     return x.float().mul(scale).clamp(-limit, limit).to(dtype)
 
-fused_to_fp8 = torch.compile(to_fp8, dynamic=False)  # compiled at its first use, on CUDA
+fused_to_fp8 = torch.compile(to_fp8, dynamic=False)  # compiled at its first use
+
+def cast_to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    return (fused_to_fp8 if x.is_cuda and type(x) is Tensor else to_fp8)(x, scale, dtype)
 
 def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b · scale, held to the GPU's rules for FP8 on every device."""
@@ -305,29 +307,20 @@ def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, dtype: torch.dtype, fast
 def fp8_mm(x: Tensor, w: Tensor, x_s: float, w_s: float, g_s: float
            ) -> tuple[Tensor, Tensor, Tensor]:
     """x (S, D) @ w (V, D).T in e4m3, scaled by x_s and w_s, as bf16; and the two FP8 factors."""
-    cast = fused_to_fp8 if x.is_cuda else to_fp8
-    x_f8, w_f8 = cast(x, x_s, torch.float8_e4m3fn), cast(w, w_s, torch.float8_e4m3fn)
+    x_f8, w_f8 = (cast_to_fp8(*pair, torch.float8_e4m3fn) for pair in ((x, x_s), (w, w_s)))
     return scaled_mm(x_f8, w_f8.T, 1 / (x_s * w_s), torch.bfloat16, True), x_f8, w_f8
-
-@fp8_mm.register_fake
-def _(x, w, x_s, w_s, g_s):
-    x_f8, w_f8 = (t.new_empty(t.shape, dtype=torch.float8_e4m3fn) for t in (x, w))
-    return x.new_empty(len(x), len(w), dtype=torch.bfloat16), x_f8, w_f8
 
 @torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
 def fp8_mm_backward(g: Tensor, x_f8: Tensor, w_f8: Tensor, x_s: float, w_s: float, g_s: float
                     ) -> tuple[Tensor, Tensor]:
     """Gradients of x, bf16, and w, fp32 and column-major, by g (S, V) in e5m2, scaled by g_s."""
-    g_f8 = (fused_to_fp8 if g.is_cuda else to_fp8)(g, g_s, torch.float8_e5m2)
-    w_f8, g_columns = (t.T.contiguous().T for t in (w_f8, g_f8))
-    grad_x = scaled_mm(g_f8, w_f8, 1 / (g_s * w_s), torch.bfloat16, False)
-    grad_w = scaled_mm(x_f8.T.contiguous(), g_columns, 1 / (x_s * g_s), torch.float32, False).T
-    return grad_x, grad_w
+    g_f8 = cast_to_fp8(g, g_s, torch.float8_e5m2)
+    x_rows, w_columns, g_columns = x_f8.T.contiguous(), w_f8.T.contiguous().T, g_f8.T.contiguous().T
+    grad_x = scaled_mm(g_f8, w_columns, 1 / (g_s * w_s), torch.bfloat16, False)
+    return grad_x, scaled_mm(x_rows, g_columns, 1 / (x_s * g_s), torch.float32, False).T
 
-@fp8_mm_backward.register_fake
-def _(g, x_f8, w_f8, x_s, w_s, g_s):
-    grad_w = w_f8.new_empty(w_f8.T.shape, dtype=torch.float32).T
-    return x_f8.new_empty(x_f8.shape, dtype=torch.bfloat16), grad_w
+for op in (fp8_mm, fp8_mm_backward):
+    op.register_fake(op._init_fn)  # run without data, each gives its own shapes and strides
 
 def fp8_setup_context(ctx, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*output[1:])
@@ -341,7 +334,6 @@ fp8_mm.register_autograd(fp8_backward, setup_context=fp8_setup_context)
 
 class CastedLinear(nn.Linear):
     """A linear map without bias whose weight is cast to the input's type, or to FP8 in training."""
-
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
         self.fp8_scales = None  # of input, weight and gradient, where FP8 is to be used
@@ -398,21 +390,10 @@ def attend(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, scale: float, mask: B
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return y.transpose(1, 2).reshape(shape)
 
-class Rotary(nn.Module):
-    """Rotary embedding, https://arxiv.org/abs/2104.09864; half of the pairs stay: @YouJiacheng."""
-
-    def __init__(self, cfg: Hyperparameters):
-        super().__init__()
-        quarter, positions = cfg.head_dim // 4, max(cfg.train_seq_len, cfg.val_seq_len)
-        frequency = (1 / cfg.rope_base) ** torch.linspace(0, 1, steps=quarter)
-        theta = torch.outer(torch.arange(positions), F.pad(frequency, (0, quarter)))[:, None]
-        self.register_buffer("cos", theta.cos(), persistent=False)
-        self.register_buffer("sin", theta.sin(), persistent=False)
-
-    def forward(self, x_BTHK: Tensor) -> Tensor:
-        cos, sin = self.cos[: x_BTHK.size(1)], self.sin[: x_BTHK.size(1)]
-        x1, x2 = x_BTHK.float().chunk(2, dim=-1)
-        return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x_BTHK)
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by the angles of (T, 1, K / 2) pairs."""
+    x1, x2 = x_BTHK.float().chunk(2, dim=-1)
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x_BTHK)
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, cfg: Hyperparameters):
@@ -423,10 +404,10 @@ class CausalSelfAttention(nn.Module):
         self.lambdas = nn.Parameter(torch.empty(2))  # of the values and of their embedding
         self.c_proj = CastedLinear(cfg.model_dim, cfg.model_dim)
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, rotary: Rotary, *mask) -> Tensor:
+    def forward(self, x: Tensor, value_embed: Tensor | None, turn: tuple, *mask) -> Tensor:
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x)).unflatten(-1, (3 * self.heads, -1))
         qk, v = qkv.split([2 * self.heads, self.heads], dim=2)
-        q, k = rotary(norm(qk)).chunk(2, dim=2)  # QK-norm: @Grad62304977
+        q, k = rotate(norm(qk), *turn).chunk(2, dim=2)  # QK-norm: @Grad62304977
         v = self.lambdas[0] * v
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             v = v + self.lambdas[1] * value_embed.view_as(v)
@@ -456,20 +437,26 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """The model, under the published parameter names. Its forward gives the summed cross-entropy of
-    `targets` (B, T; -1 counts for nothing) after `inputs` (B, T), each row a sequence of its own.
-    `window` is the long window in blocks, an int32 scalar; the short one is half of it."""
-
+    targets (B, T; -1 counts for nothing) after inputs (B, T), each row a sequence of its own, under
+    a long window of so many blocks, an int32 scalar, and a short one of half of it."""
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
-        self.cfg, self.pairs = cfg, cfg.num_layers // 2
+        self.cfg, self.pairs = cfg, len(cfg.attention_pattern) // 2
         self.embed = nn.Embedding(cfg.vocab_size, cfg.model_dim)
         self.value_embeds = nn.ModuleList(nn.Embedding(cfg.vocab_size, cfg.model_dim)
                                           for _ in set(cfg.value_embed_pattern) - {"."})
-        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.num_layers))
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(len(cfg.attention_pattern)))
         self.skip_weights = nn.Parameter(torch.empty(self.pairs))  # U-Net skips: @brendanh0gan
         self.lm_head = CastedLinear(cfg.model_dim, round_up(cfg.vocab_size, cfg.vocab_multiple))
-        self.rotary = Rotary(cfg)
+        # Half-truncated rotary embedding, that is, half of the pairs do not turn: @YouJiacheng
+        quarter, positions = cfg.head_dim // 4, max(cfg.train_seq_len, cfg.val_seq_len)
+        frequency = (1 / cfg.rope_base) ** torch.linspace(0, 1, steps=quarter)
+        theta = torch.outer(torch.arange(positions), F.pad(frequency, (0, quarter)))[:, None]
+        self.register_buffer("cos", theta.cos(), persistent=False)
+        self.register_buffer("sin", theta.sin(), persistent=False)
         self.head_chunks, self.kernel_options = max(1, cfg.head_chunks), None
+        self.register_load_state_dict_pre_hook(lambda _, state, *rest: (  # of a compiled model
+            consume_prefix_in_state_dict_if_present(state, "_orig_mod.")))
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -489,11 +476,6 @@ class GPT(nn.Module):
             else:
                 raise KeyError(f"no initialisation for the parameter {name}")
 
-    def load_state_dict(self, state: dict[str, Tensor], *args, **kwargs):
-        """As ever, but also under the names of a model wrapped by torch.compile."""
-        state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
-        return super().load_state_dict(state, *args, **kwargs)
-
     def hidden(self, inputs_BT: Tensor, window: Tensor) -> Tensor:
         """The normed output of the last layer, (B, T, D)."""
         starts = inputs_BT == self.cfg.eot_token
@@ -501,6 +483,7 @@ class GPT(nn.Module):
         docs_S = starts.flatten().cumsum(0, dtype=torch.int32)
         build = flex_mask if docs_S.is_cuda else dense_mask
         masks = {"L": build(docs_S, window), "S": build(docs_S, (window // 2).clamp_min(1))}
+        turn = self.cos[: inputs_BT.size(1)], self.sin[: inputs_BT.size(1)]
         values = {str(i): table(inputs_BT) for i, table in enumerate(self.value_embeds)}
 
         x = x0 = norm(self.embed(inputs_BT))  # norm after the embedding: @Grad62304977
@@ -508,7 +491,7 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.blocks):
             if layer >= len(self.blocks) - self.pairs:
                 x = x + self.skip_weights[layer - len(self.blocks)] * skips.pop()
-            x = block(x, x0, values.get(self.cfg.value_embed_pattern[layer]), self.rotary,
+            x = block(x, x0, values.get(self.cfg.value_embed_pattern[layer]), turn,
                       masks.get(self.cfg.attention_pattern[layer]), self.kernel_options)
             if layer < self.pairs:
                 skips.append(x)
@@ -532,9 +515,8 @@ class GPT(nn.Module):
 # ---- Optimizers -------------------------------------------------------------
 
 def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Nearly the closest semi-orthogonal matrix to each of (…, M, N): singular values of 0.7 to 1.2.
-    Source: https://kellerjordan.github.io/posts/muon/, Keller Jordan with @jxbz, @leloykun,
-    @YouJiacheng; batched: @scottjmaddox, @YouJiacheng."""
+    """Nearly the closest semi-orthogonal matrix to each of (…, M, N). Source: Keller Jordan et al.,
+    https://kellerjordan.github.io/posts/muon/; batched: @scottjmaddox, @YouJiacheng."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = grad_MN.size(-2) > grad_MN.size(-1)
     X = (grad_MN.mT if tall else grad_MN).to(dtype)
@@ -551,8 +533,8 @@ def muon_update(weight_MN: Tensor, grad_MN: Tensor, mean_MN: Tensor, lr: Tensor,
     update = orthogonalize(grad_MN.lerp(mean_MN, momentum), ns_steps, dtype)
     weight_MN.sub_(update * (lr * max(1, weight_MN.size(-2) / weight_MN.size(-1)) ** 0.5))
 
-def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: Tensor, lr: Tensor,
-                beta1: float, beta2: float, eps: float) -> None:
+def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: Tensor,
+                lr: Tensor, beta1: float, beta2: float, eps: float) -> None:
     """Adam's step, https://arxiv.org/abs/1412.6980, in place, computed in fp32."""
     step += 1
     new_mean = mean.float().lerp(grad.float(), 1 - beta1)
@@ -563,13 +545,11 @@ def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step
     square.copy_(new_square)
 
 class ShardedOptimizer:
-    """Parameters of one kind in one flat buffer, updated as one, their state shared by the ranks.
+    """Parameters that are views of one flat buffer, updated as one, their state shared by ranks.
 
-    The parameters become views of `weights`, their gradients of `grads`, so that these accumulate
-    in place and one call reduces or gathers all. Rank r owns the r-th part of whole units (scalars
-    or matrices). The buffers are never freed, thus outlive every collective that they are in.
-    """
-
+    Their gradients, too, are views of one buffer, so that these accumulate in place and one call
+    reduces them all. Rank r owns the r-th part, in whole units (scalars or matrices). The buffers
+    are never freed, thus outlive every collective that they are in."""
     def __init__(self, name: str, params: list[nn.Parameter], lr: float, cfg: Hyperparameters,
                  ranks: "Ranks", unit: int = 1):
         self.name, self.base_lr, self.cfg, self.ranks, self.handle = name, lr, cfg, ranks, None
@@ -592,25 +572,19 @@ class ShardedOptimizer:
         if self.ranks.world_size > 1:
             self.handle = dist.reduce_scatter_tensor(self.grad, self.grads, async_op=True)
 
-    def gather(self) -> None:
-        """Begin to hand this rank's share of the weights round."""
-        if self.ranks.world_size > 1:
-            share = self.weights[self.mine]
-            self.handle = dist.all_gather_into_tensor(self.weights, share, async_op=True)
-
     def wait(self) -> None:
         if self.handle:
             self.handle.wait()
 
     def update(self, step: int, divisor: int) -> None:
-        """Step on this rank's share by gradients / divisor, and hand the result round."""
+        """Step on this rank's share by gradients / divisor, then begin to hand it round."""
         self.wait()
         self.grad.div_(divisor)
         self.lr.fill_(self.base_lr * lr_scale(step, self.cfg))
-
-    def finish(self) -> None:
-        self.wait()
-        self.grads.zero_()
+        share = self.weights[self.mine]
+        self.update_share(share, step)
+        if self.ranks.world_size > 1:
+            self.handle = dist.all_gather_into_tensor(self.weights, share, async_op=True)
 
     def full_state(self) -> dict[str, Tensor]:
         """The state of all ranks, without padding, on rank 0. All ranks call it."""
@@ -635,50 +609,39 @@ class Adam(ShardedOptimizer):
         super().__init__(*args)
         self.state |= dict(square=torch.zeros_like(self.grad), step=torch.zeros_like(self.lr))
 
-    def update(self, step: int, divisor: int) -> None:
-        super().update(step, divisor)
-        self.math(self.weights[self.mine], self.grad, *self.state.values(), self.lr,
-                  self.cfg.adam_beta1, self.cfg.adam_beta2, self.cfg.adam_eps)
-        self.gather()
+    def update_share(self, weight: Tensor, step: int) -> None:
+        self.math(weight, self.grad, *self.state.values(), self.lr, self.cfg.adam_beta1,
+                  self.cfg.adam_beta2, self.cfg.adam_eps)
 
 class Muon(ShardedOptimizer):
-    """Muon on matrices, or stacks of them, of equally many elements. lr: spectral norm of a step."""
+    """Muon on matrices of one shape, and stacks of such. lr: spectral norm of a step."""
     math = staticmethod(muon_update)
 
     def __init__(self, name: str, params: list[nn.Parameter], *args):
-        unit = params[0].shape[-2:].numel()
-        super().__init__(name, params, *args, unit)
+        self.shape = params[0].shape[-2:]
+        super().__init__(name, params, *args, self.shape.numel())
         self.momentum = torch.zeros_like(self.lr)
         self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
-        shapes = [p.shape[-2:] for p in params for _ in range(p.numel() // unit)]
-        shapes += shapes[-1:] * (len(self.weights) // unit - len(shapes))
-        mine = shapes[self.mine.start // unit : self.mine.stop // unit]
-        self.runs = [(len(list(run)), *shape) for shape, run in itertools.groupby(mine)]
 
-    def update(self, step: int, divisor: int) -> None:
-        super().update(step, divisor)
+    def update_share(self, weight: Tensor, step: int) -> None:
         self.momentum.fill_(muon_momentum(step, self.cfg))
-        buffers = (self.weights[self.mine], self.grad, self.state["mean"])
-        parts = (x.split([math.prod(run) for run in self.runs]) for x in buffers)
-        for run, *part in zip(self.runs, *parts, strict=True):  # each a batch of equal shapes
-            self.math(*(x.view(run) for x in part), self.lr, self.momentum, self.cfg.ns_steps,
-                      self.dtype)
-        self.gather()
+        batch = (x.view(-1, *self.shape) for x in (weight, self.grad, self.state["mean"]))
+        self.math(*batch, self.lr, self.momentum, self.cfg.ns_steps, self.dtype)
 
 def build_optimizers(model: GPT, cfg: Hyperparameters, ranks: "Ranks") -> list[ShardedOptimizer]:
     """An optimizer for each row of the table, which covers every parameter once."""
     params = list(model.parameters())
     matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
-    table = [
-        (Muon, "mlp", [p for p in matrices if p.shape[-1] != p.shape[-2]], cfg.muon_lr),
-        (Muon, "attn", [p for p in matrices if p.shape[-1] == p.shape[-2]], cfg.muon_lr),
+    table = [(Muon, f"matrices of {M}x{N}", [p for p in matrices if p.shape[-2:] == (M, N)],
+              cfg.muon_lr) for M, N in sorted({p.shape[-2:] for p in matrices})]
+    table += [
         (Adam, "embed", [model.embed.weight, *model.value_embeds.parameters()], cfg.embed_lr),
         (Adam, "head", [model.lm_head.weight], cfg.head_lr),
         (Adam, "scalars", [p for p in params if p.ndim < 2], cfg.scalar_lr),
     ]
     covered = sorted(id(p) for _, _, rows, _ in table for p in rows)
     assert covered == sorted(map(id, params)), "every parameter needs one row of the table"
-    return [kind(name, rows, lr, cfg, ranks) for kind, name, rows, lr in table if rows]
+    return [kind(name, rows, lr, cfg, ranks) for kind, name, rows, lr in table]
 
 def step_optimizers(optimizers: list[ShardedOptimizer], step: int, divisor: int) -> None:
     """One step of all; what one computes overlaps what the others communicate."""
@@ -687,7 +650,8 @@ def step_optimizers(optimizers: list[ShardedOptimizer], step: int, divisor: int)
     for optimizer in optimizers:
         optimizer.update(step, divisor)
     for optimizer in optimizers:
-        optimizer.finish()
+        optimizer.wait()
+        optimizer.grads.zero_()
 
 # ---- Schedules --------------------------------------------------------------
 
@@ -709,11 +673,10 @@ def muon_momentum(step: int, cfg: Hyperparameters) -> float:
 
 class Ranks:
     """This process among the others, by torchrun's variables, and its device. Raises UserError."""
-
     def __init__(self, cfg: Hyperparameters):
-        self.rank, local_rank, self.world_size = (
-            int(os.environ.get(key, one)) for key, one in
-            (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        env = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1) | os.environ
+        self.rank, self.world_size, local_rank = (
+            int(env[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         if cfg.sequences_per_step % self.world_size:
             raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: world_size "
                             f"{self.world_size} does not divide it; start another number of ranks")
@@ -752,24 +715,21 @@ def device_facts(device: torch.device) -> tuple[str, int]:
     """Name and peak memory in MiB, of the GPU or of the CPU and this process."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device) // 2**20
-    info = Path("/proc/cpuinfo")
+    info, unit = Path("/proc/cpuinfo"), 1 if sys.platform == "darwin" else 1024  # bytes
     name = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 2**20
     return f"cpu ({name[1] if name else os.uname().machine})", peak
 
 class Log:
     """Rank 0's log file and console; the other ranks stay silent. A log that is there goes on."""
-
     def __init__(self, path: Path, enabled: bool):
-        self.file, self.shown, self.last_step, self.is_new = None, "", -1, False
+        self.file, self.last_step = None, -1
         if enabled:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = path.open("a+", buffering=1, errors="replace")
             self.file.seek(0)
-            text = self.file.read()
-            steps = re.findall(r"^step:(\d+)/", text, re.M)
-            self.last_step, self.is_new = max(map(int, steps), default=-1), not text
+            steps = re.findall(r"^step:(\d+)/", self.file.read(), re.M)
+            self.last_step = max(map(int, steps), default=-1)
 
     def __call__(self, text: str, console: bool = True) -> None:
         if self.file:
@@ -787,13 +747,11 @@ class Log:
     def live(self, text: str) -> None:
         """Show the text in place of the last one, on a terminal."""
         if self.file and sys.stdout.isatty():
-            print(f"\r{' ' * len(self.shown)}\r{text}", end="", flush=True)
-            self.shown = text
+            print(f"\r\x1b[K{text}", end="", flush=True)
 
 class Health:
     """What ranks tell each other at every step: a signal to stop, a non-finite loss or gradient.
     On CUDA the news is read one step late, so that the host never waits for the step it is in."""
-
     def __init__(self, ranks: Ranks, names: list[str]):
         self.ranks, self.names, self.news = ranks, names, []
         self.signal, self.stopping, self.loss = 0, 0, math.nan
@@ -882,7 +840,7 @@ def load_checkpoint(path: Path, cfg: Hyperparameters, data: list) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         saved, step, same_data = state["hyperparameters"], state["step"], state["data"] == data
     except Exception as error:  # by what is in the file, torch.load raises nearly anything
-        raise UserError(f"{path}: no checkpoint ({type(error).__name__}); name another") from None
+        raise UserError(f"{path}: no checkpoint, {type(error).__name__}; name another") from None
     differing = [f"{key} {saved.get(key)!r}, now {value!r}" for key, value in asdict(cfg).items()
                  if key not in FREE_TO_CHANGE and saved.get(key) != value]
     differing += [f"step {step}, beyond num_iterations"] * (step > cfg.num_iterations)
@@ -999,14 +957,14 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
     optimizers = build_optimizers(model, cfg, ranks)
     health = Health(ranks, ["loss", *(f"gradient of {o.name}" for o in optimizers)])
 
-    machine = dict(parameters=sum(p.numel() for p in model.parameters()), seed=cfg.seed,
-                   world_size=ranks.world_size, device=device_facts(device)[0],
-                   torch=torch.__version__)
-    head = "fp8" if model.lm_head.fp8_scales else "fp32" if device.type == "cpu" else "bf16"
-    facts = asdict(cfg) | machine | dict(
-        run_id=run_id, preset=preset, python=sys.version.split()[0], head=head,
-        head_chunks=model.head_chunks, threads=torch.get_num_threads())
-    if log.is_new:
+    machine = dict(device=device_facts(device)[0], torch=torch.__version__, seed=cfg.seed,
+                   world_size=ranks.world_size,
+                   parameters=sum(p.numel() for p in model.parameters()))
+    head = "fp8" if model.lm_head.fp8_scales else "bf16" if device.type == "cuda" else "fp32"
+    facts = asdict(cfg) | machine | dict(run_id=run_id, preset=preset, python=sys.version.split()[0],
+                                         head=head, head_chunks=model.head_chunks,
+                                         threads=torch.get_num_threads())
+    if log.file and not log.file.tell():
         lines = (f"{key}: {value}" for key, value in facts.items())
         log("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]), console=False)
     log("{device}, world size {world_size}, {parameters:,} parameters, {head} head in {head_chunks} "
@@ -1034,24 +992,24 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
         window.fill_(window_blocks(step, cfg))
         stopping = int(health.stopping) if step < last else 0
         validating = step == last or cfg.val_every and step % cfg.val_every == 0 and not stopping
-        saving = cfg.save_every and step > first and (
-            stopping or step == last or step % cfg.save_every == 0)
-        if validating or saving:
+        if validating:
             synchronize(device)
             train_ms += 1000 * (time.perf_counter() - started)  # the clock stops
             health.read()
-            if validating:
-                ranks.check_parity(step, model)
-                val_loss = validate(model, val_tokens, window, cfg, ranks)
-                log.step(step, last, train_ms, val_loss)
-            if saving:
-                state = dict(step=step, hyperparameters=asdict(cfg), data=data,
-                             model=model.state_dict(), loader=loader.state(),
-                             optimizers={o.name: o.full_state() for o in optimizers},
-                             generator=torch.get_rng_state(), train_time_ms=train_ms)
-                save_checkpoint(folder, state, ranks, keep=2 + (step == last))
+            ranks.check_parity(step, model)
+            val_loss = validate(model, val_tokens, window, cfg, ranks)
+            log.step(step, last, train_ms, val_loss)
             synchronize(device)
             started = time.perf_counter()  # the clock starts again
+        if cfg.save_every and step > first and (
+                stopping or step == last or step % cfg.save_every == 0):
+            health.read()
+            now_ms = train_ms + 1000 * (time.perf_counter() - started)
+            state = dict(step=step, hyperparameters=asdict(cfg), data=data, loader=loader.state(),
+                         generator=torch.get_rng_state(), train_time_ms=now_ms,
+                         model=model.state_dict(),
+                         optimizers={o.name: o.full_state() for o in optimizers})
+            save_checkpoint(folder, state, ranks, keep=2 + (step == last))
         if stopping:
             log(f"stopped at step:{step} by signal {stopping}"
                 + f"; to go on: --run_id {run_id} --resume auto" * bool(cfg.save_every))
@@ -1070,7 +1028,7 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
         if cfg.profile and step == first + 2:
             profiler = torch.profiler.profile()
             profiler.start()
-        if cfg.profile and step == first + 5:
+        elif cfg.profile and step == first + 5:
             profiler.stop()
             profiler.export_chrome_trace(str(folder / "trace.json"))
             log(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
@@ -1088,10 +1046,6 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
     log("\n".join(["---", *(f"{key}: {value}" for key, value in results.items())]))
     return 0
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
 def main(argv: list[str] | None = None) -> int:
     """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first use
@@ -1101,12 +1055,10 @@ def main(argv: list[str] | None = None) -> int:
         if preset == "record" and ranks.device.type != "cuda":
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         return train(preset, cfg, ranks)
-    except UserError as error:
-        code, message = 2, error
     except torch.OutOfMemoryError:
         code, message = 1, "out of GPU memory; raise --head_chunks or lower --sequences_per_forward"
     except (RunError, OSError, dist.DistError) as error:
-        code, message = 1, error
+        code, message = 1 + isinstance(error, UserError), error
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{SCRIPT.name}: error: {message}", file=sys.stderr)
     return code

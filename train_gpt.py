@@ -70,6 +70,7 @@ class Hyperparameters:
     sequences_per_step: int = 8  # sequences in one step, all ranks together
     train_seq_len: int = 48 * 1024  # tokens of a training sequence, a multiple of 128
     sequences_per_forward: int = 1  # sequences that a rank runs at once, at most
+    sequence_stride: int = 1  # order within a shard: sequence k of its N is the (k · stride mod N)-th
     seed: int = 0  # of the initial weights and of the sample
     target_loss: float = 3.28  # validation loss to reach, nats per token
     # Validation
@@ -228,8 +229,8 @@ def fingerprint(files: list[Path]) -> list:
         np.fromfile(path, np.uint8, 2**20)).hexdigest()] for path in files]
 
 class TokenLoader:
-    """Gives each rank its sequences of each step, the r-th part of the step's tokens to rank r.
-    A step's tokens are contiguous in one shard: what does not fill a step at its end is skipped."""
+    """Gives each rank its sequences of each step, the r-th part of the step's sequences to rank r.
+    A step's sequences are of one shard: what does not fill a step at its end is skipped."""
     def __init__(self, cfg: Hyperparameters, rank: int, world_size: int, device: torch.device,
                  say: Callable[[str], None] = print):
         self.cfg, self.rank, self.device, self.say = cfg, rank, device, say
@@ -264,17 +265,21 @@ class TokenLoader:
             if shard == 0:
                 self.say(f"data: its end is reached, epoch {epoch + 1} begins")
             self.seek(dict(epoch=epoch, shard=shard, position=0))
-        length = self.per_forward * self.cfg.train_seq_len
-        first = self.position + self.rank * self.sequences * self.cfg.train_seq_len
+        length, rows = self.cfg.train_seq_len, []
+        count = (len(self.tokens) - 1) // self.cfg.step_tokens * self.cfg.sequences_per_step
+        stride = next(n for n in itertools.count(self.cfg.sequence_stride) if math.gcd(n, count) == 1)
+        first = self.position // length + self.rank * self.sequences
+        for k in range(first, first + self.sequences):
+            start = k * stride % count * length
+            rows.append(self.tokens[start : start + length + 1])
         self.position += self.cfg.step_tokens
-        return [to_batch(self.tokens[start : start + length + 1], self.per_forward, self.device)
-                for start in range(first, first + self.micro_steps * length, length)]
+        return [to_batch(np.stack(rows[i : i + self.per_forward]), self.device)
+                for i in range(0, self.sequences, self.per_forward)]
 
-def to_batch(tokens: np.ndarray, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs (int32) and targets (int64), both (rows, T), of rows·T + 1 tokens, on the device."""
+def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
     buffer = torch.from_numpy(tokens.astype(np.int64))
-    pair = buffer[:-1].int().view(rows, -1), buffer[1:].view(rows, -1)
-    cuda = device.type == "cuda"
+    pair, cuda = (buffer[:, :-1].int(), buffer[:, 1:].contiguous()), device.type == "cuda"
     return tuple(x.pin_memory().to(device, non_blocking=True) if cuda else x for x in pair)
 
 # ---- Model ------------------------------------------------------------------
@@ -420,7 +425,8 @@ class MLP(nn.Module):
         self.c_proj = CastedLinear(cfg.mlp_ratio * cfg.model_dim, cfg.model_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.relu(self.c_fc(x)).square())  # ReLU²: https://arxiv.org/abs/2109.08668
+        x = F.relu(self.c_fc(x))  # ReLU²: https://arxiv.org/abs/2109.08668
+        return self.c_proj(x * x)
 
 class Block(nn.Module):
     def __init__(self, cfg: Hyperparameters, layer: int):
@@ -867,7 +873,7 @@ def validate(model: nn.Module, tokens: np.ndarray, window: Tensor, cfg: Hyperpar
     total, length = torch.zeros((), dtype=torch.float64, device=ranks.device), cfg.val_seq_len
     for start in range(ranks.rank * length, cfg.val_tokens, ranks.world_size * length):
         part = tokens[start : start + length + 1]
-        inputs, targets = to_batch(np.pad(part, (0, length + 1 - len(part))), 1, ranks.device)
+        inputs, targets = to_batch(np.pad(part, (0, length + 1 - len(part)))[None], ranks.device)
         targets[:, len(part) - 1 :] = -1  # the last sequence may be short
         total += model(inputs, targets, window)
     model.train()
@@ -919,17 +925,15 @@ def warm_up(model: GPT, optimizers: list, loader: TokenLoader, cfg: Hyperparamet
     before, random = [x.clone() for x in tensors], np.random.default_rng(0)
     window = torch.ones((), dtype=torch.int32, device=loader.device)
 
-    def random_loss(rows: int, length: int) -> Tensor:
-        tokens = random.integers(cfg.vocab_size, size=rows * length + 1)
-        return model(*to_batch(tokens, rows, loader.device), window)
+    def random_batch(rows: int, length: int) -> tuple[Tensor, Tensor]:
+        return to_batch(random.integers(cfg.vocab_size, size=(rows, length + 1)), loader.device)
 
     for _ in range(cfg.warmup_steps):
-        random_loss(loader.per_forward, cfg.train_seq_len).backward()
+        model(*random_batch(loader.per_forward, cfg.train_seq_len), window).backward()
         step_optimizers(optimizers, 0, cfg.step_tokens)
     if cfg.warmup_steps:
         with torch.no_grad():
-            model.eval()
-            random_loss(1, cfg.val_seq_len)
+            model.eval()(*random_batch(1, cfg.val_seq_len), window)
         model.train()
     for x, value in zip(tensors, before, strict=True):
         x.copy_(value)

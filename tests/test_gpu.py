@@ -1,0 +1,232 @@
+"""What only a GPU can show: kernels against formulas, no waiting, no compiling after the warm-up.
+
+    python -m pytest -m gpu
+"""
+
+import contextlib
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_gpt
+
+pytestmark = pytest.mark.gpu
+
+SMALL = dataclasses.replace(
+    train_gpt.Hyperparameters(),
+    vocab_size=1000, eot_token=999, model_dim=256, head_dim=128, attention_pattern="LSSL",
+    value_embed_pattern="0..0", train_seq_len=2048, val_seq_len=4096, num_iterations=100,
+    sequences_per_step=1, head_chunks=1,
+)
+# Relative error of a norm. bf16 keeps 8 bits: 0.4 % a rounding, some ten of which add up in a row;
+# e5m2 keeps 3 bits of a gradient: 12 % a rounding, which average out over a sum of many.
+BF16_ERROR, FP8_ERROR = 0.03, 0.1
+
+
+def relative_error(x, reference):
+    return ((x.float() - reference.float()).norm() / reference.float().norm()).item()
+
+
+def one_rank(device):
+    """This process alone, without torchrun's variables."""
+    ranks = object.__new__(train_gpt.Ranks)
+    ranks.rank, ranks.world_size, ranks.device = 0, 1, torch.device(device)
+    return ranks
+
+
+def make_model(device, cfg=SMALL):
+    """The same weights on every device, none of them zero."""
+    model = train_gpt.GPT(cfg)
+    generator = torch.Generator().manual_seed(0)
+    model.init_weights(generator)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith(("c_proj.weight", "lm_head.weight")):
+                param.normal_(std=0.02, generator=generator)
+    return model.to(device)
+
+
+def prepared_model(cfg=SMALL):
+    torch._dynamo.reset()
+    model = make_model("cuda", cfg)
+    train_gpt.prepare_for_cuda(model, cfg, torch.device("cuda", torch.cuda.current_device()))
+    return model
+
+
+def make_batch(device, length=SMALL.train_seq_len, seed=0):
+    """One sequence of documents of some 300 tokens, as inputs and targets."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(SMALL.eot_token, size=(1, length + 1))
+    tokens[random.random(tokens.shape) < 1 / 300] = SMALL.eot_token
+    tokens = torch.from_numpy(tokens).to(device)
+    return tokens[:, :-1].int(), tokens[:, 1:].contiguous()
+
+
+def window_of(blocks, device="cuda"):
+    return torch.tensor(blocks, dtype=torch.int32, device=device)
+
+
+def loss_and_gradients(model, window, batch):
+    loss = model(*batch, window) / batch[1].numel()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("window", [1, 3, 14])
+def test_compiled_flex_attention_equals_the_dense_formula(window):
+    torch._dynamo.reset()
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = 1, 2048, 3, 128
+    qkv = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(3)]
+    inputs, _ = make_batch("cuda")
+    docs = (inputs.flatten() == SMALL.eot_token).cumsum(0, dtype=torch.int32) + 1
+    gradient = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+    position = torch.arange(2048, device="cuda")
+    block = position // train_gpt.BLOCK
+    seen = (position[:, None] >= position) & (docs[:, None] == docs)
+    seen &= block[:, None] - block < window
+    options = kernel_options()
+
+    def flex(q, k, v, docs, window):
+        return train_gpt.attend(
+            q, k, v, mask=train_gpt.flex_mask(docs, window), scale=0.12, kernel_options=options
+        )
+
+    def dense(q, k, v):
+        q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+        scores = (0.12 * q @ k.mT).masked_fill(~seen, -math.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2)
+
+    results = []
+    for attention in (
+        lambda *x: torch.compile(flex, dynamic=False)(*x, docs, window_of(window)), dense
+    ):
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        y = attention(*leaves)
+        y.backward(gradient.to(y.dtype))
+        results.append([y.detach(), *(x.grad for x in leaves)])
+    for x, reference in zip(*results, strict=True):
+        assert relative_error(x, reference) < BF16_ERROR
+
+
+def kernel_options():
+    """What this GPU gets, by the script itself."""
+    return prepared_model().kernel_options
+
+
+@pytest.mark.parametrize("head_chunks", [1, 4])
+def test_one_step_is_nearly_that_of_the_cpu(head_chunks):
+    """bf16, FlexAttention and the compiler against fp32 and dense masks."""
+    cfg = dataclasses.replace(SMALL, fp8_head=False, head_chunks=head_chunks)
+    loss, grads = loss_and_gradients(prepared_model(cfg), window_of(3), make_batch("cuda"))
+    cpu_loss, cpu_grads = loss_and_gradients(
+        make_model("cpu"), window_of(3, "cpu"), make_batch("cpu")
+    )
+    assert loss == pytest.approx(cpu_loss, rel=2e-3)
+    for name, grad in cpu_grads.items():
+        if grad.ndim >= 2:  # lambdas have gradients that are small sums of large terms
+            # Errors of the layers above add up.
+            assert relative_error(grads[name].cpu(), grad) < 3 * BF16_ERROR, name
+
+
+def test_the_fp8_head_is_near_the_bf16_head():
+    fp8_model = prepared_model()
+    if fp8_model.lm_head.fp8_scales is None:
+        pytest.skip("this GPU has no FP8")
+    loss, grads = loss_and_gradients(fp8_model, window_of(3), make_batch("cuda"))
+    bf16_model = prepared_model(dataclasses.replace(SMALL, fp8_head=False))
+    bf16_loss, bf16_grads = loss_and_gradients(bf16_model, window_of(3), make_batch("cuda"))
+    assert loss == pytest.approx(bf16_loss, rel=5e-3)
+    # The published scales are those of the record's width, vocabulary and gradients summed.
+    x = torch.randn(256, 768, device="cuda").bfloat16()
+    w = torch.randn(1024, 768, device="cuda") * 0.02
+    out, *_ = train_gpt.fp8_mm(x, w, 2.0, 2.0**9, 2.0**19)
+    assert relative_error(out, F.linear(x.float(), w)) < FP8_ERROR
+    assert all(grads[name].isfinite().all() for name in bf16_grads)
+
+
+@contextlib.contextmanager
+def no_waiting():
+    """Torch raises an error where the host would wait for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_planted_wait_is_found():
+    x = torch.ones((), device="cuda")
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        x.item()
+
+
+def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch):
+    """All windows, validation between the steps, the loop's own calls in its own order."""
+    monkeypatch.setattr(train_gpt.signal, "signal", lambda *args: None)
+    model, ranks = prepared_model(), one_rank("cuda")
+    optimizers = train_gpt.build_optimizers(model, SMALL, ranks)
+    health = train_gpt.Health(ranks, ["loss", *(o.name for o in optimizers)])
+    window = window_of(1)
+    train_batch = make_batch("cuda")
+    val_batch = make_batch("cuda", SMALL.val_seq_len, seed=1)
+
+    def step(number):
+        window.fill_(number + 1)
+        loss = model(*train_batch, window) / train_batch[1].numel()
+        loss.backward()
+        health.check(number, loss.detach(), [o.grads for o in optimizers])
+        train_gpt.step_optimizers(optimizers, number, 1)
+
+    def validate():
+        with torch.no_grad():
+            model.eval()(*val_batch, window)
+        model.train()
+
+    step(0)
+    validate()
+    step(1)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for number in range(2, 14):
+            with no_waiting():
+                step(number)
+            validate()
+    health.read()
+    assert math.isfinite(health.loss)
+
+
+def test_a_step_of_the_optimizers_is_nearly_that_of_the_cpu():
+    steps = {}
+    for device in ("cpu", "cuda"):
+        model = make_model(device)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizers = train_gpt.build_optimizers(model, SMALL, one_rank(device))
+        generator = torch.Generator().manual_seed(1)
+        for optimizer in optimizers:
+            noise = torch.randn(optimizer.grads.shape, generator=generator)
+            optimizer.grads.copy_(noise)
+        train_gpt.step_optimizers(optimizers, 0, 1)
+        steps[device] = [
+            (p.detach() - x).cpu() for p, x in zip(model.parameters(), before, strict=True)
+        ]
+    for cuda, cpu in zip(steps["cuda"], steps["cpu"], strict=True):
+        # Five Newton-Schulz iterations in bf16 against fp32.
+        assert relative_error(cuda, cpu) < 2 * BF16_ERROR
+
+
+@pytest.mark.slow
+def test_300_steps_of_the_pocket_learn_on_the_gpu(run_script, pocket_data, final_values):
+    run = run_script(
+        ["--preset", "pocket", "--device", "cuda", "--num_iterations", 300,
+         "--train_files", pocket_data / "pocket_train_*.bin",
+         "--val_files", pocket_data / "pocket_val_*.bin"],
+        timeout=900,
+    )
+    assert run.returncode == 0, run.stderr
+    target = train_gpt.PRESETS["pocket"]["target_loss"]
+    assert float(final_values(run.stdout)["val_loss"]) < 1.05 * target

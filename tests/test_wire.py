@@ -1,0 +1,438 @@
+"""Bytes on the wire, bytes in memory, and what the script chooses for a GPU, without any GPU.
+
+Collectives go through torch's fake process group, which says at once that all is done: the sizes of
+what would be sent are those of one rank among N, and nothing needs N processes.
+"""
+
+import dataclasses
+import gc
+import json
+import os
+import subprocess
+import sys
+import types
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import train_gpt
+
+RECORD = train_gpt.Hyperparameters()
+TINY = dataclasses.replace(
+    RECORD,
+    vocab_size=257, eot_token=256, model_dim=32, head_dim=16, attention_pattern="LS.",
+    value_embed_pattern="0.1", train_seq_len=256, val_seq_len=256,
+)
+# Everything in torch.distributed that sends tensors, and which argument it sends.
+COLLECTIVES = dict(
+    all_reduce=0, broadcast=0, reduce=0, send=0, isend=0, all_gather=1, gather=0, scatter=0,
+    all_gather_into_tensor=1, reduce_scatter_tensor=1, reduce_scatter=1, all_to_all=1,
+    all_to_all_single=1, all_gather_object=1, broadcast_object_list=0, barrier=None,
+)
+
+
+class Wire:
+    """What one rank handed to collectives, in order: name, elements, bytes."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self.works, self.tensors = [], [], []
+        for name, index in COLLECTIVES.items():
+            monkeypatch.setattr(dist, name, self.wrap(name, index, getattr(dist, name)))
+
+    def wrap(self, name, index, collective):
+        def counted(*args, **kwargs):
+            assert index is not None, f"{name} sends what this test cannot count"
+            sent = args[index]
+            self.calls.append((name, sent.numel(), sent.nbytes))
+            self.tensors += [x.data_ptr() for x in args[: index + 1]]
+            work = collective(*args, **kwargs)
+            if kwargs.get("async_op"):
+                work = Work(work)
+                self.works.append(weakref.ref(work))
+            return work
+
+        return counted
+
+    def bytes(self, name):
+        return sum(nbytes for called, _, nbytes in self.calls if called == name)
+
+
+class Work:
+    """The handle of an asynchronous collective, which counts how often it was waited for."""
+
+    def __init__(self, work):
+        self.work, self.waits = work, 0
+
+    def wait(self):
+        self.waits += 1
+        return self.work.wait()
+
+
+@pytest.fixture
+def one_of(monkeypatch):
+    """`one_of(world_size, rank)` makes this process one rank among so many fake ones."""
+
+    def start(world_size, rank=0):
+        for key, value in dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=0).items():
+            monkeypatch.setenv(key, str(value))
+        monkeypatch.setattr(
+            dist,
+            "init_process_group",
+            lambda backend: init("fake", store=FakeStore(), rank=rank, world_size=world_size),
+        )
+        return train_gpt.Ranks(dataclasses.replace(TINY, device="cpu"))
+
+    init = dist.init_process_group
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make_model(cfg):
+    """As on CUDA: embeddings in bf16, all else in fp32."""
+    model = train_gpt.GPT(cfg)
+    for table in (model.embed, *model.value_embeds):
+        table.weight = torch.nn.Parameter(table.weight.bfloat16())
+    return model
+
+
+def padded_bytes(cfg, model, world_size):
+    """By arithmetic alone: bytes of each kind of parameter, padded to whole units on each rank."""
+    matrices = {}
+    embed = scalars = 0
+    for name, param in model.named_parameters():
+        if name == "lm_head.weight":
+            continue
+        if "embed" in name:
+            embed += param.numel()
+        elif param.ndim >= 2:
+            stack = param.numel() // param.shape[-2:].numel()
+            matrices[param.shape[-2:]] = matrices.get(param.shape[-2:], 0) + stack
+        else:
+            scalars += param.numel()
+
+    def up(count):
+        return -(-count // world_size) * world_size
+
+    head = model.lm_head.weight.numel()
+    muon = sum(up(count) * shape.numel() for shape, count in matrices.items())
+    return dict(muon=4 * muon, embed=2 * up(embed), head=4 * up(head), scalars=4 * up(scalars))
+
+
+# ---- bytes on the wire ------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_a_step_reduces_gradients_once_and_gathers_parameters_once(
+    one_of, monkeypatch, world_size
+):
+    ranks = one_of(world_size, rank=world_size - 1)
+    model = make_model(TINY)
+    optimizers = train_gpt.build_optimizers(model, TINY, ranks)
+    health = quiet_health(monkeypatch, ranks, optimizers)
+    wire = Wire(monkeypatch)
+    health.check(0, torch.ones(()), [o.grads for o in optimizers])
+    news, wire.calls = wire.calls, []
+    train_gpt.step_optimizers(optimizers, 0, world_size)
+
+    expected = sum(padded_bytes(TINY, model, world_size).values())
+    assert wire.bytes("reduce_scatter_tensor") == expected
+    assert wire.bytes("all_gather_into_tensor") == expected / world_size  # this rank's share
+    names = [name for name, *_ in wire.calls]
+    assert sorted(names) == sorted(
+        ["reduce_scatter_tensor", "all_gather_into_tensor"] * len(optimizers)
+    )
+    assert len(news) == 1 and news[0][0] == "all_reduce"
+    assert news[0][1] == len(optimizers) + 2  # loss, each buffer of gradients, a signal
+
+
+def quiet_health(monkeypatch, ranks, optimizers):
+    monkeypatch.setattr(train_gpt.signal, "signal", lambda *args: None)
+    return train_gpt.Health(ranks, ["loss", *(o.name for o in optimizers)])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_the_records_bytes_on_the_wire(one_of, monkeypatch, world_size):
+    """The record's shapes as fake tensors, which have sizes and no data.
+
+    Published: 44 attention matrices of 768x768, 24 MLP matrices of 768x3072 or its transpose, 4
+    tables of 50257x768, a head of 50304x768, and 24 + 22 + 6 scalars.
+    """
+    ranks = one_of(world_size)
+    done = types.SimpleNamespace(wait=lambda: None)
+    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+        monkeypatch.setattr(dist, name, lambda *args, **kwargs: done)
+    with FakeTensorMode():
+        model = make_model(RECORD)
+        optimizers = train_gpt.build_optimizers(model, RECORD, ranks)
+        wire = Wire(monkeypatch)
+        monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: None)
+        train_gpt.step_optimizers(optimizers, 0, world_size)
+    muon = (44 * 768 + 24 * 3072) * 768
+    tables, head, scalars = 4 * 50257 * 768, 50304 * 768, 24 + 22 + 6
+    least = 4 * (muon + head + scalars) + 2 * tables if world_size > 1 else 0
+    reduced = wire.bytes("reduce_scatter_tensor")
+    assert reduced == (sum(padded_bytes(RECORD, model, world_size).values()) if least else 0)
+    assert wire.bytes("all_gather_into_tensor") == reduced / world_size
+    # Padding to whole matrices a rank costs at most 4 + 8 of them, a tenth of everything.
+    assert least <= reduced <= least + 4 * 768 * (4 * 768 + 8 * 3072) + 4 * 2 * world_size * 3
+
+
+def test_collectives_get_buffers_that_live_as_long_as_the_optimizer(one_of, monkeypatch):
+    """A tensor freed before its collective has ended is overwritten in mid-flight."""
+    ranks = one_of(2)
+    optimizers = train_gpt.build_optimizers(make_model(TINY), TINY, ranks)
+    wire = Wire(monkeypatch)
+    owned = [x.untyped_storage() for o in optimizers for x in (o.weights, o.grads, o.grad)]
+
+    def lives(pointer):
+        return any(x.data_ptr() <= pointer < x.data_ptr() + x.nbytes() for x in owned)
+
+    for optimizer in optimizers:
+        optimizer.reduce()
+    gc.collect()
+    reduces = [work() for work in wire.works]
+    assert len(reduces) == len(optimizers)
+    assert all(work is not None and work.waits == 0 for work in reduces), "waited for too early"
+    for optimizer in optimizers:
+        optimizer.update(0, 2)
+    gc.collect()
+    assert all(work.waits for work in reduces), "gradients used before they have arrived"
+    gathers = [work() for work in wire.works[len(optimizers) :]]
+    assert len(gathers) == len(optimizers)
+    assert all(work is not None and work.waits == 0 for work in gathers), "waited for too early"
+    assert all(map(lives, wire.tensors)), "a temporary tensor was sent"
+
+
+def test_every_collective_has_ended_when_the_step_has(one_of, monkeypatch):
+    ranks = one_of(2)
+    optimizers = train_gpt.build_optimizers(make_model(TINY), TINY, ranks)
+    wire = Wire(monkeypatch)
+    kept, wrapped = [], Work.__init__
+    monkeypatch.setattr(
+        Work, "__init__", lambda self, work: (kept.append(self), wrapped(self, work))[1]
+    )
+    train_gpt.step_optimizers(optimizers, 0, 2)
+    assert len(kept) == len(wire.works) == 2 * len(optimizers)
+    assert all(work.waits for work in kept)
+
+
+def test_an_update_takes_the_gradient_that_arrived(one_of, monkeypatch):
+    """The network delivers when it is waited for; what is there before is no number."""
+    ranks = one_of(2)
+    model = make_model(TINY)
+    optimizers = train_gpt.build_optimizers(model, TINY, ranks)
+
+    def late(output, sent, async_op):
+        output.fill_(float("nan"))
+        return types.SimpleNamespace(wait=lambda: output.copy_(sent[: len(output)]))
+
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", late)
+    for optimizer in optimizers:
+        optimizer.grads.normal_()
+    train_gpt.step_optimizers(optimizers, 0, 2)
+    assert all(o.weights.isfinite().all() for o in optimizers)
+
+
+# ---- memory of the optimizer ------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_optimizer_state_of_a_rank_falls_as_one_over_ranks(one_of, world_size):
+    with FakeTensorMode():
+        sizes = []
+        for ranks in (types.SimpleNamespace(rank=0, world_size=1), one_of(world_size)):
+            model = make_model(RECORD)
+            optimizers = train_gpt.build_optimizers(model, RECORD, ranks)
+            sizes.append(sum(x.nbytes for o in optimizers for x in o.state.values()))
+        padding = sum(padded_bytes(RECORD, model, world_size).values())
+        unpadded = sum(padded_bytes(RECORD, model, 1).values())
+    whole, share = sizes
+    assert whole / world_size <= share <= whole / world_size * padding / unpadded * 1.05
+
+
+# ---- what is chosen for a GPU -----------------------------------------------
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """`pretend_gpu(capability, shared_kib, free_gb)` lets torch.cuda describe such a GPU."""
+
+    def pretend(capability=(9, 0), shared_kib=227, free_gb=84.0):
+        properties = types.SimpleNamespace(shared_memory_per_block_optin=shared_kib * 1024)
+        free = int(free_gb * 1e9)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: properties)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *args: (free, free))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda *args: None)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **kwargs: capability >= (8, 0))
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unchanged")
+    return pretend
+
+
+def prepared(cfg=RECORD, **changes):
+    """The record's model without weights, prepared for the GPU at hand; and how it is compiled."""
+    cfg = dataclasses.replace(cfg, **changes)
+    compiled = []
+    with torch.device("meta"):
+        model = train_gpt.GPT(cfg)
+    model.compile = lambda **kwargs: compiled.append(kwargs)
+    train_gpt.prepare_for_cuda(model, cfg, torch.device("cuda", 0))
+    assert len(compiled) == 1
+    return model, compiled[0]
+
+
+@pytest.mark.parametrize(
+    "free_gb, fewest, most",
+    [(140.0, 1, 1), (84.0, 1, 1), (41.5, 1, 4), (24.8, 4, 32), (16.0, 4, 1024)],
+    ids=["H200", "80GB", "40GB", "24GB", "16GB"],
+)
+def test_the_head_is_cut_into_pieces_that_fit(pretend_gpu, free_gb, fewest, most):
+    """The published numbers keep one piece; where memory is short, logits take less of it."""
+    pretend_gpu(free_gb=free_gb)
+    model, _ = prepared()
+    assert fewest <= model.head_chunks <= most
+    assert model.head_chunks & (model.head_chunks - 1) == 0  # a power of 2 divides the sequence
+
+
+@pytest.mark.parametrize("free_gb", [16.0, 84.0])
+def test_a_given_number_of_pieces_is_kept(pretend_gpu, free_gb):
+    pretend_gpu(free_gb=free_gb)
+    assert prepared(head_chunks=3)[0].head_chunks == 3
+
+
+def test_shorter_sequences_need_fewer_pieces(pretend_gpu):
+    pretend_gpu(free_gb=24.8)
+    assert prepared(train_seq_len=4096)[0].head_chunks == 1
+    assert prepared(train_seq_len=4096, sequences_per_forward=8)[0].head_chunks > 1
+
+
+@pytest.mark.parametrize(
+    "capability, fp8",
+    [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)],
+    ids=["A100", "3090", "4090", "H100", "B200"],
+)
+def test_the_head_takes_fp8_where_the_gpu_has_it(pretend_gpu, capability, fp8):
+    pretend_gpu(capability)
+    expected = (RECORD.fp8_x_scale, RECORD.fp8_w_scale, RECORD.fp8_grad_scale) if fp8 else None
+    assert prepared()[0].lm_head.fp8_scales == expected
+    assert prepared(fp8_head=False)[0].lm_head.fp8_scales is None
+
+
+@pytest.mark.parametrize(
+    "shared_kib, small", [(99, True), (163, False), (227, False)], ids=["4090", "A100", "H100"]
+)
+def test_little_shared_memory_gets_small_attention_blocks(pretend_gpu, shared_kib, small):
+    pretend_gpu(shared_kib=shared_kib)
+    options = prepared()[0].kernel_options
+    if not small:
+        assert options is None
+        return
+    # The kernels cut a mask's blocks of 128 into whole tiles, and tiles into whole tiles.
+    assert set(options) <= set(torch.nn.attention.flex_attention.FlexKernelOptions.__annotations__)
+    assert all(train_gpt.BLOCK % tile == 0 for tile in options.values())
+    assert options["BLOCK_N1"] % options["BLOCK_M1"] == 0
+    assert options["BLOCK_M2"] % options["BLOCK_N2"] == 0
+    # Queries, and keys and values in three pipeline stages, bf16, of 128 dimensions.
+    assert (options["BLOCK_M"] + 2 * 3 * options["BLOCK_N"]) * 128 * 2 < 160 * 1024
+
+
+def test_embeddings_alone_are_bf16(pretend_gpu):
+    pretend_gpu()
+    model, _ = prepared()
+    kinds = {name: param.dtype for name, param in model.named_parameters()}
+    assert {name for name, dtype in kinds.items() if dtype == torch.bfloat16} == {
+        "embed.weight", *(f"value_embeds.{i}.weight" for i in range(3))
+    }
+
+
+@pytest.mark.parametrize("mode, handed", [("", None), ("max-autotune", "max-autotune")])
+def test_the_compile_mode_is_handed_to_torch(pretend_gpu, mode, handed):
+    pretend_gpu()
+    assert prepared(compile_mode=mode)[1] == dict(dynamic=False, mode=handed)
+
+
+def one_line(capsys):
+    error = capsys.readouterr().err
+    assert error.startswith("train_gpt.py: error: ") and error.count("\n") == 1
+    return error
+
+
+def test_a_gpu_without_bf16_is_refused_in_one_line(pretend_gpu, capsys):
+    pretend_gpu(capability=(7, 5))
+    assert train_gpt.main(["--preset", "pocket", "--device", "cuda"]) == 2
+    error = one_line(capsys)
+    assert "--device cuda" in error and "bf16" in error and "--device cpu" in error
+
+
+def test_out_of_memory_names_what_to_lower(monkeypatch, capsys):
+    def train(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.21 GiB.\nSecond line")
+
+    monkeypatch.setattr(train_gpt, "train", train)
+    assert train_gpt.main(["--preset", "pocket", "--device", "cpu"]) == 1
+    error = one_line(capsys)
+    assert "out of GPU memory" in error
+    assert "--head_chunks" in error and "--sequences_per_forward" in error
+
+
+# ---- processes of their own -------------------------------------------------
+
+START = """
+import json, os, sys, types
+import torch, train_gpt
+loaded = sorted({"torch._inductor", "torch._dynamo.eval_frame"} & set(sys.modules))
+properties = types.SimpleNamespace(shared_memory_per_block_optin=227 * 1024)
+torch.cuda.get_device_capability = lambda *args: (9, 0)
+torch.cuda.get_device_properties = lambda *args: properties
+torch.cuda.mem_get_info = lambda *args: (84 * 10**9, 84 * 10**9)
+with torch.device("meta"):
+    model = train_gpt.GPT(train_gpt.Hyperparameters())
+train_gpt.prepare_for_cuda(model, model.cfg, torch.device("cuda", 0))
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+print(json.dumps(dict(loaded=loaded, cache=cache_dir())))
+"""
+
+
+def test_compile_caches_are_kept_in_the_users_cache(tmp_path, monkeypatch):
+    """Temporary folders do not survive a reboot. The compiler is loaded by those who use it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    run = subprocess.run(
+        [sys.executable, "-c", START], cwd=Path(train_gpt.__file__).parent,
+        capture_output=True, text=True, timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert told["loaded"] == [], "importing the script loads the compiler: seconds at every start"
+    assert Path(told["cache"]) == tmp_path / "train_gpt"
+
+
+def test_a_given_folder_of_compile_caches_is_kept(pretend_gpu, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    pretend_gpu()
+    prepared()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
+
+
+def test_profile_writes_a_trace_and_a_table(run_script, tiny_shards, tmp_path):
+    run = run_script([
+        "--preset", "pocket", "--profile", "--run_id", "profiled", "--device", "cpu",
+        "--train_files", tiny_shards([20_000]), "--val_files", tiny_shards([2049], name="tiny_val"),
+        "--val_tokens", 2048, "--val_seq_len", 1024, "--train_seq_len", 128,
+        "--num_iterations", 8, "--model_dim", 32, "--head_dim", 16, "--sample_tokens", 0,
+    ])
+    assert run.returncode == 0, run.stderr
+    folder = tmp_path / "logs" / "profiled"
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert any("nll_loss" in event.get("name", "") for event in events)
+    log = (folder / "log.txt").read_text().rpartition("=" * 100)[2]
+    assert "Self CPU" in log and "aten::" in log
+    assert "step:8/8 val_loss:" in log

@@ -210,12 +210,12 @@ def wrong_version(path, write_shard):
 
 def count_too_large(path, write_shard):
     write_shard(path, GOOD, count=2001)
-    return ["2001", "5024", "5026"]
+    return ["2001", "5024"]
 
 
 def count_too_small(path, write_shard):
     write_shard(path, GOOD, count=1999)
-    return ["1999", "5024", "5022"]
+    return ["1999", "5024"]
 
 
 def negative_count(path, write_shard):
@@ -226,7 +226,7 @@ def negative_count(path, write_shard):
 def cut_off(path, write_shard):
     write_shard(path, GOOD)
     path.write_bytes(path.read_bytes()[:-1])
-    return ["5023", "5024"]
+    return ["2000", "5023"]
 
 
 def cut_off_header(path, write_shard):
@@ -274,7 +274,7 @@ BAD_SHARDS = [
 
 def run_main(capsys, tmp_path, train_files, val_files):
     """main's exit code and line, once it is clear that it is one line and nothing was written."""
-    flags = ["--preset", "pocket", "--device", "cpu", "--sequences_per_step", "8", "--train_seq_len", "128"]
+    flags = ["--preset", "pocket", "--device", "cpu", "--train_seq_len", "128"]
     files = ["--train_files", train_files, "--val_files", val_files, "--val_tokens", "1024"]
     before = sorted(tmp_path.rglob("*"))
     code = main([*flags, *files])
@@ -358,7 +358,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_sequences(
     train, val = tiny_shards([2000]), tiny_shards([2000], name="tiny_val")
     code, line = run_main(capsys, tmp_path, train, val)
     assert code == 2
-    assert "--sequences_per_step 8" in line and "3 ranks" in line
+    assert "--sequences_per_step 8" in line and "world_size 3" in line
 
 
 def test_only_the_first_rank_of_a_machine_speaks(capsys, tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def test_rate_falls_over_the_last_two_fifths():
 
 def test_rate_without_cooldown_is_constant():
     cfg = replace(RECORD, cooldown_frac=0)
-    assert {lr_scale(step, cfg) for step in range(RECORD.num_iterations + 1)} == {1}
+    assert {lr_scale(step, cfg) for step in range(RECORD.num_iterations)} == {1}
 
 
 def test_window_grows_at_the_published_steps_from_128_to_1792_tokens():

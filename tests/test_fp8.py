@@ -1,0 +1,229 @@
+"""The FP8 head against float64, its factors rounded on a grid made from the formats' bits."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+from train_gpt import GPT, PRESETS, CastedLinear, Hyperparameters, fp8_mm, fp8_mm_backward, to_fp8
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECORD = Hyperparameters()
+SCALES = (RECORD.fp8_x_scale, RECORD.fp8_w_scale, RECORD.fp8_grad_scale)
+BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significant bits
+FP32_SUM = 1e-5  # of a sum of some hundred fp32 products, in units of the sum of their sizes
+# Relative rounding errors of the two factors, 4 and 3 significant bits, at most 2^-4 and 2^-3;
+# they are independent, so that over a sum they add up like noise, and this is ample.
+E4M3_PRODUCT, E5M2_PRODUCT = 2.0**-4, 2.0**-3
+
+
+def grid(exponent_bits, mantissa_bits, largest):
+    """All finite non-negative values of a format, by the formula of its bits."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    steps = 2**mantissa_bits
+    values = [m / steps * 2.0 ** (1 - bias) for m in range(steps)]
+    values += [
+        (1 + m / steps) * 2.0 ** (e - bias)
+        for e in range(1, 2**exponent_bits)
+        for m in range(steps)
+    ]
+    return np.array([value for value in values if value <= largest])
+
+
+GRIDS = {E4M3: grid(4, 3, 448.0), E5M2: grid(5, 2, 57344.0)}
+
+
+def rounded(x, scale, dtype):
+    """x · scale rounded to the nearest value of the grid, ties to even, as float64."""
+    values = GRIDS[dtype]
+    size = np.minimum(np.abs(x.double().numpy() * scale), values[-1])
+    right = np.searchsorted(values, size).clip(1, len(values) - 1)
+    low, high = values[right - 1], values[right]
+    up = (size - low > high - size) | ((size - low == high - size) & (right % 2 == 0))
+    return torch.from_numpy(np.where(up, high, low) * np.sign(x.double().numpy()))
+
+
+def head_inputs(S=64, D=48, V=96, seed=0):
+    """Activations of norm one, small weights, and output gradients as a mean over tokens has."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(S, D, generator=generator).bfloat16()
+    w = 0.1 * torch.randn(V, D, generator=generator)
+    g = (torch.randn(S, V, generator=generator) / 2**14).bfloat16()
+    return x, w, g
+
+
+def relative_error(found, expected):
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scale", [1.0, 2.0, 2.0**9])
+def test_the_cast_rounds_to_the_nearest_value_of_the_format(dtype, scale):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4000, generator=generator) * torch.logspace(-9, 2, 4000)
+    assert torch.equal(to_fp8(x, scale, dtype).double(), rounded(x, scale, dtype))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_the_cast_takes_each_value_of_the_format_to_itself(dtype):
+    values = torch.from_numpy(GRIDS[dtype])
+    assert torch.equal(to_fp8(values, 1.0, dtype).double(), values)
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448), (E5M2, 57344)])
+def test_the_cast_saturates(dtype, largest):
+    x = torch.tensor([1e9, -1e9, math.inf, -math.inf, largest, 1.05 * largest, 3e38])
+    signs = torch.tensor([1, -1, 1, -1, 1, 1, 1.0])
+    for given in (x, x.bfloat16()):
+        assert torch.equal(to_fp8(given, 2.0, dtype).float(), largest * signs)
+    assert to_fp8(torch.tensor([math.nan]), 2.0, dtype).isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(64, 48, 96), (16, 16, 16), (128, 768, 384)])
+def test_forward_is_the_product_of_the_rounded_factors(shape):
+    x, w, _ = head_inputs(*shape)
+    out, x_f8, w_f8 = fp8_mm(x, w, *SCALES)
+    assert (out.dtype, x_f8.dtype, w_f8.dtype) == (torch.bfloat16, E4M3, E4M3)
+    rx, rw = rounded(x, SCALES[0], E4M3), rounded(w, SCALES[1], E4M3)
+    assert torch.equal(x_f8.double(), rx) and torch.equal(w_f8.double(), rw)
+    unscale = 1 / (SCALES[0] * SCALES[1])
+    exact, size = unscale * rx @ rw.T, unscale * rx.abs() @ rw.abs().T
+    assert ((out.double() - exact).abs() <= BF16_STEP * exact.abs() + FP32_SUM * size).all()
+    assert 0 < relative_error(out, x.double() @ w.double().T) < E4M3_PRODUCT
+
+
+@pytest.mark.parametrize("shape", [(64, 48, 96), (16, 16, 16), (128, 768, 384)])
+def test_backward_is_the_products_of_the_rounded_factors(shape):
+    x, w, g = head_inputs(*shape)
+    leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    out = fp8_mm(*leaves, *SCALES)[0]
+    grad_x, grad_w = torch.autograd.grad(out, leaves, g)
+    assert (grad_x.dtype, grad_w.dtype) == (torch.bfloat16, torch.float32)
+    rx, rw, rg = (rounded(*a) for a in zip((x, w, g), SCALES, (E4M3, E4M3, E5M2), strict=True))
+    for found, left, right, scales, step in (
+        (grad_x, rg, rw, SCALES[1:], BF16_STEP),
+        (grad_w, rg.T, rx, (SCALES[0], SCALES[2]), 0),
+    ):
+        unscale = 1 / math.prod(scales)
+        exact, size = unscale * left @ right, unscale * left.abs() @ right.abs()
+        assert ((found.double() - exact).abs() <= step * exact.abs() + FP32_SUM * size).all()
+    assert 0 < relative_error(grad_x, g.double() @ w.double()) < E5M2_PRODUCT
+    assert 0 < relative_error(grad_w, g.double().T @ x.double()) < E5M2_PRODUCT
+
+
+def test_values_beyond_the_range_saturate_in_the_product():
+    x = torch.full((16, 16), 1e6).bfloat16()
+    out, *_ = fp8_mm(x, torch.eye(16), 2.0, 2.0, 1.0)
+    assert torch.equal(out.double(), torch.full((16, 16), 448 / 2.0).double())
+
+
+def test_a_gradient_that_is_not_used_is_none():
+    x, w, _ = head_inputs()
+    w.requires_grad_()
+    fp8_mm(x, w, *SCALES)[0].float().sum().backward()
+    assert w.grad is not None and x.grad is None
+
+
+@pytest.mark.parametrize(
+    ("S", "D", "V"), [(64, 40, 96), (64, 48, 100), (64, 1, 96), (64, 48, 257)]
+)
+def test_sizes_that_the_hardware_refuses_are_refused_everywhere(S, D, V):
+    x, w, _ = head_inputs(S, D, V)
+    with pytest.raises(AssertionError, match="multiples of 16"):
+        fp8_mm(x, w, *SCALES)
+
+
+def test_backward_refuses_a_number_of_tokens_that_the_hardware_refuses():
+    x, w, g = head_inputs(S=40)
+    _, x_f8, w_f8 = fp8_mm(x, w, *SCALES)
+    with pytest.raises(AssertionError, match="multiples of 16"):
+        fp8_mm_backward(g, x_f8, w_f8, *SCALES)
+
+
+def test_layouts_that_the_hardware_refuses_are_refused_everywhere():
+    a, b = torch.zeros(32, 16).to(E4M3), torch.zeros(16, 48).to(E4M3)
+    columns = b.T.contiguous().T
+    train_gpt.scaled_mm(a, columns, 1.0, torch.float32, False)
+    for left, right in ((a, b), (a.T.contiguous().T, columns)):
+        with pytest.raises(AssertionError, match="row-major @ column-major"):
+            train_gpt.scaled_mm(left, right, 1.0, torch.float32, False)
+
+
+def test_fake_tensors_have_the_real_shapes_strides_and_types():
+    x, w, g = head_inputs()
+    real = fp8_mm(x, w, *SCALES)
+    real_grads = fp8_mm_backward(g, *real[1:], *SCALES)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake_inputs = [mode.from_tensor(t) for t in (x, w, g)]
+        fake = fp8_mm(*fake_inputs[:2], *SCALES)
+        fake_grads = fp8_mm_backward(fake_inputs[2], *fake[1:], *SCALES)
+    for a, b in zip((*real, *real_grads), (*fake, *fake_grads), strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    assert real_grads[1].stride() == (1, 96), "the weights' gradient is column-major"
+
+
+def test_the_ops_are_well_registered():
+    x, w, g = head_inputs()
+    _, x_f8, w_f8 = fp8_mm(x, w, *SCALES)
+    checks = ("test_autograd_registration", "test_faketensor")  # test_schema cannot compare FP8
+    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+    torch.library.opcheck(fp8_mm, (*leaves, *SCALES), test_utils=checks)
+    torch.library.opcheck(fp8_mm_backward, (g, x_f8, w_f8, *SCALES), test_utils=checks)
+
+
+def test_casted_linear_uses_fp8_in_training_alone():
+    x, w, _ = head_inputs()
+    linear = CastedLinear(48, 96)
+    with torch.no_grad():
+        linear.weight.copy_(w)
+    plain = (x.double() @ w.bfloat16().double().T).bfloat16()
+    assert relative_error(linear(x), plain.double()) < BF16_STEP
+    linear.fp8_scales = SCALES
+    batched = linear(x.view(2, 32, 48))
+    assert torch.equal(batched.flatten(0, 1), fp8_mm(x, w, *SCALES)[0])
+    linear.eval()
+    assert relative_error(linear(x), plain.double()) < BF16_STEP
+
+
+def test_a_model_with_the_fp8_head_has_nearly_the_loss_and_gradients_of_one_without():
+    cfg = dataclasses.replace(
+        Hyperparameters(**PRESETS["pocket"]), model_dim=32, head_dim=16,
+        train_seq_len=256, val_seq_len=256, sequences_per_forward=1,
+    )
+    tokens = torch.randint(256, (1, 257), generator=torch.Generator().manual_seed(0))
+    inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]
+    window = torch.tensor(2, dtype=torch.int32)
+    results = []
+    for scales in (None, SCALES):
+        model = GPT(cfg)
+        model.init_weights(torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            model.lm_head.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+        model.lm_head.fp8_scales = scales
+        loss = model(inputs, targets, window) / 256
+        loss.backward()
+        results.append((loss.item(), model.lm_head.weight.grad, model.embed.weight.grad))
+    (loss, *grads), (fp8_loss, *fp8_grads) = results
+    assert loss != fp8_loss
+    assert fp8_loss == pytest.approx(loss, rel=1e-3)
+    for found, expected in zip(fp8_grads, grads, strict=True):
+        assert relative_error(found, expected.double()) < E5M2_PRODUCT
+
+
+@pytest.mark.gpu
+def test_fp8_is_near_bf16_on_the_gpu():
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the GPU has no FP8 products")
+    x, w, g = (t.cuda() for t in head_inputs(512, 768, 1024))
+    results = []
+    for function in (lambda x, w: fp8_mm(x, w, *SCALES)[0], lambda x, w: x @ w.bfloat16().T):
+        leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, g)])
+    for found, expected, bound in zip(
+        *results, (E4M3_PRODUCT, E5M2_PRODUCT, E5M2_PRODUCT), strict=True
+    ):
+        assert relative_error(found, expected.double()) < bound

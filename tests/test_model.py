@@ -1,0 +1,552 @@
+"""The model against its published formulas, written out again token by token in float64."""
+
+import copy
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import flex_attention as flex
+
+import train_gpt
+from train_gpt import BLOCK, GPT, PRESETS, Hyperparameters
+
+RECORD = Hyperparameters()
+EOT = 256
+TINY = dataclasses.replace(
+    Hyperparameters(**PRESETS["pocket"]),
+    model_dim=32,
+    head_dim=16,
+    train_seq_len=256,
+    val_seq_len=256,
+    sequences_per_forward=1,
+)
+# Two sums of some hundred fp32 products in different orders, on values of about one.
+FP32 = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def make_model(cfg=TINY, seed=0):
+    """A model with no weight at zero, so that everything in it matters."""
+    model = GPT(cfg)
+    generator = torch.Generator().manual_seed(seed)
+    model.init_weights(generator)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lambdas" in name or name == "skip_weights":
+                param.uniform_(0.3, 1.2, generator=generator)
+            elif name.endswith(("c_proj.weight", "lm_head.weight")):
+                param.normal_(std=0.3, generator=generator)
+    return model
+
+
+def blocks(window):
+    return torch.tensor(window, dtype=torch.int32)
+
+
+def random_tokens(rows, length, seed, document_tokens=60):
+    """(rows, length) tokens of documents of random length, the first of them begun before."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, EOT, size=(rows, length))
+    tokens[generator.random(tokens.shape) < 1 / document_tokens] = EOT
+    return torch.from_numpy(tokens.astype(np.int32))
+
+
+@torch.no_grad()
+def all_logits(model, tokens, window):
+    return model.logits(model.hidden(tokens, blocks(window)))
+
+
+@pytest.fixture(autouse=True)
+def eager_flex(monkeypatch):
+    """FlexAttention by plain operations; on a CPU it refuses gradients it has."""
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
+
+
+def attend(q_BTHK, k_BTHK, v_BTHK, mask):
+    return train_gpt.attend(q_BTHK, k_BTHK, v_BTHK, mask=mask, scale=0.12)
+
+
+def flex_mask(docs, window):
+    """The script's block mask with its lists of blocks put into mask_mod.
+
+    The kernel takes a full block whole, of a partial one what mask_mod lets through, and no other;
+    plain FlexAttention would go by mask_mod alone.
+    """
+    mask = train_gpt.flex_mask(docs, window)
+    lists = [(mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)]
+    partial, full = (torch.zeros_like(indices[0, 0], dtype=torch.bool) for _, indices in lists)
+    for table, (counts, indices) in zip((partial, full), lists, strict=True):
+        for row, (count, order) in enumerate(zip(counts[0, 0], indices[0, 0], strict=True)):
+            table[row, order[:count]] = True
+    assert not (partial & full).any()
+    seen = copy.copy(mask)
+    seen.mask_mod = lambda b, h, q, k: full[q // BLOCK, k // BLOCK] | (
+        partial[q // BLOCK, k // BLOCK] & mask.mask_mod(b, h, q, k)
+    )
+    return seen
+
+
+def naive_mask(tokens_row, window):
+    """Token i sees token j where j <= i, both in one document, fewer than `window` blocks apart."""
+    tokens = tokens_row.numpy()
+    i, j = np.indices((len(tokens), len(tokens)))
+    document = np.cumsum(tokens == EOT)
+    seen = (j <= i) & (document[i] == document[j]) & (i // BLOCK - j // BLOCK < window)
+    return torch.from_numpy(seen)
+
+
+def naive_attention(q_BTHK, k_BTHK, v_BTHK, masks, scale):
+    """Softmax over what each token sees, one sequence and one head at a time."""
+    out = torch.empty_like(q_BTHK)
+    for b, h in itertools.product(range(q_BTHK.size(0)), range(q_BTHK.size(2))):
+        scores = scale * q_BTHK[b, :, h] @ k_BTHK[b, :, h].T
+        out[b, :, h] = scores.masked_fill(~masks[b], -math.inf).softmax(-1) @ v_BTHK[b, :, h]
+    return out
+
+
+def documents(tokens_BT):
+    """Number of the document of each token, as the masks take it: no two rows share one."""
+    starts = tokens_BT == EOT
+    starts[:, 0] = True
+    return starts.flatten().cumsum(0).int()
+
+
+def random_qkv(rows, length, seed, heads=2, head_dim=16, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (3, rows, length, heads, head_dim)
+    return torch.randn(shape, generator=generator, dtype=dtype).unbind()
+
+
+# The mask
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 2**20),
+    num_blocks=st.integers(1, 4),
+    rows=st.integers(1, 2),
+    window=st.integers(1, 5),
+    document_tokens=st.sampled_from([5, 50, 300, math.inf]),
+)
+def test_both_attention_paths_equal_the_dense_formula(
+    seed, num_blocks, rows, window, document_tokens
+):
+    length = num_blocks * BLOCK
+    tokens = random_tokens(rows, length, seed, document_tokens)
+    qkv = random_qkv(rows, length, seed)
+    masks = [naive_mask(row, window) for row in tokens]
+    expected = naive_attention(*(x.double() for x in qkv), masks, 0.12)
+    docs = documents(tokens)
+    with torch.no_grad():
+        for build in (train_gpt.dense_mask, flex_mask):
+            found = attend(*qkv, build(docs, blocks(window)))
+            torch.testing.assert_close(found.double(), expected, **FP32)
+
+
+@pytest.mark.parametrize(("seed", "window"), [(0, 1), (1, 2), (2, 3)])
+def test_both_attention_paths_have_the_gradients_of_the_dense_formula(seed, window):
+    tokens = random_tokens(1, 3 * BLOCK, seed)
+    qkv = random_qkv(1, 3 * BLOCK, seed, heads=1)
+    weights = torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(seed))
+    leaves = [x.double().requires_grad_() for x in qkv]
+    expected = naive_attention(*leaves, [naive_mask(tokens[0], window)], 0.12)
+    expected = torch.autograd.grad((expected * weights).sum(), leaves)
+    for build in (train_gpt.dense_mask, flex_mask):
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        found = attend(*leaves, build(documents(tokens), blocks(window)))
+        found = torch.autograd.grad((found * weights).sum(), leaves)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.double(), b, **FP32)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("document_tokens", [60, math.inf])
+def test_flex_mask_visits_no_block_that_nobody_sees(window, document_tokens):
+    tokens = random_tokens(1, 6 * BLOCK, 4, document_tokens)
+    seen = naive_mask(tokens[0], window).view(6, BLOCK, 6, BLOCK).permute(0, 2, 1, 3).flatten(2)
+    mask = train_gpt.flex_mask(documents(tokens), blocks(window))
+    visited = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
+    assert visited == seen.any(-1).sum()
+    assert mask.full_kv_num_blocks.sum() == seen.all(-1).sum()
+
+
+def test_flex_mask_takes_the_window_as_a_tensor():
+    docs, window = documents(random_tokens(1, 4 * BLOCK, 0)), blocks(1)
+    short = train_gpt.flex_mask(docs, window).to_dense()
+    window.fill_(3)
+    assert train_gpt.flex_mask(docs, window).to_dense().sum() > short.sum()
+
+
+def test_dense_mask_grows_with_tokens_times_window():
+    docs = documents(random_tokens(1, 8 * BLOCK, 0))
+    sizes = {w: train_gpt.dense_mask(docs, blocks(w)).numel() for w in (1, 2, 4)}
+    assert sizes == {w: 8 * BLOCK * w * BLOCK for w in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_window_binds_at_block_edges(window):
+    """Per layer: a token changes what sees it, and nothing one block beyond the window."""
+    length, changed = 5 * BLOCK, BLOCK + 17
+    q, k, v = random_qkv(1, length, 0)
+    mask = train_gpt.dense_mask(torch.ones(length, dtype=torch.int32), blocks(window))
+    before = attend(q, k, v, mask)
+    v = v.clone()
+    v[:, changed] += 1
+    differs = (attend(q, k, v, mask) != before).flatten(2).any(-1)[0]
+    last_seen = (1 + window) * BLOCK - 1  # the last token of the last block that sees block 1
+    assert differs.nonzero().flatten().tolist() == list(range(changed, last_seen + 1))
+
+
+# What a logit may depend on
+
+
+def changed_positions(tokens, position, window, cfg=TINY):
+    """Where logits differ after another token is put at the position."""
+    model = make_model(cfg)
+    other = tokens.clone()
+    other[0, position] = (tokens[0, position] + 1) % EOT
+    before, after = (all_logits(model, x, window) for x in (tokens, other))
+    return (before != after).any(-1).nonzero().tolist()
+
+
+@pytest.mark.parametrize("position", [1, 100, 127, 128, 200, 255])
+def test_a_future_token_changes_no_earlier_logit(position):
+    tokens = random_tokens(1, 256, 1, document_tokens=math.inf)
+    changed = [t for _, t in changed_positions(tokens, position, window=2)]
+    assert min(changed) == position
+    assert max(changed) == 255
+
+
+def test_a_token_of_another_document_changes_nothing():
+    tokens = random_tokens(2, 256, 2, document_tokens=math.inf)
+    tokens[0, 0] = tokens[0, 90] = tokens[0, 200] = EOT
+    changed = changed_positions(tokens, 120, window=2)
+    assert {row for row, _ in changed} == {0}
+    assert [t for _, t in changed] == list(range(120, 200))
+
+
+def test_rows_do_not_see_each_other():
+    tokens = random_tokens(2, 128, 3)
+    model = make_model()
+    together = all_logits(model, tokens, 2)
+    alone = torch.cat([all_logits(model, row[None], 2) for row in tokens])
+    torch.testing.assert_close(together, alone, **FP32)
+
+
+def test_each_layer_has_the_window_of_its_letter():
+    """With the window at 4 blocks, one S layer reaches 2 blocks and one L layer 4."""
+    tokens = random_tokens(1, 6 * BLOCK, 5, document_tokens=math.inf)
+    for letter, reach in (("S", 2), ("L", 4), (".", 0)):
+        cfg = dataclasses.replace(
+            TINY, attention_pattern=letter, value_embed_pattern=".", val_seq_len=6 * BLOCK
+        )
+        changed = changed_positions(tokens, 10, window=4, cfg=cfg)
+        assert max(t for _, t in changed) == (reach * BLOCK - 1 if reach else 10)
+
+
+def test_the_short_window_is_never_below_one_block():
+    cfg = dataclasses.replace(TINY, attention_pattern="S", value_embed_pattern=".")
+    tokens = random_tokens(1, 256, 5, document_tokens=math.inf)
+    changed = changed_positions(tokens, 10, window=1, cfg=cfg)
+    assert [t for _, t in changed] == list(range(10, 128))
+
+
+# Rotary embedding
+
+
+def rotate(x_BTHK):
+    head_dim, length = x_BTHK.size(-1), x_BTHK.size(1)
+    cfg = dataclasses.replace(TINY, head_dim=head_dim, model_dim=head_dim, train_seq_len=1024)
+    model = GPT(cfg)
+    return train_gpt.rotate(x_BTHK, model.cos[:length], model.sin[:length])
+
+
+def test_half_of_the_rotary_dimensions_are_untouched():
+    x = torch.randn(1, 300, 2, 32, generator=torch.Generator().manual_seed(0))
+    y = rotate(x)
+    still = torch.cat([torch.arange(8, 16), torch.arange(24, 32)])
+    turning = torch.cat([torch.arange(0, 8), torch.arange(16, 24)])
+    assert torch.equal(x[..., still], y[..., still])
+    assert torch.equal(x[:, 0], y[:, 0])
+    assert (x[:, 1:][..., turning] != y[:, 1:][..., turning]).float().mean() > 0.99
+
+
+def test_rotary_turns_each_pair_by_position_times_frequency():
+    x = torch.randn(1, 700, 1, 32, generator=torch.Generator().manual_seed(0))
+    y = rotate(x)
+    for pair, position in itertools.product(range(8), (1, 5, 333, 699)):
+        frequency = 1024 ** -(pair / 7)  # from 1 down to 1 / rope_base
+        before, after = (complex(z[0, position, 0, pair], z[0, position, 0, pair + 16])
+                         for z in (x, y))
+        angle = position * frequency
+        expected = before * complex(math.cos(angle), -math.sin(angle))
+        # The angle, up to 699, is rounded to fp32 twice.
+        assert abs(after - expected) < 3e-4
+
+
+def test_scores_depend_on_differences_of_position_alone():
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 32, generator=generator)
+    rows = [x.expand(1, 1000, 1, 32) for x in (q, k)]
+    rq, rk = (rotate(x)[0, :, 0].double() for x in rows)
+    for distance in (0, 1, 17, 400):
+        scores = torch.stack([rq[i + distance] @ rk[i] for i in range(0, 600, 37)])
+        torch.testing.assert_close(scores, scores[:1].expand_as(scores), rtol=0, atol=5e-3)
+    assert abs(rq[1] @ rk[0] - rq[0] @ rk[0]) > 0.1
+
+
+# The whole
+
+
+def naive_logits(state, tokens_BT, window, cfg):
+    """The published formulas on a state dict, in float64 and with dense attention."""
+    W = {name: x.double() for name, x in state.items()}
+    B, T = tokens_BT.shape
+    heads, half, quarter = cfg.model_dim // cfg.head_dim, cfg.head_dim // 2, cfg.head_dim // 4
+    windows = {"L": window, "S": max(1, window // 2)}
+    masks = {key: [naive_mask(row, w) for row in tokens_BT] for key, w in windows.items()}
+
+    def rms(x):
+        return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+    def rotate(x_BTHK):
+        frequency = torch.zeros(half, dtype=torch.float64)
+        frequency[:quarter] = (1 / cfg.rope_base) ** (torch.arange(quarter) / (quarter - 1))
+        angle = torch.arange(T)[:, None, None] * frequency
+        a, b = x_BTHK[..., :half], x_BTHK[..., half:]
+        return torch.cat(
+            [a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()], dim=-1
+        )
+
+    tokens = tokens_BT.long()
+    x0 = x = rms(W["embed.weight"][tokens])
+    skips = {}
+    num_layers = len(cfg.attention_pattern)
+    for layer in range(num_layers):
+        # U-Net: the k-th layer from the end takes up what the k-th layer gave.
+        mirror = num_layers - 1 - layer
+        if mirror in skips:
+            x = x + W["skip_weights"][layer - (num_layers - num_layers // 2)] * skips[mirror]
+        name = f"blocks.{layer}"
+        x = W[f"{name}.lambdas"][0] * x + W[f"{name}.lambdas"][1] * x0
+        if cfg.attention_pattern[layer] != ".":
+            q, k, v = (
+                (rms(x) @ w.T).view(B, T, heads, cfg.head_dim) for w in W[f"{name}.attn.qkv_w"]
+            )
+            v = W[f"{name}.attn.lambdas"][0] * v
+            if cfg.value_embed_pattern[layer] != ".":
+                table = W[f"value_embeds.{cfg.value_embed_pattern[layer]}.weight"]
+                v = v + W[f"{name}.attn.lambdas"][1] * table[tokens].view_as(v)
+            seen = masks[cfg.attention_pattern[layer]]
+            y = naive_attention(rotate(rms(q)), rotate(rms(k)), v, seen, cfg.attention_scale)
+            x = x + y.reshape(B, T, -1) @ W[f"{name}.attn.c_proj.weight"].T
+        h = (rms(x) @ W[f"{name}.mlp.c_fc.weight"].T).clamp(min=0) ** 2
+        x = x + h @ W[f"{name}.mlp.c_proj.weight"].T
+        if layer < num_layers // 2:
+            skips[layer] = x
+    return 30 / (1 + torch.exp(-(rms(x) @ W["lm_head.weight"].T) / 7.5))
+
+
+@pytest.mark.parametrize(
+    ("attention_pattern", "value_embed_pattern"),
+    [
+        ("LSSL", "0..0"),
+        ("LSL", "0.0"),  # an odd number of layers: the middle one has no skip
+        ("LS.SSL", "01..10"),
+        ("S", "."),
+    ],
+)
+def test_the_model_is_the_published_formulas(attention_pattern, value_embed_pattern):
+    cfg = dataclasses.replace(
+        TINY, attention_pattern=attention_pattern, value_embed_pattern=value_embed_pattern
+    )
+    model = make_model(cfg)
+    with torch.no_grad():  # keeps the residual stream, and so the rounding, near one
+        for block in model.blocks:
+            block.mlp.c_proj.weight.mul_(0.1)
+    tokens = random_tokens(2, 256, 7)
+    for window in (1, 2):
+        expected = naive_logits(model.state_dict(), tokens, window, cfg)
+        found = all_logits(model, tokens, window)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
+        targets = random_tokens(2, 256, 8).long()
+        loss = model(tokens, targets, blocks(window)).item()
+        logs = expected.log_softmax(-1).gather(-1, targets[..., None])
+        assert loss == pytest.approx(-logs.sum().item(), rel=1e-5)
+
+
+def test_logits_lie_between_zero_and_the_cap():
+    model = make_model()
+    x = torch.tensor([-1e6, -100.0, -7.5, 0.0, 7.5, 100.0, 1e6])
+    model.lm_head.forward = lambda x: x
+    logits = model.logits(x)
+    assert logits[3] == 15
+    assert logits.dtype == torch.float32
+    assert (logits.diff() >= 0).all() and logits.min() >= 0 and logits.max() <= 30
+    torch.testing.assert_close(logits, 15 * torch.tanh(x / 15) + 15, rtol=0, atol=1e-5)
+    assert model.logits(torch.full((1,), -1.0, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_logits_of_a_model_lie_inside_the_open_interval():
+    logits = all_logits(make_model(), random_tokens(1, 256, 0), 2)
+    assert logits.min() > 0 and logits.max() < 30
+
+
+@pytest.mark.parametrize("vocab_size", [257, 384, 1000])
+def test_the_first_loss_is_the_log_of_the_padded_vocabulary(vocab_size):
+    cfg = dataclasses.replace(TINY, vocab_size=vocab_size)
+    model = GPT(cfg)
+    model.init_weights(torch.Generator().manual_seed(0))
+    tokens = random_tokens(1, 256, 0)
+    loss = model(tokens, tokens.long(), blocks(1)).item() / 256
+    padded = 128 * math.ceil(vocab_size / 128)
+    assert model.lm_head.weight.shape == (padded, 32)
+    assert loss == pytest.approx(math.log(padded), rel=1e-6)
+
+
+def test_a_target_of_minus_one_counts_for_nothing():
+    model, tokens = make_model(), random_tokens(1, 256, 0)
+    targets = random_tokens(1, 256, 1).long()
+    whole = F.cross_entropy(
+        all_logits(model, tokens, 2)[0], targets[0], reduction="none"
+    )
+    targets[0, 100:] = -1
+    assert model(tokens, targets, blocks(2)).item() == pytest.approx(whole[:100].sum().item(), 1e-5)
+
+
+@pytest.mark.parametrize("head_chunks", [2, 3, 8, 1000])
+def test_a_head_in_chunks_has_the_same_loss_and_gradients(head_chunks):
+    cfg = dataclasses.replace(TINY, sequences_per_forward=2)
+    tokens, targets = random_tokens(2, 256, 0), random_tokens(2, 256, 1).long()
+    results = []
+    for chunks in (1, head_chunks):
+        model = make_model(dataclasses.replace(cfg, head_chunks=chunks))
+        sizes, head_loss = [], model.head_loss
+        model.head_loss = lambda x, *rest, s=sizes, f=head_loss: (s.append(len(x)), f(x, *rest))[1]
+        loss = model(tokens, targets, blocks(2))
+        sizes = sizes.copy()
+        loss.backward()
+        results.append((loss.detach(), sizes, [p.grad for p in model.parameters()]))
+    (whole, one, whole_grads), (loss, many, grads) = results
+    assert one == [512]
+    assert sum(many) == 512 and 1 < len(many) <= head_chunks
+    torch.testing.assert_close(loss, whole, rtol=1e-6, atol=0)
+    for a, b in zip(grads, whole_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+
+
+# Weights
+
+
+def published_state(cfg, dtype=None):
+    """Names and shapes of the published checkpoint of record #21, as its facts state them."""
+    D, V = cfg.model_dim, 50304
+    shapes = {"embed.weight": (50257, D), "skip_weights": (6,), "lm_head.weight": (V, D)}
+    shapes |= {f"value_embeds.{i}.weight": (50257, D) for i in range(3)}
+    for layer in range(12):
+        if layer != 7:
+            shapes[f"blocks.{layer}.attn.qkv_w"] = (3, D, D)
+            shapes[f"blocks.{layer}.attn.lambdas"] = (2,)
+            shapes[f"blocks.{layer}.attn.c_proj.weight"] = (D, D)
+        shapes[f"blocks.{layer}.mlp.c_fc.weight"] = (4 * D, D)
+        shapes[f"blocks.{layer}.mlp.c_proj.weight"] = (D, 4 * D)
+        shapes[f"blocks.{layer}.lambdas"] = (2,)
+    return shapes
+
+
+def test_the_record_has_the_published_parameters():
+    with torch.device("meta"):
+        model = GPT(RECORD)
+    found = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    assert found == published_state(RECORD)
+    assert sum(p.numel() for p in model.parameters()) == 275_598_388
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_a_published_checkpoint_loads(prefix):
+    cfg = dataclasses.replace(RECORD, model_dim=16, head_dim=16, train_seq_len=128, val_seq_len=128)
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        prefix + name: torch.randn(shape, generator=generator)
+        for name, shape in published_state(cfg).items()
+    }
+    names = list(state)
+    model = GPT(cfg)
+    model.load_state_dict(state)
+    assert list(state) == names, "the caller's dict is left alone"
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, state[prefix + name]), name
+
+
+def test_initial_weights_follow_the_published_rules():
+    cfg = dataclasses.replace(TINY, model_dim=128, head_dim=32)
+    model = GPT(cfg)
+    model.init_weights(torch.Generator().manual_seed(0))
+    for name, param in model.state_dict().items():
+        if "embed" in name:
+            assert param.std().item() == pytest.approx(1, abs=0.02)
+            assert abs(param.mean().item()) < 0.02
+        elif name.endswith(("c_proj.weight", "lm_head.weight")):
+            assert not param.any()
+        elif name.endswith(("qkv_w", "c_fc.weight")):
+            std = 0.5 / math.sqrt(param.size(-1))
+            assert param.std().item() == pytest.approx(std, rel=0.02)
+            assert param.abs().max().item() <= math.sqrt(3) * std * (1 + 1e-6)
+        elif name.endswith("attn.lambdas"):
+            assert param.tolist() == [0.5, 0.5]
+        elif name.endswith("lambdas"):
+            assert param.tolist() == [1, 0]
+        else:
+            assert name == "skip_weights" and param.tolist() == [1, 1]
+
+
+def test_a_parameter_without_a_rule_is_an_error():
+    model = GPT(TINY)
+    model.blocks[0].bias = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(KeyError, match=r"blocks\.0\.bias"):
+        model.init_weights(torch.Generator())
+
+
+def test_a_seed_gives_the_same_weights_and_another_seed_others():
+    states = []
+    for seed in (0, 0, 1):
+        model = GPT(TINY)
+        model.init_weights(torch.Generator().manual_seed(seed))
+        states.append(model.state_dict())
+    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+    assert not torch.equal(states[0]["embed.weight"], states[2]["embed.weight"])
+
+
+# What only a GPU runs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_compiled_flex_equals_the_dense_formula_on_the_gpu(window, monkeypatch):
+    """Forward and backward, bf16 factors: relative error of the whole below two of its steps."""
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
+    tokens = random_tokens(1, 1024, 0)
+    qkv = random_qkv(1, 1024, 0, heads=2, head_dim=128)
+    weights = torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(1))
+    leaves = [x.bfloat16().double().requires_grad_() for x in qkv]
+    expected = naive_attention(*leaves, [naive_mask(tokens[0], window)], 0.12)
+    expected = [expected, *torch.autograd.grad((expected * weights).sum(), leaves)]
+    leaves = [x.bfloat16().cuda().requires_grad_() for x in qkv]
+
+    @torch.compile(dynamic=False)
+    def compiled(docs, window, q, k, v):
+        return attend(q, k, v, train_gpt.flex_mask(docs, window))
+
+    found = compiled(documents(tokens).cuda(), blocks(window).cuda(), *leaves)
+    found = [found, *torch.autograd.grad((found * weights.cuda()).sum(), leaves)]
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double().cpu() - b).norm() < 2 * 2**-8 * b.norm()

@@ -1,0 +1,334 @@
+"""Muon and Adam against torch.optim and float64, and how parameters lie in their flat buffers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import train_gpt
+from train_gpt import (
+    GPT,
+    PRESETS,
+    Adam,
+    Hyperparameters,
+    Muon,
+    Ranks,
+    build_optimizers,
+    orthogonalize,
+    step_optimizers,
+)
+
+FLAT = dataclasses.replace(  # rates and momentum that do not change, as torch.optim has them
+    Hyperparameters(**PRESETS["pocket"]),
+    model_dim=32,
+    head_dim=16,
+    train_seq_len=128,
+    val_seq_len=128,
+    attention_pattern="LS.L",
+    value_embed_pattern="01.0",
+    cooldown_frac=0.0,
+    momentum_start=0.95,
+    sequences_per_forward=1,
+    device="cpu",
+)
+PUBLISHED_BAND = (0.5, 1.5)  # singular values of the published iteration's result, "roughly"
+SHAPES = {"wide": (32, 128), "tall": (128, 32), "square": (64, 64)}
+FP32 = {"rtol": 1e-4, "atol": 1e-6}  # some hundred fp32 operations in different orders
+
+
+def make_model(cfg=FLAT, seed=0):
+    model = GPT(cfg)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+def make_optimizers(model, cfg=FLAT):
+    return build_optimizers(model, cfg, Ranks(cfg))
+
+
+def random_grads(model, seed):
+    """Gradients on several scales, with zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    grads = {}
+    for name, p in model.named_parameters():
+        kept = torch.rand(p.shape, generator=generator) > 0.1
+        size = 10.0 ** -(len(grads) % 4)
+        grads[name] = size * kept * torch.randn(p.shape, generator=generator)
+    return grads
+
+
+def matrix_with(singular_values, shape, seed=0):
+    """A matrix, in float64, with the given singular values and random singular vectors."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (
+        torch.linalg.qr(torch.randn(n, len(singular_values), generator=generator).double())[0]
+        for n in shape
+    )
+    return left @ torch.diag(singular_values) @ right.T
+
+
+def train_steps(model, optimizers, num_steps, divisor=1):
+    for step in range(num_steps):
+        for name, grad in random_grads(model, step).items():
+            model.get_parameter(name).grad += grad * divisor
+        step_optimizers(optimizers, step, divisor)
+
+
+# Muon
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_muon_update_has_singular_values_in_the_published_band(shape):
+    spectrum = torch.logspace(-2, 0, min(shape)).double()
+    update = orthogonalize(matrix_with(spectrum, shape).float(), 5, torch.float32)
+    values = torch.linalg.svdvals(update.double())
+    assert update.shape == shape
+    assert values.min() > PUBLISHED_BAND[0] and values.max() < PUBLISHED_BAND[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_muon_maps_singular_values_by_the_quintic_and_keeps_the_vectors(shape, steps):
+    spectrum = torch.linspace(0.05, 3, min(shape)).double()
+    values = spectrum / spectrum.norm()
+    for _ in range(steps):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    found = orthogonalize(matrix_with(spectrum, shape).float(), steps, torch.float32)
+    torch.testing.assert_close(found.double(), matrix_with(values, shape), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_batch_is_orthogonalised_as_one_by_one(shape, dtype):
+    batch = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    batch[1] *= 1e-3
+    together = orthogonalize(batch, 5, dtype)
+    alone = torch.stack([orthogonalize(matrix, 5, dtype) for matrix in batch])
+    assert together.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03  # some steps of bf16 at about one
+    torch.testing.assert_close(together, alone, rtol=0, atol=tolerance)
+
+
+def test_a_zero_gradient_gives_a_zero_update():
+    assert not orthogonalize(torch.zeros(2, 16, 32), 5, torch.float32).any()
+
+
+def matrices(state):
+    """Each matrix of the blocks on its own, stacks taken apart."""
+    for name, x in state.items():
+        if name.startswith("blocks.") and x.ndim >= 2:
+            for index, matrix in enumerate(x.reshape(-1, *x.shape[-2:])):
+                yield f"{name}[{index}]", matrix
+
+
+def test_muon_agrees_with_torch_optim_muon_over_steps(monkeypatch):
+    # torch's own rounds to bf16, which would hide all but coarse errors: it is kept in fp32.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
+    model = make_model()
+    oracle = {name: nn.Parameter(x.clone()) for name, x in matrices(model.state_dict())}
+    theirs = torch.optim.Muon(
+        oracle.values(), lr=FLAT.muon_lr, weight_decay=0, momentum=0.95, adjust_lr_fn="original"
+    )
+    optimizers = make_optimizers(model)
+    for step in range(5):
+        grads = random_grads(model, step)
+        for name, grad in matrices(grads):
+            oracle[name].grad = grad.clone()
+        for name, grad in grads.items():
+            model.get_parameter(name).grad.copy_(grad)
+        theirs.step()
+        step_optimizers(optimizers, step, 1)
+        for name, x in matrices(model.state_dict()):
+            torch.testing.assert_close(x, oracle[name].detach(), rtol=0, atol=2e-5, msg=name)
+
+
+def test_muon_step_is_the_learning_rate_in_spectral_norm_of_a_square_matrix():
+    model = make_model()
+    before = dict(matrices({k: v.clone() for k, v in model.state_dict().items()}))
+    train_steps(model, make_optimizers(model), 1)
+    for name, x in matrices(model.state_dict()):
+        norm = torch.linalg.matrix_norm(x - before[name], 2).item() / FLAT.muon_lr
+        M, N = x.shape
+        low, high = (bound * max(1, M / N) ** 0.5 for bound in PUBLISHED_BAND)
+        assert low < norm < high, name
+
+
+def test_muon_momentum_and_rates_follow_the_schedules():
+    """One matrix by the published formulas in float64, over a run with warm-up and cooldown."""
+    cfg = dataclasses.replace(
+        FLAT, num_iterations=10, cooldown_frac=0.4, momentum_start=0.85, momentum_warmup=6, muon_lr=0.1
+    )
+    model = make_model(cfg)
+    optimizers = make_optimizers(model, cfg)
+    name = "blocks.0.mlp.c_fc.weight"
+    weight = model.get_parameter(name).detach().double()
+    mean = torch.zeros_like(weight)
+    for step in range(10):
+        grad = random_grads(model, step)[name].double()
+        momentum = 0.85 + 0.1 * min(1, step / 6)
+        rate = 0.1 * min(1, 0.1 + 0.9 * (1 - step / 10) / 0.4)
+        mean = momentum * mean + (1 - momentum) * grad
+        left, values, right = torch.linalg.svd(
+            momentum * mean + (1 - momentum) * grad, full_matrices=False
+        )
+        values = values / values.norm()
+        for _ in range(5):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        weight -= rate * 2 * left @ torch.diag(values) @ right  # 2 = sqrt(rows / columns)
+        for key, value in random_grads(model, step).items():
+            model.get_parameter(key).grad.copy_(value)
+        step_optimizers(optimizers, step, 1)
+        torch.testing.assert_close(
+            model.get_parameter(name).detach().double(), weight, rtol=0, atol=1e-4
+        )
+
+
+# Adam
+
+
+def adam_parameters(model):
+    return {name: p for name, p in model.named_parameters() if "blocks" not in name or p.ndim < 2}
+
+
+def published_rate(name, p):
+    if p.ndim < 2:
+        return 0.04
+    return 0.008 if "lm_head" in name else 0.6
+
+
+def test_adam_agrees_with_torch_optim_adam_over_steps():
+    model = make_model()
+    oracle = {
+        name: nn.Parameter(p.detach().clone()) for name, p in adam_parameters(model).items()
+    }
+    groups = [{"params": [p], "lr": published_rate(name, p)} for name, p in oracle.items()]
+    theirs = torch.optim.Adam(groups, betas=(0.8, 0.95), eps=1e-10)
+    optimizers = make_optimizers(model)
+    for step in range(8):
+        for name, grad in random_grads(model, step).items():
+            model.get_parameter(name).grad.copy_(grad)
+            if name in oracle:
+                oracle[name].grad = grad.clone()
+        theirs.step()
+        step_optimizers(optimizers, step, 1)
+        for name, p in adam_parameters(model).items():
+            torch.testing.assert_close(p.detach(), oracle[name].detach(), **FP32, msg=name)
+
+
+def test_adam_on_bf16_weights_computes_in_fp32_and_rounds_once():
+    generator = torch.Generator().manual_seed(0)
+    weight, grad, mean = (torch.randn(500, generator=generator).bfloat16() for _ in range(3))
+    square = torch.rand(500, generator=generator).bfloat16()
+    m, v = 0.8 * mean.double() + 0.2 * grad.double(), None
+    v = 0.95 * square.double() + 0.05 * grad.double() ** 2
+    denominator = (v / (1 - 0.95**4)).sqrt() + 1e-10
+    expected = weight.double() - 0.6 / (1 - 0.8**4) * m / denominator
+    step = torch.tensor(3.0)
+    train_gpt.adam_update(
+        weight, grad, mean, square, step, torch.tensor(0.6), 0.8, 0.95, 1e-10
+    )
+    assert step == 4
+    for found, exact in ((weight, expected), (mean, m), (square, v)):
+        assert found.dtype == torch.bfloat16
+        bound = 2**-8 * exact.abs() + 1e-5  # one rounding to bf16, and fp32's own
+        assert ((found.double() - exact).abs() <= bound).all()
+
+
+# Buffers and the table
+
+
+def test_every_parameter_belongs_to_one_optimizer_with_the_published_rate():
+    model = make_model()
+    optimizers = make_optimizers(model)
+    owners = {name: [] for name, _ in model.named_parameters()}
+    for optimizer in optimizers:
+        start = optimizer.weights.data_ptr()
+        end = start + optimizer.weights.numel() * optimizer.weights.element_size()
+        for name, p in model.named_parameters():
+            if start <= p.data_ptr() < end:
+                owners[name].append(optimizer)
+    for name, p in model.named_parameters():
+        (owner,) = owners[name]
+        if name.startswith("blocks") and p.ndim >= 2:
+            assert type(owner) is Muon and owner.base_lr == 0.05
+        else:
+            assert type(owner) is Adam and owner.base_lr == published_rate(name, p)
+    assert sum(o.numel for o in optimizers) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_parameter_that_the_table_leaves_out_is_an_error():
+    model = make_model()
+    model.stray = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(AssertionError, match="one row"):
+        make_optimizers(model)
+
+
+def test_a_parameter_that_the_table_has_twice_is_an_error():
+    model = make_model()
+    model.value_embeds.append(model.embed)
+    with pytest.raises(AssertionError, match="one row"):
+        make_optimizers(model)
+
+
+def test_gradients_stay_views_of_the_flat_buffers():
+    model = make_model()
+    optimizers = make_optimizers(model)
+    views = {name: (p.data_ptr(), p.grad.data_ptr()) for name, p in model.named_parameters()}
+    buffers = [(o.weights, o.grads) for o in optimizers]
+    inputs = torch.zeros(1, 128, dtype=torch.int32)
+    for step in range(3):
+        for _ in range(2):
+            model(inputs, inputs.long(), torch.tensor(1, dtype=torch.int32)).backward()
+            for name, p in model.named_parameters():
+                assert (p.data_ptr(), p.grad.data_ptr()) == views[name], name
+        norms = [sum(part.double().square().sum() for _, part in buffers)]
+        norms.append(sum(p.grad.double().square().sum() for p in model.parameters()))
+        assert norms[0] > 0
+        torch.testing.assert_close(*norms)
+        step_optimizers(optimizers, step, 1)
+        assert not any(p.grad.any() for p in model.parameters()), "zero for the next step"
+    # Whatever is loaded goes into the buffers too.
+    model.load_state_dict({name: x + 1 for name, x in model.state_dict().items()})
+    assert views == {n: (p.data_ptr(), p.grad.data_ptr()) for n, p in model.named_parameters()}
+
+
+def test_building_optimizers_changes_no_weight():
+    model, untouched = make_model(), make_model()
+    make_optimizers(model)
+    for name, x in untouched.state_dict().items():
+        assert torch.equal(model.state_dict()[name], x), name
+
+
+def test_gradients_are_divided_by_the_divisor():
+    models = make_model(), make_model()
+    for model, divisor in zip(models, (1, 4), strict=True):
+        train_steps(model, make_optimizers(model), 3, divisor)
+    for name, x in models[0].state_dict().items():
+        assert torch.equal(x, models[1].state_dict()[name]), name  # a power of two is exact
+
+
+def test_state_goes_through_full_state_and_back():
+    model = make_model()
+    optimizers = make_optimizers(model)
+    train_steps(model, optimizers, 3)
+    saved = [o.full_state() for o in optimizers]
+    assert all(len(full["mean"]) == o.numel for o, full in zip(optimizers, saved, strict=True))
+    other = make_model()
+    other.load_state_dict(model.state_dict())
+    others = make_optimizers(other)
+    for optimizer, full in zip(others, saved, strict=True):
+        optimizer.load_full_state(full)
+    train_steps(model, optimizers, 2)
+    train_steps(other, others, 2)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, other.state_dict()[name]), name
+
+
+def test_the_quintic_ends_in_the_band_from_one_hundredth_up():
+    """The band itself, of the scalar iteration that the matrices follow."""
+    x = np.linspace(0.01, 1, 10_000)
+    for _ in range(5):
+        x = 3.4445 * x - 4.7750 * x**3 + 2.0315 * x**5
+    assert PUBLISHED_BAND[0] < x.min() and x.max() < PUBLISHED_BAND[1]

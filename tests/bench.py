@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import math
 import os
 import re
@@ -70,13 +71,17 @@ def spread(values, digits=1):
     return f"{middle:,.{digits}f} ({low:,.{digits}f}-{high:,.{digits}f})"
 
 
-def print_table(*rows):
-    """Print rows of strings in columns, the first one to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    show()
-    for first, *others in rows:
+def print_table(header, rows):
+    """Print rows of strings in columns, the first one to the left.
+
+    A list sets the columns' widths; of a generator each row is printed when it is there, in columns
+    as wide as the header.
+    """
+    known = [header, *rows] if isinstance(rows, list) else [header]
+    widths = [max(map(len, column)) for column in zip(*known)]
+    for first, *others in itertools.chain([header], rows):
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-        print("   ".join([first.ljust(widths[0]), *cells]).rstrip(), flush=True)
+        say("   ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
 # -----------------------------------------------------------------------------
@@ -154,7 +159,7 @@ def report_pocket(runs, target):
         "val_loss, nats per byte": (lambda values: float(values["val_loss"]), 4),
         "peak memory, MiB": (lambda values: values["peak_mib"], 0),
     }
-    rows = [["", *runs, *["ratio"] * (len(runs) > 1)]]
+    rows = []
     for title, (measure, digits) in measures.items():
         columns = [[measure(values) for values in each] for each in runs.values()]
         row = [title, *(spread(column, digits) for column in columns)]
@@ -163,7 +168,7 @@ def report_pocket(runs, target):
         rows.append(row)
     machine = runs["pocket"][0]
     print(f"\n{machine['device']}, {os.cpu_count()} cores, torch {machine['torch']}")
-    print_table(*rows)
+    print_table(["", *runs, *["ratio"] * (len(runs) > 1)], rows)
     if len(runs) > 1:
         wall = statistics.median(values["wall_s"] for values in runs["pocket"])
         other = statistics.median(map(training_seconds, runs["against"]))
@@ -232,9 +237,8 @@ def phases(args, flags):
     watch.wrap(script.GPT, "forward", "forward")
     watch.wrap(torch.Tensor, "backward", "backward")
     watch.wrap(script, "orthogonalize", "Newton-Schulz")
-    for name in ("update", "finish"):
-        watch.wrap(script.Muon, name, "Muon, the rest of it")
-        watch.wrap(script.Adam, name, "Adam")
+    watch.wrap(script.Muon, "update", "Muon, the rest of it")
+    watch.wrap(script.Adam, "update", "Adam")
     watch.wrap(script.Health, "check", "check of loss and gradients")
     for name in ("warm_up", "validate", "sample"):
         watch.wrap(script, name, None)
@@ -247,9 +251,9 @@ def phases(args, flags):
     ms = watch.milliseconds()
     step = statistics.median(ms["step"])
     ordered = sorted(ms, key=lambda phase: -statistics.median(ms[phase]))
-    print_table(["phase", "ms a step", "share"], *(
+    print_table(["phase", "ms a step", "share"], [
         [phase, spread(ms[phase], 2), f"{statistics.median(ms[phase]) / step:.0%}"]
-        for phase in ordered))
+        for phase in ordered])
 
 
 # -----------------------------------------------------------------------------
@@ -295,48 +299,45 @@ class Trainer:
         return hidden, self.model.lm_head.weight.numel()
 
 
-def time_steps(rows, length, flags, repeats=5):
-    """A trainer, seconds of its passes and of its optimizer steps, on rows of random tokens."""
+def time_steps(rows, length, *flags, repeats=3):
+    """A trainer, us a token of its passes, ms of its optimizer steps, on rows of random tokens."""
     trainer = Trainer("pocket", "--device", "cpu", "--sequences_per_step", rows,
                       "--sequences_per_forward", rows, "--train_seq_len", length, *flags)
-    cfg, random = trainer.cfg, np.random.default_rng(0)
-    tokens = random.integers(cfg.vocab_size, size=rows * length + 1)
-    batch = train_gpt.to_batch(tokens, rows, trainer.device)
+    tokens = torch.randint(trainer.cfg.vocab_size, (rows, length + 1))
+    batch = tokens[:, :-1].int(), tokens[:, 1:].contiguous()
     passes, steps = [], []
-    for _ in range(repeats + 1):
+    for repeat in range(repeats + 1):  # the first one warms up
+        show(f"{rows} x {length} tokens, model_dim {trainer.cfg.model_dim}: {repeat} of {repeats}")
         passes.append(trainer.seconds(lambda: trainer.forward(*batch).backward())[1])
         steps.append(trainer.seconds(trainer.optimize)[1])
-    return trainer, passes[1:], steps[1:]  # the first ones warm up
+    return trainer, [1e6 * s / (rows * length) for s in passes[1:]], [1e3 * s for s in steps[1:]]
 
 
 def scaling(args, flags):
     """Print time per token by the number of tokens, by sequence length and by parameters."""
-    sizes = [1024 * 2**n for n in range(7)]
-    for title, shapes in (
-        ("tokens a step, in sequences of 1,024", [(size // 1024, 1024) for size in sizes]),
-        ("tokens a sequence, one sequence a step", [(1, size) for size in sizes]),
-    ):
-        table = [[title, "forward and backward, us a token", "optimizers, ms a step"]]
-        for rows, length in shapes:
-            show(f"{title}: {rows * length:,}")
-            _, passes, steps = time_steps(rows, length, flags)
-            table.append([f"{rows * length:,}",
-                          spread([1e6 * s / (rows * length) for s in passes], 2),
-                          spread([1e3 * s for s in steps], 2)])
-        print_table(*table)
-        print()
+    sizes = [1024 * 4**n for n in range(4)]
+    passes_header, steps_header = "forward and backward, us a token", "optimizers, ms a step"
 
-    table = [["parameters in matrix products", "model_dim", "forward and backward, us a token",
-              "the same, for a million parameters", "optimizers, ms a step"]]
-    for dim in (128, 192, 256, 384, 512):
-        show(f"model_dim {dim}")
-        trainer, passes, steps = time_steps(8, 512, ["--model_dim", dim, *flags])
-        numel = sum(trainer.matrix_parameters())
-        us = [1e6 * s / trainer.cfg.step_tokens for s in passes]
-        table.append([f"{numel:,}", str(dim), spread(us, 2),
-                      spread([1e6 * x / numel for x in us], 2),
-                      spread([1e3 * s for s in steps], 2)])
-    print_table(*table)
+    def by_shape(shapes):
+        for rows, length in shapes:
+            _, us, ms = time_steps(rows, length, *flags)
+            yield [f"{rows * length:,}", spread(us, 2), spread(ms, 2)]
+
+    def by_parameters():
+        for dim in (128, 192, 256, 384, 512):
+            trainer, us, ms = time_steps(8, 512, "--model_dim", dim, *flags)
+            millions = sum(trainer.matrix_parameters()) / 1e6
+            yield [f"{millions:.2f}", spread(us, 2), spread([x / millions for x in us], 2),
+                   spread(ms, 2)]
+
+    print_table(["tokens a step, in sequences of 1,024", passes_header, steps_header],
+                by_shape((size // 1024, 1024) for size in sizes))
+    say("")
+    print_table(["tokens a sequence, one a step", passes_header, steps_header],
+                by_shape((1, size) for size in sizes))
+    say("")
+    print_table(["millions of parameters in matrix products", passes_header,
+                 "for a million of them", steps_header], by_parameters())
 
 
 # -----------------------------------------------------------------------------
@@ -407,13 +408,14 @@ def kernel_shares(trainer, step):
 
 def first_launch(flags, cache):
     """Print what a launch costs without and with compiled code in the cache."""
-    table = [["first launch", "compile_seconds", "command to first step, s"]]
-    for name in ("cold", "warm"):
-        values = run_command([*SCRIPT, *flags, "--num_iterations", "1"], name,
-                             env=dict(TORCHINDUCTOR_CACHE_DIR=cache))
-        ready = next(at for at, text in values["lines"] if text.startswith("compile_seconds"))
-        table.append([name, values["compile_seconds"], f"{ready:.1f}"])
-    print_table(*table)
+    def launches():
+        for name in ("cold", "warm"):
+            values = run_command([*SCRIPT, *flags, "--num_iterations", "1"], name,
+                                 env=dict(TORCHINDUCTOR_CACHE_DIR=cache))
+            ready = next(at for at, text in values["lines"] if text.startswith("compile_seconds"))
+            yield [name, values["compile_seconds"], f"{ready:.1f}"]
+
+    print_table(["launch", "compile_seconds", "command to first step, s"], launches())
 
 
 def measure_steps(trainer, loader, num_steps, windows=(128, 896, 1792)):
@@ -432,8 +434,7 @@ def measure_steps(trainer, loader, num_steps, windows=(128, 896, 1792)):
             trainer.forward(*batch).backward()
         trainer.optimize()
 
-    rows = [["window", "ms a step", "ms a sequence", "tokens/s", "MFU", "of the floor",
-             "forward, ms", "backward, ms", "optimizers, ms"]]
+    rows = []
     for window in windows:
         trainer.set_window(window)
         step()
@@ -456,7 +457,8 @@ def measure_steps(trainer, loader, num_steps, windows=(128, 896, 1792)):
         ])  # fmt: skip
     say(f"{name}: matrix products at {bf16_rate:.0f} TFLOP/s in bf16"
         + f", {head_rate:.0f} in FP8" * fp8)
-    print_table(*rows)
+    print_table(["window", "ms a step", "ms a sequence", "tokens/s", "MFU", "of the floor",
+                 "forward, ms", "backward, ms", "optimizers, ms"], rows)
     return step
 
 
@@ -483,9 +485,8 @@ def gpu(args, flags):
         print(f"peak memory of the training steps: "
               f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, head in "
               f"{trainer.model.head_chunks} piece(s)")
-        shares = kernel_shares(trainer, step)
         print_table(["kernels, at the last window", "ms a step"],
-                    *([kind, f"{ms:.1f}"] for kind, ms in shares))
+                    [[kind, f"{ms:.1f}"] for kind, ms in kernel_shares(trainer, step)])
 
 
 def main():

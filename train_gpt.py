@@ -10,9 +10,8 @@ Parent: 2025-01-26_BatchSize. Changes relative to it:
 """
 
 # ---- Setup ------------------------------------------------------------------
-
 import argparse
-import gc
+import functools
 import glob
 import hashlib
 import itertools
@@ -23,6 +22,7 @@ import resource
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -41,21 +41,21 @@ BLOCK = 128  # tokens in a block of the attention mask
 SCRIPT = Path(__file__).resolve()
 ROOT = next((p for p in SCRIPT.parents if (p / "data" / "pocket.py").exists()), SCRIPT.parent)
 
-class RunError(Exception):
-    """What ends the run, with one line and no traceback."""
-
-class UserError(RunError):
-    """What the user can mend."""
+class UserError(Exception):
+    """What ends the run with one line, exit code 2 and no traceback."""
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
+@functools.cache
+def compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False)
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 # ---- Hyperparameters --------------------------------------------------------
-
 @dataclass(frozen=True)
 class Hyperparameters:
     """Everything a run can be asked to do differently; each field is a flag of the same name."""
@@ -65,7 +65,7 @@ class Hyperparameters:
     tokenizer: str = "gpt2"  # what made the tokens, gpt2 or bytes; decodes the sample
     vocab_size: int = 50257  # token ids lie below it
     eot_token: int = 50256  # end-of-text, the token that opens each document
-    # Step
+    # Step and validation
     num_iterations: int = 1770  # optimizer steps
     sequences_per_step: int = 8  # sequences in one step, all ranks together
     train_seq_len: int = 48 * 1024  # tokens of a training sequence, a multiple of 128
@@ -73,7 +73,6 @@ class Hyperparameters:
     sequence_stride: int = 1  # order within a shard: sequence k of its N is the (k · stride mod N)-th
     seed: int = 0  # of the initial weights and of the sample
     target_loss: float = 3.28  # validation loss to reach, nats per token
-    # Validation
     val_every: int = 125  # steps between validations; 0: only the last
     val_tokens: int = 10_485_760  # validation tokens, each counted once
     val_seq_len: int = 4 * 64 * 1024  # tokens of a validation sequence, a multiple of 128
@@ -88,12 +87,11 @@ class Hyperparameters:
     logit_cap: float = 30.0  # logits lie between 0 and it
     logit_slope: float = 7.5  # divides the raw logits inside the sigmoid
     vocab_multiple: int = 128  # the head's rows are padded to a multiple of it
-    # FP8 head
     fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
     fp8_x_scale: float = 2.0  # factor of the activations before the cast to e4m3
     fp8_w_scale: float = 2.0**9  # factor of the weights before the cast to e4m3
     fp8_grad_scale: float = 2.0**19  # factor of the gradients before the cast to e5m2
-    # Optimizers
+    # Optimizers and schedules
     embed_lr: float = 0.6  # Adam, token and value embeddings
     head_lr: float = 0.008  # Adam, output head
     scalar_lr: float = 0.04  # Adam, lambdas and skip weights
@@ -103,7 +101,6 @@ class Hyperparameters:
     muon_lr: float = 0.05  # Muon, hidden matrices; spectral norm per step
     muon_momentum: float = 0.95  # decay of Muon's mean of gradients, after the warm-up
     ns_steps: int = 5  # Newton-Schulz iterations
-    # Schedules
     cooldown_frac: float = 0.4  # last part of the run, over which the rates fall
     final_lr_frac: float = 0.1  # fraction of the rates at the end of the run
     window_tokens: int = 1728  # long attention window at the end, rounded up to whole blocks
@@ -129,13 +126,12 @@ PRESETS = {
     "record": {},
     "pocket": dict(
         train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
-        tokenizer="bytes", vocab_size=257, eot_token=256, target_loss=1.64,
-        num_iterations=200, train_seq_len=512, sequences_per_forward=8,
-        val_every=0, val_tokens=262_144, val_seq_len=8192,
-        model_dim=128, head_dim=64, attention_pattern="LSSL", value_embed_pattern="0..0",
-        window_tokens=256, momentum_warmup=50,
-        warmup_steps=1, sample_tokens=200, prompt="def ",
-    ),
+        tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, target_loss=1.64,
+        num_iterations=250, train_seq_len=256, sequences_per_forward=4, sequence_stride=1_000_003,
+        val_every=0, val_tokens=262_144, val_seq_len=4096, window_tokens=256,
+        model_dim=128, head_dim=64, attention_pattern="LLL", value_embed_pattern="012",
+        attention_scale=0.2, embed_lr=0.1, head_lr=0.012, muon_momentum=0.9, momentum_warmup=0,
+        cooldown_frac=0.7, final_lr_frac=0.0, warmup_steps=1, sample_tokens=200, prompt="def "),
 }
 # A checkpoint may be resumed with other values of these.
 FREE_TO_CHANGE = set("""num_iterations train_files val_files sequences_per_forward target_loss
@@ -175,12 +171,14 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     rules += [(name, lambda x: x > 0, "be positive") for name in positive] + [
         ("train_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}"),
         ("val_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}"),
+        ("seed", lambda x: x < 2**63, "be below 2**63"),
+        ("run_id", lambda x: "/" not in x and x not in (".", ".."), "be the name of a folder"),
         ("head_dim", lambda x: x % 4 == 0, "be a multiple of 4"),
         ("model_dim", lambda x: x % cfg.head_dim == 0, f"be a multiple of {cfg.head_dim=}"),
         ("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536"),
         ("attention_pattern", lambda x: re.fullmatch("[LS.]+", x), "be of L, S and ."),
-        ("value_embed_pattern", lambda x: re.fullmatch(f"[0-9.]{{{len(cfg.attention_pattern)}}}", x),
-         "have a digit or . for each letter of attention_pattern"),
+        ("value_embed_pattern", lambda x: re.fullmatch("[0-9.]+", x) and
+         len(x) == len(cfg.attention_pattern), "have a digit or . for each layer"),
         ("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes"),
         ("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu"),
     ]
@@ -189,7 +187,6 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
             raise UserError(f"--{name} {getattr(cfg, name)}: must {rule}")
 
 # ---- Data (the same in every record) ----------------------------------------
-
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1  # of a shard, little-endian int32
 
 def find_shards(pattern: str) -> list[Path]:
@@ -283,7 +280,6 @@ def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     return tuple(x.pin_memory().to(device, non_blocking=True) if cuda else x for x in pair)
 
 # ---- Model ------------------------------------------------------------------
-
 # Letters in tensor names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim,
 # V padded vocabulary, M×N a weight. The residual stream x is (B, T, D).
 
@@ -292,14 +288,13 @@ def norm(x: Tensor) -> Tensor:
 
 # FP8 head: @YouJiacheng; scales within CastedLinear: @leloykun.
 
-def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def scale_to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max  # casts saturate by themselves only since torch 2.12
     return x.float().mul(scale).clamp(-limit, limit).to(dtype)
 
-fused_to_fp8 = torch.compile(to_fp8, dynamic=False)  # compiled at its first use
-
-def cast_to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    return (fused_to_fp8 if x.is_cuda and type(x) is Tensor else to_fp8)(x, scale, dtype)
+def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    in_one_pass = x.is_cuda and type(x) in (Tensor, nn.Parameter)  # not for a fake tensor
+    return (compiled(scale_to_fp8) if in_one_pass else scale_to_fp8)(x, scale, dtype)
 
 def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b · scale, held to the GPU's rules for FP8 on every device."""
@@ -312,14 +307,14 @@ def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, dtype: torch.dtype, fast
 def fp8_mm(x: Tensor, w: Tensor, x_s: float, w_s: float, g_s: float
            ) -> tuple[Tensor, Tensor, Tensor]:
     """x (S, D) @ w (V, D).T in e4m3, scaled by x_s and w_s, as bf16; and the two FP8 factors."""
-    x_f8, w_f8 = (cast_to_fp8(*pair, torch.float8_e4m3fn) for pair in ((x, x_s), (w, w_s)))
+    x_f8, w_f8 = (to_fp8(*pair, torch.float8_e4m3fn) for pair in ((x, x_s), (w, w_s)))
     return scaled_mm(x_f8, w_f8.T, 1 / (x_s * w_s), torch.bfloat16, True), x_f8, w_f8
 
 @torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
 def fp8_mm_backward(g: Tensor, x_f8: Tensor, w_f8: Tensor, x_s: float, w_s: float, g_s: float
                     ) -> tuple[Tensor, Tensor]:
     """Gradients of x, bf16, and w, fp32 and column-major, by g (S, V) in e5m2, scaled by g_s."""
-    g_f8 = cast_to_fp8(g, g_s, torch.float8_e5m2)
+    g_f8 = to_fp8(g, g_s, torch.float8_e5m2)
     x_rows, w_columns, g_columns = x_f8.T.contiguous(), w_f8.T.contiguous().T, g_f8.T.contiguous().T
     grad_x = scaled_mm(g_f8, w_columns, 1 / (g_s * w_s), torch.bfloat16, False)
     return grad_x, scaled_mm(x_rows, g_columns, 1 / (x_s * g_s), torch.float32, False).T
@@ -513,13 +508,12 @@ class GPT(nn.Module):
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor, window: Tensor) -> Tensor:
         x, targets = self.hidden(inputs_BT, window).flatten(0, 1), targets_BT.flatten()
         size = self.cfg.sequences_per_forward * self.cfg.train_seq_len // self.head_chunks
-        parts = zip(*(t.split(round_up(size, BLOCK)) for t in (x, targets)), strict=True)
         if size >= len(x):
             return self.head_loss(x, targets)
+        parts = zip(*(t.split(round_up(max(size, 1), BLOCK)) for t in (x, targets)), strict=True)
         return sum(checkpoint(self.head_loss, *part, use_reentrant=False) for part in parts)
 
 # ---- Optimizers -------------------------------------------------------------
-
 def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     """Nearly the closest semi-orthogonal matrix to each of (…, M, N). Source: Keller Jordan et al.,
     https://kellerjordan.github.io/posts/muon/; batched: @scottjmaddox, @YouJiacheng."""
@@ -571,7 +565,7 @@ class ShardedOptimizer:
         self.grad = torch.empty_like(self.grads[self.mine]) if ranks.world_size > 1 else self.grads
         self.lr = torch.zeros((), device=self.weights.device)
         self.state = dict(mean=torch.zeros_like(self.grad))  # of this rank's share
-        self.math = torch.compile(self.math, dynamic=False) if self.lr.is_cuda else self.math
+        self.math = compiled(self.math) if self.lr.is_cuda else self.math
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the ranks; each receives its own share."""
@@ -660,7 +654,6 @@ def step_optimizers(optimizers: list[ShardedOptimizer], step: int, divisor: int)
         optimizer.grads.zero_()
 
 # ---- Schedules --------------------------------------------------------------
-
 def lr_scale(step: int, cfg: Hyperparameters) -> float:
     """Factor of every learning rate: 1, then falling linearly to final_lr_frac at the end."""
     frac = min(1.0, (1 - step / cfg.num_iterations) / (cfg.cooldown_frac or 1e-9))
@@ -672,11 +665,10 @@ def window_blocks(step: int, cfg: Hyperparameters) -> int:
 
 def muon_momentum(step: int, cfg: Hyperparameters) -> float:
     """Muon's momentum: linear from momentum_start to muon_momentum, then constant."""
-    frac = min(1.0, step / (cfg.momentum_warmup or 1e-9))
+    frac = min(1.0, step / cfg.momentum_warmup) if cfg.momentum_warmup else 1.0
     return (1 - frac) * cfg.momentum_start + frac * cfg.muon_momentum
 
 # ---- Distributed and logging (the same in every record) ---------------------
-
 class Ranks:
     """This process among the others, by torchrun's variables, and its device. Raises UserError."""
     def __init__(self, cfg: Hyperparameters):
@@ -695,6 +687,8 @@ class Ranks:
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 raise UserError(f"--device {cfg.device}: this GPU has no bf16; use --device cpu")
         if self.world_size > 1:
+            # torch 2.13 has newer names for the collectives, 2.11 has not
+            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
             dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
@@ -710,12 +704,12 @@ class Ranks:
         return box[0]
 
     def check_parity(self, step: int, model: nn.Module) -> None:
-        """Raise RunError where the ranks' parameters are not the same bits."""
+        """Raise UserError where the ranks' parameters are not the same bits."""
         words = {2: torch.int16, 4: torch.int32}
         low = sum(p.detach().view(words[p.itemsize]).sum() for p in model.parameters())
         high = self.all_reduce(low.clone(), dist.ReduceOp.MAX)
         if self.all_reduce(low, dist.ReduceOp.MIN).item() != high.item():
-            raise RunError(f"step {step}: the ranks' parameters have drifted apart")
+            raise UserError(f"step {step}: the ranks' parameters have drifted apart")
 
 def device_facts(device: torch.device) -> tuple[str, int]:
     """Name and peak memory in MiB, of the GPU or of the CPU and this process."""
@@ -770,7 +764,7 @@ class Health:
             signal.signal(each, signal.SIG_DFL)  # a second one ends the process at once
 
     def check(self, step: int, loss: Tensor, grads: list[Tensor]) -> None:
-        """Share the news of this step, before its update. Raises RunError, as `read`."""
+        """Share the news of this step, before its update. Raises UserError, as `read`."""
         sums = torch.stack([x.sum(dtype=torch.float32) for x in (loss, *grads)])
         news = F.pad(~sums.isfinite() * (self.ranks.rank + 1.0), (0, 1), value=self.signal)
         news = torch.cat([self.ranks.all_reduce(news, dist.ReduceOp.MAX), sums[:1]])
@@ -781,7 +775,7 @@ class Health:
         self.read(late=int(news.is_cuda))
 
     def read(self, late: int = 0) -> None:
-        """Take in all news but the last `late`. Raises RunError: step, rank, what is not finite."""
+        """Take in all news but the last `late`. Raises UserError: step, rank, what is not finite."""
         while len(self.news) > late:
             step, news, event = self.news.pop(0)
             if event:
@@ -789,10 +783,9 @@ class Health:
             *bad, self.stopping, self.loss = news.tolist()
             for name, rank in zip(self.names, bad, strict=True):
                 if rank:
-                    raise RunError(f"step {step}: non-finite {name} on rank {rank - 1:.0f}")
+                    raise UserError(f"step {step}: non-finite {name} on rank {rank - 1:.0f}")
 
 # ---- Checkpoints (the same in every record) ---------------------------------
-
 def write_durably(path: Path, write: Callable) -> None:
     """Have `write` fill a file that appears at `path` whole or not at all."""
     temporary = path.with_suffix(".tmp")
@@ -816,12 +809,13 @@ def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
         if ranks.rank == 0:
             write_durably(path, lambda file: torch.save(state, file))
             write_durably(path.with_suffix(".sha256"), lambda file: file.write(sha256(path)))
-            for old in sorted(folder.glob("step-*.pt"))[:-keep]:
+            for old in sorted(folder.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)[:-keep]:
                 old.unlink()
                 old.with_suffix(".sha256").unlink(missing_ok=True)
-    except (OSError, RuntimeError) as error:  # torch.save raises the latter where the disk is full
-        failure = (f"{path}: cannot be written ({str(error).splitlines()[0]}); make room, then go "
-                   "on from an earlier checkpoint with --resume auto")
+    except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
+        reason = str(error.__context__ or error).splitlines()[0]
+        failure = (f"{path}: cannot be written ({reason}); make room, then go on from an earlier "
+                   "checkpoint with --resume auto")
     if failure := ranks.broadcast(failure):
         raise UserError(failure)
 
@@ -830,8 +824,8 @@ def find_checkpoint(cfg: Hyperparameters, folder: Path, ranks: Ranks, log: Log) 
     found, auto = None, cfg.resume == "auto"
     paths = sorted(folder.glob("step-*.pt"), reverse=True) if auto else [Path(cfg.resume)]
     for path in paths if ranks.rank == 0 else []:
-        digest = path.with_suffix(".sha256")
-        if path.is_file() and digest.is_file() and digest.read_bytes() == sha256(path):
+        if path.is_file() and (digest := path.with_suffix(".sha256")).is_file() and (
+                digest.read_bytes() == sha256(path)):
             found = path
             break
         log(f"skipped the checkpoint {path}: it is damaged, or it or its .sha256 is missing")
@@ -844,18 +838,19 @@ def load_checkpoint(path: Path, cfg: Hyperparameters, data: list) -> dict:
     """The state at `path`. Raises UserError where it is none, or of another run than this."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        saved, step, same_data = state["hyperparameters"], state["step"], state["data"] == data
+        differing = [f"{key} {state['hyperparameters'].get(key)!r}, now {value!r}"
+                     for key, value in asdict(cfg).items()
+                     if key not in FREE_TO_CHANGE and state["hyperparameters"].get(key) != value]
+        differing += [f"step {state['step']:d}, too late"] * (state["step"] > cfg.num_iterations)
+        differing += ["the training data"] * (state["data"] != data)
+        assert {"model", "optimizers", "loader", "generator", "train_time_ms"} <= set(state)
     except Exception as error:  # by what is in the file, torch.load raises nearly anything
         raise UserError(f"{path}: no checkpoint, {type(error).__name__}; name another") from None
-    differing = [f"{key} {saved.get(key)!r}, now {value!r}" for key, value in asdict(cfg).items()
-                 if key not in FREE_TO_CHANGE and saved.get(key) != value]
-    differing += [f"step {step}, beyond num_iterations"] * (step > cfg.num_iterations)
-    if differing := differing + ["the training data"] * (not same_data):
+    if differing:
         raise UserError(f"{path}: of another run; what differs: {'; '.join(differing)}")
     return state
 
 # ---- Validation (the same in every record) ----------------------------------
-
 def read_val_tokens(cfg: Hyperparameters) -> np.ndarray:
     """The first val_tokens validation tokens and one more, uint16. Raises UserError."""
     shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
@@ -900,7 +895,6 @@ def sample(model: nn.Module, window: Tensor, cfg: Hyperparameters) -> str:
     return decode([i for i in ids if i != cfg.eot_token])
 
 # ---- Training ---------------------------------------------------------------
-
 def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> None:
     """Types, head, kernel options and compilation that suit the GPU at hand."""
     for table in (model.embed, *model.value_embeds):
@@ -911,9 +905,11 @@ def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> 
     if torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160 * 1024:
         model.kernel_options = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64,
                                     BLOCK_N2=32)  # a 4090 or 3090 has less than an A100 or H100
-    if cfg.head_chunks == 0:  # about 12 bytes a logit; half of what is free may go there
-        logits = cfg.sequences_per_forward * cfg.train_seq_len * len(model.lm_head.weight)
-        need = 2 * 12 * logits / torch.cuda.mem_get_info(device)[0]
+    if cfg.head_chunks == 0:  # bytes: some 50 for each activation kept, 4 for each logit
+        tokens = cfg.sequences_per_forward * cfg.train_seq_len
+        kept = 50 * tokens * cfg.model_dim * len(cfg.attention_pattern)
+        room = max(1e8, torch.cuda.mem_get_info(device)[0] - kept)
+        need = 4 * tokens * len(model.lm_head.weight) / room
         model.head_chunks = 2 ** max(0, math.ceil(math.log2(need)))
     caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "train_gpt"))
@@ -922,7 +918,7 @@ def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> 
 def warm_up(model: GPT, optimizers: list, loader: TokenLoader, cfg: Hyperparameters) -> None:
     """Run every kernel on random tokens, then put weights and optimizer state back."""
     tensors = [x for o in optimizers for x in (o.weights, *o.state.values())]
-    before, random = [x.clone() for x in tensors], np.random.default_rng(0)
+    before, random = [x.to("cpu", copy=True) for x in tensors], np.random.default_rng(0)
     window = torch.ones((), dtype=torch.int32, device=loader.device)
 
     def random_batch(rows: int, length: int) -> tuple[Tensor, Tensor]:
@@ -940,12 +936,12 @@ def warm_up(model: GPT, optimizers: list, loader: TokenLoader, cfg: Hyperparamet
 
 def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
     """Train, validate and log as `cfg` says; the exit code."""
-    device, last = ranks.device, cfg.num_iterations
+    device, last, first, train_ms = ranks.device, cfg.num_iterations, 0, 0.0
     run_id = ranks.broadcast(cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex())
     folder, val_tokens = Path("logs") / run_id, read_val_tokens(cfg)
     loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device)
     log = loader.say = Log(folder / "log.txt", enabled=ranks.rank == 0)
-    data, first, train_ms = fingerprint(loader.files), 0, 0.0
+    data = fingerprint(loader.files)
     if cfg.resume and (path := find_checkpoint(cfg, folder, ranks, log)):
         state = load_checkpoint(path, cfg, data)
         first, train_ms = state["step"], state["train_time_ms"]
@@ -965,9 +961,8 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
                    world_size=ranks.world_size,
                    parameters=sum(p.numel() for p in model.parameters()))
     head = "fp8" if model.lm_head.fp8_scales else "bf16" if device.type == "cuda" else "fp32"
-    facts = asdict(cfg) | machine | dict(run_id=run_id, preset=preset, python=sys.version.split()[0],
-                                         head=head, head_chunks=model.head_chunks,
-                                         threads=torch.get_num_threads())
+    facts = dict(asdict(cfg), run_id=run_id, preset=preset, python=sys.version.split()[0], head=head,
+                 head_chunks=model.head_chunks, threads=torch.get_num_threads()) | machine
     if log.file and not log.file.tell():
         lines = (f"{key}: {value}" for key, value in facts.items())
         log("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]), console=False)
@@ -986,24 +981,19 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
         loader.seek(state["loader"])
         torch.set_rng_state(state["generator"])
         log(f"resumed at step:{first} from {path.name}; steps {first} to {log.last_step} are redone")
-    window = torch.ones((), dtype=torch.int32, device=device)
-    gc.collect()
-    gc.freeze()  # what is alive now lives as long as the run
-    synchronize(device)
-    started = time.perf_counter()  # the clock starts
 
+    window = torch.ones((), dtype=torch.int32, device=device)
+    started = time.perf_counter()  # the clock starts
     for step in range(first, last + 1):  # one round more than steps: the last only validates
         window.fill_(window_blocks(step, cfg))
         stopping = int(health.stopping) if step < last else 0
-        validating = step == last or cfg.val_every and step % cfg.val_every == 0 and not stopping
-        if validating:
+        if step == last or cfg.val_every and step % cfg.val_every == 0 and not stopping:
             synchronize(device)
             train_ms += 1000 * (time.perf_counter() - started)  # the clock stops
             health.read()
             ranks.check_parity(step, model)
             val_loss = validate(model, val_tokens, window, cfg, ranks)
             log.step(step, last, train_ms, val_loss)
-            synchronize(device)
             started = time.perf_counter()  # the clock starts again
         if cfg.save_every and step > first and (
                 stopping or step == last or step % cfg.save_every == 0):
@@ -1029,10 +1019,10 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
         health.check(step, loss, [o.grads for o in optimizers])
         step_optimizers(optimizers, step, loader.micro_steps * ranks.world_size)
 
-        if cfg.profile and step == first + 2:
+        if cfg.profile and step == min(first + 2, last - 1):
             profiler = torch.profiler.profile()
             profiler.start()
-        elif cfg.profile and step == first + 5:
+        if cfg.profile and step == min(first + 5, last - 1):
             profiler.stop()
             profiler.export_chrome_trace(str(folder / "trace.json"))
             log(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
@@ -1060,12 +1050,16 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         return train(preset, cfg, ranks)
     except torch.OutOfMemoryError:
-        code, message = 1, "out of GPU memory; raise --head_chunks or lower --sequences_per_forward"
-    except (RunError, OSError, dist.DistError) as error:
-        code, message = 1 + isinstance(error, UserError), error
+        message = "out of GPU memory; raise --head_chunks or lower --sequences_per_forward"
+    except (UserError, OSError) as error:
+        message = error
+    except RuntimeError as error:
+        if not dist.is_initialized():
+            raise
+        message = f"another rank is gone: {str(error).splitlines()[0]}"
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{SCRIPT.name}: error: {message}", file=sys.stderr)
-    return code
+    return 2
 
 if __name__ == "__main__":
     sys.exit(main())

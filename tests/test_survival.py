@@ -1,0 +1,675 @@
+"""Runs that are killed, stopped, resumed, or that go wrong, with faults really injected, on CPU.
+
+Each rank of a run is a process, forked from a server that has imported torch once. A fault is a
+function of this file that a rank calls before main() to put something in the script's way. Every
+run notes the exact loss of each step. What is expected of a resumed run is what one run without
+any fault did, the fixture `whole`.
+"""
+
+import contextlib
+import errno
+import itertools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["test_survival"])
+
+MODEL = """--preset pocket --model_dim 32 --head_dim 16 --attention_pattern LSL
+    --value_embed_pattern 0.0 --window_tokens 256 --sequences_per_step 4 --train_seq_len 128
+    --sequences_per_forward 2 --val_tokens 1000 --val_seq_len 256 --val_every 2 --warmup_steps 1
+    --sample_tokens 0 --momentum_warmup 5""".split()
+STEPS = 9
+SHARDS = [2100, 1600]  # tokens: four steps, three steps, then the second epoch
+# gloo sums in another order than one process does.
+RANKS_RTOL = 1e-5
+
+
+class Run:
+    """The processes of a run, one a rank: `wait` for them, then read what they did."""
+
+    def __init__(self, processes, cwd):
+        self.processes, self.cwd = processes, cwd
+        self.folder = cwd / "logs" / "x"
+
+    def wait(self, timeout=120):
+        """Exit codes by rank, negative where a signal ended it. A rank that hangs is a failure."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0, deadline - time.monotonic()))
+        hanging = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        for rank in hanging:
+            self.processes[rank].kill()
+        assert not hanging, f"ranks {hanging} hang after {timeout} s"
+        return [process.exitcode for process in self.processes]
+
+    def out(self, rank=0):
+        return (self.cwd / f"out-{rank}").read_text()
+
+    def err(self, rank=0):
+        return (self.cwd / f"err-{rank}").read_text()
+
+    def log(self):
+        """The log without the script's source and the list of hyperparameters that open it."""
+        return (self.folder / "log.txt").read_text().rpartition("=" * 100)[2]
+
+    def losses(self, rank=0):
+        """[[step, loss as float.hex]] of each step that came to its gradients."""
+        return [line.split() for line in (self.cwd / f"losses-{rank}").read_text().splitlines()]
+
+    def state(self, step=STEPS):
+        return torch.load(self.folder / f"step-{step:06d}.pt", weights_only=True)
+
+    def saved(self):
+        """Steps of the checkpoints that are there."""
+        return sorted(int(path.stem[5:]) for path in self.folder.glob("step-*.pt"))
+
+
+def run_rank(rank, nproc, port, cwd, args, fault):
+    """What the process of a rank does: main(), its output in files, a fault put in its way."""
+    os.chdir(cwd)
+    for number, name in ((1, f"out-{rank}"), (2, f"err-{rank}")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    if nproc > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    Path(f"losses-{rank}").write_text("")
+    at_each_step(partial(note_loss, Path(f"losses-{rank}")))
+    if fault:
+        fault(rank)
+    sys.exit(train_gpt.main(args))
+
+
+def note_loss(path, step, loss, grads):
+    with path.open("a") as file:
+        file.write(f"{step} {loss.item().hex()}\n")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, write_shard):
+    """A folder with two training shards and one for validation."""
+    folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for index, count in enumerate(SHARDS):
+        write_shard(folder / f"train_{index}.bin", random.integers(0, 257, count))
+    write_shard(folder / "val_0.bin", random.integers(0, 257, 1200))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start_in(data):
+    """`start_in(cwd, *args, nproc=1, fault=None)` starts a run named x and returns it."""
+    with pytest.MonkeyPatch.context() as patch:  # the server finds this file and the script
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        multiprocessing.forkserver.ensure_running()
+
+    def start_in(cwd, *args, nproc=1, fault=None, data=data):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        flags = [*MODEL, "--train_files", f"{data}/train_*.bin", "--val_files", f"{data}/val_*.bin",
+                 "--num_iterations", str(STEPS), "--run_id", "x", *map(str, args)]
+        processes = [FORKS.Process(target=run_rank, args=(rank, nproc, port, cwd, flags, fault))
+                     for rank in range(nproc)]
+        for process in processes:
+            process.start()
+        return Run(processes, cwd)
+
+    return start_in
+
+
+@pytest.fixture
+def start(start_in, tmp_path):
+    """`start(*args, nproc=1, fault=None)` starts a run in tmp_path; again, it is the same run."""
+    return partial(start_in, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(start_in, tmp_path_factory):
+    """The run without any fault, on one rank, with a checkpoint of each step kept."""
+    run = start_in(tmp_path_factory.mktemp("whole"), "--save_every", 1, fault=keep_all)
+    assert run.wait() == [0], run.err()
+    return run
+
+
+def one_line(text):
+    """The text, which must be one line, so no traceback."""
+    assert len(text.splitlines()) == 1, text
+    return text
+
+
+def same(value, expected):
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(value, expected)
+    if isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(same(value[k], expected[k]) for k in value)
+    return value == expected
+
+
+def assert_same_state(state, expected):
+    """All that a checkpoint holds is equal to the bit, but for clock and flags."""
+    assert state.keys() == expected.keys()
+    for key in state.keys() - {"hyperparameters", "train_time_ms"}:
+        assert same(state[key], expected[key]), key
+
+
+# Faults, to be bound by `partial` up to the last argument, the rank.
+
+def at_each_step(action):
+    """Call `action(step, loss, grads)` once a step's gradients are there, before its update."""
+    check = train_gpt.Health.check
+
+    def check_after_action(health, step, loss, grads):
+        action(step, loss, grads)
+        return check(health, step, loss, grads)
+
+    train_gpt.Health.check = check_after_action
+
+
+def at_step(when, only_rank, action, rank):
+    """Call `action(loss, grads)` at one step on one rank."""
+    def act(step, loss, grads):
+        if step == when and rank == only_rank:
+            action(loss, grads)
+
+    at_each_step(act)
+
+
+def send_self(numbers, *_):
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+def keep_all(rank):
+    """No checkpoint is removed."""
+    save = train_gpt.save_checkpoint
+    train_gpt.save_checkpoint = lambda folder, state, ranks, keep: save(folder, state, ranks, 999)
+
+
+def killed(step):
+    return partial(at_step, step, 0, partial(send_self, [signal.SIGKILL]))
+
+
+# Resume
+
+
+@pytest.mark.parametrize("first, second", [(2, 3), (4, 5), (7, 8)])
+def test_resumed_run_is_the_same_to_the_bit(start_in, whole, tmp_path, first, second):
+    """From within a shard, from the end of one, of the last one, and from the middle of an epoch.
+
+    The loader does not begin again, and the first step has its own learning rate.
+    """
+    runs = {}
+    for step in (first, second):  # side by side
+        (cwd := tmp_path / str(step)).mkdir()
+        runs[step] = start_in(cwd, "--save_every", 100, "--resume",
+                              whole.folder / f"step-{step:06d}.pt")
+    for step, run in runs.items():
+        assert run.wait() == [0], run.err()
+        assert run.losses() == whole.losses()[step:]
+        assert_same_state(run.state(), whole.state())
+        expected = re.findall(r"step:(\d+)/9 val_loss:(\S+)", whole.log())
+        found = re.findall(r"step:(\d+)/9 val_loss:(\S+)", run.log())
+        assert found == [pair for pair in expected if int(pair[0]) >= step]
+
+
+def test_killed_run_goes_on_in_the_same_log(start, whole, final_values):
+    args = ("--save_every", 4, "--resume", "auto")
+    run = start(*args, fault=killed(6))
+    assert run.wait() == [-signal.SIGKILL]
+    assert "afresh" in run.out()
+    saved = run.state(4)
+    before = (run.folder / "log.txt").read_text()
+
+    run = start(*args)
+    assert run.wait() == [0], run.err()
+    assert run.losses() == whole.losses()[4:]
+    assert_same_state(run.state(), whole.state())
+    assert (run.folder / "log.txt").read_text().startswith(before)
+    assert re.search(r"resumed at step:4 from step-000004\.pt", run.log())
+    lines = re.findall(r"^step:(\d+)/.*train_time:(\d+)ms.*?( redone:1)?$", run.log(), re.M)
+    redone = {int(step) for step, _, mark in lines if mark}
+    assert redone == {4, 5, 6}, "step 4 is validated again, 5 and 6 are trained again"
+    times = [int(ms) for step, ms, mark in lines if mark or int(step) > 6]
+    assert times == sorted(times) and times[0] >= int(saved["train_time_ms"])
+    assert int(final_values(run.log())["train_time_ms"]) >= times[-1]
+
+
+def test_finished_run_does_nothing_when_resumed(start):
+    args = ("--save_every", 4, "--resume", "auto")
+    assert start(*args).wait() == [0]
+    files = {p: (p.read_bytes(), p.stat().st_mtime_ns)
+             for p in (start.args[0] / "logs" / "x").glob("step-*")}
+    run = start(*args)
+    assert run.wait() == [0], run.err()
+    assert "finished" in run.log() and not run.losses()
+    assert files == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.folder.glob("step-*")}
+
+    run = start(*args, "--num_iterations", STEPS + 2)
+    assert run.wait() == [0], run.err()
+    assert [step for step, _ in run.losses()] == ["9", "10"]
+    assert run.saved()[-1] == STEPS + 2
+
+
+def draw_numbers(count, rank):
+    """The warm-up draws from the default generator; its state at the first step is kept."""
+    warm_up = train_gpt.warm_up
+    train_gpt.warm_up = lambda *args: (torch.rand(count), warm_up(*args))
+    states = []
+    at_each_step(lambda *_: states or states.append(torch.save(torch.get_rng_state(), "generator")))
+
+
+def test_generator_is_restored_after_all_that_draws_from_it(start):
+    start("--save_every", 4, fault=partial(draw_numbers, 3)).wait()
+    run = start("--resume", "auto", "--save_every", 1,
+                "--num_iterations", STEPS + 1, fault=partial(draw_numbers, 5))
+    assert run.wait() == [0], run.err()
+    generator = torch.load(run.cwd / "generator", weights_only=True)
+    assert torch.equal(generator, run.state(STEPS)["generator"])
+    assert not torch.equal(generator, torch.Generator().manual_seed(0).get_state())
+
+
+def blind(rank):
+    """Rank 1 finds no checkpoint."""
+    if rank == 1:
+        Path.glob = lambda *args: iter(())
+
+
+def test_two_ranks_resume_as_one_two_or_four(start_in, tmp_path):
+    """All ranks take the checkpoint that rank 0 finds, the one before a damaged one."""
+    first = start_in(tmp_path, "--save_every", 4, nproc=2)
+    assert first.wait() == [0, 0], first.err()
+    expected = mean_losses(first, 2)
+    path = first.folder / f"step-{STEPS:06d}.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+
+    for nproc, fault in ((1, None), (2, blind), (4, None)):
+        shutil.copytree(first.folder, (cwd := tmp_path / str(nproc)) / "logs" / "x")
+        run = start_in(cwd, "--save_every", 100, "--resume", "auto", nproc=nproc, fault=fault)
+        assert run.wait() == [0] * nproc, run.err()
+        assert re.search(f"{path.name}.* damaged", run.out())
+        assert "resumed at step:8 from step-000008.pt" in run.out()
+        losses = mean_losses(run, nproc)
+        np.testing.assert_allclose(losses, expected[8:], rtol=RANKS_RTOL)
+        if nproc == 2:
+            assert losses == expected[8:]
+
+
+def mean_losses(run, nproc):
+    by_rank = [[float.fromhex(loss) for _, loss in run.losses(rank)] for rank in range(nproc)]
+    return [sum(losses) / nproc for losses in zip(*by_rank, strict=True)]
+
+
+@pytest.mark.parametrize("change, named", [
+    (("--muon_lr", 0.06), "muon_lr 0.05, now 0.06"),
+    (("--num_iterations", 3), "num_iterations"),
+    ((), "data"),
+])
+def test_another_run_is_refused(start, whole, data, tmp_path, change, named):
+    """A checkpoint of other hyperparameters, of a longer run, of data that have changed."""
+    other = shutil.copytree(data, tmp_path / "other")
+    if named == "data":
+        with (other / "train_0.bin").open("r+b") as file:
+            file.seek(1500)
+            file.write(b"\0\0")
+    run = start("--resume", whole.folder / "step-000004.pt", *change, data=other)
+    assert run.wait() == [2]
+    line = one_line(run.err())
+    assert "step-000004.pt" in line and named in line
+    assert not run.losses()
+
+
+# Kill
+
+
+MOMENTS = ["half-written", "before fsync", "before rename", "before sha256", "after sha256"]
+
+
+def killed_in_save(moment, which, rank):
+    """SIGKILL at a moment of the `which`-th save."""
+    def kill_at(owner, name, call, before):
+        original, calls = getattr(owner, name), itertools.count(1)
+
+        def counted(*args):
+            due = next(calls) == call
+            if due:
+                before(*args)
+            result = original(*args)
+            if due:
+                send_self([signal.SIGKILL])
+            return result
+
+        setattr(owner, name, counted)
+
+    def kill(*args):
+        send_self([signal.SIGKILL])
+
+    def half(state, file):
+        file.write(os.urandom(100_000))
+        file.flush()
+        kill()
+
+    kill_at(*{
+        "half-written": (torch, "save", which, half),
+        "before fsync": (os, "fsync", 2 * which - 1, kill),
+        "before rename": (Path, "replace", 2 * which - 1, kill),
+        "before sha256": (train_gpt, "write_durably", 2 * which, kill),
+        "after sha256": (train_gpt, "write_durably", 2 * which, lambda *args: None),
+    }[moment])
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_in_a_save(start, whole, moment):
+    """What the killed save leaves behind does no harm; the checkpoint before it is used."""
+    args = ("--save_every", 3, "--resume", "auto")
+    run = start(*args, fault=partial(killed_in_save, moment, 2))
+    assert run.wait() == [-signal.SIGKILL]
+    assert 3 in run.saved()
+    run = start(*args)
+    assert run.wait() == [0], run.err()
+    assert run.losses() == whole.losses()[6 if moment == "after sha256" else 3 :]
+    assert_same_state(run.state(), whole.state())
+    assert not list(run.folder.glob("*.tmp"))
+
+
+def killed_at_random(seed, rank):
+    """SIGKILL, every second time within a save, else shortly after the gradients of some step."""
+    chance = random.Random(seed)
+    if seed % 2:
+        return killed_in_save(chance.choice(MOMENTS), chance.randrange(1, 3), rank)
+    left, delay = itertools.count(-chance.randrange(4)), chance.uniform(0, 0.02)
+
+    def act(*_):
+        if next(left) == 0:
+            threading.Timer(delay, send_self, [[signal.SIGKILL]]).start()
+
+    at_each_step(act)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(start, start_in, tmp_path_factory):
+    """What is resumed after each death comes to the parameters of a run that nobody killed."""
+    args = ("--num_iterations", 150, "--val_every", 50, "--save_every", 2)
+    whole = start_in(tmp_path_factory.mktemp("uninterrupted"), *args)
+    for seed in range(20):
+        run = start(*args, "--resume", "auto", fault=partial(killed_at_random, seed))
+        assert run.wait() == [-signal.SIGKILL], f"death {seed}: {run.err()}"
+    run = start(*args, "--resume", "auto")
+    assert run.wait() == whole.wait() == [0], run.err() + whole.err()
+    assert_same_state(run.state(150), whole.state(150))
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_at_the_step_boundary(start, whole, number):
+    args = ("--save_every", 100, "--resume", "auto")
+    run = start(*args, fault=partial(at_step, 4, 0, partial(send_self, [number])))
+    assert run.wait() == [128 + number], run.err()
+    assert run.err() == ""
+    assert run.saved() == [5]
+    assert f"stopped at step:5 by signal {number:d}" in run.log().splitlines()[-1]
+    run = start(*args)
+    assert run.wait() == [0], run.err()
+    assert run.losses() == whole.losses()[5:]
+    assert_same_state(run.state(), whole.state())
+
+
+def test_second_signal_ends_at_once(start):
+    fault = partial(at_step, 4, 0, partial(send_self, [signal.SIGTERM, signal.SIGINT]))
+    run = start("--save_every", 100, fault=fault)
+    assert run.wait() == [-signal.SIGINT]
+    assert run.saved() == []
+
+
+def test_signal_without_saving_only_stops(start):
+    run = start(fault=partial(at_step, 4, 0, partial(send_self, [signal.SIGTERM])))
+    assert run.wait() == [128 + signal.SIGTERM], run.err()
+    assert run.saved() == [] and "stopped at step:5" in run.log() and "resume" not in run.log()
+
+
+def test_signal_to_one_rank_stops_both_at_the_same_step(start):
+    fault = partial(at_step, 4, 1, partial(send_self, [signal.SIGTERM]))
+    run = start("--save_every", 100, nproc=2, fault=fault)
+    assert run.wait() == [128 + signal.SIGTERM] * 2, run.err()
+    assert run.saved() == [5] and len(run.losses(0)) == len(run.losses(1)) == 5
+
+
+def die_or_be_told(rank):
+    """At step 4 rank 1 is killed and rank 0 gets a SIGTERM, as from torchrun."""
+    at_step(4, 1, partial(send_self, [signal.SIGKILL]), rank)
+    at_step(4, 0, partial(send_self, [signal.SIGTERM]), rank)
+
+
+def test_rank_told_to_stop_because_another_died_does_not_hang(start):
+    run = start("--save_every", 2, nproc=2, fault=die_or_be_told)
+    codes = run.wait(timeout=30)
+    assert codes[0] != 0 and codes[1] == -signal.SIGKILL
+    assert run.saved() == [2, 4]
+    assert "Traceback" not in run.err(), run.err()
+
+
+# Numbers
+
+
+def poison(value, which, loss, grads):
+    (loss if which is None else grads[which].view(-1)[-1]).fill_(value)
+
+
+def poison_counting(value, which, rank):
+    """Something not finite at step 5 on rank 1; the file `updates` counts the updates."""
+    at_step(5, 1, partial(poison, value, which), rank)
+    step_optimizers, updates = train_gpt.step_optimizers, itertools.count(1)
+
+    def counted(*args):
+        Path(f"updates-{rank}").write_text(str(next(updates)))
+        step_optimizers(*args)
+
+    train_gpt.step_optimizers = counted
+
+
+@pytest.mark.parametrize("value, which, what", [
+    (float("nan"), 0, "gradient of .+"),
+    (float("-inf"), None, "loss"),
+])
+def test_non_finite_number_on_one_rank_stops_all(start, value, which, what):
+    run = start("--save_every", 2, nproc=2, fault=partial(poison_counting, value, which))
+    assert run.wait() == [1, 1]
+    line = one_line(run.err())
+    assert "step 5" in line and re.search(f"non-finite {what} on rank 1", line)
+    for rank in (0, 1):
+        updates = (run.cwd / f"updates-{rank}").read_text()
+        assert updates == "6", "one of the warm-up and those of steps 0 to 4"
+    assert run.saved() == [2, 4]
+    assert run.state(4)["step"] == 4
+
+
+def drift(rank):
+    """On rank 1 one bit of one weight is another before the validation at step 6."""
+    check_parity = train_gpt.Ranks.check_parity
+
+    def check_after_flip(ranks, step, model):
+        if step == 6 and rank == 1:
+            model.blocks[1].mlp.c_fc.weight.data.view(torch.int32)[3, 5] ^= 1
+        check_parity(ranks, step, model)
+
+    train_gpt.Ranks.check_parity = check_after_flip
+
+
+def test_drifted_parameters_are_found_at_a_validation(start):
+    run = start(nproc=2, fault=drift)
+    assert run.wait() == [1, 1]
+    line = one_line(run.err())
+    assert "step 6" in line and "drifted" in line
+    assert re.findall(r"step:(\d+)/9 val_loss", run.log()) == ["0", "2", "4"]
+
+
+# Disk and data
+
+
+def full_disk(which, rank):
+    """From the `which`-th save on the disk is full after the first half."""
+    save, left = torch.save, [which]
+
+    def save_or_fail(state, file):
+        left[0] -= 1
+        if left[0] > 0:
+            return save(state, file)
+        file.write(b"PK" + bytes(200_000))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    torch.save = save_or_fail
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_full_disk_ends_the_run_with_one_line(start, whole, nproc):
+    args = ("--save_every", 3, "--resume", "auto")
+    run = start(*args, nproc=nproc, fault=partial(full_disk, 2))
+    assert all(code > 0 for code in run.wait())
+    line = one_line(run.err())
+    assert "step-000006.pt" in line and "No space left" in line and "--resume auto" in line
+    assert {p.name for p in run.folder.iterdir()} == {"log.txt", "step-000003.pt",
+                                                     "step-000003.sha256"}
+    if nproc == 1:
+        run = start(*args)
+        assert run.wait() == [0], run.err()
+        assert_same_state(run.state(), whole.state())
+
+
+def test_small_disk(start_in, whole, tmp_path):
+    """A file system on which the log and one checkpoint have room."""
+    size = 200_000 + int(1.5 * (whole.folder / "step-000004.pt").stat().st_size)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mount is not permitted here")
+    try:
+        run = start_in(tmp_path, "--save_every", 4)
+        codes, line, files = run.wait(), run.err(), {p.name for p in run.folder.iterdir()}
+        assert codes[0] > 0
+        assert "step-000008.pt" in one_line(line) and "No space left" in line
+        assert files == {"log.txt", "step-000004.pt", "step-000004.sha256"}
+        assert run.state(4)["step"] == 4
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_checkpoint_that_cannot_be_written(start):
+    run = start("--save_every", 2, fault=partial(at_step, 3, 0, make_obstacle))
+    assert run.wait()[0] > 0
+    assert "step-000004.pt: cannot be written" in one_line(run.err())
+    assert run.saved() == [2]
+
+
+def make_obstacle(loss, grads):
+    """A folder where the temporary file of the save at step 4 goes."""
+    Path("logs/x/step-000004.tmp").mkdir()
+
+
+def test_logs_folder_that_cannot_be_made(start, tmp_path):
+    (tmp_path / "logs").write_text("")
+    run = start()
+    assert run.wait()[0] > 0
+    assert "logs" in one_line(run.err())
+
+
+def vanish(path, loss, grads):
+    path.unlink()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_data_that_vanish(start, data, write_shard, tmp_path, nproc):
+    """The third shard is gone before it is read, which is while the second one is in use."""
+    mine = shutil.copytree(data, tmp_path / "data")
+    third = write_shard(mine / "train_2.bin", np.zeros(1600))
+    run = start("--save_every", 2, nproc=nproc, data=mine,
+                fault=partial(at_step, 1, 0, partial(vanish, third)))
+    assert all(code > 0 for code in run.wait())
+    assert "train_2.bin" in one_line(run.err())
+    assert run.saved() == [4, 6]
+
+
+# torchrun
+
+
+@contextlib.contextmanager
+def torchrun(tmp_path, data, *args, launcher=()):
+    """A run under torchrun with two ranks; what is left of it is killed at the end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               *launcher, train_gpt.SCRIPT, *MODEL, "--train_files", data / "train_*.bin",
+               "--val_files", data / "val_*.bin", "--run_id", "x", "--resume", "auto", *args]
+    process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stdin=subprocess.DEVNULL,
+                               stdout=(tmp_path / "out-0").open("w"),
+                               stderr=(tmp_path / "err-0").open("w"), start_new_session=True)
+    try:
+        yield process, Run([], tmp_path)
+    finally:
+        for child in [*children(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        process.wait()
+
+
+def children(pid):
+    try:
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def wait_until(condition, process, timeout=60):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_logged(run, text):
+    log = run.folder / "log.txt"
+    return log.exists() and text in run.log()
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_after_a_killed_worker(tmp_path, data, start_in, tmp_path_factory):
+    args = ("--num_iterations", 100, "--save_every", 20)
+    with torchrun(tmp_path, data, *args, launcher=["--max-restarts=2"]) as (process, run):
+        wait_until(lambda: is_logged(run, "step:30/100"), process)
+        os.kill(children(process.pid)[1], signal.SIGKILL)
+        assert process.wait(timeout=120) == 0, run.err()
+    resumed = re.findall(r"resumed at step:(\d+)", (run.folder / "log.txt").read_text())
+    assert len(resumed) == 1 and int(resumed[0]) >= 20
+    whole = start_in(tmp_path_factory.mktemp("uninterrupted"), *args, nproc=2)
+    assert whole.wait() == [0, 0], whole.err()
+    assert_same_state(run.state(100), whole.state(100))
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun(tmp_path, data):
+    """torchrun passes it on; the ranks save, close the log and leave none behind."""
+    args = ("--num_iterations", 2000, "--save_every", 1000)
+    with torchrun(tmp_path, data, *args) as (process, run):
+        wait_until(lambda: is_logged(run, "step:5/2000"), process)
+        workers = children(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) != 0  # torchrun says so of itself
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    [step] = run.saved()
+    assert run.state(step)["step"] == step
+    assert f"stopped at step:{step} by signal 15" in run.log().splitlines()[-1]

@@ -145,11 +145,9 @@ def pocket(args, flags):
                 say(f"run {done + 1} of {total}: {name}, seed {seed}: val_loss "
                     f"{values['val_loss']}, training {training_seconds(values):.1f} s, command to "
                     f"exit {values['wall_s']:.1f} s; about {left:.0f} s left")
-    except KeyboardInterrupt:
-        say("interrupted; what has been measured:")
-    runs = {name: values for name, values in runs.items() if values}
-    if runs:
-        report_pocket(runs, cfg.target_loss)
+    finally:  # what has been measured is reported, however the rest ends
+        if runs["pocket"]:
+            report_pocket({name: each for name, each in runs.items() if each}, cfg.target_loss)
 
 
 def report_pocket(runs, target):

@@ -492,7 +492,7 @@ def poison_counting(value, which, rank):
 ])
 def test_non_finite_number_on_one_rank_stops_all(start, value, which, what):
     run = start("--save_every", 2, nproc=2, fault=partial(poison_counting, value, which))
-    assert run.wait() == [1, 1]
+    assert all(code > 0 for code in run.wait())
     line = one_line(run.err())
     assert "step 5" in line and re.search(f"non-finite {what} on rank 1", line)
     for rank in (0, 1):
@@ -516,7 +516,7 @@ def drift(rank):
 
 def test_drifted_parameters_are_found_at_a_validation(start):
     run = start(nproc=2, fault=drift)
-    assert run.wait() == [1, 1]
+    assert all(code > 0 for code in run.wait())
     line = one_line(run.err())
     assert "step 6" in line and "drifted" in line
     assert re.findall(r"step:(\d+)/9 val_loss", run.log()) == ["0", "2", "4"]

@@ -1,0 +1,328 @@
+"""Checkpoints on disk: found whole or not at all, kept, refused, written durably. In process."""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+
+TINY = dataclasses.replace(
+    train_gpt.Hyperparameters(**train_gpt.PRESETS["pocket"]), model_dim=32, head_dim=16,
+    attention_pattern="LS", value_embed_pattern="0.", train_seq_len=128, val_seq_len=128,
+    num_iterations=100, device="cpu", resume="auto")
+DATA = [["train_0.bin", 5000, "3f"], ["train_1.bin", 4000, "a7"]]
+KIB = 1024
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return train_gpt.Ranks(TINY)
+
+
+@pytest.fixture(scope="module")
+def state(ranks):
+    """What a run of TINY saves at step 20, every tensor of it drawn from a normal distribution."""
+    model = train_gpt.GPT(TINY)
+    optimizers = train_gpt.build_optimizers(model, TINY, ranks)
+    generator = torch.Generator().manual_seed(0)
+    for x in [o.weights for o in optimizers] + [x for o in optimizers for x in o.state.values()]:
+        x.normal_(generator=generator)
+    return dict(step=20, hyperparameters=dataclasses.asdict(TINY), data=DATA,
+                loader=dict(epoch=0, shard=1, position=512), generator=generator.get_state(),
+                train_time_ms=1234.5, model=model.state_dict(),
+                optimizers={o.name: o.full_state() for o in optimizers})
+
+
+@pytest.fixture
+def folder(tmp_path, state, ranks):
+    """A folder with the checkpoints of steps 10 and 20."""
+    for step in (10, 20):
+        train_gpt.save_checkpoint(tmp_path, state | dict(step=step), ranks, keep=2)
+    return tmp_path
+
+
+@pytest.fixture
+def find(folder, ranks):
+    """`find(resume="auto")` gives the path found in the folder, and what was said about it."""
+    def find(resume="auto"):
+        lines = []
+        cfg = dataclasses.replace(TINY, resume=str(resume))
+        return train_gpt.find_checkpoint(cfg, folder, ranks, lines.append), "\n".join(lines)
+
+    return find
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def seal(path):
+    """Give the file the sha256 that makes it look whole."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    path.with_suffix(".sha256").write_text(digest)
+
+
+def equal(value, expected):
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(value, expected)
+    if isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(equal(value[k], expected[k]) for k in value)
+    return value == expected
+
+
+# Whole or not
+
+
+def test_what_is_saved_is_found_and_loaded(find, state):
+    path, said = find()
+    assert path.name == "step-000020.pt" and "skipped" not in said
+    assert equal(train_gpt.load_checkpoint(path, TINY, DATA), state)
+
+
+def test_sha256_is_that_of_the_file(find):
+    path, _ = find()
+    digest = path.with_suffix(".sha256").read_text().split()[0]
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def assert_skipped(find, path):
+    """`auto` names the newest one, skips it and takes the one before; its path is an error."""
+    found, said = find()
+    assert found is not None and found.name == "step-000010.pt"
+    assert "step-000020.pt" in said
+    with pytest.raises(train_gpt.UserError, match="step-000020.pt"):
+        find(path)
+
+
+def test_truncation_anywhere_is_found(find, folder):
+    path = folder / "step-000020.pt"
+    content = path.read_bytes()
+    sizes = [*range(0, len(content), 64 * KIB), len(content) - 1]
+    assert len(sizes) > 5
+    for size in sizes:
+        path.write_bytes(content[:size])
+        assert_skipped(find, path)
+
+
+def test_any_flipped_byte_is_found(find, folder):
+    path, random = folder / "step-000020.pt", np.random.default_rng(0)
+    content = path.read_bytes()
+    for position in random.choice(len(content), size=100, replace=False):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << random.integers(8)
+        path.write_bytes(flipped)
+        assert_skipped(find, path)
+    path.write_bytes(content)
+    assert find()[0] == path
+
+
+@pytest.mark.parametrize("digest", [None, b"", b"\xff" * 64, b"0" * 64])
+def test_missing_or_wrong_sha256_is_found(find, folder, digest):
+    path = folder / "step-000020.sha256"
+    path.unlink() if digest is None else path.write_bytes(digest)
+    assert_skipped(find, path.with_suffix(".pt"))
+
+
+def test_nothing_whole_starts_afresh(find, folder):
+    for path in folder.glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:-1])
+    found, said = find()
+    assert found is None
+    assert "step-000010.pt" in said and "step-000020.pt" in said and "afresh" in said
+
+
+@pytest.mark.parametrize("resume", ["step-000030.pt", ".", "/", "..", "missing/step-000010.pt"])
+def test_path_that_is_no_checkpoint_is_an_error(find, folder, monkeypatch, resume):
+    monkeypatch.chdir(folder)
+    with pytest.raises(train_gpt.UserError, match="--resume"):
+        find(resume)
+
+
+def test_path_takes_an_older_checkpoint(find, folder):
+    path = folder / "step-000010.pt"
+    assert find(path)[0] == path
+
+
+# Kept
+
+
+def test_newest_two_and_the_last_are_kept(tmp_path, state, ranks):
+    for step in (10, 20, 30, 40):
+        train_gpt.save_checkpoint(tmp_path, state | dict(step=step), ranks, keep=2)
+    train_gpt.save_checkpoint(tmp_path, state | dict(step=45), ranks, keep=3)
+    assert names(tmp_path) == [f"step-0000{step}.{suffix}" for step in (30, 40, 45)
+                               for suffix in ("pt", "sha256")]
+
+
+def test_checkpoint_just_written_is_kept(folder, state, ranks, find):
+    """Also by a run that was resumed from an old one and has later ones in its folder."""
+    train_gpt.save_checkpoint(folder, state | dict(step=12), ranks, keep=2)
+    assert find(folder / "step-000012.pt")[0]
+
+
+def test_stale_temporary_files_do_no_harm(folder, state, ranks, find):
+    for name in ("step-000020.tmp", "step-000030.tmp"):
+        (folder / name).write_bytes(b"half of it")
+    assert find()[0].name == "step-000020.pt"
+    train_gpt.save_checkpoint(folder, state | dict(step=30), ranks, keep=2)
+    assert find()[0].name == "step-000030.pt"
+    assert not (folder / "step-000030.tmp").exists()
+
+
+# Written
+
+
+def test_sha256_is_written_last(tmp_path, state, ranks, monkeypatch):
+    """Each file is synced under another name before it gets its own."""
+    events, replace, fsync = [], Path.replace, os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(
+        ("fsync", Path(os.readlink(f"/proc/self/fd/{fd}")))), fsync(fd)))
+    monkeypatch.setattr(Path, "replace", lambda path, target: (events.append(
+        ("replace", path, target)), replace(path, target)))
+    train_gpt.save_checkpoint(tmp_path, state, ranks, keep=2)
+    (sync, data), (move, source, first), (sync2, digest), (move2, source2, second) = events
+    assert (sync, move, sync2, move2) == ("fsync", "replace") * 2
+    assert data == source != first and digest == source2 != second
+    assert [first.name, second.name] == ["step-000020.pt", "step-000020.sha256"]
+
+
+def test_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file.pt"
+    path.write_bytes(b"old")
+
+    def fail(file):
+        file.write(b"new")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        train_gpt.write_durably(path, fail)
+    assert path.read_bytes() == b"old" and names(tmp_path) == ["file.pt"]
+    train_gpt.write_durably(path, lambda file: file.write(b"new"))
+    assert path.read_bytes() == b"new" and names(tmp_path) == ["file.pt"]
+
+
+@pytest.mark.parametrize("failing", ["save", "fsync"])
+def test_full_disk_leaves_earlier_checkpoints(folder, state, ranks, find, monkeypatch, failing):
+    def fail(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(*{"save": (torch, "save"), "fsync": (os, "fsync")}[failing], fail)
+        with pytest.raises(train_gpt.UserError, match="step-000030.pt.*No space left"):
+            train_gpt.save_checkpoint(folder, state | dict(step=30), ranks, keep=2)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert find()[0].name == "step-000020.pt"
+
+
+# Refused
+
+
+DIFFERENT = dict(
+    seed=1, muon_lr=0.06, model_dim=64, attention_pattern="LL", vocab_multiple=64, ns_steps=4,
+    train_seq_len=256, sequences_per_step=16, cooldown_frac=0.5, window_tokens=128, val_tokens=1,
+    final_lr_frac=0.2, logit_cap=15.0, momentum_warmup=10, num_iterations=19)
+ALLOWED = dict(
+    num_iterations=200, val_every=7, save_every=3, run_id="y", resume="step-000020.pt",
+    sample_tokens=10, prompt="x", profile=True, warmup_steps=0, head_chunks=2, target_loss=3.0,
+    train_files="elsewhere/*.bin", sequences_per_forward=2)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_other_mathematics_is_refused_by_name(folder, name):
+    cfg = dataclasses.replace(TINY, **{name: DIFFERENT[name]})
+    assert getattr(cfg, name) != getattr(TINY, name)
+    with pytest.raises(train_gpt.UserError) as caught:
+        train_gpt.load_checkpoint(folder / "step-000020.pt", cfg, DATA)
+    others = {field.name for field in dataclasses.fields(TINY)} - {name}
+    said = str(caught.value)
+    assert name in said and "step-000020.pt" in said
+    if name != "num_iterations":
+        assert repr(DIFFERENT[name]) in said and repr(getattr(TINY, name)) in said
+    assert not [other for other in others if f" {other} " in said]
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_leaves_the_mathematics_alone_may_change(folder, state, name):
+    cfg = dataclasses.replace(TINY, **{name: ALLOWED[name]})
+    assert getattr(cfg, name) != getattr(TINY, name)
+    assert train_gpt.load_checkpoint(folder / "step-000020.pt", cfg, DATA)["step"] == 20
+
+
+def test_every_difference_is_named(folder):
+    cfg = dataclasses.replace(TINY, seed=1, muon_lr=0.06)
+    with pytest.raises(train_gpt.UserError, match="(?s)(?=.*seed)(?=.*muon_lr)(?=.*data)"):
+        train_gpt.load_checkpoint(folder / "step-000020.pt", cfg, DATA[:1])
+
+
+@pytest.mark.parametrize("data", [
+    DATA[:1], DATA[::-1], [*DATA, ["train_2.bin", 1, "00"]], [["train_0.bin", 5000, "40"], DATA[1]],
+    [["train_0.bin", 5001, "3f"], DATA[1]], [["train_2.bin", 5000, "3f"], DATA[1]]])
+def test_other_data_are_refused(folder, data):
+    with pytest.raises(train_gpt.UserError, match="data"):
+        train_gpt.load_checkpoint(folder / "step-000020.pt", TINY, data)
+
+
+def test_fingerprint_tells_data_apart_but_not_folders(tmp_path, write_shard):
+    """A change at the start, in the middle or at the end, of length, of name or of order."""
+    tokens = np.random.default_rng(0).integers(0, 256, 50_000)
+
+    def fingerprint(folder, tokens, name="train_0.bin"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return train_gpt.fingerprint([write_shard(tmp_path / folder / name, tokens)])
+
+    original = fingerprint("a", tokens)
+    assert fingerprint("b", tokens) == original
+    for position in (0, 2000, 25_000, 26_000, 49_999):
+        changed = tokens.copy()
+        changed[position] ^= 1
+        assert fingerprint("b", changed) != original, position
+    assert fingerprint("b", tokens[:-1]) != original
+    assert fingerprint("b", tokens, "train_1.bin") != original
+
+
+class Malice:
+    """Unpickled, it would make a file."""
+
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("write", [
+    lambda path: torch.save(dict(step=20, hyperparameters={}, data=Malice()), path),
+    lambda path: torch.save(Malice(), path, _use_new_zipfile_serialization=False),
+    lambda path: path.write_bytes(pickle.dumps(Malice())),
+])
+def test_pickle_that_runs_code_is_refused(find, folder, monkeypatch, write):
+    """Its sha256 is right: only the loading stands in its way."""
+    monkeypatch.chdir(folder)
+    path = folder / "step-000020.pt"
+    write(path)
+    seal(path)
+    assert find()[0] == path
+    with pytest.raises(train_gpt.UserError, match="step-000020.pt"):
+        train_gpt.load_checkpoint(path, TINY, DATA)
+    assert not Path("executed").exists()
+    with contextlib.suppress(RuntimeError):
+        torch.load(path, weights_only=False)
+    assert Path("executed").exists(), "it was no threat at all"
+
+
+@pytest.mark.parametrize("key, value", [
+    ("step", "x"), ("step", None), ("hyperparameters", None), ("hyperparameters", [1]),
+    ("model", None), ("optimizers", None), ("loader", None), ("generator", None)])
+def test_state_without_or_with_odd_parts_is_refused(folder, state, key, value):
+    """`None` is a part that is missing."""
+    path = folder / "step-000020.pt"
+    odd = {k: v for k, v in state.items() if k != key} | ({} if value is None else {key: value})
+    torch.save(odd, path)
+    with pytest.raises(train_gpt.UserError, match="step-000020.pt"):
+        train_gpt.load_checkpoint(path, TINY, DATA)

@@ -1,0 +1,195 @@
+"""Whatever bytes a shard or a checkpoint is made of, one clean error comes out, or what was meant.
+
+Neither may allocate what a header's word asks for and the file does not hold.
+"""
+
+import dataclasses
+import hashlib
+import resource
+import struct
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import train_gpt
+
+FUZZ = settings(max_examples=500, deadline=None, derandomize=True, database=None,
+                suppress_health_check=[HealthCheck.function_scoped_fixture])
+VOCAB = 257
+HEADER_BYTES = 1024
+# Reading a file of a few KiB may take this much memory, and no more, whatever it says of itself.
+SHARD_MEMORY = 2**20
+CHECKPOINT_MEMORY_KIB = 64 * 2**10
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+MAGIC = st.one_of(st.just(20240520), st.sampled_from([20240801, 0, -1]), INT32)
+VERSION = st.one_of(st.just(1), INT32)
+COUNT = st.one_of(st.none(), st.integers(-2, 40), st.sampled_from([2**31 - 1, -(2**31)]), INT32)
+TOKENS = st.lists(st.one_of(st.integers(0, VOCAB - 1), st.integers(0, 2**16 - 1)), max_size=40)
+
+
+@st.composite
+def shards(draw):
+    """Bytes of something like a shard: each part right, nearly right or anything."""
+    tokens = draw(TOKENS)
+    count = draw(COUNT)
+    words = [draw(MAGIC), draw(VERSION), len(tokens) if count is None else count]
+    rest = bytes(HEADER_BYTES - 12) if draw(st.booleans()) else draw(st.binary(max_size=2000))
+    body = struct.pack(f"<{len(tokens)}H", *tokens) + draw(st.binary(max_size=3))
+    content = struct.pack("<3i", *words) + rest + body
+    return content[: draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))]
+
+
+def tokens_of(content):
+    """The tokens of a shard's bytes by the format's own words, or None where it is none."""
+    if len(content) < HEADER_BYTES:
+        return None
+    magic, version, count = struct.unpack("<3i", content[:12])
+    body = content[HEADER_BYTES:]
+    if (magic, version) != (20240520, 1) or count < 0 or len(body) != 2 * count:
+        return None
+    tokens = list(struct.unpack(f"<{count}H", body))
+    return tokens if all(token < VOCAB for token in tokens) else None
+
+
+def read(path):
+    """Tokens of the shard as a list, or None for a clean error that names it."""
+    tracemalloc.start()
+    try:
+        return train_gpt.read_shard(path, VOCAB).tolist()
+    except train_gpt.UserError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < SHARD_MEMORY
+
+
+@FUZZ
+@given(content=shards())
+def test_shards(tmp_path, content):
+    path = tmp_path / "shard.bin"
+    path.write_bytes(content)
+    assert read(path) == tokens_of(content)
+
+
+@FUZZ
+@given(content=st.binary(max_size=3000))
+def test_shards_of_any_bytes(tmp_path, content):
+    path = tmp_path / "shard.bin"
+    path.write_bytes(content)
+    assert read(path) == tokens_of(content)
+
+
+# Checkpoints
+
+TINY = dataclasses.replace(
+    train_gpt.Hyperparameters(**train_gpt.PRESETS["pocket"]), model_dim=16, head_dim=16,
+    mlp_ratio=1, attention_pattern="L", value_embed_pattern=".", train_seq_len=128,
+    val_seq_len=128, vocab_size=16, eot_token=15, vocab_multiple=16, device="cpu", resume="auto")
+DATA = [["train_0.bin", 5000, "3f"]]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return train_gpt.Ranks(TINY)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(ranks, tmp_path_factory):
+    """A small checkpoint as bytes."""
+    model = train_gpt.GPT(TINY)
+    optimizers = train_gpt.build_optimizers(model, TINY, ranks)
+    state = dict(step=20, hyperparameters=dataclasses.asdict(TINY), data=DATA,
+                 loader=dict(epoch=0, shard=0, position=512), generator=torch.get_rng_state(),
+                 train_time_ms=1234.5, model=model.state_dict(),
+                 optimizers={o.name: o.full_state() for o in optimizers})
+    folder = tmp_path_factory.mktemp("checkpoint")
+    train_gpt.save_checkpoint(folder, state, ranks, keep=2)
+    return (folder / "step-000020.pt").read_bytes()
+
+
+@st.composite
+def edits(draw):
+    """A function of bytes that overwrites, inserts, removes or cuts off some of them.
+
+    Half of the places lie in the first 4 KiB, in the pickle, which says what the rest means.
+    """
+    changes = draw(st.lists(st.tuples(
+        st.sampled_from(["overwrite", "insert", "remove", "flip", "cut"]),
+        st.one_of(st.integers(0, 4095), st.integers(-4096, -1), st.floats(0, 1, exclude_max=True)),
+        st.binary(min_size=1, max_size=8)), min_size=1, max_size=4))
+
+    def edit(content):
+        content = bytearray(content)
+        for kind, place, new in changes:
+            at = int(place * len(content)) if isinstance(place, float) else place % (
+                len(content) or 1)
+            if kind == "flip" and at < len(content):
+                content[at] ^= 1 << new[0] % 8
+            elif kind != "flip":
+                length = {"overwrite": len(new), "insert": 0, "remove": new[0]}.get(kind, 2**30)
+                content[at : at + length] = b"" if kind in ("remove", "cut") else new
+        return bytes(content)
+
+    return edit
+
+
+def load(path):
+    """The state, or None for a clean error that names the file."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        return train_gpt.load_checkpoint(path, TINY, DATA)
+    except train_gpt.UserError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+    finally:
+        grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown_kib < CHECKPOINT_MEMORY_KIB
+
+
+@FUZZ
+@given(edit=edits())
+def test_edited_checkpoints_are_skipped(tmp_path, checkpoint, ranks, edit):
+    """Beside the sha256 of what was written, every change is found."""
+    path, content = tmp_path / "step-000020.pt", edit(checkpoint)
+    path.write_bytes(content)
+    path.with_suffix(".sha256").write_text(hashlib.sha256(checkpoint).hexdigest())
+    found = train_gpt.find_checkpoint(TINY, tmp_path, ranks, lambda text: None)
+    assert found == (path if content == checkpoint else None)
+
+
+@FUZZ
+@given(edit=edits())
+def test_edited_checkpoints_load_or_are_refused(tmp_path, checkpoint, edit):
+    """Without the sha256 in the way: what loads has all the parts that a run asks for."""
+    path = tmp_path / "step-000020.pt"
+    path.write_bytes(edit(checkpoint))
+    state = load(path)
+    path.unlink()
+    if state is not None:
+        saved = state["hyperparameters"]
+        assert all(saved[key] == value for key, value in dataclasses.asdict(TINY).items()
+                   if key not in train_gpt.FREE_TO_CHANGE)
+        assert state["data"] == DATA
+        assert isinstance(state["step"], int) and state["step"] <= TINY.num_iterations
+        assert {"model", "optimizers", "loader", "generator", "train_time_ms"} <= state.keys()
+
+
+@FUZZ
+@given(content=st.binary(max_size=3000), start=st.sampled_from([b"", b"PK\3\4", b"\x80\2", b"}."]))
+def test_checkpoints_of_any_bytes_are_refused(tmp_path, content, start):
+    path = tmp_path / "step-000020.pt"
+    path.write_bytes(start + content)
+    assert load(path) is None
+
+
+@FUZZ
+@given(digest=st.binary(max_size=80))
+def test_any_sha256_but_the_right_one_is_found(tmp_path, checkpoint, ranks, digest):
+    path = tmp_path / "step-000020.pt"
+    path.write_bytes(checkpoint)
+    path.with_suffix(".sha256").write_bytes(digest)
+    assert train_gpt.find_checkpoint(TINY, tmp_path, ranks, lambda text: None) is None

@@ -48,9 +48,11 @@ def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
-@functools.cache
-def compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=False)
+compiled = functools.cache(functools.partial(torch.compile, dynamic=False))
+
+def fused(function: Callable, x: Tensor) -> Callable:
+    """The function, compiled to few kernels where x is on a GPU, and not a fake tensor."""
+    return compiled(function) if x.is_cuda and type(x) in (Tensor, nn.Parameter) else function
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -60,20 +62,14 @@ def round_up(value: int, multiple: int) -> int:
 class Hyperparameters:
     """Everything a run can be asked to do differently; each field is a flag of the same name."""
     # Data
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
     tokenizer: str = "gpt2"  # what made the tokens, gpt2 or bytes; decodes the sample
     vocab_size: int = 50257  # token ids lie below it
     eot_token: int = 50256  # end-of-text, the token that opens each document
     # Step and validation
-    num_iterations: int = 1770  # optimizer steps
     sequences_per_step: int = 8  # sequences in one step, all ranks together
     train_seq_len: int = 48 * 1024  # tokens of a training sequence, a multiple of 128
-    sequences_per_forward: int = 1  # sequences that a rank runs at once, at most
-    sequence_stride: int = 1  # order within a shard: sequence k of its N is the (k · stride mod N)-th
+    sequence_stride: int = 1  # sequence k of a shard's N is the one at k · stride mod N
     seed: int = 0  # of the initial weights and of the sample
-    target_loss: float = 3.28  # validation loss to reach, nats per token
-    val_every: int = 125  # steps between validations; 0: only the last
     val_tokens: int = 10_485_760  # validation tokens, each counted once
     val_seq_len: int = 4 * 64 * 1024  # tokens of a validation sequence, a multiple of 128
     # Model
@@ -106,7 +102,13 @@ class Hyperparameters:
     window_tokens: int = 1728  # long attention window at the end, rounded up to whole blocks
     momentum_start: float = 0.85  # Muon's momentum at step 0
     momentum_warmup: int = 300  # steps until muon_momentum is reached
-    # Run: none of these changes the mathematics
+    # Run: a checkpoint may be resumed with other values of all that follows
+    num_iterations: int = 1770  # optimizer steps
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
+    sequences_per_forward: int = 1  # sequences that a rank runs at once, at most
+    target_loss: float = 3.28  # validation loss to reach, nats per token
+    val_every: int = 125  # steps between validations; 0: only the last
     device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
     run_id: str = ""  # folder under logs/; empty: made from time and chance
     warmup_steps: int = 10  # untimed steps on random tokens that warm the kernels up
@@ -128,20 +130,16 @@ PRESETS = {
         train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
         tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, target_loss=1.64,
         num_iterations=250, train_seq_len=256, sequences_per_forward=4, sequence_stride=1_000_003,
-        val_every=0, val_tokens=262_144, val_seq_len=4096, window_tokens=256,
-        model_dim=128, head_dim=64, attention_pattern="LLL", value_embed_pattern="012",
-        attention_scale=0.2, embed_lr=0.1, head_lr=0.012, muon_momentum=0.9, momentum_warmup=0,
-        cooldown_frac=0.7, final_lr_frac=0.0, warmup_steps=1, sample_tokens=200, prompt="def "),
+        val_every=0, val_tokens=262_144, val_seq_len=4096, window_tokens=256, model_dim=128,
+        head_dim=64, attention_pattern="LLL", value_embed_pattern="012", attention_scale=0.2,
+        embed_lr=0.1, head_lr=0.012, muon_momentum=0.9, momentum_warmup=0, cooldown_frac=0.7,
+        final_lr_frac=0.0, warmup_steps=1, sample_tokens=200, prompt="def "),
 }
-# A checkpoint may be resumed with other values of these.
-FREE_TO_CHANGE = set("""num_iterations train_files val_files sequences_per_forward target_loss
-    val_every device run_id warmup_steps head_chunks compile_mode save_every resume sample_tokens
-    prompt profile""".split())
 
 def boolean(text: str) -> bool:
     return ["false", "true"].index(text.lower()) == 1
 
-def parse_args(argv: list[str]) -> tuple[str, Hyperparameters]:
+def parse_args(argv: list[str] | None) -> tuple[str, Hyperparameters]:
     """The preset's name and the hyperparameters that the command line asks for."""
     def error(message: str):
         raise UserError(f"{message}; --help lists the flags")
@@ -158,33 +156,34 @@ def parse_args(argv: list[str]) -> tuple[str, Hyperparameters]:
                             help=f"{comments[field.name]} {[field.default, *presets]}")
     flags = vars(parser.parse_args(argv))
     preset = flags.pop("preset")
-    cfg = Hyperparameters(**PRESETS[preset] | flags)
-    check_hyperparameters(cfg)
+    check_hyperparameters(cfg := Hyperparameters(**PRESETS[preset] | flags))
     return preset, cfg
 
 def check_hyperparameters(cfg: Hyperparameters) -> None:
     """Raise UserError for a value that no run can be made of: flag, value and rule."""
+    numbers = " ".join(f.name for f in fields(cfg) if f.type in (int, float))
     positive = """num_iterations sequences_per_step train_seq_len sequences_per_forward val_tokens
-        val_seq_len model_dim head_dim mlp_ratio rope_base logit_slope vocab_multiple""".split()
-    rules = [(f.name, lambda x: 0 <= x < math.inf, "be finite and not negative")
-             for f in fields(cfg) if f.type in (int, float)]
-    rules += [(name, lambda x: x > 0, "be positive") for name in positive] + [
-        ("train_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}"),
-        ("val_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}"),
+        val_seq_len model_dim head_dim mlp_ratio rope_base logit_slope vocab_multiple"""
+    layers = len(cfg.attention_pattern)
+    rules = [  # names, what holds for the value of each, the same in words
+        (numbers, lambda x: 0 <= x < math.inf, "be finite and not negative"),
+        (positive, lambda x: x > 0, "be positive"),
+        ("train_seq_len val_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}"),
         ("seed", lambda x: x < 2**63, "be below 2**63"),
         ("run_id", lambda x: "/" not in x and x not in (".", ".."), "be the name of a folder"),
         ("head_dim", lambda x: x % 4 == 0, "be a multiple of 4"),
         ("model_dim", lambda x: x % cfg.head_dim == 0, f"be a multiple of {cfg.head_dim=}"),
         ("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536"),
         ("attention_pattern", lambda x: re.fullmatch("[LS.]+", x), "be of L, S and ."),
-        ("value_embed_pattern", lambda x: re.fullmatch("[0-9.]+", x) and
-         len(x) == len(cfg.attention_pattern), "have a digit or . for each layer"),
+        ("value_embed_pattern", lambda x: re.fullmatch("[0-9.]" * layers, x),
+         "have a digit or . for each layer"),
         ("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes"),
         ("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu"),
     ]
-    for name, holds, rule in rules:
-        if not holds(getattr(cfg, name)):
-            raise UserError(f"--{name} {getattr(cfg, name)}: must {rule}")
+    for names, holds, rule in rules:
+        for name in names.split():
+            if not holds(value := getattr(cfg, name)):
+                raise UserError(f"--{name} {value}: must {rule}")
 
 # ---- Data (the same in every record) ----------------------------------------
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1  # of a shard, little-endian int32
@@ -204,11 +203,9 @@ def shard_size(path: Path) -> int:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it again") from None
     if len(header) < HEADER_INTS or header[:2] != [MAGIC, VERSION]:
-        raise UserError(f"{path}: magic number and version are {header[:2]}, a token shard has "
-                        f"{[MAGIC, VERSION]}; make or fetch it again")
-    if header[2] < 0 or size != 4 * HEADER_INTS + 2 * header[2]:
-        raise UserError(f"{path}: its header says {header[2]} tokens, which {size} bytes do not "
-                        "hold; make or fetch it again")
+        raise UserError(f"{path}: magic, version {header[:2]}, not {[MAGIC, VERSION]}; remake it")
+    if size != 4 * HEADER_INTS + 2 * header[2]:
+        raise UserError(f"{path}: {size} bytes do not hold {header[2]} tokens; fetch it again")
     return header[2]
 
 def read_shard(path: Path, vocab_size: int) -> np.ndarray:
@@ -216,8 +213,7 @@ def read_shard(path: Path, vocab_size: int) -> np.ndarray:
     tokens = np.fromfile(path, "<u2", shard_size(path), offset=4 * HEADER_INTS)
     if len(tokens) and tokens.max() >= vocab_size:
         at = np.argmax(tokens >= vocab_size)
-        raise UserError(f"{path}: token {tokens[at]} at position {at} is not below --vocab_size "
-                        f"{vocab_size}; name the vocabulary that the data has")
+        raise UserError(f"--vocab_size {vocab_size}: {path}: token {tokens[at]} at position {at}")
     return tokens
 
 def fingerprint(files: list[Path]) -> list:
@@ -228,15 +224,14 @@ def fingerprint(files: list[Path]) -> list:
 class TokenLoader:
     """Gives each rank its sequences of each step, the r-th part of the step's sequences to rank r.
     A step's sequences are of one shard: what does not fill a step at its end is skipped."""
-    def __init__(self, cfg: Hyperparameters, rank: int, world_size: int, device: torch.device,
-                 say: Callable[[str], None] = print):
+    def __init__(self, cfg: Hyperparameters, rank: int, world_size: int, device, say=print):
         self.cfg, self.rank, self.device, self.say = cfg, rank, device, say
-        self.files, self.ahead = find_shards(cfg.train_files), {}
-        self.reader = ThreadPoolExecutor(1)
-        for path in self.files:
-            if (size := shard_size(path)) <= cfg.step_tokens:
-                raise UserError(f"{path}: {size} tokens are too few for a step, which takes "
-                                f"{cfg.step_tokens} and one more; lower --train_seq_len")
+        self.files = find_shards(cfg.train_files)
+        self.ahead, self.reader = {}, ThreadPoolExecutor(1)
+        size, path = min((shard_size(path), path) for path in self.files)
+        if size <= cfg.step_tokens:
+            raise UserError(f"{path}: {size} tokens, a step takes {cfg.step_tokens} and one more; "
+                            "lower --train_seq_len")
         self.sequences = cfg.sequences_per_step // world_size
         self.per_forward = max(n for n in range(1, self.sequences + 1)
                                if self.sequences % n == 0 and n <= cfg.sequences_per_forward)
@@ -262,16 +257,14 @@ class TokenLoader:
             if shard == 0:
                 self.say(f"data: its end is reached, epoch {epoch + 1} begins")
             self.seek(dict(epoch=epoch, shard=shard, position=0))
-        length, rows = self.cfg.train_seq_len, []
-        count = (len(self.tokens) - 1) // self.cfg.step_tokens * self.cfg.sequences_per_step
-        stride = next(n for n in itertools.count(self.cfg.sequence_stride) if math.gcd(n, count) == 1)
+        length = self.cfg.train_seq_len
+        N = (len(self.tokens) - 1) // self.cfg.step_tokens * self.cfg.sequences_per_step
+        stride = next(n for n in itertools.count(self.cfg.sequence_stride) if math.gcd(n, N) == 1)
         first = self.position // length + self.rank * self.sequences
-        for k in range(first, first + self.sequences):
-            start = k * stride % count * length
-            rows.append(self.tokens[start : start + length + 1])
+        starts = (k * stride % N * length for k in range(first, first + self.sequences))
+        rows = np.stack([self.tokens[start : start + length + 1] for start in starts])
         self.position += self.cfg.step_tokens
-        return [to_batch(np.stack(rows[i : i + self.per_forward]), self.device)
-                for i in range(0, self.sequences, self.per_forward)]
+        return [to_batch(part, self.device) for part in np.split(rows, self.micro_steps)]
 
 def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
@@ -282,19 +275,16 @@ def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 # ---- Model ------------------------------------------------------------------
 # Letters in tensor names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim,
 # V padded vocabulary, M×N a weight. The residual stream x is (B, T, D).
-
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 # FP8 head: @YouJiacheng; scales within CastedLinear: @leloykun.
-
 def scale_to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max  # casts saturate by themselves only since torch 2.12
     return x.float().mul(scale).clamp(-limit, limit).to(dtype)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    in_one_pass = x.is_cuda and type(x) in (Tensor, nn.Parameter)  # not for a fake tensor
-    return (compiled(scale_to_fp8) if in_one_pass else scale_to_fp8)(x, scale, dtype)
+    return fused(scale_to_fp8, x)(x, scale, dtype)
 
 def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b · scale, held to the GPU's rules for FP8 on every device."""
@@ -346,11 +336,10 @@ class CastedLinear(nn.Linear):
 # Attention: token i sees token j where j <= i, both are of one document (@KoszarskyB), and
 # block(i) - block(j) < window (@YouJiacheng). On CUDA FlexAttention skips blocks that nobody sees.
 # Elsewhere it has no backward: each block of queries meets the `window` blocks up to its own.
-
 def flex_mask(docs_S: Tensor, window: Tensor) -> BlockMask:
     """The mask by tensor operations alone, so that the window's growth compiles nothing anew."""
     def document_causal(b, h, q, k):
-        return (q >= k) & (docs_S[q] == docs_S[k])
+        return (q >= k) & (docs_S[q] == docs_S[k]) & (q // BLOCK - k // BLOCK < window)
 
     def ordered(seen_QK: Tensor) -> tuple[Tensor, Tensor]:  # how many blocks are seen, which first
         indices = seen_QK.int().argsort(dim=-1, descending=True, stable=True)
@@ -376,15 +365,14 @@ def gather_window(blocks: Tensor, window: int) -> Tensor:
     padded = torch.cat([blocks.new_zeros(window - 1, *blocks.shape[1:]), blocks])
     return torch.cat([padded[i : i + len(blocks)] for i in range(window)], dim=1)
 
-def attend(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, scale: float, mask: BlockMask | Tensor,
-           kernel_options: dict | None = None) -> Tensor:
-    """Attention among the B·T tokens under either mask, (B, T, H, K)."""
-    shape, qkv = q_BTHK.shape, (q_BTHK, k_BTHK, v_BTHK)
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask, kernel_options=None) -> Tensor:
+    """Attention among all B·T tokens under either mask; q, k, v and the result (B, T, H, K)."""
+    shape = q.shape
     if isinstance(mask, BlockMask):
-        q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in qkv)
+        q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))
         y = flex_attention(q, k, v, block_mask=mask, scale=scale, kernel_options=kernel_options)
     else:
-        q, k, v = (x.reshape(-1, BLOCK, *shape[2:]) for x in qkv)
+        q, k, v = (x.reshape(-1, BLOCK, *shape[2:]) for x in (q, k, v))
         k, v = (gather_window(x, mask.size(-1) // BLOCK) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -401,7 +389,7 @@ class CausalSelfAttention(nn.Module):
         self.heads, self.scale = cfg.model_dim // cfg.head_dim, cfg.attention_scale
         # Merged QKV: @fernbear.bsky.social, @YouJiacheng
         self.qkv_w = nn.Parameter(torch.empty(3, cfg.model_dim, cfg.model_dim))
-        self.lambdas = nn.Parameter(torch.empty(2))  # of the values and of their embedding
+        self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))  # of values and their embedding
         self.c_proj = CastedLinear(cfg.model_dim, cfg.model_dim)
 
     def forward(self, x: Tensor, value_embed: Tensor | None, turn: tuple, *mask) -> Tensor:
@@ -428,7 +416,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn = CausalSelfAttention(cfg) if cfg.attention_pattern[layer] != "." else None
         self.mlp = MLP(cfg)
-        self.lambdas = nn.Parameter(torch.empty(2))  # of x and of the embedding x0
+        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and of the embedding x0
 
     def forward(self, x: Tensor, x0: Tensor, *attention) -> Tensor:
         x = self.lambdas[0] * x + self.lambdas[1] * x0  # @KoszarskyB, @Grad62304977
@@ -446,8 +434,8 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(cfg.vocab_size, cfg.model_dim)
         self.value_embeds = nn.ModuleList(nn.Embedding(cfg.vocab_size, cfg.model_dim)
                                           for _ in set(cfg.value_embed_pattern) - {"."})
-        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(len(cfg.attention_pattern)))
-        self.skip_weights = nn.Parameter(torch.empty(self.pairs))  # U-Net skips: @brendanh0gan
+        self.blocks = nn.ModuleList(Block(cfg, i) for i in range(len(cfg.attention_pattern)))
+        self.skip_weights = nn.Parameter(torch.ones(self.pairs))  # U-Net skips: @brendanh0gan
         self.lm_head = CastedLinear(cfg.model_dim, round_up(cfg.vocab_size, cfg.vocab_multiple))
         # Half-truncated rotary embedding, that is, half of the pairs do not turn: @YouJiacheng
         quarter, positions = cfg.head_dim // 4, max(cfg.train_seq_len, cfg.val_seq_len)
@@ -461,7 +449,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Initialise every parameter by its name. Raises KeyError for one it does not know."""
+        """Initialise every matrix by its name. Raises KeyError for one it does not know."""
         for name, param in self.named_parameters():
             if "embed" in name:
                 param.normal_(generator=generator)
@@ -470,11 +458,7 @@ class GPT(nn.Module):
                 param.uniform_(-bound, bound, generator=generator)
             elif name.endswith(("c_proj.weight", "lm_head.weight")):
                 param.zero_()  # zero-initialised projections: @Grad62304977
-            elif name.endswith("lambdas"):
-                param.copy_(torch.tensor([0.5, 0.5] if "attn" in name else [1.0, 0.0]))
-            elif name == "skip_weights":
-                param.fill_(1)
-            else:
+            elif not name.endswith(("lambdas", "skip_weights")):  # these are made as they begin
                 raise KeyError(f"no initialisation for the parameter {name}")
 
     def hidden(self, inputs_BT: Tensor, window: Tensor) -> Tensor:
@@ -486,7 +470,6 @@ class GPT(nn.Module):
         masks = {"L": build(docs_S, window), "S": build(docs_S, (window // 2).clamp_min(1))}
         turn = self.cos[: inputs_BT.size(1)], self.sin[: inputs_BT.size(1)]
         values = {str(i): table(inputs_BT) for i, table in enumerate(self.value_embeds)}
-
         x = x0 = norm(self.embed(inputs_BT))  # norm after the embedding: @Grad62304977
         skips = []
         for layer, block in enumerate(self.blocks):
@@ -526,15 +509,13 @@ def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
         X = a * X + (b * A + c * A @ A) @ X
     return X.mT if tall else X
 
-def muon_update(weight_MN: Tensor, grad_MN: Tensor, mean_MN: Tensor, lr: Tensor, momentum: Tensor,
-                ns_steps: int, dtype: torch.dtype) -> None:
+def muon_update(weight_MN, grad_MN, mean_MN, lr, momentum, ns_steps: int, dtype) -> None:
     """Muon's step, in place, for a batch of matrices; orthogonalised in `dtype`."""
     mean_MN.lerp_(grad_MN, 1 - momentum)
     update = orthogonalize(grad_MN.lerp(mean_MN, momentum), ns_steps, dtype)
     weight_MN.sub_(update * (lr * max(1, weight_MN.size(-2) / weight_MN.size(-1)) ** 0.5))
 
-def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: Tensor,
-                lr: Tensor, beta1: float, beta2: float, eps: float) -> None:
+def adam_update(weight, grad, mean, square, step, lr: Tensor, beta1, beta2, eps) -> None:
     """Adam's step, https://arxiv.org/abs/1412.6980, in place, computed in fp32."""
     step += 1
     new_mean = mean.float().lerp(grad.float(), 1 - beta1)
@@ -546,12 +527,10 @@ def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step
 
 class ShardedOptimizer:
     """Parameters that are views of one flat buffer, updated as one, their state shared by ranks.
-
     Their gradients, too, are views of one buffer, so that these accumulate in place and one call
     reduces them all. Rank r owns the r-th part, in whole units (scalars or matrices). The buffers
     are never freed, thus outlive every collective that they are in."""
-    def __init__(self, name: str, params: list[nn.Parameter], lr: float, cfg: Hyperparameters,
-                 ranks: "Ranks", unit: int = 1):
+    def __init__(self, name: str, params: list[nn.Parameter], lr: float, cfg, ranks, unit: int = 1):
         self.name, self.base_lr, self.cfg, self.ranks, self.handle = name, lr, cfg, ranks, None
         self.numel = sum(p.numel() for p in params)
         share = round_up(self.numel, unit * ranks.world_size) // ranks.world_size
@@ -565,7 +544,6 @@ class ShardedOptimizer:
         self.grad = torch.empty_like(self.grads[self.mine]) if ranks.world_size > 1 else self.grads
         self.lr = torch.zeros((), device=self.weights.device)
         self.state = dict(mean=torch.zeros_like(self.grad))  # of this rank's share
-        self.math = compiled(self.math) if self.lr.is_cuda else self.math
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the ranks; each receives its own share."""
@@ -581,8 +559,7 @@ class ShardedOptimizer:
         self.wait()
         self.grad.div_(divisor)
         self.lr.fill_(self.base_lr * lr_scale(step, self.cfg))
-        share = self.weights[self.mine]
-        self.update_share(share, step)
+        self.update_share(share := self.weights[self.mine], step)
         if self.ranks.world_size > 1:
             self.handle = dist.all_gather_into_tensor(self.weights, share, async_op=True)
 
@@ -590,8 +567,8 @@ class ShardedOptimizer:
         """The state of all ranks, without padding, on rank 0. All ranks call it."""
         full = {}
         for key, whole in self.state.items():
-            if whole.ndim and self.ranks.world_size > 1:
-                dist.all_gather_into_tensor(whole := torch.empty_like(self.weights), self.state[key])
+            if (share := whole).ndim and self.ranks.world_size > 1:
+                dist.all_gather_into_tensor(whole := torch.empty_like(self.weights), share)
             full[key] = whole.flatten()[: self.numel].cpu() if self.ranks.rank == 0 else None
         return full
 
@@ -603,20 +580,16 @@ class ShardedOptimizer:
 
 class Adam(ShardedOptimizer):
     """Adam on any tensors. lr: about the change of each weight in a step."""
-    math = staticmethod(adam_update)
-
     def __init__(self, *args):
         super().__init__(*args)
         self.state |= dict(square=torch.zeros_like(self.grad), step=torch.zeros_like(self.lr))
 
     def update_share(self, weight: Tensor, step: int) -> None:
-        self.math(weight, self.grad, *self.state.values(), self.lr, self.cfg.adam_beta1,
-                  self.cfg.adam_beta2, self.cfg.adam_eps)
+        betas_eps = self.cfg.adam_beta1, self.cfg.adam_beta2, self.cfg.adam_eps
+        fused(adam_update, weight)(weight, self.grad, *self.state.values(), self.lr, *betas_eps)
 
 class Muon(ShardedOptimizer):
     """Muon on matrices of one shape, and stacks of such. lr: spectral norm of a step."""
-    math = staticmethod(muon_update)
-
     def __init__(self, name: str, params: list[nn.Parameter], *args):
         self.shape = params[0].shape[-2:]
         super().__init__(name, params, *args, self.shape.numel())
@@ -626,7 +599,7 @@ class Muon(ShardedOptimizer):
     def update_share(self, weight: Tensor, step: int) -> None:
         self.momentum.fill_(muon_momentum(step, self.cfg))
         batch = (x.view(-1, *self.shape) for x in (weight, self.grad, self.state["mean"]))
-        self.math(*batch, self.lr, self.momentum, self.cfg.ns_steps, self.dtype)
+        fused(muon_update, weight)(*batch, self.lr, self.momentum, self.cfg.ns_steps, self.dtype)
 
 def build_optimizers(model: GPT, cfg: Hyperparameters, ranks: "Ranks") -> list[ShardedOptimizer]:
     """An optimizer for each row of the table, which covers every parameter once."""
@@ -634,11 +607,10 @@ def build_optimizers(model: GPT, cfg: Hyperparameters, ranks: "Ranks") -> list[S
     matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
     table = [(Muon, f"matrices of {M}x{N}", [p for p in matrices if p.shape[-2:] == (M, N)],
               cfg.muon_lr) for M, N in sorted({p.shape[-2:] for p in matrices})]
-    table += [
-        (Adam, "embed", [model.embed.weight, *model.value_embeds.parameters()], cfg.embed_lr),
-        (Adam, "head", [model.lm_head.weight], cfg.head_lr),
-        (Adam, "scalars", [p for p in params if p.ndim < 2], cfg.scalar_lr),
-    ]
+    tables = [model.embed.weight, *model.value_embeds.parameters()]
+    table += [(Adam, "embed", tables, cfg.embed_lr),
+              (Adam, "head", [model.lm_head.weight], cfg.head_lr),
+              (Adam, "scalars", [p for p in params if p.ndim < 2], cfg.scalar_lr)]
     covered = sorted(id(p) for _, _, rows, _ in table for p in rows)
     assert covered == sorted(map(id, params)), "every parameter needs one row of the table"
     return [kind(name, rows, lr, cfg, ranks) for kind, name, rows, lr in table]
@@ -672,12 +644,10 @@ def muon_momentum(step: int, cfg: Hyperparameters) -> float:
 class Ranks:
     """This process among the others, by torchrun's variables, and its device. Raises UserError."""
     def __init__(self, cfg: Hyperparameters):
-        env = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1) | os.environ
-        self.rank, self.world_size, local_rank = (
-            int(env[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        if cfg.sequences_per_step % self.world_size:
-            raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: world_size "
-                            f"{self.world_size} does not divide it; start another number of ranks")
+        env = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
+        self.rank, self.world_size, local_rank = (int(os.environ.get(*x)) for x in env.items())
+        if (n := cfg.sequences_per_step) % self.world_size:
+            raise UserError(f"--sequences_per_step {n}: {self.world_size} ranks do not divide it")
         gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
         self.device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         if local_rank >= gpus > 0 or cfg.device == "cuda" and not gpus:
@@ -715,9 +685,9 @@ def device_facts(device: torch.device) -> tuple[str, int]:
     """Name and peak memory in MiB, of the GPU or of the CPU and this process."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device) // 2**20
-    info, unit = Path("/proc/cpuinfo"), 1 if sys.platform == "darwin" else 1024  # bytes
+    info, mib = Path("/proc/cpuinfo"), 2**20 if sys.platform == "darwin" else 2**10
     name = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // mib
     return f"cpu ({name[1] if name else os.uname().machine})", peak
 
 class Log:
@@ -775,7 +745,7 @@ class Health:
         self.read(late=int(news.is_cuda))
 
     def read(self, late: int = 0) -> None:
-        """Take in all news but the last `late`. Raises UserError: step, rank, what is not finite."""
+        """Take in all news but the last `late`. Raises UserError: step, rank and what is bad."""
         while len(self.news) > late:
             step, news, event = self.news.pop(0)
             if event:
@@ -814,8 +784,7 @@ def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
                 old.with_suffix(".sha256").unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
         reason = str(error.__context__ or error).splitlines()[0]
-        failure = (f"{path}: cannot be written ({reason}); make room, then go on from an earlier "
-                   "checkpoint with --resume auto")
+        failure = f"{path}: cannot be written ({reason}); make room, go on with --resume auto"
     if failure := ranks.broadcast(failure):
         raise UserError(failure)
 
@@ -824,13 +793,13 @@ def find_checkpoint(cfg: Hyperparameters, folder: Path, ranks: Ranks, log: Log) 
     found, auto = None, cfg.resume == "auto"
     paths = sorted(folder.glob("step-*.pt"), reverse=True) if auto else [Path(cfg.resume)]
     for path in paths if ranks.rank == 0 else []:
-        if path.is_file() and (digest := path.with_suffix(".sha256")).is_file() and (
-                digest.read_bytes() == sha256(path)):
+        digest = path.with_suffix(".sha256")
+        if path.is_file() and digest.is_file() and digest.read_bytes() == sha256(path):
             found = path
             break
         log(f"skipped the checkpoint {path}: it is damaged, or it or its .sha256 is missing")
     if not (found := ranks.broadcast(found)) and not auto:
-        raise UserError(f"--resume {cfg.resume}: no whole checkpoint with its .sha256; name another")
+        raise UserError(f"--resume {cfg.resume}: no whole checkpoint with .sha256; name another")
     log(f"no checkpoint in {folder}: starting afresh" if not found else f"resuming from {found}")
     return found
 
@@ -838,9 +807,10 @@ def load_checkpoint(path: Path, cfg: Hyperparameters, data: list) -> dict:
     """The state at `path`. Raises UserError where it is none, or of another run than this."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        differing = [f"{key} {state['hyperparameters'].get(key)!r}, now {value!r}"
-                     for key, value in asdict(cfg).items()
-                     if key not in FREE_TO_CHANGE and state["hyperparameters"].get(key) != value]
+        theirs, ours = state["hyperparameters"], asdict(cfg)
+        fixed = itertools.takewhile("num_iterations".__ne__, ours)  # what follows may change
+        differing = [f"{key} {theirs.get(key)!r}, now {ours[key]!r}" for key in fixed
+                     if theirs.get(key) != ours[key]]
         differing += [f"step {state['step']:d}, too late"] * (state["step"] > cfg.num_iterations)
         differing += ["the training data"] * (state["data"] != data)
         assert {"model", "optimizers", "loader", "generator", "train_time_ms"} <= set(state)
@@ -856,13 +826,12 @@ def read_val_tokens(cfg: Hyperparameters) -> np.ndarray:
     shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
     tokens = np.concatenate(shards)[: cfg.val_tokens + 1]
     if len(tokens) <= cfg.val_tokens:
-        raise UserError(f"--val_tokens {cfg.val_tokens}: {cfg.val_files!r} holds {len(tokens)} "
-                        "tokens and one more than --val_tokens is needed; lower it")
+        raise UserError(f"--val_tokens {cfg.val_tokens}: lower it below {cfg.val_files!r}'s "
+                        f"{len(tokens)} tokens")
     return tokens
 
 @torch.no_grad()
-def validate(model: nn.Module, tokens: np.ndarray, window: Tensor, cfg: Hyperparameters,
-             ranks: Ranks) -> float:
+def validate(model: nn.Module, tokens: np.ndarray, window: Tensor, cfg, ranks: Ranks) -> float:
     """Mean loss over the validation tokens, each counted once; the sequences are dealt to ranks."""
     model.eval()
     total, length = torch.zeros((), dtype=torch.float64, device=ranks.device), cfg.val_seq_len
@@ -897,8 +866,7 @@ def sample(model: nn.Module, window: Tensor, cfg: Hyperparameters) -> str:
 # ---- Training ---------------------------------------------------------------
 def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> None:
     """Types, head, kernel options and compilation that suit the GPU at hand."""
-    for table in (model.embed, *model.value_embeds):
-        table.bfloat16()
+    nn.ModuleList([model.embed, *model.value_embeds]).bfloat16()
     capability = torch.cuda.get_device_capability(device)
     if cfg.fp8_head and (capability == (8, 9) or capability >= (9, 0)):
         model.lm_head.fp8_scales = cfg.fp8_x_scale, cfg.fp8_w_scale, cfg.fp8_grad_scale
@@ -907,10 +875,9 @@ def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> 
                                     BLOCK_N2=32)  # a 4090 or 3090 has less than an A100 or H100
     if cfg.head_chunks == 0:  # bytes: some 50 for each activation kept, 4 for each logit
         tokens = cfg.sequences_per_forward * cfg.train_seq_len
-        kept = 50 * tokens * cfg.model_dim * len(cfg.attention_pattern)
-        room = max(1e8, torch.cuda.mem_get_info(device)[0] - kept)
-        need = 4 * tokens * len(model.lm_head.weight) / room
-        model.head_chunks = 2 ** max(0, math.ceil(math.log2(need)))
+        room = torch.cuda.mem_get_info(device)[0] - 50 * tokens * cfg.model_dim * len(model.blocks)
+        pieces = 4 * tokens * len(model.lm_head.weight) / max(1e8, room)
+        model.head_chunks = 2 ** max(0, math.ceil(math.log2(pieces)))
     caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "train_gpt"))
     model.compile(dynamic=False, mode=cfg.compile_mode or None)
@@ -919,17 +886,16 @@ def warm_up(model: GPT, optimizers: list, loader: TokenLoader, cfg: Hyperparamet
     """Run every kernel on random tokens, then put weights and optimizer state back."""
     tensors = [x for o in optimizers for x in (o.weights, *o.state.values())]
     before, random = [x.to("cpu", copy=True) for x in tensors], np.random.default_rng(0)
+    shapes = (loader.per_forward, cfg.train_seq_len + 1), (1, cfg.val_seq_len + 1)
+    train_batch, val_batch = (to_batch(random.integers(cfg.vocab_size, size=shape), loader.device)
+                              for shape in shapes)
     window = torch.ones((), dtype=torch.int32, device=loader.device)
-
-    def random_batch(rows: int, length: int) -> tuple[Tensor, Tensor]:
-        return to_batch(random.integers(cfg.vocab_size, size=(rows, length + 1)), loader.device)
-
     for _ in range(cfg.warmup_steps):
-        model(*random_batch(loader.per_forward, cfg.train_seq_len), window).backward()
+        model(*train_batch, window).backward()
         step_optimizers(optimizers, 0, cfg.step_tokens)
     if cfg.warmup_steps:
         with torch.no_grad():
-            model.eval()(*random_batch(1, cfg.val_seq_len), window)
+            model.eval()(*val_batch, window)
         model.train()
     for x, value in zip(tensors, before, strict=True):
         x.copy_(value)
@@ -956,18 +922,17 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
         prepare_for_cuda(model, cfg, device)
     optimizers = build_optimizers(model, cfg, ranks)
     health = Health(ranks, ["loss", *(f"gradient of {o.name}" for o in optimizers)])
-
     machine = dict(device=device_facts(device)[0], torch=torch.__version__, seed=cfg.seed,
-                   world_size=ranks.world_size,
-                   parameters=sum(p.numel() for p in model.parameters()))
+                   world_size=ranks.world_size, parameters=sum(o.numel for o in optimizers))
     head = "fp8" if model.lm_head.fp8_scales else "bf16" if device.type == "cuda" else "fp32"
-    facts = dict(asdict(cfg), run_id=run_id, preset=preset, python=sys.version.split()[0], head=head,
-                 head_chunks=model.head_chunks, threads=torch.get_num_threads()) | machine
+    facts = asdict(cfg) | machine | dict(
+        run_id=run_id, preset=preset, python=sys.version.split()[0], head=head,
+        head_chunks=model.head_chunks, threads=torch.get_num_threads())
     if log.file and not log.file.tell():
         lines = (f"{key}: {value}" for key, value in facts.items())
         log("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]), console=False)
-    log("{device}, world size {world_size}, {parameters:,} parameters, {head} head in {head_chunks} "
-        "piece(s), logs/{run_id}".format(**facts))
+    log("{device}, world size {world_size}, {parameters:,} parameters, {head} head in "
+        "{head_chunks} piece(s), logs/{run_id}".format(**facts))
     if device.type == "cuda":
         log("compiling, usually 1 to 3 minutes the first time, half a minute later ...")
     started = time.perf_counter()
@@ -980,7 +945,7 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
             optimizer.load_full_state(state["optimizers"][optimizer.name])
         loader.seek(state["loader"])
         torch.set_rng_state(state["generator"])
-        log(f"resumed at step:{first} from {path.name}; steps {first} to {log.last_step} are redone")
+        log(f"resumed at step:{first} from {path.name}, redone up to step {log.last_step}")
 
     window = torch.ones((), dtype=torch.int32, device=device)
     started = time.perf_counter()  # the clock starts
@@ -999,11 +964,10 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
                 stopping or step == last or step % cfg.save_every == 0):
             health.read()
             now_ms = train_ms + 1000 * (time.perf_counter() - started)
-            state = dict(step=step, hyperparameters=asdict(cfg), data=data, loader=loader.state(),
-                         generator=torch.get_rng_state(), train_time_ms=now_ms,
-                         model=model.state_dict(),
-                         optimizers={o.name: o.full_state() for o in optimizers})
-            save_checkpoint(folder, state, ranks, keep=2 + (step == last))
+            save_checkpoint(folder, ranks=ranks, keep=2 + (step == last), state=dict(
+                step=step, hyperparameters=asdict(cfg), data=data, train_time_ms=now_ms,
+                loader=loader.state(), generator=torch.get_rng_state(), model=model.state_dict(),
+                optimizers={o.name: o.full_state() for o in optimizers}))
         if stopping:
             log(f"stopped at step:{step} by signal {stopping}"
                 + f"; to go on: --run_id {run_id} --resume auto" * bool(cfg.save_every))
@@ -1018,7 +982,6 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
             loss += micro_loss.detach() / loader.micro_steps
         health.check(step, loss, [o.grads for o in optimizers])
         step_optimizers(optimizers, step, loader.micro_steps * ranks.world_size)
-
         if cfg.profile and step == min(first + 2, last - 1):
             profiler = torch.profiler.profile()
             profiler.start()
@@ -1044,7 +1007,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first use
     try:
-        preset, cfg = parse_args(sys.argv[1:] if argv is None else argv)
+        preset, cfg = parse_args(argv)
         ranks = Ranks(cfg)
         if preset == "record" and ranks.device.type != "cuda":
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
@@ -1058,7 +1021,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         message = f"another rank is gone: {str(error).splitlines()[0]}"
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{SCRIPT.name}: error: {message}", file=sys.stderr)
+        print(f"{SCRIPT.name}: error: {' '.join(str(message).split())}", file=sys.stderr)
     return 2
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ STEPS, WORLD_SIZES = 20, (1, 2, 3, 4)
 # difference, since Muon brings what is next to nothing up to size. The runs compute in float64, in
 # which that is about 1e-11 of a loss, and anything but rounding would show.
 LOSS_RTOL, STATE_RTOL = 1e-9, 1e-6
-FLAGS = f"""--preset pocket --device cpu --model_dim 32 --head_dim 16 --attention_pattern LS.L
-    --value_embed_pattern 0..0 --window_tokens 256 --sequences_per_step 12 --train_seq_len 128
+FLAGS = f"""--preset pocket --device cpu --model_dim 32 --head_dim 16 --attention_pattern L.S
+    --value_embed_pattern 0.0 --window_tokens 256 --sequences_per_step 12 --train_seq_len 128
     --sequences_per_forward 4 --num_iterations {STEPS} --val_every 5 --val_tokens 1500
-    --val_seq_len 256 --warmup_steps 1 --momentum_warmup 5 --sample_tokens 0 --run_id x""".split()
+    --val_seq_len 256 --warmup_steps 1 --momentum_warmup 5 --sample_tokens 0 --run_id x
+    --sequence_stride 5 --vocab_multiple 128 --embed_lr 0.6 --cooldown_frac 0.4""".split()
 
 
 def free_port():

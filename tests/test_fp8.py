@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt
-from train_gpt import GPT, PRESETS, CastedLinear, Hyperparameters, fp8_mm, fp8_mm_backward, to_fp8
+from train_gpt import GPT, CastedLinear, Hyperparameters, fp8_mm, fp8_mm_backward, to_fp8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECORD = Hyperparameters()
@@ -190,8 +190,15 @@ def test_casted_linear_uses_fp8_in_training_alone():
 
 def test_a_model_with_the_fp8_head_has_nearly_the_loss_and_gradients_of_one_without():
     cfg = dataclasses.replace(
-        Hyperparameters(**PRESETS["pocket"]), model_dim=32, head_dim=16,
-        train_seq_len=256, val_seq_len=256, sequences_per_forward=1,
+        RECORD,
+        vocab_size=257,
+        eot_token=256,
+        model_dim=32,
+        head_dim=16,
+        attention_pattern="LSSL",
+        value_embed_pattern="0..0",
+        train_seq_len=256,
+        val_seq_len=256,
     )
     tokens = torch.randint(256, (1, 257), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]

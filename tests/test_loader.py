@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from train_gpt import PRESETS, Hyperparameters, TokenLoader, UserError, main, read_val_tokens
+from train_gpt import Hyperparameters, TokenLoader, UserError, main, read_val_tokens
 
 CPU = torch.device("cpu")
 VOCAB = 257
 TINY = dataclasses.replace(
-    Hyperparameters(**PRESETS["pocket"]),
+    Hyperparameters(),
+    vocab_size=VOCAB,
+    eot_token=VOCAB - 1,
     sequences_per_step=8,
     train_seq_len=128,
     sequences_per_forward=2,
@@ -161,6 +163,30 @@ def test_any_shards_give_the_same_stream(counts, world_size, steps, tmp_path_fac
         np.testing.assert_array_equal(joined_step(loaders)[1], expected[1:])
 
 
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("stride", [1, 3, 5, 1_000_003])
+def test_a_stride_deals_the_sequences_of_a_shard_each_once(tiny_shards, world_size, stride):
+    """Sequence k of the shard's N is the (k · stride mod N)-th, by the first such stride coprime
+    to N, and N is a whole number of steps."""
+    cfg = make_cfg(tiny_shards([10 * 1024 + 700]), sequence_stride=stride)
+    tokens = train_gpt.read_shard(train_gpt.find_shards(cfg.train_files)[0], VOCAB).astype(int)
+    count = 80
+    used = stride
+    while np.gcd(used, count) != 1:
+        used += 1
+    loaders = make_loaders(cfg, world_size)
+    order = []
+    for epoch in range(2):
+        for step in range(10):
+            rows = np.stack(joined_step(loaders), axis=-1).reshape(8, 128, 2)
+            for k, row in enumerate(rows, start=8 * step):
+                start = k * used % count * 128
+                np.testing.assert_array_equal(row[:, 0], tokens[start : start + 128])
+                np.testing.assert_array_equal(row[:, 1], tokens[start + 1 : start + 129])
+                order.append((epoch, start // 128))
+    assert sorted(order) == [(epoch, index) for epoch in range(2) for index in range(count)]
+
+
 def test_shards_are_taken_in_the_order_of_their_names(tmp_path, write_shard):
     for name, value in (("b_10", 3), ("b_02", 2), ("a_99", 1)):
         write_shard(tmp_path / f"{name}.bin", np.full(1025, value))
@@ -275,6 +301,7 @@ BAD_SHARDS = [
 def run_main(capsys, tmp_path, train_files, val_files):
     """main's exit code and line, once it is clear that it is one line and nothing was written."""
     flags = ["--preset", "pocket", "--device", "cpu", "--train_seq_len", "128"]
+    flags += ["--sequences_per_step", "8"]
     files = ["--train_files", train_files, "--val_files", val_files, "--val_tokens", "1024"]
     before = sorted(tmp_path.rglob("*"))
     code = main([*flags, *files])

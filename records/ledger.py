@@ -349,11 +349,16 @@ def definitions(source: str) -> dict[str, str]:
 
 
 def banners(lines: list[str]) -> dict[int, str]:
-    """Index: title of each three-line banner (rule, title, rule)."""
-    rule = re.compile(r"# ?-{20,}")
-    return {i: lines[i + 1].removeprefix("# ") for i in range(len(lines) - 2)
-            if rule.fullmatch(lines[i]) and rule.fullmatch(lines[i + 2])
-            and re.fullmatch(r"# \w.*", lines[i + 1])}
+    """Index: title of each banner, `# ---- Title ---` or three lines (rule, title, rule)."""
+    rule, found = re.compile(r"# ?-{20,}"), {}
+    one_line = re.compile(r"# ?-{2,} (\w.*?)(?: \(the same in every record\))? -{3,}")
+    for i, line in enumerate(lines):
+        if title := one_line.fullmatch(line):
+            found[i] = title[1]
+        elif (rule.fullmatch(line) and len(lines) > i + 2 and rule.fullmatch(lines[i + 2])
+              and re.fullmatch(r"# \w.*", lines[i + 1])):
+            found[i] = lines[i + 1].removeprefix("# ")
+    return found
 
 
 def sections(source: str, by_banner: bool) -> dict[str, list[tuple[int, str]]]:

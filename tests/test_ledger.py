@@ -385,6 +385,19 @@ def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
     assert "-import random" in out and "num_iterations: 40 → 50" in out
 
 
+def test_banners_of_one_line_name_the_same_sections_as_banners_of_three():
+    ends = {"Training": " (the same in every record) ---", "Setup": " " + "-" * 70}
+    one_line = re.sub(
+        rf"{BANNER}\n# (\w+)\n{BANNER}", lambda m: f"# ---- {m[1]}{ends.get(m[1], ' ---')}", SCRIPT
+    )
+    titles = [list(ledger.banners(source.split("\n")).values()) for source in (SCRIPT, one_line)]
+    assert titles == [["Setup", "Hyperparameters", "Training"]] * 2
+    changed = one_line.replace("num_iterations: int = 40", "num_iterations: int = 50")
+    diff = ledger.diff_sources(SCRIPT, changed.replace("import random", "import re"))
+    assert {"Setup", "Hyperparameters"} <= {section["title"] for section in diff["sections"]}
+    assert ledger.banners(["# -- not a section", "x = 1  # ---- nor this ----"]) == {}
+
+
 def test_diff_of_sources_without_sections_goes_by_definition():
     old = '"""Doc."""\nimport os\n\n# about f\ndef f():\n    return 1\n\nclass G:\n'
     old += "    def m(self):\n        return 2\n    def n(self):\n        return 3\n"

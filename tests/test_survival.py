@@ -610,12 +610,20 @@ def test_data_that_vanish(start, data, write_shard, tmp_path, nproc):
 
 
 @contextlib.contextmanager
-def torchrun(tmp_path, data, *args, launcher=()):
-    """A run under torchrun with two ranks; what is left of it is killed at the end."""
+def torchrun(tmp_path, data, *args, launcher=(), late=0):
+    """A run under torchrun with two ranks; what is left of it is killed at the end.
+
+    Once restarted, rank 1 begins `late` seconds after rank 0.
+    """
+    (tmp_path / "sitecustomize.py").write_text(  # Python imports it before the script
+        "import os, time\n"
+        "if os.environ.get('RANK') == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':\n"
+        f"    time.sleep({late})\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                *launcher, train_gpt.SCRIPT, *MODEL, "--train_files", data / "train_*.bin",
                "--val_files", data / "val_*.bin", "--run_id", "x", "--resume", "auto", *args]
     process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stdin=subprocess.DEVNULL,
+                               env=os.environ | {"PYTHONPATH": str(tmp_path)},
                                stdout=(tmp_path / "out-0").open("w"),
                                stderr=(tmp_path / "err-0").open("w"), start_new_session=True)
     try:
@@ -648,8 +656,10 @@ def is_logged(run, text):
 
 @pytest.mark.slow
 def test_torchrun_restarts_after_a_killed_worker(tmp_path, data, start_in, tmp_path_factory):
+    """torchrun keeps its store: the rank that comes first must not find its dead peer there."""
     args = ("--num_iterations", 100, "--save_every", 20)
-    with torchrun(tmp_path, data, *args, launcher=["--max-restarts=2"]) as (process, run):
+    options = dict(launcher=["--max-restarts=2"], late=3)
+    with torchrun(tmp_path, data, *args, **options) as (process, run):
         wait_until(lambda: is_logged(run, "step:30/100"), process)
         os.kill(children(process.pid)[1], signal.SIGKILL)
         assert process.wait(timeout=120) == 0, run.err()

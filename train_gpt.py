@@ -878,8 +878,6 @@ def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> 
         room = torch.cuda.mem_get_info(device)[0] - 50 * tokens * cfg.model_dim * len(model.blocks)
         pieces = 4 * tokens * len(model.lm_head.weight) / max(1e8, room)
         model.head_chunks = 2 ** max(0, math.ceil(math.log2(pieces)))
-    caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "train_gpt"))
     model.compile(dynamic=False, mode=cfg.compile_mode or None)
 
 def warm_up(model: GPT, optimizers: list, loader: TokenLoader, cfg: Hyperparameters) -> None:
@@ -945,7 +943,7 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
             optimizer.load_full_state(state["optimizers"][optimizer.name])
         loader.seek(state["loader"])
         torch.set_rng_state(state["generator"])
-        log(f"resumed at step:{first} from {path.name}, redone up to step {log.last_step}")
+        log(f"resumed at step:{first} from {path.name}; redone: {first} to {log.last_step}")
 
     window = torch.ones((), dtype=torch.int32, device=device)
     started = time.perf_counter()  # the clock starts
@@ -1005,7 +1003,9 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first use
+    caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "train_gpt"))  # both are read
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # at the first use
     try:
         preset, cfg = parse_args(argv)
         ranks = Ranks(cfg)

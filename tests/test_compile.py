@@ -355,7 +355,7 @@ def test_health_is_read_one_step_late_on_cuda(health):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_health_on_cuda_names_the_step_that_was_bad(health, bad):
     health.check(7, on_device(5.0).sum(), [on_device(1.0, bad)])
-    with pytest.raises(train_gpt.RunError, match="step 7: .*gradient of mlp on rank 0"):
+    with pytest.raises(train_gpt.UserError, match="step 7: .*gradient of mlp on rank 0"):
         health.check(8, on_device(4.0).sum(), [on_device(1.0)])
 
 

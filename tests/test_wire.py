@@ -311,7 +311,7 @@ def test_a_given_number_of_pieces_is_kept(pretend_gpu, free_gb):
 def test_shorter_sequences_need_fewer_pieces(pretend_gpu):
     pretend_gpu(free_gb=24.8)
     assert prepared(train_seq_len=4096)[0].head_chunks == 1
-    assert prepared(train_seq_len=4096, sequences_per_forward=8)[0].head_chunks > 1
+    assert prepared(train_seq_len=4096, sequences_per_forward=12)[0].head_chunks > 1
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_out_of_memory_names_what_to_lower(monkeypatch, capsys):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.21 GiB.\nSecond line")
 
     monkeypatch.setattr(train_gpt, "train", train)
-    assert train_gpt.main(["--preset", "pocket", "--device", "cpu"]) == 1
+    assert train_gpt.main(["--preset", "pocket", "--device", "cpu"]) == 2
     error = one_line(capsys)
     assert "out of GPU memory" in error
     assert "--head_chunks" in error and "--sequences_per_forward" in error
@@ -386,16 +386,11 @@ def test_out_of_memory_names_what_to_lower(monkeypatch, capsys):
 # ---- processes of their own -------------------------------------------------
 
 START = """
-import json, os, sys, types
+import json, sys
 import torch, train_gpt
 loaded = sorted({"torch._inductor", "torch._dynamo.eval_frame"} & set(sys.modules))
-properties = types.SimpleNamespace(shared_memory_per_block_optin=227 * 1024)
-torch.cuda.get_device_capability = lambda *args: (9, 0)
-torch.cuda.get_device_properties = lambda *args: properties
-torch.cuda.mem_get_info = lambda *args: (84 * 10**9, 84 * 10**9)
-with torch.device("meta"):
-    model = train_gpt.GPT(train_gpt.Hyperparameters())
-train_gpt.prepare_for_cuda(model, model.cfg, torch.device("cuda", 0))
+train_gpt.train = lambda *args: 0
+assert train_gpt.main(["--preset", "pocket", "--device", "cpu"]) == 0
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 print(json.dumps(dict(loaded=loaded, cache=cache_dir())))
 """
@@ -415,10 +410,10 @@ def test_compile_caches_are_kept_in_the_users_cache(tmp_path, monkeypatch):
     assert Path(told["cache"]) == tmp_path / "train_gpt"
 
 
-def test_a_given_folder_of_compile_caches_is_kept(pretend_gpu, monkeypatch):
+def test_a_given_folder_of_compile_caches_is_kept(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
-    pretend_gpu()
-    prepared()
+    monkeypatch.setattr(train_gpt, "train", lambda *args: 0)
+    assert train_gpt.main(["--preset", "pocket", "--device", "cpu"]) == 0
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
 
 

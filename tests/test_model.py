@@ -68,8 +68,7 @@ def all_logits(model, tokens, window):
 def eager_flex(monkeypatch):
     """FlexAttention by plain operations; on a CPU it refuses gradients it has."""
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
+    monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
 
 
 def attend(q_BTHK, k_BTHK, v_BTHK, mask):
@@ -450,7 +449,7 @@ def test_a_head_in_chunks_has_the_same_loss_and_gradients(head_chunks):
 # Weights
 
 
-def published_state(cfg, dtype=None):
+def published_shapes(cfg):
     """Names and shapes of the published checkpoint of record #21, as its facts state them."""
     D, V = cfg.model_dim, 50304
     shapes = {"embed.weight": (50257, D), "skip_weights": (6,), "lm_head.weight": (V, D)}
@@ -470,7 +469,7 @@ def test_the_record_has_the_published_parameters():
     with torch.device("meta"):
         model = GPT(RECORD)
     found = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    assert found == published_state(RECORD)
+    assert found == published_shapes(RECORD)
     assert sum(p.numel() for p in model.parameters()) == 275_598_388
 
 
@@ -480,7 +479,7 @@ def test_a_published_checkpoint_loads(prefix):
     generator = torch.Generator().manual_seed(0)
     state = {
         prefix + name: torch.randn(shape, generator=generator)
-        for name, shape in published_state(cfg).items()
+        for name, shape in published_shapes(cfg).items()
     }
     names = list(state)
     model = GPT(cfg)
@@ -527,29 +526,3 @@ def test_a_seed_gives_the_same_weights_and_another_seed_others():
         states.append(model.state_dict())
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
     assert not torch.equal(states[0]["embed.weight"], states[2]["embed.weight"])
-
-
-# What only a GPU runs
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [1, 2, 4])
-def test_compiled_flex_equals_the_dense_formula_on_the_gpu(window, monkeypatch):
-    """Forward and backward, bf16 factors: relative error of the whole below two of its steps."""
-    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
-    tokens = random_tokens(1, 1024, 0)
-    qkv = random_qkv(1, 1024, 0, heads=2, head_dim=128)
-    weights = torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(1))
-    leaves = [x.bfloat16().double().requires_grad_() for x in qkv]
-    expected = naive_attention(*leaves, [naive_mask(tokens[0], window)], 0.12)
-    expected = [expected, *torch.autograd.grad((expected * weights).sum(), leaves)]
-    leaves = [x.bfloat16().cuda().requires_grad_() for x in qkv]
-
-    @torch.compile(dynamic=False)
-    def compiled(docs, window, q, k, v):
-        return attend(q, k, v, train_gpt.flex_mask(docs, window))
-
-    found = compiled(documents(tokens).cuda(), blocks(window).cuda(), *leaves)
-    found = [found, *torch.autograd.grad((found * weights.cuda()).sum(), leaves)]
-    for a, b in zip(found, expected, strict=True):
-        assert (a.double().cpu() - b).norm() < 2 * 2**-8 * b.norm()

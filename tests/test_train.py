@@ -122,11 +122,28 @@ def test_losses_begin_at_the_log_of_the_padded_vocabulary_and_fall(run):
     assert float(result.values["val_loss"]) < math.log(VOCAB_PADDED)
 
 
+@pytest.fixture
+def in_float64(monkeypatch):
+    """Runs compute in float64, in which steps do not blow rounding up to what could be an error."""
+    init = train_gpt.Muon.__init__
+
+    def muon_in_float64(self, *args):
+        init(self, *args)
+        self.dtype = torch.float64
+
+    monkeypatch.setattr(train_gpt.Muon, "__init__", muon_in_float64)
+    monkeypatch.setattr(train_gpt.Ranks, "check_parity", lambda *args: None)  # knows no float64
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("in_float64")
 def test_sequences_run_at_once_or_accumulated_have_the_same_losses(run):
-    """The first steps: in fp32, each makes some ten times as much of a difference in rounding."""
     whole, parts = run(sequences_per_forward=4), run(sequences_per_forward=1, run_id="y")
-    np.testing.assert_allclose(parts.losses[:2], whole.losses[:2], rtol=1e-6)
-    np.testing.assert_allclose(parts.losses, whole.losses, rtol=1e-3)
+    assert len(whole.losses) == STEPS and whole.losses != parts.losses
+    np.testing.assert_allclose(parts.losses, whole.losses, rtol=1e-10)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -201,7 +218,6 @@ def test_the_log_has_a_line_for_each_step_and_validation(run):
         expected += [(step, False)] * (step > 0) + [(step, True)] * (step in VAL_STEPS)
     assert [(int(step), val is not None) for step, val, _, _ in found] == expected
     assert found[0][1] == f"{math.log(VOCAB_PADDED):.4f}"
-    assert found[0][2:] == ("0", "0.00") or int(found[0][2]) < 5
     times = [int(ms) for _, _, ms, _ in found]
     assert times == sorted(times)
     for step, _, ms, average in found[1:]:
@@ -311,12 +327,9 @@ def test_sampling_follows_the_model_token_by_token():
             return 1000 * torch.nn.functional.one_hot(following[..., 0], 384).float()
 
     window = torch.tensor(1, dtype=torch.int32)
-    try:
-        text = sample(Sure(), window, cfg)
-    except TypeError:
-        text = sample(Sure(), window, cfg, torch.device("cpu"))
+    text = sample(Sure(), window, cfg)
     assert text == "abcde"
-    assert [row[:3] for row in seen[:1]] == [[256, ord("a"), ord("b")]]
+    assert [row[:3] for row in seen[:1]] == [[256, *b"ab"]]
     assert all(len(row) % 128 == 0 for row in seen)
 
 
@@ -355,5 +368,5 @@ def test_ranks_that_do_not_divide_the_sequences_say_so_once(run_script, tmp_path
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("train_gpt.py: error:")]
     assert len(said) == 1
-    assert "--sequences_per_step 3" in said[0] and "world_size 2" in said[0]
+    assert re.search(r"--sequences_per_step 3: .*\b2\b", said[0])
     assert not Path(tmp_path / "logs").exists()

@@ -5,8 +5,7 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
-Parent: 2025-01-26_BatchSize. Changes relative to it:
-- Optimizers: gradients are reduce-scattered, optimizer state is sharded over the ranks.
+Parent: 2025-01-26_BatchSize. Change: gradients are reduce-scattered, optimizer state is sharded.
 """
 
 # ---- Setup ------------------------------------------------------------------
@@ -23,7 +22,6 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -44,13 +42,8 @@ ROOT = next((p for p in SCRIPT.parents if (p / "data" / "pocket.py").exists()), 
 class UserError(Exception):
     """What ends the run with one line, exit code 2 and no traceback."""
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
 compiled = functools.cache(functools.partial(torch.compile, dynamic=False))
-
-def fused(function: Callable, x: Tensor) -> Callable:
+def fused(function, x: Tensor):
     """The function, compiled to few kernels where x is on a GPU, and not a fake tensor."""
     return compiled(function) if x.is_cuda and type(x) in (Tensor, nn.Parameter) else function
 
@@ -124,26 +117,19 @@ class Hyperparameters:
     def step_tokens(self) -> int:
         return self.sequences_per_step * self.train_seq_len
 
-PRESETS = {
-    "record": {},
-    "pocket": dict(
-        train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
-        tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, target_loss=1.64,
-        num_iterations=250, train_seq_len=256, sequences_per_forward=4, sequence_stride=1_000_003,
-        val_every=0, val_tokens=262_144, val_seq_len=4096, window_tokens=256, model_dim=128,
-        head_dim=64, attention_pattern="LLL", value_embed_pattern="012", attention_scale=0.2,
-        embed_lr=0.1, head_lr=0.012, muon_momentum=0.9, momentum_warmup=0, cooldown_frac=0.7,
-        final_lr_frac=0.0, warmup_steps=1, sample_tokens=200, prompt="def "),
-}
-
-def boolean(text: str) -> bool:
-    return ["false", "true"].index(text.lower()) == 1
+PRESETS = {"record": {}, "pocket": dict(
+    train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
+    tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, target_loss=1.64,
+    num_iterations=180, train_seq_len=256, sequences_per_forward=4, sequence_stride=1_000_003,
+    val_every=0, val_tokens=262_144, val_seq_len=4096, window_tokens=256, model_dim=128,
+    head_dim=64, attention_pattern="LLL", value_embed_pattern="012", attention_scale=0.2,
+    embed_lr=0.2, head_lr=0.012, muon_lr=0.08, muon_momentum=0.9, momentum_warmup=0,
+    cooldown_frac=0.7, final_lr_frac=0.0, warmup_steps=1, sample_tokens=200, prompt="def ")}
 
 def parse_args(argv: list[str] | None) -> tuple[str, Hyperparameters]:
     """The preset's name and the hyperparameters that the command line asks for."""
     def error(message: str):
         raise UserError(f"{message}; --help lists the flags")
-
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", SCRIPT.read_text(), re.M))
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.error = error
@@ -151,12 +137,12 @@ def parse_args(argv: list[str] | None) -> tuple[str, Hyperparameters]:
     for field in fields(Hyperparameters):
         presets = [f"{k}: {v[field.name]!r}" for k, v in PRESETS.items() if field.name in v]
         kind = dict(type=field.type, metavar=field.type.__name__)
-        kind |= dict(type=boolean, nargs="?", const=True) if field.type is bool else {}
+        kind |= dict(type=["false", "true"].index, nargs="?", const=1) if field.type is bool else {}
         parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **kind,
                             help=f"{comments[field.name]} {[field.default, *presets]}")
     flags = vars(parser.parse_args(argv))
-    preset = flags.pop("preset")
-    check_hyperparameters(cfg := Hyperparameters(**PRESETS[preset] | flags))
+    cfg = Hyperparameters(**PRESETS[preset := flags.pop("preset")] | flags)
+    check_hyperparameters(cfg)
     return preset, cfg
 
 def check_hyperparameters(cfg: Hyperparameters) -> None:
@@ -164,7 +150,6 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     numbers = " ".join(f.name for f in fields(cfg) if f.type in (int, float))
     positive = """num_iterations sequences_per_step train_seq_len sequences_per_forward val_tokens
         val_seq_len model_dim head_dim mlp_ratio rope_base logit_slope vocab_multiple"""
-    layers = len(cfg.attention_pattern)
     rules = [  # names, what holds for the value of each, the same in words
         (numbers, lambda x: 0 <= x < math.inf, "be finite and not negative"),
         (positive, lambda x: x > 0, "be positive"),
@@ -175,26 +160,25 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
         ("model_dim", lambda x: x % cfg.head_dim == 0, f"be a multiple of {cfg.head_dim=}"),
         ("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536"),
         ("attention_pattern", lambda x: re.fullmatch("[LS.]+", x), "be of L, S and ."),
-        ("value_embed_pattern", lambda x: re.fullmatch("[0-9.]" * layers, x),
+        ("value_embed_pattern", lambda x: re.fullmatch("[0-9.]" * len(cfg.attention_pattern), x),
          "have a digit or . for each layer"),
         ("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes"),
         ("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu"),
     ]
-    for names, holds, rule in rules:
-        for name in names.split():
-            if not holds(value := getattr(cfg, name)):
-                raise UserError(f"--{name} {value}: must {rule}")
+    for name, holds, rule in ((name, *rest) for names, *rest in rules for name in names.split()):
+        if not holds(value := getattr(cfg, name)):
+            raise UserError(f"--{name} {value}: must {rule}")
 
 # ---- Data (the same in every record) ----------------------------------------
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1  # of a shard, little-endian int32
 
 def find_shards(pattern: str) -> list[Path]:
     """Files that match the glob, here or else in the repository, sorted. Raises UserError."""
-    files = sorted(glob.glob(pattern)) or sorted(glob.glob(str(ROOT / pattern)))
+    files = sorted(glob.glob(pattern) or glob.glob(str(ROOT / pattern)))
     if not files:
         maker = next((name for name in ("pocket", "fineweb") if name in pattern), "text")
         raise UserError(f"no file matches {pattern!r}; make the data with: python data/{maker}.py")
-    return [Path(file) for file in files]
+    return list(map(Path, files))
 
 def shard_size(path: Path) -> int:
     """Number of tokens by the shard's header, held against the file's size. Raises UserError."""
@@ -225,9 +209,8 @@ class TokenLoader:
     """Gives each rank its sequences of each step, the r-th part of the step's sequences to rank r.
     A step's sequences are of one shard: what does not fill a step at its end is skipped."""
     def __init__(self, cfg: Hyperparameters, rank: int, world_size: int, device, say=print):
-        self.cfg, self.rank, self.device, self.say = cfg, rank, device, say
-        self.files = find_shards(cfg.train_files)
-        self.ahead, self.reader = {}, ThreadPoolExecutor(1)
+        self.cfg, self.rank, self.device, self.say, self.ahead = cfg, rank, device, say, {}
+        self.files, self.reader = find_shards(cfg.train_files), ThreadPoolExecutor(1)
         size, path = min((shard_size(path), path) for path in self.files)
         if size <= cfg.step_tokens:
             raise UserError(f"{path}: {size} tokens, a step takes {cfg.step_tokens} and one more; "
@@ -273,18 +256,13 @@ def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     return tuple(x.pin_memory().to(device, non_blocking=True) if cuda else x for x in pair)
 
 # ---- Model ------------------------------------------------------------------
-# Letters in tensor names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim,
-# V padded vocabulary, M×N a weight. The residual stream x is (B, T, D).
+# In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary.
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
-# FP8 head: @YouJiacheng; scales within CastedLinear: @leloykun.
-def scale_to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max  # casts saturate by themselves only since torch 2.12
     return x.float().mul(scale).clamp(-limit, limit).to(dtype)
-
-def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    return fused(scale_to_fp8, x)(x, scale, dtype)
 
 def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b · scale, held to the GPU's rules for FP8 on every device."""
@@ -297,14 +275,15 @@ def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, dtype: torch.dtype, fast
 def fp8_mm(x: Tensor, w: Tensor, x_s: float, w_s: float, g_s: float
            ) -> tuple[Tensor, Tensor, Tensor]:
     """x (S, D) @ w (V, D).T in e4m3, scaled by x_s and w_s, as bf16; and the two FP8 factors."""
-    x_f8, w_f8 = (to_fp8(*pair, torch.float8_e4m3fn) for pair in ((x, x_s), (w, w_s)))
+    x_f8 = fused(to_fp8, x)(x, x_s, torch.float8_e4m3fn)
+    w_f8 = fused(to_fp8, w)(w, w_s, torch.float8_e4m3fn)
     return scaled_mm(x_f8, w_f8.T, 1 / (x_s * w_s), torch.bfloat16, True), x_f8, w_f8
 
 @torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
 def fp8_mm_backward(g: Tensor, x_f8: Tensor, w_f8: Tensor, x_s: float, w_s: float, g_s: float
                     ) -> tuple[Tensor, Tensor]:
     """Gradients of x, bf16, and w, fp32 and column-major, by g (S, V) in e5m2, scaled by g_s."""
-    g_f8 = to_fp8(g, g_s, torch.float8_e5m2)
+    g_f8 = fused(to_fp8, g)(g, g_s, torch.float8_e5m2)
     x_rows, w_columns, g_columns = x_f8.T.contiguous(), w_f8.T.contiguous().T, g_f8.T.contiguous().T
     grad_x = scaled_mm(g_f8, w_columns, 1 / (g_s * w_s), torch.bfloat16, False)
     return grad_x, scaled_mm(x_rows, g_columns, 1 / (x_s * g_s), torch.float32, False).T
@@ -323,7 +302,7 @@ def fp8_backward(ctx, g: Tensor, *_) -> tuple:
 fp8_mm.register_autograd(fp8_backward, setup_context=fp8_setup_context)
 
 class CastedLinear(nn.Linear):
-    """A linear map without bias whose weight is cast to the input's type, or to FP8 in training."""
+    """A linear map whose weight is cast to its input's type, or to FP8: @YouJiacheng, @leloykun."""
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
         self.fp8_scales = None  # of input, weight and gradient, where FP8 is to be used
@@ -334,8 +313,7 @@ class CastedLinear(nn.Linear):
         return fp8_mm(x.flatten(0, -2), self.weight, *self.fp8_scales)[0].unflatten(0, x.shape[:-1])
 
 # Attention: token i sees token j where j <= i, both are of one document (@KoszarskyB), and
-# block(i) - block(j) < window (@YouJiacheng). On CUDA FlexAttention skips blocks that nobody sees.
-# Elsewhere it has no backward: each block of queries meets the `window` blocks up to its own.
+# block(i) - block(j) < window (@YouJiacheng). FlexAttention has no backward pass but on CUDA.
 def flex_mask(docs_S: Tensor, window: Tensor) -> BlockMask:
     """The mask by tensor operations alone, so that the window's growth compiles nothing anew."""
     def document_causal(b, h, q, k):
@@ -344,7 +322,6 @@ def flex_mask(docs_S: Tensor, window: Tensor) -> BlockMask:
     def ordered(seen_QK: Tensor) -> tuple[Tensor, Tensor]:  # how many blocks are seen, which first
         indices = seen_QK.int().argsort(dim=-1, descending=True, stable=True)
         return seen_QK.sum(-1, dtype=torch.int32)[None, None], indices.int()[None, None]
-
     docs, block = docs_S.view(-1, BLOCK), torch.arange(len(docs_S) // BLOCK, device=docs_S.device)
     distance, first, last = block[:, None] - block, docs[:, 0], docs[:, -1]
     seen = (distance >= 0) & (distance < window) & (first[:, None] <= last)
@@ -353,7 +330,7 @@ def flex_mask(docs_S: Tensor, window: Tensor) -> BlockMask:
                                     mask_mod=document_causal)
 
 def dense_mask(docs_S: Tensor, window: Tensor) -> Tensor:
-    """What is added to the scores: 0 where a query sees a key, (S / 128, 1, 128, window · 128)."""
+    """What is added to the scores of each block of queries with the `window` blocks up to it."""
     docs = docs_S.view(-1, BLOCK)
     window = min(int(window), len(docs))
     seen = docs[:, :, None] == gather_window(docs, window)[:, None, :]
@@ -426,8 +403,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """The model, under the published parameter names. Its forward gives the summed cross-entropy of
-    targets (B, T; -1 counts for nothing) after inputs (B, T), each row a sequence of its own, under
-    a long window of so many blocks, an int32 scalar, and a short one of half of it."""
+    targets (B, T; -1: none) after inputs (B, T), rows apart, under a window in blocks (int32)."""
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.cfg, self.pairs = cfg, len(cfg.attention_pattern) // 2
@@ -526,10 +502,9 @@ def adam_update(weight, grad, mean, square, step, lr: Tensor, beta1, beta2, eps)
     square.copy_(new_square)
 
 class ShardedOptimizer:
-    """Parameters that are views of one flat buffer, updated as one, their state shared by ranks.
-    Their gradients, too, are views of one buffer, so that these accumulate in place and one call
-    reduces them all. Rank r owns the r-th part, in whole units (scalars or matrices). The buffers
-    are never freed, thus outlive every collective that they are in."""
+    """Parameters, and their gradients, that are views of one flat buffer each: one call reduces or
+    gathers all. Rank r owns the r-th part, of whole units (scalars or matrices), and its state.
+    The buffers are never freed, thus outlive every collective that they are in."""
     def __init__(self, name: str, params: list[nn.Parameter], lr: float, cfg, ranks, unit: int = 1):
         self.name, self.base_lr, self.cfg, self.ranks, self.handle = name, lr, cfg, ranks, None
         self.numel = sum(p.numel() for p in params)
@@ -607,8 +582,7 @@ def build_optimizers(model: GPT, cfg: Hyperparameters, ranks: "Ranks") -> list[S
     matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
     table = [(Muon, f"matrices of {M}x{N}", [p for p in matrices if p.shape[-2:] == (M, N)],
               cfg.muon_lr) for M, N in sorted({p.shape[-2:] for p in matrices})]
-    tables = [model.embed.weight, *model.value_embeds.parameters()]
-    table += [(Adam, "embed", tables, cfg.embed_lr),
+    table += [(Adam, "embed", [model.embed.weight, *model.value_embeds.parameters()], cfg.embed_lr),
               (Adam, "head", [model.lm_head.weight], cfg.head_lr),
               (Adam, "scalars", [p for p in params if p.ndim < 2], cfg.scalar_lr)]
     covered = sorted(id(p) for _, _, rows, _ in table for p in rows)
@@ -657,9 +631,12 @@ class Ranks:
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 raise UserError(f"--device {cfg.device}: this GPU has no bf16; use --device cpu")
         if self.world_size > 1:
-            # torch 2.13 has newer names for the collectives, 2.11 has not
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-            dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+            # The store outlives a restart: a prefix hides the addresses that dead ranks left in it.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+            dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store,
+                                    rank=self.rank, world_size=self.world_size)
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
         if self.world_size > 1:
@@ -675,10 +652,8 @@ class Ranks:
 
     def check_parity(self, step: int, model: nn.Module) -> None:
         """Raise UserError where the ranks' parameters are not the same bits."""
-        words = {2: torch.int16, 4: torch.int32}
-        low = sum(p.detach().view(words[p.itemsize]).sum() for p in model.parameters())
-        high = self.all_reduce(low.clone(), dist.ReduceOp.MAX)
-        if self.all_reduce(low, dist.ReduceOp.MIN).item() != high.item():
+        bits = sum(p.detach().view(torch.uint8).sum() for p in model.parameters())
+        if self.all_reduce(torch.stack([bits, -bits]), dist.ReduceOp.MAX).sum().item():
             raise UserError(f"step {step}: the ranks' parameters have drifted apart")
 
 def device_facts(device: torch.device) -> tuple[str, int]:
@@ -686,7 +661,7 @@ def device_facts(device: torch.device) -> tuple[str, int]:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device) // 2**20
     info, mib = Path("/proc/cpuinfo"), 2**20 if sys.platform == "darwin" else 2**10
-    name = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    name = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // mib
     return f"cpu ({name[1] if name else os.uname().machine})", peak
 
@@ -721,7 +696,7 @@ class Log:
 
 class Health:
     """What ranks tell each other at every step: a signal to stop, a non-finite loss or gradient.
-    On CUDA the news is read one step late, so that the host never waits for the step it is in."""
+    On CUDA it is read one step late, so that the host never waits for the step it is in."""
     def __init__(self, ranks: Ranks, names: list[str]):
         self.ranks, self.names, self.news = ranks, names, []
         self.signal, self.stopping, self.loss = 0, 0, math.nan
@@ -756,7 +731,7 @@ class Health:
                     raise UserError(f"step {step}: non-finite {name} on rank {rank - 1:.0f}")
 
 # ---- Checkpoints (the same in every record) ---------------------------------
-def write_durably(path: Path, write: Callable) -> None:
+def write_durably(path: Path, write) -> None:
     """Have `write` fill a file that appears at `path` whole or not at all."""
     temporary = path.with_suffix(".tmp")
     try:
@@ -793,7 +768,7 @@ def find_checkpoint(cfg: Hyperparameters, folder: Path, ranks: Ranks, log: Log) 
     found, auto = None, cfg.resume == "auto"
     paths = sorted(folder.glob("step-*.pt"), reverse=True) if auto else [Path(cfg.resume)]
     for path in paths if ranks.rank == 0 else []:
-        digest = path.with_suffix(".sha256")
+        digest = path.parent / f"{path.stem}.sha256"
         if path.is_file() and digest.is_file() and digest.read_bytes() == sha256(path):
             found = path
             break
@@ -811,9 +786,11 @@ def load_checkpoint(path: Path, cfg: Hyperparameters, data: list) -> dict:
         fixed = itertools.takewhile("num_iterations".__ne__, ours)  # what follows may change
         differing = [f"{key} {theirs.get(key)!r}, now {ours[key]!r}" for key in fixed
                      if theirs.get(key) != ours[key]]
-        differing += [f"step {state['step']:d}, too late"] * (state["step"] > cfg.num_iterations)
+        too_late = state["step"] > cfg.num_iterations
+        differing += [f"num_iterations, its step is {state['step']:d}"] * too_late
         differing += ["the training data"] * (state["data"] != data)
-        assert {"model", "optimizers", "loader", "generator", "train_time_ms"} <= set(state)
+        needed = "model", "optimizers", "loader", "generator", "train_time_ms"
+        differing += [f"{key}, missing" for key in needed if key not in state]
     except Exception as error:  # by what is in the file, torch.load raises nearly anything
         raise UserError(f"{path}: no checkpoint, {type(error).__name__}; name another") from None
     if differing:
@@ -885,16 +862,15 @@ def warm_up(model: GPT, optimizers: list, loader: TokenLoader, cfg: Hyperparamet
     tensors = [x for o in optimizers for x in (o.weights, *o.state.values())]
     before, random = [x.to("cpu", copy=True) for x in tensors], np.random.default_rng(0)
     shapes = (loader.per_forward, cfg.train_seq_len + 1), (1, cfg.val_seq_len + 1)
-    train_batch, val_batch = (to_batch(random.integers(cfg.vocab_size, size=shape), loader.device)
-                              for shape in shapes)
+    train_batch, val_batch = (
+        to_batch(random.integers(cfg.vocab_size, size=x), loader.device) for x in shapes)
     window = torch.ones((), dtype=torch.int32, device=loader.device)
     for _ in range(cfg.warmup_steps):
         model(*train_batch, window).backward()
         step_optimizers(optimizers, 0, cfg.step_tokens)
-    if cfg.warmup_steps:
-        with torch.no_grad():
-            model.eval()(*val_batch, window)
-        model.train()
+    with torch.no_grad():
+        model.eval()(*val_batch, window)
+    model.train()
     for x, value in zip(tensors, before, strict=True):
         x.copy_(value)
 
@@ -929,13 +905,12 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
     if log.file and not log.file.tell():
         lines = (f"{key}: {value}" for key, value in facts.items())
         log("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]), console=False)
-    log("{device}, world size {world_size}, {parameters:,} parameters, {head} head in "
-        "{head_chunks} piece(s), logs/{run_id}".format(**facts))
+    log("{device}, {world_size} rank(s), {parameters:,} parameters, {head} head in {head_chunks} "
+        "piece(s), logs/{run_id}".format(**facts))
     if device.type == "cuda":
         log("compiling, usually 1 to 3 minutes the first time, half a minute later ...")
     started = time.perf_counter()
-    warm_up(model, optimizers, loader, cfg)
-    synchronize(device)
+    warm_up(model, optimizers, loader, cfg)  # its last copies wait for the device
     log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=device.type == "cuda")
     if first:
         model.load_state_dict(state["model"])
@@ -943,15 +918,14 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
             optimizer.load_full_state(state["optimizers"][optimizer.name])
         loader.seek(state["loader"])
         torch.set_rng_state(state["generator"])
-        log(f"resumed at step:{first} from {path.name}; redone: {first} to {log.last_step}")
-
+        log(f"resumed at step:{first} from {path.name}; steps up to {log.last_step} are redone")
     window = torch.ones((), dtype=torch.int32, device=device)
     started = time.perf_counter()  # the clock starts
     for step in range(first, last + 1):  # one round more than steps: the last only validates
         window.fill_(window_blocks(step, cfg))
         stopping = int(health.stopping) if step < last else 0
         if step == last or cfg.val_every and step % cfg.val_every == 0 and not stopping:
-            synchronize(device)
+            window.item()  # waits for the device
             train_ms += 1000 * (time.perf_counter() - started)  # the clock stops
             health.read()
             ranks.check_parity(step, model)
@@ -972,7 +946,6 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
             return 128 + stopping
         if step == last:
             break
-
         loss = torch.zeros((), device=device)
         for inputs, targets in loader.next_step():
             micro_loss = model(inputs, targets, window) / targets.numel()
@@ -981,8 +954,7 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
         health.check(step, loss, [o.grads for o in optimizers])
         step_optimizers(optimizers, step, loader.micro_steps * ranks.world_size)
         if cfg.profile and step == min(first + 2, last - 1):
-            profiler = torch.profiler.profile()
-            profiler.start()
+            (profiler := torch.profiler.profile()).start()
         if cfg.profile and step == min(first + 5, last - 1):
             profiler.stop()
             profiler.export_chrome_trace(str(folder / "trace.json"))
@@ -991,12 +963,11 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
         log.step(done, last, ms)
         log.live(f"step {done}/{last}, loss {health.loss:.4f}, {done * cfg.step_tokens / ms:,.0f}K "
                  f"tokens/s, {(last - done) * ms / done / 1000:.0f} s left")
-
     if cfg.sample_tokens and ranks.rank == 0:
         log("\n  ".join(["sample:", *sample(model, window, cfg).splitlines()]))
-    tokens = last * cfg.step_tokens
     results = dict(val_loss=f"{val_loss:.6f}", train_time_ms=f"{train_ms:.0f}", steps=last,
-                   tokens=tokens, tokens_per_second=f"{1000 * tokens / train_ms:.0f}", **machine,
+                   tokens=last * cfg.step_tokens, **machine,
+                   tokens_per_second=f"{1000 * last * cfg.step_tokens / train_ms:.0f}",
                    peak_memory_mib=device_facts(device)[1])
     log("\n".join(["---", *(f"{key}: {value}" for key, value in results.items())]))
     return 0
@@ -1017,7 +988,7 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, OSError) as error:
         message = error
     except RuntimeError as error:
-        if not dist.is_initialized():
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
             raise
         message = f"another rank is gone: {str(error).splitlines()[0]}"
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -54,6 +54,12 @@ SPEC_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "4090": 165.2, "3090
 # Printing
 
 
+def wait_for(device):
+    """Let the device finish what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def show(text=""):
     """Replace the live line of a terminal; elsewhere nothing is shown."""
     if sys.stdout.isatty():
@@ -285,10 +291,10 @@ class Trainer:
 
     def seconds(self, function, *args):
         """Result and seconds of a call, waiting for the device before and after."""
-        train_gpt.synchronize(self.device)
+        wait_for(self.device)
         start = time.perf_counter()
         result = function(*args)
-        train_gpt.synchronize(self.device)
+        wait_for(self.device)
         return result, time.perf_counter() - start
 
     def matrix_parameters(self):
@@ -365,11 +371,11 @@ def matmul_tflops(device, size=8192, fp8=False):
         product = functools.partial(torch.mm, a, b)
     seconds = []
     for _ in range(20):
-        train_gpt.synchronize(device)
+        wait_for(device)
         start = time.perf_counter()
         for _ in range(5):
             product()
-        train_gpt.synchronize(device)
+        wait_for(device)
         seconds.append((time.perf_counter() - start) / 5)
     return 2 * size**3 / statistics.median(seconds) / 1e12
 

@@ -126,6 +126,9 @@ PRESETS = {"record": {}, "pocket": dict(
     embed_lr=0.2, head_lr=0.012, muon_lr=0.08, muon_momentum=0.9, momentum_warmup=0,
     cooldown_frac=0.7, final_lr_frac=0.0, warmup_steps=1, sample_tokens=200, prompt="def ")}
 
+def boolean(text: str) -> bool:
+    return ["false", "true"].index(text.lower()) == 1
+
 def parse_args(argv: list[str] | None) -> tuple[str, Hyperparameters]:
     """The preset's name and the hyperparameters that the command line asks for."""
     def error(message: str):
@@ -137,7 +140,7 @@ def parse_args(argv: list[str] | None) -> tuple[str, Hyperparameters]:
     for field in fields(Hyperparameters):
         presets = [f"{k}: {v[field.name]!r}" for k, v in PRESETS.items() if field.name in v]
         kind = dict(type=field.type, metavar=field.type.__name__)
-        kind |= dict(type=["false", "true"].index, nargs="?", const=1) if field.type is bool else {}
+        kind |= dict(type=boolean, nargs="?", const=True) if field.type is bool else {}
         parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **kind,
                             help=f"{comments[field.name]} {[field.default, *presets]}")
     flags = vars(parser.parse_args(argv))
@@ -525,13 +528,10 @@ class ShardedOptimizer:
         if self.ranks.world_size > 1:
             self.handle = dist.reduce_scatter_tensor(self.grad, self.grads, async_op=True)
 
-    def wait(self) -> None:
-        if self.handle:
-            self.handle.wait()
-
     def update(self, step: int, divisor: int) -> None:
         """Step on this rank's share by gradients / divisor, then begin to hand it round."""
-        self.wait()
+        if self.handle:
+            self.handle.wait()
         self.grad.div_(divisor)
         self.lr.fill_(self.base_lr * lr_scale(step, self.cfg))
         self.update_share(share := self.weights[self.mine], step)
@@ -596,7 +596,8 @@ def step_optimizers(optimizers: list[ShardedOptimizer], step: int, divisor: int)
     for optimizer in optimizers:
         optimizer.update(step, divisor)
     for optimizer in optimizers:
-        optimizer.wait()
+        if optimizer.handle:
+            optimizer.handle.wait()
         optimizer.grads.zero_()
 
 # ---- Schedules --------------------------------------------------------------
@@ -632,9 +633,9 @@ class Ranks:
                 raise UserError(f"--device {cfg.device}: this GPU has no bf16; use --device cpu")
         if self.world_size > 1:
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-            # The store outlives a restart: a prefix hides the addresses that dead ranks left in it.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+            store, attempt = None, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            if attempt != "0":  # the old store still holds the addresses of dead ranks
+                store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
             dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store,
                                     rank=self.rank, world_size=self.world_size)
 
@@ -758,8 +759,7 @@ def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
                 old.unlink()
                 old.with_suffix(".sha256").unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
-        reason = str(error.__context__ or error).splitlines()[0]
-        failure = f"{path}: cannot be written ({reason}); make room, go on with --resume auto"
+        failure = f"{path}: not written ({error.__context__ or error}); make room, --resume auto"
     if failure := ranks.broadcast(failure):
         raise UserError(failure)
 
@@ -789,8 +789,7 @@ def load_checkpoint(path: Path, cfg: Hyperparameters, data: list) -> dict:
         too_late = state["step"] > cfg.num_iterations
         differing += [f"num_iterations, its step is {state['step']:d}"] * too_late
         differing += ["the training data"] * (state["data"] != data)
-        needed = "model", "optimizers", "loader", "generator", "train_time_ms"
-        differing += [f"{key}, missing" for key in needed if key not in state]
+        _ = [state[k] for k in ("model", "optimizers", "loader", "generator", "train_time_ms")]
     except Exception as error:  # by what is in the file, torch.load raises nearly anything
         raise UserError(f"{path}: no checkpoint, {type(error).__name__}; name another") from None
     if differing:

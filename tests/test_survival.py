@@ -318,7 +318,7 @@ def mean_losses(run, nproc):
 
 
 @pytest.mark.parametrize("change, named", [
-    (("--muon_lr", 0.06), "muon_lr 0.05, now 0.06"),
+    (("--muon_lr", 0.06), f"muon_lr {train_gpt.PRESETS['pocket']['muon_lr']}, now 0.06"),
     (("--num_iterations", 3), "num_iterations"),
     ((), "data"),
 ])

@@ -83,7 +83,7 @@ def one_of(monkeypatch):
         monkeypatch.setattr(
             dist,
             "init_process_group",
-            lambda backend: init("fake", store=FakeStore(), rank=rank, world_size=world_size),
+            lambda backend, **_: init("fake", store=FakeStore(), rank=rank, world_size=world_size),
         )
         return train_gpt.Ranks(dataclasses.replace(TINY, device="cpu"))
 
@@ -226,6 +226,7 @@ def test_an_update_takes_the_gradient_that_arrived(one_of, monkeypatch):
     """The network delivers when it is waited for; what is there before is no number."""
     ranks = one_of(2)
     model = make_model(TINY)
+    model.init_weights(torch.Generator().manual_seed(0))
     optimizers = train_gpt.build_optimizers(model, TINY, ranks)
 
     def late(output, sent, async_op):
@@ -234,7 +235,7 @@ def test_an_update_takes_the_gradient_that_arrived(one_of, monkeypatch):
 
     monkeypatch.setattr(dist, "reduce_scatter_tensor", late)
     for optimizer in optimizers:
-        optimizer.grads.normal_()
+        optimizer.grads.normal_(generator=torch.Generator().manual_seed(0))
     train_gpt.step_optimizers(optimizers, 0, 2)
     assert all(o.weights.isfinite().all() for o in optimizers)
 

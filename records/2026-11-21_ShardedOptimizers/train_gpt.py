@@ -120,7 +120,7 @@ class Hyperparameters:
 PRESETS = {"record": {}, "pocket": dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, target_loss=1.64,
-    num_iterations=136, train_seq_len=256, sequences_per_forward=4, sequence_stride=1_000_003,
+    num_iterations=160, train_seq_len=256, sequences_per_forward=4, sequence_stride=1_000_003,
     val_every=0, val_tokens=262_144, val_seq_len=4096, window_tokens=256, model_dim=128,
     head_dim=64, attention_pattern="LLL", value_embed_pattern="012", attention_scale=0.2,
     embed_lr=0.2, head_lr=0.012, muon_lr=0.08, muon_momentum=0.9, momentum_warmup=0,

@@ -574,7 +574,7 @@ def test_small_disk(start_in, whole, tmp_path):
 def test_checkpoint_that_cannot_be_written(start):
     run = start("--save_every", 2, fault=partial(at_step, 3, 0, make_obstacle))
     assert run.wait()[0] > 0
-    assert "step-000004.pt: cannot be written" in one_line(run.err())
+    assert "step-000004.pt: not written" in one_line(run.err())
     assert run.saved() == [2]
 
 

@@ -277,14 +277,13 @@ class Trainer:
         if self.device.type == "cuda":
             train_gpt.prepare_for_cuda(self.model, self.cfg, self.device)
         self.optimizers = train_gpt.build_optimizers(self.model, self.cfg, ranks)
-        self.window = torch.ones((), dtype=torch.int32, device=self.device)
         self.set_window(self.cfg.window_tokens)
 
     def set_window(self, tokens):
-        self.window.fill_(math.ceil(tokens / train_gpt.BLOCK))
+        self.model.window.fill_(math.ceil(tokens / train_gpt.BLOCK))
 
     def forward(self, inputs, targets):
-        return self.model(inputs, targets, self.window)
+        return self.model(inputs, targets)
 
     def optimize(self):
         train_gpt.step_optimizers(self.optimizers, 0, self.cfg.step_tokens)
@@ -385,7 +384,8 @@ def attention_flops(trainer, inputs):
     cfg, flops = trainer.cfg, 0
     starts = (inputs == cfg.eot_token).flatten()
     docs = starts.cumsum(0, dtype=torch.int32)
-    for letter, window in (("L", trainer.window), ("S", (trainer.window // 2).clamp_min(1))):
+    long_window = trainer.model.window
+    for letter, window in (("L", long_window), ("S", (long_window // 2).clamp_min(1))):
         mask = train_gpt.flex_mask(docs, window)
         blocks = (mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()).item()
         layers = cfg.attention_pattern.count(letter)
@@ -483,7 +483,8 @@ def gpu(args, flags):
         trainer = Trainer("record", *flags)
         loader = train_gpt.TokenLoader(trainer.cfg, 0, 1, trainer.device)
         show("compiling ...")
-        train_gpt.warm_up(trainer.model, trainer.optimizers, loader, trainer.cfg)
+        train_gpt.warm_up(trainer.model, trainer.optimizers, loader.per_forward, trainer.cfg,
+                          trainer.optimizers[0].ranks)
         torch.cuda.reset_peak_memory_stats()
         step = measure_steps(trainer, loader, args.steps)
         print(f"peak memory of the training steps: "

@@ -89,13 +89,14 @@ def make_batch(length, seed=1):
     return tokens[:, :-1].int(), tokens[:, 1:].clone()
 
 
-def train_and_validate(model, window):
+def train_and_validate(model, blocks):
     """Loss and gradients of a training sequence, and the loss of a validation sequence."""
+    model.window.fill_(blocks)
     model.zero_grad()
-    loss = model(*make_batch(TINY.train_seq_len), window)
+    loss = model(*make_batch(TINY.train_seq_len))
     loss.backward()
     with torch.no_grad():
-        val_loss = model.eval()(*make_batch(TINY.val_seq_len, seed=2), window)
+        val_loss = model.eval()(*make_batch(TINY.val_seq_len, seed=2))
     model.train()
     return loss.detach(), val_loss, [p.grad.clone() for p in model.parameters()]
 
@@ -124,17 +125,14 @@ def test_all_windows_take_two_graphs_and_equal_the_dense_formula(
     counter = CompileCounterWithBackend(backend)
     compiled = make_model(head_chunks, fp8)
     compiled.compile(fullgraph=True, dynamic=False, backend=counter)
-    window = torch.ones((), dtype=torch.int32)
-    results = {}
-    for blocks in range(1, 15):
-        results[blocks] = train_and_validate(compiled, window.fill_(blocks))
+    results = {blocks: train_and_validate(compiled, blocks) for blocks in range(1, 15)}
     assert counter.frame_count == 2
 
     monkeypatch.undo()
     eager = make_model(head_chunks, fp8)
     losses = []
     for blocks in (1, 2, 4):
-        loss, val_loss, grads = train_and_validate(eager, window.fill_(blocks))
+        loss, val_loss, grads = train_and_validate(eager, blocks)
         flex_loss, flex_val_loss, flex_grads = results[blocks]
         rtol = FP8_RTOL if fp8 else FP32_RTOL
         torch.testing.assert_close(flex_loss, loss, rtol=rtol, atol=0)
@@ -152,7 +150,7 @@ def test_a_window_in_python_breaks_the_graph(monkeypatch):
     compiled = make_model()
     compiled.compile(fullgraph=True, dynamic=False, backend="eager")
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
-        compiled(*make_batch(TINY.train_seq_len), torch.ones((), dtype=torch.int32))
+        compiled(*make_batch(TINY.train_seq_len))
     torch._dynamo.reset()
 
 
@@ -239,10 +237,11 @@ def test_a_training_step_never_waits_for_the_device(
     model = make_model(head_chunks, fp8)
     optimizers = train_gpt.build_optimizers(model, TINY, one_rank())
     before = [p.detach().clone() for p in model.parameters()]
-    batch, window = make_batch(TINY.train_seq_len), torch.ones((), dtype=torch.int32)
+    batch = make_batch(TINY.train_seq_len)
     with NoHostWait():
         for step in range(2):
-            loss = model(*batch, window.fill_(step + 1)) / TINY.train_seq_len
+            model.window.fill_(step + 1)
+            loss = model(*batch) / TINY.train_seq_len
             loss.backward()
             train_gpt.step_optimizers(optimizers, step, 1)
     changed = [not torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True)]
@@ -271,9 +270,8 @@ def test_a_planted_wait_is_found(flex_everywhere, monkeypatch, plant):
 
     monkeypatch.setattr(train_gpt, "dense_mask", planted)
     model, batch = make_model(), make_batch(TINY.train_seq_len)
-    window = torch.ones((), dtype=torch.int32)
     with NoHostWait(), pytest.raises(HostWait):
-        model(*batch, window)
+        model(*batch)
 
 
 # ---- news of a step, read one step late on CUDA ----------------------------

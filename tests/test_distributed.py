@@ -188,7 +188,7 @@ class TokenCounter(torch.nn.Module):
         super().__init__()
         self.pairs = []
 
-    def forward(self, inputs, targets, window):
+    def forward(self, inputs, targets):
         assert not self.training and not torch.is_grad_enabled()
         counted = targets != -1
         self.pairs += zip(inputs[counted].tolist(), targets[counted].tolist(), strict=True)
@@ -208,7 +208,7 @@ def test_validation_counts_every_token_once(world_size, val_tokens):
         ranks = SimpleNamespace(
             rank=rank, world_size=world_size, device=torch.device("cpu"), all_reduce=lambda x: x
         )
-        totals.append(validate(model, tokens, torch.tensor(1), cfg, ranks) * val_tokens)
+        totals.append(validate(model, tokens, cfg, ranks) * val_tokens)
         assert model.training, "as it was before"
         pairs += model.pairs
     assert sorted(pairs) == [(i, i + 1) for i in range(val_tokens)]

@@ -66,12 +66,9 @@ def make_batch(device, length=SMALL.train_seq_len, seed=0):
     return tokens[:, :-1].int(), tokens[:, 1:].contiguous()
 
 
-def window_of(blocks, device="cuda"):
-    return torch.tensor(blocks, dtype=torch.int32, device=device)
-
-
-def loss_and_gradients(model, window, batch):
-    loss = model(*batch, window) / batch[1].numel()
+def loss_and_gradients(model, batch, window=3):
+    model.window.fill_(window)
+    loss = model(*batch) / batch[1].numel()
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -89,7 +86,7 @@ def test_compiled_flex_attention_equals_the_dense_formula(window):
     block = position // train_gpt.BLOCK
     seen = (position[:, None] >= position) & (docs[:, None] == docs)
     seen &= block[:, None] - block < window
-    options = kernel_options()
+    options, blocks = kernel_options(), torch.tensor(window, dtype=torch.int32, device="cuda")
 
     def flex(q, k, v, docs, window):
         return train_gpt.attend(
@@ -102,9 +99,7 @@ def test_compiled_flex_attention_equals_the_dense_formula(window):
         return (scores.softmax(-1) @ v).transpose(1, 2)
 
     results = []
-    for attention in (
-        lambda *x: torch.compile(flex, dynamic=False)(*x, docs, window_of(window)), dense
-    ):
+    for attention in (lambda *x: torch.compile(flex, dynamic=False)(*x, docs, blocks), dense):
         leaves = [x.clone().requires_grad_() for x in qkv]
         y = attention(*leaves)
         y.backward(gradient.to(y.dtype))
@@ -122,10 +117,8 @@ def kernel_options():
 def test_one_step_is_nearly_that_of_the_cpu(head_chunks):
     """bf16, FlexAttention and the compiler against fp32 and dense masks."""
     cfg = dataclasses.replace(SMALL, fp8_head=False, head_chunks=head_chunks)
-    loss, grads = loss_and_gradients(prepared_model(cfg), window_of(3), make_batch("cuda"))
-    cpu_loss, cpu_grads = loss_and_gradients(
-        make_model("cpu"), window_of(3, "cpu"), make_batch("cpu")
-    )
+    loss, grads = loss_and_gradients(prepared_model(cfg), make_batch("cuda"))
+    cpu_loss, cpu_grads = loss_and_gradients(make_model("cpu"), make_batch("cpu"))
     assert loss == pytest.approx(cpu_loss, rel=2e-3)
     for name, grad in cpu_grads.items():
         if grad.ndim >= 2:  # lambdas have gradients that are small sums of large terms
@@ -137,9 +130,9 @@ def test_the_fp8_head_is_near_the_bf16_head():
     fp8_model = prepared_model()
     if fp8_model.lm_head.fp8_scales is None:
         pytest.skip("this GPU has no FP8")
-    loss, grads = loss_and_gradients(fp8_model, window_of(3), make_batch("cuda"))
+    loss, grads = loss_and_gradients(fp8_model, make_batch("cuda"))
     bf16_model = prepared_model(dataclasses.replace(SMALL, fp8_head=False))
-    bf16_loss, bf16_grads = loss_and_gradients(bf16_model, window_of(3), make_batch("cuda"))
+    bf16_loss, bf16_grads = loss_and_gradients(bf16_model, make_batch("cuda"))
     assert loss == pytest.approx(bf16_loss, rel=5e-3)
     # The published scales are those of the record's width, vocabulary and gradients summed.
     x = torch.randn(256, 768, device="cuda").bfloat16()
@@ -172,20 +165,19 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch):
     model, ranks = prepared_model(), one_rank("cuda")
     optimizers = train_gpt.build_optimizers(model, SMALL, ranks)
     health = train_gpt.Health(ranks, ["loss", *(o.name for o in optimizers)])
-    window = window_of(1)
     train_batch = make_batch("cuda")
     val_batch = make_batch("cuda", SMALL.val_seq_len, seed=1)
 
     def step(number):
-        window.fill_(number + 1)
-        loss = model(*train_batch, window) / train_batch[1].numel()
+        model.window.fill_(number + 1)
+        loss = model(*train_batch) / train_batch[1].numel()
         loss.backward()
         health.check(number, loss.detach(), [o.grads for o in optimizers])
         train_gpt.step_optimizers(optimizers, number, 1)
 
     def validate():
         with torch.no_grad():
-            model.eval()(*val_batch, window)
+            model.eval()(*val_batch)
         model.train()
 
     step(0)

@@ -61,7 +61,8 @@ def random_tokens(rows, length, seed, document_tokens=60):
 
 @torch.no_grad()
 def all_logits(model, tokens, window):
-    return model.logits(model.hidden(tokens, blocks(window)))
+    model.window.fill_(window)
+    return model.logits(model.hidden(tokens))
 
 
 @pytest.fixture(autouse=True)
@@ -381,7 +382,7 @@ def test_the_model_is_the_published_formulas(attention_pattern, value_embed_patt
         found = all_logits(model, tokens, window)
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
         targets = random_tokens(2, 256, 8).long()
-        loss = model(tokens, targets, blocks(window)).item()
+        loss = model(tokens, targets).item()
         logs = expected.log_softmax(-1).gather(-1, targets[..., None])
         assert loss == pytest.approx(-logs.sum().item(), rel=1e-5)
 
@@ -409,7 +410,7 @@ def test_the_first_loss_is_the_log_of_the_padded_vocabulary(vocab_size):
     model = GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(0))
     tokens = random_tokens(1, 256, 0)
-    loss = model(tokens, tokens.long(), blocks(1)).item() / 256
+    loss = model(tokens, tokens.long()).item() / 256
     padded = 128 * math.ceil(vocab_size / 128)
     assert model.lm_head.weight.shape == (padded, 32)
     assert loss == pytest.approx(math.log(padded), rel=1e-6)
@@ -422,7 +423,7 @@ def test_a_target_of_minus_one_counts_for_nothing():
         all_logits(model, tokens, 2)[0], targets[0], reduction="none"
     )
     targets[0, 100:] = -1
-    assert model(tokens, targets, blocks(2)).item() == pytest.approx(whole[:100].sum().item(), 1e-5)
+    assert model(tokens, targets).item() == pytest.approx(whole[:100].sum().item(), 1e-5)
 
 
 @pytest.mark.parametrize("head_chunks", [2, 3, 8, 1000])
@@ -434,7 +435,8 @@ def test_a_head_in_chunks_has_the_same_loss_and_gradients(head_chunks):
         model = make_model(dataclasses.replace(cfg, head_chunks=chunks))
         sizes, head_loss = [], model.head_loss
         model.head_loss = lambda x, *rest, s=sizes, f=head_loss: (s.append(len(x)), f(x, *rest))[1]
-        loss = model(tokens, targets, blocks(2))
+        model.window.fill_(2)
+        loss = model(tokens, targets)
         sizes = sizes.copy()
         loss.backward()
         results.append((loss.detach(), sizes, [p.grad for p in model.parameters()]))

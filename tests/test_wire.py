@@ -399,7 +399,7 @@ print(json.dumps(dict(loaded=loaded, cache=cache_dir())))
 
 def test_compile_caches_are_kept_in_the_users_cache(tmp_path, monkeypatch):
     """Temporary folders do not survive a reboot. The compiler is loaded by those who use it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     run = subprocess.run(
         [sys.executable, "-c", START], cwd=Path(train_gpt.__file__).parent,
@@ -408,7 +408,7 @@ def test_compile_caches_are_kept_in_the_users_cache(tmp_path, monkeypatch):
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout)
     assert told["loaded"] == [], "importing the script loads the compiler: seconds at every start"
-    assert Path(told["cache"]) == tmp_path / "train_gpt"
+    assert Path(told["cache"]) == tmp_path / ".cache" / "train_gpt"
 
 
 def test_a_given_folder_of_compile_caches_is_kept(monkeypatch):

@@ -119,12 +119,12 @@ class Hyperparameters:
 
 PRESETS = {"record": {}, "pocket": dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
-    tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, target_loss=1.64,
-    num_iterations=160, train_seq_len=256, sequences_per_forward=4, sequence_stride=1_000_003,
-    val_every=0, val_tokens=262_144, val_seq_len=4096, window_tokens=256, model_dim=128,
-    head_dim=64, attention_pattern="LLL", value_embed_pattern="012", attention_scale=0.2,
-    embed_lr=0.2, head_lr=0.012, muon_lr=0.08, muon_momentum=0.9, momentum_warmup=0,
-    cooldown_frac=0.7, final_lr_frac=0.0, warmup_steps=1, sample_tokens=200, prompt="def ")}
+    tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, prompt="def ",
+    num_iterations=225, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
+    train_seq_len=256, val_seq_len=4096, window_tokens=256, target_loss=1.64, val_every=0,
+    model_dim=64, head_dim=32, attention_pattern="LL", value_embed_pattern="01", warmup_steps=1,
+    attention_scale=0.25, embed_lr=0.2, head_lr=0.012, muon_lr=0.08, sample_tokens=200,
+    muon_momentum=0.9, momentum_warmup=0, cooldown_frac=0.7, final_lr_frac=0.0)}
 
 def boolean(text: str) -> bool:
     return ["false", "true"].index(text.lower()) == 1

@@ -1,0 +1,839 @@
+#!/usr/bin/env python3
+"""Train a 124M-class GPT to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the record, on 8 GPUs
+    python train_gpt.py                                       # the record, on one GPU
+    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+
+Parent: none. It has ReLU², QK-norm, zero-initialised output projections and a padded vocabulary.
+"""
+
+# ---- Setup ------------------------------------------------------------------
+import argparse
+import functools
+import glob
+import hashlib
+import itertools
+import math
+import os
+import re
+import resource
+import signal
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.utils.checkpoint import checkpoint
+
+BLOCK = 128  # tokens in a block of the attention mask
+SCRIPT = Path(__file__).resolve()
+ROOT = next((p for p in SCRIPT.parents if (p / "data" / "pocket.py").exists()), SCRIPT.parent)
+
+class UserError(Exception):
+    """What ends the run with one line, exit code 2 and no traceback."""
+
+compiled = functools.cache(functools.partial(torch.compile, dynamic=False))
+def fused(function, x: Tensor):
+    """The function, compiled to few kernels where x is on a GPU, and not a fake tensor."""
+    return compiled(function) if x.is_cuda and type(x) in (Tensor, nn.Parameter) else function
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+# ---- Hyperparameters --------------------------------------------------------
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Everything a run can be asked to do differently; each field is a flag of the same name."""
+    # Data
+    tokenizer: str = "gpt2"  # what made the tokens, gpt2 or bytes; decodes the sample
+    vocab_size: int = 50257  # token ids lie below it
+    eot_token: int = 50256  # end-of-text, the token that opens each document
+    # Step and validation
+    sequences_per_step: int = 512  # sequences in one step, all ranks together
+    train_seq_len: int = 1024  # tokens of a training sequence, a multiple of 128
+    sequence_stride: int = 1  # sequence k of a shard's N is the one at k · stride mod N
+    seed: int = 0  # of the initial weights and of the sample
+    val_tokens: int = 10_485_760  # validation tokens, each counted once
+    val_seq_len: int = 1024  # tokens of a validation sequence, a multiple of 128
+    # Model
+    model_dim: int = 768  # width of the residual stream
+    head_dim: int = 128  # width of an attention head
+    mlp_ratio: int = 4  # hidden width of the MLP, in model_dim
+    num_layers: int = 12  # transformer blocks
+    rope_base: int = 10000  # inverse of the lowest rotary frequency
+    vocab_multiple: int = 128  # rows of embedding and head are padded to a multiple of it
+    # Optimizers and schedules
+    embed_lr: float = 0.0036  # Adam, the matrix of embedding and head
+    adam_beta1: float = 0.9  # decay of Adam's mean of gradients
+    adam_beta2: float = 0.95  # decay of Adam's mean of squared gradients
+    adam_eps: float = 1e-8  # added to Adam's denominator
+    muon_lr: float = 0.00036  # Muon, hidden matrices; root mean square of a step
+    muon_momentum: float = 0.95  # decay of Muon's sum of gradients
+    ns_steps: int = 5  # Newton-Schulz iterations
+    cooldown_frac: float = 1450 / 5100  # last part of the run, over which the rates fall
+    final_lr_frac: float = 0.0  # fraction of the rates at the end of the run
+    # Run: a checkpoint may be resumed with other values of all that follows
+    num_iterations: int = 5100  # optimizer steps
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
+    sequences_per_forward: int = 64  # sequences that a rank runs at once, at most
+    target_loss: float = 3.28  # validation loss to reach, nats per token
+    val_every: int = 125  # steps between validations; 0: only the last
+    device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
+    run_id: str = ""  # folder under logs/; empty: made from time and chance
+    warmup_steps: int = 10  # untimed steps on random tokens that warm the kernels up
+    head_chunks: int = 0  # pieces in which head and loss are computed; 0: by free memory
+    compile_mode: str = ""  # mode of torch.compile; empty: its default
+    save_every: int = 0  # steps between checkpoints; 0: none
+    resume: str = ""  # checkpoint to go on from; auto: the newest whole one of --run_id
+    sample_tokens: int = 0  # tokens of text to print after the last validation
+    prompt: str = "\n"  # text that the sample continues
+    profile: bool = False  # write a chrome trace of a few steps and a table by kernel
+
+    @property
+    def step_tokens(self) -> int:
+        return self.sequences_per_step * self.train_seq_len
+
+PRESETS = {"record": {}, "pocket": dict(
+    train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
+    tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, prompt="def ",
+    num_iterations=225, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
+    train_seq_len=256, val_seq_len=256, sequences_per_step=8, target_loss=1.64, val_every=0,
+    model_dim=64, head_dim=32, num_layers=2, warmup_steps=1,
+    embed_lr=0.01, muon_lr=0.005, sample_tokens=200,
+    muon_momentum=0.9, cooldown_frac=0.7)}
+
+def boolean(text: str) -> bool:
+    return ["false", "true"].index(text.lower()) == 1
+
+def parse_args(argv: list[str] | None) -> tuple[str, Hyperparameters]:
+    """The preset's name and the hyperparameters that the command line asks for."""
+    def error(message: str):
+        raise UserError(f"{message}; --help lists the flags")
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", SCRIPT.read_text(), re.M))
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n")[0])
+    parser.error = error
+    parser.add_argument("--preset", choices=PRESETS, default="record", help="['record']")
+    for field in fields(Hyperparameters):
+        presets = [f"{k}: {v[field.name]!r}" for k, v in PRESETS.items() if field.name in v]
+        kind = dict(type=field.type, metavar=field.type.__name__)
+        kind |= dict(type=boolean, nargs="?", const=True) if field.type is bool else {}
+        parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **kind,
+                            help=f"{comments[field.name]} {[field.default, *presets]}")
+    flags = vars(parser.parse_args(argv))
+    cfg = Hyperparameters(**PRESETS[preset := flags.pop("preset")] | flags)
+    check_hyperparameters(cfg)
+    return preset, cfg
+
+def check_hyperparameters(cfg: Hyperparameters) -> None:
+    """Raise UserError for a value that no run can be made of: flag, value and rule."""
+    numbers = " ".join(f.name for f in fields(cfg) if f.type in (int, float))
+    positive = """num_iterations sequences_per_step train_seq_len sequences_per_forward val_tokens
+        val_seq_len model_dim head_dim mlp_ratio num_layers rope_base vocab_multiple"""
+    rules = [  # names, what holds for the value of each, the same in words
+        (numbers, lambda x: 0 <= x < math.inf, "be finite and not negative"),
+        (positive, lambda x: x > 0, "be positive"),
+        ("train_seq_len val_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}"),
+        ("seed", lambda x: x < 2**63, "be below 2**63"),
+        ("run_id", lambda x: "/" not in x and x not in (".", ".."), "be the name of a folder"),
+        ("head_dim", lambda x: x % 4 == 0, "be a multiple of 4"),
+        ("model_dim", lambda x: x % cfg.head_dim == 0, f"be a multiple of {cfg.head_dim=}"),
+        ("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536"),
+        ("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes"),
+        ("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu"),
+    ]
+    for name, holds, rule in ((name, *rest) for names, *rest in rules for name in names.split()):
+        if not holds(value := getattr(cfg, name)):
+            raise UserError(f"--{name} {value}: must {rule}")
+
+# ---- Data (the same in every record) ----------------------------------------
+HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1  # of a shard, little-endian int32
+
+def find_shards(pattern: str) -> list[Path]:
+    """Files that match the glob, here or else in the repository, sorted. Raises UserError."""
+    files = sorted(glob.glob(pattern) or glob.glob(str(ROOT / pattern)))
+    if not files:
+        maker = next((name for name in ("pocket", "fineweb") if name in pattern), "text")
+        raise UserError(f"no file matches {pattern!r}; make the data with: python data/{maker}.py")
+    return list(map(Path, files))
+
+def shard_size(path: Path) -> int:
+    """Number of tokens by the shard's header, held against the file's size. Raises UserError."""
+    try:
+        size, header = path.stat().st_size, np.fromfile(path, "<i4", HEADER_INTS).tolist()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it again") from None
+    if len(header) < HEADER_INTS or header[:2] != [MAGIC, VERSION]:
+        raise UserError(f"{path}: magic, version {header[:2]}, not {[MAGIC, VERSION]}; remake it")
+    if size != 4 * HEADER_INTS + 2 * header[2]:
+        raise UserError(f"{path}: {size} bytes do not hold {header[2]} tokens; fetch it again")
+    return header[2]
+
+def read_shard(path: Path, vocab_size: int) -> np.ndarray:
+    """The shard's tokens, uint16. Raises UserError where it is none, or of another vocabulary."""
+    tokens = np.fromfile(path, "<u2", shard_size(path), offset=4 * HEADER_INTS)
+    if len(tokens) and tokens.max() >= vocab_size:
+        at = np.argmax(tokens >= vocab_size)
+        raise UserError(f"{path}: token {tokens[at]} at position {at}; "
+                        f"raise --vocab_size {vocab_size} or name other data")
+    return tokens
+
+def fingerprint(files: list[Path]) -> list:
+    """Name, number of tokens and hash of the first MiB of each shard: tells other data apart."""
+    return [[path.name, shard_size(path), hashlib.sha256(
+        np.fromfile(path, np.uint8, 2**20)).hexdigest()] for path in files]
+
+class TokenLoader:
+    """Gives each rank its sequences of each step, the r-th part of the step's sequences to rank r.
+    A step's sequences are of one shard: what does not fill a step at its end is skipped."""
+    def __init__(self, cfg: Hyperparameters, rank: int, world_size: int, device, say=print):
+        self.cfg, self.rank, self.device, self.say, self.ahead = cfg, rank, device, say, {}
+        self.files, self.reader = find_shards(cfg.train_files), ThreadPoolExecutor(1)
+        size, path = min((shard_size(path), path) for path in self.files)
+        if size <= cfg.step_tokens:
+            raise UserError(f"{path}: {size} tokens, a step takes {cfg.step_tokens} and one more; "
+                            "lower --train_seq_len")
+        self.sequences = cfg.sequences_per_step // world_size
+        self.per_forward = max(n for n in range(1, self.sequences + 1)
+                               if self.sequences % n == 0 and n <= cfg.sequences_per_forward)
+        self.micro_steps = self.sequences // self.per_forward  # forward passes of a rank in a step
+        self.seek(dict(epoch=0, shard=0, position=0))
+
+    def state(self) -> dict[str, int]:
+        """Where the next step begins, for any number of ranks."""
+        return dict(epoch=self.epoch, shard=self.shard, position=self.position)
+
+    def seek(self, state: dict[str, int]) -> None:
+        """Go to a `state`; the shard after its own is read ahead."""
+        self.epoch, self.shard, self.position = state["epoch"], state["shard"], state["position"]
+        here, following = (self.files[(self.shard + i) % len(self.files)] for i in (0, 1))
+        self.ahead = {path: self.ahead.get(path) or self.reader.submit(
+            read_shard, path, self.cfg.vocab_size) for path in (here, following)}
+        self.tokens = self.ahead[here].result()
+
+    def next_step(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's share of the next step: inputs and targets of each forward pass."""
+        if self.position + self.cfg.step_tokens >= len(self.tokens):
+            epoch, shard = divmod(self.epoch * len(self.files) + self.shard + 1, len(self.files))
+            if shard == 0:
+                self.say(f"data: its end is reached, epoch {epoch + 1} begins")
+            self.seek(dict(epoch=epoch, shard=shard, position=0))
+        length = self.cfg.train_seq_len
+        N = (len(self.tokens) - 1) // self.cfg.step_tokens * self.cfg.sequences_per_step
+        stride = next(n for n in itertools.count(self.cfg.sequence_stride) if math.gcd(n, N) == 1)
+        first = self.position // length + self.rank * self.sequences
+        starts = (k * stride % N * length for k in range(first, first + self.sequences))
+        rows = np.stack([self.tokens[start : start + length + 1] for start in starts])
+        self.position += self.cfg.step_tokens
+        return [to_batch(part, self.device) for part in np.split(rows, self.micro_steps)]
+
+def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
+    buffer = torch.from_numpy(tokens.astype(np.int64))
+    pair, cuda = (buffer[:, :-1].int(), buffer[:, 1:].contiguous()), device.type == "cuda"
+    return tuple(x.pin_memory().to(device, non_blocking=True) if cuda else x for x in pair)
+
+# ---- Model ------------------------------------------------------------------
+# In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary.
+Linear = functools.partial(nn.Linear, bias=False)
+
+def norm(x: Tensor) -> Tensor:
+    size = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)  # F.rms_norm is slow on CPUs
+    return (x * (x.size(-1) ** 0.5 / size.clamp_min(1e-6))).type_as(x)
+
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by the angles of (T, 1, K / 2) pairs."""
+    x1, x2 = x_BTHK.chunk(2, dim=-1)
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x_BTHK)
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        self.heads = cfg.model_dim // cfg.head_dim
+        self.c_q = Linear(cfg.model_dim, cfg.model_dim)
+        self.c_k = Linear(cfg.model_dim, cfg.model_dim)
+        self.c_v = Linear(cfg.model_dim, cfg.model_dim)
+        self.c_proj = Linear(cfg.model_dim, cfg.model_dim)
+
+    def forward(self, x: Tensor, turn: tuple) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (self.heads, -1))
+                   for linear in (self.c_q, self.c_k, self.c_v))
+        q, k = (norm(rotate(x, *turn)) for x in (q, k))  # QK-norm: @Grad62304977
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+class MLP(nn.Module):
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        self.c_fc = Linear(cfg.model_dim, cfg.mlp_ratio * cfg.model_dim)
+        self.c_proj = Linear(cfg.mlp_ratio * cfg.model_dim, cfg.model_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.c_fc(x))  # ReLU²: https://arxiv.org/abs/2109.08668
+        return self.c_proj(x * x)
+
+class Block(nn.Module):
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        self.attn = CausalSelfAttention(cfg)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, turn: tuple) -> Tensor:
+        x = x + self.attn(norm(x), turn)
+        return x + self.mlp(norm(x))
+
+class GPT(nn.Module):
+    """The model. Its forward gives the summed cross-entropy of targets (B, T; -1: none) after
+    inputs (B, T), rows apart."""
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        self.cfg = cfg
+        vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+        self.embed = nn.Embedding(vocab, cfg.model_dim)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.num_layers))
+        self.lm_head = Linear(cfg.model_dim, vocab)
+        self.lm_head.weight = self.embed.weight
+        positions = max(cfg.train_seq_len, cfg.val_seq_len)
+        frequency = (1 / cfg.rope_base) ** (torch.arange(0, cfg.head_dim, 2) / cfg.head_dim)
+        theta = torch.outer(torch.arange(positions), frequency)[:, None]
+        self.register_buffer("cos", theta.cos().bfloat16(), persistent=False)
+        self.register_buffer("sin", theta.sin().bfloat16(), persistent=False)
+        self.head_chunks = max(1, cfg.head_chunks)
+        self.register_load_state_dict_pre_hook(lambda _, state, *rest: (  # of a compiled model
+            consume_prefix_in_state_dict_if_present(state, "_orig_mod.")))
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Initialise every matrix by its name. Raises KeyError for one it does not know."""
+        for name, param in self.named_parameters():
+            if name.endswith(("embed.weight", "q.weight", "k.weight", "v.weight", "fc.weight")):
+                bound = param.size(-1) ** -0.5
+                param.uniform_(-bound, bound, generator=generator)
+            elif name.endswith("c_proj.weight"):
+                param.zero_()  # zero-initialised projections: @Grad62304977
+            else:
+                raise KeyError(f"no initialisation for the parameter {name}")
+
+    def hidden(self, inputs_BT: Tensor) -> Tensor:
+        """The normed output of the last layer, (B, T, D)."""
+        turn = self.cos[: inputs_BT.size(1)], self.sin[: inputs_BT.size(1)]
+        x = self.embed(inputs_BT)
+        for block in self.blocks:
+            x = block(x, turn)
+        return norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits, fp32, (…, V)."""
+        return self.lm_head(x).float()
+
+    def head_loss(self, x_SD: Tensor, targets_S: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(x_SD), targets_S, ignore_index=-1, reduction="sum")
+
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        with torch.autocast(inputs_BT.device.type, torch.bfloat16, enabled=inputs_BT.is_cuda):
+            x, targets = self.hidden(inputs_BT).flatten(0, 1), targets_BT.flatten()
+            size = self.cfg.sequences_per_forward * self.cfg.train_seq_len // self.head_chunks
+            if size >= len(x):
+                return self.head_loss(x, targets)
+            pieces = (t.split(round_up(max(size, 1), BLOCK)) for t in (x, targets))
+            parts = zip(*pieces, strict=True)
+            return sum(checkpoint(self.head_loss, *part, use_reentrant=False) for part in parts)
+
+# ---- Optimizers -------------------------------------------------------------
+def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """Nearly the closest semi-orthogonal matrix. Source: Keller Jordan et al.,
+    https://kellerjordan.github.io/posts/muon/"""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = grad_MN.size(-2) > grad_MN.size(-1)
+    X = (grad_MN.mT if tall else grad_MN).to(dtype)
+    X = X / (X.norm() + 1e-7)
+    for _ in range(steps):
+        A = X @ X.mT
+        B = A @ X
+        X = a * X + b * B + c * A @ B
+    return X.mT if tall else X
+
+def muon_update(update_MN, grad_MN, sum_MN, momentum: float, ns_steps: int) -> None:
+    """Muon's update of a matrix, to be scaled; orthogonalised in the update's type."""
+    sum_MN.mul_(momentum).add_(grad_MN)
+    grad_MN = grad_MN + momentum * sum_MN
+    update_MN.copy_(orthogonalize(grad_MN, ns_steps, update_MN.dtype))
+
+def adam_update(weight, grad, mean, square, step, lr: Tensor, beta1, beta2, eps) -> None:
+    """Adam's step, https://arxiv.org/abs/1412.6980, in place, computed in fp32."""
+    step += 1
+    new_mean = mean.float().lerp(grad.float(), 1 - beta1)
+    new_square = square.float().lerp(grad.float().square(), 1 - beta2)
+    denominator = (new_square / (1 - beta2**step)).sqrt() + eps
+    weight.copy_(weight.float() - lr / (1 - beta1**step) * new_mean / denominator)
+    mean.copy_(new_mean)
+    square.copy_(new_square)
+
+class Optimizer:
+    """Parameters, and their gradients, that are views of one flat buffer each, on every rank."""
+    def __init__(self, name: str, params: list, lr: float, cfg, ranks):
+        self.name, self.base_lr, self.cfg, self.ranks, self.handle = name, lr, cfg, ranks, None
+        self.numel = sum(p.numel() for p in params)
+        self.weights = params[0].detach().new_zeros(self.numel)
+        self.grads = torch.zeros_like(self.weights)
+        ends = itertools.accumulate(p.numel() for p in params)
+        for p, end in zip(params, ends, strict=True):
+            weight, grad = (x[end - p.numel() : end].view_as(p) for x in (self.weights, self.grads))
+            p.data, p.grad = weight.copy_(p.detach()), grad
+        self.lr = torch.zeros((), device=self.weights.device)
+        self.state = dict(mean=torch.zeros_like(self.grads))
+
+    def reduce(self) -> None:
+        """Begin to sum the gradients over the ranks."""
+        if self.ranks.world_size > 1:
+            self.handle = dist.all_reduce(self.grads, async_op=True)
+
+    def update(self, step: int, divisor: int) -> None:
+        """Step by gradients / divisor."""
+        if self.handle:
+            self.handle.wait()
+        self.grads.div_(divisor)
+        self.lr.fill_(self.base_lr * lr_scale(step, self.cfg))
+        self.update_weights(step)
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The state, the same on all ranks."""
+        return {key: value.flatten().cpu() for key, value in self.state.items()}
+
+    def load_full_state(self, full: dict[str, Tensor]) -> None:
+        """Take what `full_state` gave."""
+        for key, value in self.state.items():
+            value.copy_(full[key].view_as(value))
+
+class Adam(Optimizer):
+    """Adam on any tensors. lr: about the change of each weight in a step."""
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.state |= dict(square=torch.zeros_like(self.grads), step=torch.zeros_like(self.lr))
+
+    def update_weights(self, step: int) -> None:
+        betas_eps = self.cfg.adam_beta1, self.cfg.adam_beta2, self.cfg.adam_eps
+        state = self.state.values()
+        fused(adam_update, self.grads)(self.weights, self.grads, *state, self.lr, *betas_eps)
+
+class Muon(Optimizer):
+    """Muon on matrices of one shape. lr: root mean square of a step."""
+    def __init__(self, name: str, params: list[nn.Parameter], *args):
+        super().__init__(name, params, *args)
+        self.shape = params[0].shape
+        self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
+        self.updates = torch.zeros_like(self.weights, dtype=self.dtype)
+
+    def update_weights(self, step: int) -> None:
+        batch = (x.view(-1, *self.shape) for x in (self.updates, self.grads, self.state["mean"]))
+        for update, grad, mean in zip(*batch, strict=True):
+            fused(muon_update, update)(
+                update, grad, mean, self.cfg.muon_momentum, self.cfg.ns_steps)
+        self.weights.sub_(self.updates * (self.lr * max(self.shape) ** 0.5))
+
+def build_optimizers(model: GPT, cfg: Hyperparameters, ranks: "Ranks") -> list[Optimizer]:
+    """An optimizer for each row of the table, which covers every parameter once."""
+    params = list(model.parameters())
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    table = [(Muon, f"matrices of {M}x{N}", [p for p in matrices if p.shape[-2:] == (M, N)],
+              cfg.muon_lr) for M, N in sorted({p.shape[-2:] for p in matrices})]
+    table += [(Adam, "embed", [model.embed.weight], cfg.embed_lr)]
+    covered = sorted(id(p) for _, _, rows, _ in table for p in rows)
+    assert covered == sorted(map(id, params)), "every parameter needs one row of the table"
+    return [kind(name, rows, lr, cfg, ranks) for kind, name, rows, lr in table]
+
+def step_optimizers(optimizers: list[Optimizer], step: int, divisor: int) -> None:
+    """One step of all; what one computes overlaps what the others communicate."""
+    for optimizer in optimizers:
+        optimizer.reduce()
+    for optimizer in optimizers:
+        optimizer.update(step, divisor)
+    for optimizer in optimizers:
+        optimizer.grads.zero_()
+
+# ---- Schedules --------------------------------------------------------------
+def lr_scale(step: int, cfg: Hyperparameters) -> float:
+    """Factor of every learning rate: 1, then falling linearly to final_lr_frac at the end."""
+    frac = min(1.0, (1 - step / cfg.num_iterations) / (cfg.cooldown_frac or 1e-9))
+    return frac + (1 - frac) * cfg.final_lr_frac
+
+# ---- Distributed and logging (the same in every record) ---------------------
+class Ranks:
+    """This process among the others, by torchrun's variables, and its device. Raises UserError."""
+    def __init__(self, cfg: Hyperparameters):
+        env = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
+        self.rank, self.world_size, local_rank = (int(os.environ.get(*x)) for x in env.items())
+        if (n := cfg.sequences_per_step) % self.world_size:
+            raise UserError(f"--sequences_per_step {n}: the {self.world_size} ranks must divide it")
+        gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
+        self.device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+        if local_rank >= gpus > 0 or cfg.device == "cuda" and not gpus:
+            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
+        if gpus:
+            torch.cuda.set_device(self.device)
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                raise UserError(f"--device {cfg.device}: this GPU has no bf16; use --device cpu")
+        if self.world_size > 1:
+            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+            store, attempt = None, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            if attempt != "0":  # the old store still holds the addresses of dead ranks
+                store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+            dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store,
+                                    rank=self.rank, world_size=self.world_size)
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(x, op)
+        return x
+
+    def broadcast(self, value):
+        """Rank 0's value of any picklable object."""
+        box = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def check_parity(self, step: int, model: nn.Module) -> None:
+        """Raise UserError where the ranks' parameters are not the same bits."""
+        bits = sum(p.detach().view(torch.uint8).sum() for p in model.parameters())
+        if self.all_reduce(torch.stack([bits, -bits]), dist.ReduceOp.MAX).sum().item():
+            raise UserError(f"step {step}: the ranks' parameters have drifted apart")
+
+def device_facts(device: torch.device) -> tuple[str, int]:
+    """Name and peak memory in MiB, of the GPU or of the CPU and this process."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device) // 2**20
+    info, mib = Path("/proc/cpuinfo"), 2**20 if sys.platform == "darwin" else 2**10
+    name = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // mib
+    return f"cpu ({name[1] if name else os.uname().machine})", peak
+
+class Log:
+    """Rank 0's log file and console; the other ranks stay silent. A log that is there goes on."""
+    def __init__(self, path: Path, enabled: bool):
+        self.file, self.last_step = None, -1
+        if enabled:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("a+", buffering=1, errors="replace")
+            self.file.seek(0)
+            steps = re.findall(r"^step:(\d+)/", self.file.read(), re.M)
+            self.last_step = max(map(int, steps), default=-1)
+
+    def __call__(self, text: str, console: bool = True) -> None:
+        if self.file:
+            self.file.write(text + "\n")
+            if console:
+                self.live("")
+                print(text, flush=True)
+
+    def step(self, step: int, last: int, ms: float, val_loss: float | None = None) -> None:
+        """A step's line, marked where the log has that step already, from before a crash."""
+        val = "" if val_loss is None else f"val_loss:{val_loss:.4f} "
+        self(f"step:{step}/{last} {val}train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"
+             + " redone:1" * (step <= self.last_step), console=bool(val))
+
+    def live(self, text: str) -> None:
+        """Show the text in place of the last one, on a terminal."""
+        if self.file and sys.stdout.isatty():
+            print(f"\r\x1b[K{text}", end="", flush=True)
+
+class Health:
+    """What ranks tell each other at every step: a signal to stop, a non-finite loss or gradient.
+    On CUDA it is read one step late, so that the host never waits for the step it is in."""
+    def __init__(self, ranks: Ranks, names: list[str]):
+        self.ranks, self.names, self.news = ranks, names, []
+        self.signal, self.stopping, self.loss = 0, 0, math.nan
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.on_signal)
+
+    def on_signal(self, number: int, frame) -> None:
+        self.signal = number
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)  # a second one ends the process at once
+
+    def check(self, step: int, loss: Tensor, grads: list[Tensor]) -> None:
+        """Share the news of this step, before its update. Raises UserError, as `read`."""
+        sums = torch.stack([x.sum(dtype=torch.float32) for x in (loss, *grads)])
+        news = F.pad(~sums.isfinite() * (self.ranks.rank + 1.0), (0, 1), value=self.signal)
+        news = torch.cat([self.ranks.all_reduce(news, dist.ReduceOp.MAX), sums[:1]])
+        event = torch.cuda.Event() if news.is_cuda else None
+        self.news.append((step, news.to("cpu", non_blocking=True), event))
+        if event:
+            event.record()
+        self.read(late=int(news.is_cuda))
+
+    def read(self, late: int = 0) -> None:
+        """Take in all news but the last `late`. Raises UserError: step, rank and what is bad."""
+        while len(self.news) > late:
+            step, news, event = self.news.pop(0)
+            if event:
+                event.synchronize()
+            *bad, self.stopping, self.loss = news.tolist()
+            for name, rank in zip(self.names, bad, strict=True):
+                if rank:
+                    raise UserError(f"step {step}: non-finite {name} on rank {rank - 1:.0f}")
+
+# ---- Checkpoints (the same in every record) ---------------------------------
+def write_durably(path: Path, write) -> None:
+    """Have `write` fill a file that appears at `path` whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+def sha256(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest().encode()
+
+def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
+    """Rank 0 writes the state, then its sha256, and keeps the newest. Raises UserError."""
+    path, failure = folder / f"step-{state['step']:06d}.pt", None
+    try:
+        if ranks.rank == 0:
+            write_durably(path, lambda file: torch.save(state, file))
+            write_durably(path.with_suffix(".sha256"), lambda file: file.write(sha256(path)))
+            for old in sorted(folder.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)[:-keep]:
+                old.unlink()
+                old.with_suffix(".sha256").unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
+        failure = f"{path}: not written ({error.__context__ or error}); make room, --resume auto"
+    if failure := ranks.broadcast(failure):
+        raise UserError(failure)
+
+def find_checkpoint(cfg: Hyperparameters, folder: Path, ranks: Ranks, log: Log) -> Path | None:
+    """The checkpoint that --resume asks for, the same one on all ranks. Raises UserError."""
+    found, auto = None, cfg.resume == "auto"
+    paths = sorted(folder.glob("step-*.pt"), reverse=True) if auto else [Path(cfg.resume)]
+    for path in paths if ranks.rank == 0 else []:
+        digest = path.parent / f"{path.stem}.sha256"
+        if path.is_file() and digest.is_file() and digest.read_bytes() == sha256(path):
+            found = path
+            break
+        log(f"skipped the checkpoint {path}: it is damaged, or it or its .sha256 is missing")
+    if not (found := ranks.broadcast(found)) and not auto:
+        raise UserError(f"--resume {cfg.resume}: no whole checkpoint with .sha256; name another")
+    log(f"no checkpoint in {folder}: starting afresh" if not found else f"resuming from {found}")
+    return found
+
+def load_checkpoint(path: Path, cfg: Hyperparameters, data: list) -> dict:
+    """The state at `path`. Raises UserError where it is none, or of another run than this."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        theirs, ours = state["hyperparameters"], asdict(cfg)
+        fixed = itertools.takewhile("num_iterations".__ne__, ours)  # what follows may change
+        differing = [f"{key} {theirs.get(key)!r}, now {ours[key]!r}" for key in fixed
+                     if theirs.get(key) != ours[key]]
+        too_late = state["step"] > cfg.num_iterations
+        differing += [f"num_iterations, its step is {state['step']:d}"] * too_late
+        differing += ["the training data"] * (state["data"] != data)
+        _ = [state[k] for k in ("model", "optimizers", "loader", "generator", "train_time_ms")]
+    except Exception as error:  # by what is in the file, torch.load raises nearly anything
+        raise UserError(f"{path}: no checkpoint, {type(error).__name__}; name another") from None
+    if differing:
+        raise UserError(f"{path}: of another run; what differs: {'; '.join(differing)}")
+    return state
+
+# ---- Validation (the same in every record) ----------------------------------
+def read_val_tokens(cfg: Hyperparameters) -> np.ndarray:
+    """The first val_tokens validation tokens and one more, uint16. Raises UserError."""
+    shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
+    tokens = np.concatenate(shards)[: cfg.val_tokens + 1]
+    if len(tokens) <= cfg.val_tokens:
+        raise UserError(f"--val_tokens {cfg.val_tokens}: lower it below {cfg.val_files!r}'s "
+                        f"{len(tokens)} tokens")
+    return tokens
+
+@torch.no_grad()
+def validate(model: nn.Module, tokens: np.ndarray, cfg: Hyperparameters, ranks: Ranks) -> float:
+    """Mean loss over the validation tokens, each counted once; the sequences are dealt to ranks."""
+    model.eval()
+    total, length = torch.zeros((), dtype=torch.float64, device=ranks.device), cfg.val_seq_len
+    size = length * max(1, cfg.sequences_per_forward * cfg.train_seq_len // length)
+    count, tokens = len(tokens) - 1, np.pad(tokens, (0, size))
+    for start in range(ranks.rank * size, count, ranks.world_size * size):
+        part = tokens[start : start + size + 1]
+        rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
+        inputs, targets = to_batch(rows, ranks.device)
+        targets.view(-1)[count - start :] = -1  # the last ones are padding
+        total += model(inputs, targets)
+    model.train()
+    return ranks.all_reduce(total).item() / count
+
+@torch.no_grad()
+def sample(model: nn.Module, cfg: Hyperparameters, device: torch.device) -> str:
+    """The prompt and what the model says after it, up to sample_tokens or the document's end."""
+    encode, decode = str.encode, lambda ids: bytes(ids).decode(errors="replace")
+    if cfg.tokenizer == "gpt2":
+        import tiktoken  # only here: it may have to fetch its files
+        encode, decode = (getattr(tiktoken.get_encoding("gpt2"), x) for x in ("encode", "decode"))
+    model.eval()
+    torch.manual_seed(cfg.seed)
+    ids = [cfg.eot_token, *encode(cfg.prompt)]
+    for _ in range(cfg.sample_tokens):
+        recent = ids[-cfg.val_seq_len :]
+        padded = recent + [cfg.eot_token] * (-len(recent) % BLOCK)
+        x = model.hidden(torch.tensor([padded], dtype=torch.int32, device=device))
+        logits = model.logits(x[0, len(recent) - 1])[: cfg.vocab_size]
+        ids.append(torch.multinomial(logits.softmax(-1), 1).item())
+        if ids[-1] == cfg.eot_token:
+            break
+    return decode([i for i in ids if i != cfg.eot_token])
+
+# ---- Training ---------------------------------------------------------------
+def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> None:
+    """Pieces of the head and compilation that suit the GPU at hand."""
+    if cfg.head_chunks == 0:  # bytes: some 50 for each activation kept, 4 for each logit
+        tokens = cfg.sequences_per_forward * cfg.train_seq_len
+        room = torch.cuda.mem_get_info(device)[0] - 50 * tokens * cfg.model_dim * len(model.blocks)
+        pieces = 4 * tokens * len(model.lm_head.weight) / max(1e8, room)
+        model.head_chunks = 2 ** max(0, math.ceil(math.log2(pieces)))
+    model.compile(dynamic=False, mode=cfg.compile_mode or None)
+
+def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -> None:
+    """Run every kernel on random tokens, then put weights and optimizer state back."""
+    tensors = [x for o in optimizers for x in (o.weights, *o.state.values())]
+    before, length = [x.to("cpu", copy=True) for x in tensors], cfg.train_seq_len
+    size = ranks.world_size * max(cfg.val_seq_len, cfg.sequences_per_forward * (length + 1))
+    tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=size)
+    batch = to_batch(tokens[: per_forward * (length + 1)].reshape(per_forward, -1), ranks.device)
+    for _ in range(cfg.warmup_steps):
+        model(*batch).backward()
+        step_optimizers(optimizers, 0, cfg.step_tokens)
+    validate(model, tokens, cfg, ranks)
+    for x, value in zip(tensors, before, strict=True):
+        x.copy_(value)
+
+def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
+    """Train, validate and log as `cfg` says; the exit code."""
+    device, last, first, train_ms = ranks.device, cfg.num_iterations, 0, 0.0
+    run_id = ranks.broadcast(cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex())
+    folder, val_tokens = Path("logs") / run_id, read_val_tokens(cfg)
+    loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device)
+    log = loader.say = Log(folder / "log.txt", enabled=ranks.rank == 0)
+    data = fingerprint(loader.files)
+    if cfg.resume and (path := find_checkpoint(cfg, folder, ranks, log)):
+        state = load_checkpoint(path, cfg, data)
+        first, train_ms = state["step"], state["train_time_ms"]
+        if first == last:
+            log(f"run {run_id} is finished, nothing to do")
+            return 0
+    torch.manual_seed(cfg.seed)
+    with torch.device(device):
+        model = GPT(cfg)
+        model.init_weights(torch.Generator(device).manual_seed(cfg.seed))
+    if device.type == "cuda":
+        prepare_for_cuda(model, cfg, device)
+    optimizers = build_optimizers(model, cfg, ranks)
+    health = Health(ranks, ["loss", *(f"gradient of {o.name}" for o in optimizers)])
+    machine = dict(device=device_facts(device)[0], torch=torch.__version__, seed=cfg.seed,
+                   world_size=ranks.world_size, parameters=sum(o.numel for o in optimizers))
+    head = "bf16" if device.type == "cuda" else "fp32"
+    facts = asdict(cfg) | machine | dict(
+        run_id=run_id, preset=preset, python=sys.version.split()[0], head=head,
+        head_chunks=model.head_chunks, threads=torch.get_num_threads())
+    if log.file and not log.file.tell():
+        lines = (f"{key}: {value}" for key, value in facts.items())
+        log("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]), console=False)
+    log("{device}, {world_size} rank(s), {parameters:,} parameters, {head} head in {head_chunks} "
+        "piece(s), logs/{run_id}".format(**facts))
+    log("warming up; a GPU compiles for 1 to 3 minutes the first time ...", device.type == "cuda")
+    started = time.perf_counter()
+    warm_up(model, optimizers, loader.per_forward, cfg, ranks)  # its copies wait for the device
+    log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=device.type == "cuda")
+    if first:
+        model.load_state_dict(state["model"])
+        for optimizer in optimizers:
+            optimizer.load_full_state(state["optimizers"][optimizer.name])
+        loader.seek(state["loader"])
+        torch.set_rng_state(state["generator"])
+        log(f"resumed at step:{first} from {path.name}; steps up to {log.last_step} are redone")
+    started = time.perf_counter() - train_ms / 1000  # the clock starts
+    for step in range(first, last + 1):  # one round more than steps: the last only validates
+        stopping = int(health.stopping) if step < last else 0
+        if step == last or cfg.val_every and step % cfg.val_every == 0 and not stopping:
+            optimizers[0].lr.item()  # waits for the device
+            train_ms = 1000 * (time.perf_counter() - started)  # the clock stops
+            health.read()
+            ranks.check_parity(step, model)
+            val_loss = validate(model, val_tokens, cfg, ranks)
+            log.step(step, last, train_ms, val_loss)
+            started = time.perf_counter() - train_ms / 1000  # the clock goes on
+        if cfg.save_every and step > first and (
+                stopping or step == last or step % cfg.save_every == 0):
+            health.read()
+            save_checkpoint(folder, ranks=ranks, keep=2 + (step == last), state=dict(
+                step=step, hyperparameters=asdict(cfg), data=data, loader=loader.state(),
+                train_time_ms=1000 * (time.perf_counter() - started), model=model.state_dict(),
+                optimizers={o.name: o.full_state() for o in optimizers},
+                generator=torch.get_rng_state()))
+        if stopping:
+            log(f"stopped at step:{step} by signal {stopping}"
+                + f"; to go on: --run_id {run_id} --resume auto" * bool(cfg.save_every))
+            return 128 + stopping
+        if step == last:
+            break
+        loss = torch.zeros((), device=device)
+        for inputs, targets in loader.next_step():
+            micro_loss = model(inputs, targets) / targets.numel()
+            micro_loss.backward()
+            loss += micro_loss.detach() / loader.micro_steps
+        health.check(step, loss, [o.grads for o in optimizers])
+        step_optimizers(optimizers, step, loader.micro_steps * ranks.world_size)
+        if cfg.profile and step == min(first + 2, last - 1):
+            (profiler := torch.profiler.profile()).start()
+        if cfg.profile and step == min(first + 5, last - 1):
+            profiler.stop()
+            profiler.export_chrome_trace(str(folder / "trace.json"))
+            log(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+        done, ms = step + 1, 1000 * (time.perf_counter() - started)
+        log.step(done, last, ms)
+        log.live(f"step {done}/{last}, loss {health.loss:.4f}, {done * cfg.step_tokens / ms:,.0f}K "
+                 f"tokens/s, {(last - done) * ms / done / 1000:.0f} s left")
+    if cfg.sample_tokens and ranks.rank == 0:
+        log("\n  ".join(["sample:", *sample(model, cfg, device).splitlines()]))
+    results = dict(val_loss=f"{val_loss:.6f}", train_time_ms=f"{train_ms:.0f}", steps=last,
+                   tokens=last * cfg.step_tokens, **machine,
+                   tokens_per_second=f"{1000 * last * cfg.step_tokens / train_ms:.0f}",
+                   peak_memory_mib=device_facts(device)[1])
+    log("\n".join(["---", *(f"{key}: {value}" for key, value in results.items())]))
+    return 0
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "train_gpt"))
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # both: at first use
+    try:
+        preset, cfg = parse_args(argv)
+        ranks = Ranks(cfg)
+        if preset == "record" and ranks.device.type != "cuda":
+            raise UserError("--preset record: there is no CUDA device; use --preset pocket")
+        return train(preset, cfg, ranks)
+    except torch.OutOfMemoryError:
+        message = "out of GPU memory; raise --head_chunks or lower --sequences_per_forward"
+    except (UserError, OSError) as error:
+        message = error
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
+            raise
+        message = f"another rank is gone: {str(error).splitlines()[0]}"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{SCRIPT.name}: error: {' '.join(str(message).split())}", file=sys.stderr)
+    return 2
+
+if __name__ == "__main__":
+    sys.exit(main())

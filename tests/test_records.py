@@ -455,7 +455,8 @@ def test_gradients_of_the_head_fit_into_fp8(number, script, preset):
     for world_size in (1, 2, 4, 8):
         sequences = min(cfg.sequences_per_forward, cfg.sequences_per_step // world_size)
         largest = cfg.fp8_grad_scale / (sequences * cfg.train_seq_len)
-        assert largest <= torch.finfo(torch.float8_e5m2).max, f"on {world_size} ranks"
+        fits = largest <= torch.finfo(torch.float8_e5m2).max
+        assert fits or not cfg.fp8_head, f"on {world_size} ranks"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["A100", "H100"])

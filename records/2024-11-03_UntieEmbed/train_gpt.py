@@ -108,10 +108,10 @@ class Hyperparameters:
 PRESETS = {"record": {}, "pocket": dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, prompt="def ",
-    num_iterations=225, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
+    num_iterations=210, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
     train_seq_len=256, val_seq_len=256, sequences_per_step=8, target_loss=1.64, val_every=0,
     model_dim=64, head_dim=32, num_layers=2, warmup_steps=1,
-    embed_lr=0.2, head_lr=0.012, muon_lr=0.08, sample_tokens=200,
+    embed_lr=0.4, head_lr=0.024, muon_lr=0.08, sample_tokens=200,
     muon_momentum=0.9, cooldown_frac=0.7)}
 
 def boolean(text: str) -> bool:

@@ -115,10 +115,10 @@ class Hyperparameters:
 PRESETS = {"record": {}, "pocket": dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, prompt="def ",
-    num_iterations=225, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
+    num_iterations=210, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
     train_seq_len=256, val_seq_len=256, window_tokens=380, target_loss=1.64, val_every=0,
     model_dim=64, head_dim=32, attention_pattern="LL", value_embed_pattern="01", warmup_steps=1,
-    embed_lr=0.2, head_lr=0.012, muon_lr=0.08, sample_tokens=200,
+    embed_lr=0.4, head_lr=0.024, muon_lr=0.08, sample_tokens=200,
     muon_momentum=0.9, momentum_warmup=0, cooldown_frac=0.7)}
 
 def boolean(text: str) -> bool:
@@ -361,7 +361,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """The model, under the published parameter names. Its forward gives the summed cross-entropy of
-    targets (B, T; -1: none) after inputs (B, T), rows apart."""
+    targets (B, T; -1: none) after inputs (B, T), rows apart. Its buffer `window` counts blocks."""
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.cfg, self.pairs = cfg, len(cfg.attention_pattern) // 2

@@ -121,10 +121,10 @@ class Hyperparameters:
 PRESETS = {"record": {}, "pocket": dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, prompt="def ",
-    num_iterations=225, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
+    num_iterations=210, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
     train_seq_len=256, val_seq_len=4096, window_tokens=256, target_loss=1.64, val_every=0,
     model_dim=64, head_dim=32, attention_pattern="LL", value_embed_pattern="01", warmup_steps=1,
-    attention_scale=0.25, embed_lr=0.2, head_lr=0.012, muon_lr=0.08, sample_tokens=200,
+    attention_scale=0.25, embed_lr=0.4, head_lr=0.024, muon_lr=0.08, sample_tokens=200,
     muon_momentum=0.9, momentum_warmup=0, cooldown_frac=0.7)}
 
 def boolean(text: str) -> bool:
@@ -410,7 +410,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """The model, under the published parameter names. Its forward gives the summed cross-entropy of
-    targets (B, T; -1: none) after inputs (B, T), rows apart."""
+    targets (B, T; -1: none) after inputs (B, T), rows apart. Its buffer `window` counts blocks."""
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.cfg, self.pairs = cfg, len(cfg.attention_pattern) // 2
@@ -483,7 +483,7 @@ class GPT(nn.Module):
 
 # ---- Optimizers -------------------------------------------------------------
 def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Nearly the closest semi-orthogonal matrix to each of (…, M, N). Source: Keller Jordan et al.,
+    """Nearly the closest semi-orthogonal matrix to each of (B, M, N). Source: Keller Jordan et al.,
     https://kellerjordan.github.io/posts/muon/; batched: @scottjmaddox, @YouJiacheng."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = grad_MN.size(-2) > grad_MN.size(-1)
@@ -491,7 +491,7 @@ def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         A = X @ X.mT
-        X = a * X + (b * A + c * A @ A) @ X
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.mT if tall else X
 
 def muon_update(update_MN, grad_MN, mean_MN, momentum, ns_steps: int) -> None:

@@ -119,12 +119,12 @@ class Hyperparameters:
 
 PRESETS = {"record": {}, "pocket": dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
-    tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, target_loss=1.64,
-    num_iterations=160, train_seq_len=256, sequences_per_forward=4, sequence_stride=1_000_003,
-    val_every=0, val_tokens=262_144, val_seq_len=4096, window_tokens=256, model_dim=128,
-    head_dim=64, attention_pattern="LLL", value_embed_pattern="012", attention_scale=0.2,
-    embed_lr=0.2, head_lr=0.012, muon_lr=0.08, muon_momentum=0.9, momentum_warmup=0,
-    cooldown_frac=0.7, final_lr_frac=0.0, warmup_steps=1, sample_tokens=200, prompt="def ")}
+    tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, prompt="def ",
+    num_iterations=210, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
+    train_seq_len=256, val_seq_len=4096, window_tokens=256, target_loss=1.64, val_every=0,
+    model_dim=64, head_dim=32, attention_pattern="LL", value_embed_pattern="01", warmup_steps=1,
+    attention_scale=0.25, embed_lr=0.4, head_lr=0.024, muon_lr=0.08, sample_tokens=200,
+    muon_momentum=0.9, momentum_warmup=0, cooldown_frac=0.7)}
 
 def boolean(text: str) -> bool:
     return ["false", "true"].index(text.lower()) == 1
@@ -200,7 +200,8 @@ def read_shard(path: Path, vocab_size: int) -> np.ndarray:
     tokens = np.fromfile(path, "<u2", shard_size(path), offset=4 * HEADER_INTS)
     if len(tokens) and tokens.max() >= vocab_size:
         at = np.argmax(tokens >= vocab_size)
-        raise UserError(f"--vocab_size {vocab_size}: {path}: token {tokens[at]} at position {at}")
+        raise UserError(f"{path}: token {tokens[at]} at position {at}; "
+                        f"raise --vocab_size {vocab_size} or name other data")
     return tokens
 
 def fingerprint(files: list[Path]) -> list:
@@ -261,7 +262,8 @@ def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 # ---- Model ------------------------------------------------------------------
 # In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary.
 def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),))
+    size = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)  # F.rms_norm is slow on CPUs
+    return (x * (x.size(-1) ** 0.5 / size.clamp_min(1e-6))).type_as(x)
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max  # casts saturate by themselves only since torch 2.12
@@ -321,7 +323,6 @@ def flex_mask(docs_S: Tensor, window: Tensor) -> BlockMask:
     """The mask by tensor operations alone, so that the window's growth compiles nothing anew."""
     def document_causal(b, h, q, k):
         return (q >= k) & (docs_S[q] == docs_S[k]) & (q // BLOCK - k // BLOCK < window)
-
     def ordered(seen_QK: Tensor) -> tuple[Tensor, Tensor]:  # how many blocks are seen, which first
         indices = seen_QK.int().argsort(dim=-1, descending=True, stable=True)
         return seen_QK.sum(-1, dtype=torch.int32)[None, None], indices.int()[None, None]
@@ -342,6 +343,8 @@ def dense_mask(docs_S: Tensor, window: Tensor) -> Tensor:
 
 def gather_window(blocks: Tensor, window: int) -> Tensor:
     """(S / 128, 128, …) to (S / 128, window · 128, …): each block after those before it."""
+    if window == 1:
+        return blocks
     padded = torch.cat([blocks.new_zeros(window - 1, *blocks.shape[1:]), blocks])
     return torch.cat([padded[i : i + len(blocks)] for i in range(window)], dim=1)
 
@@ -406,7 +409,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """The model, under the published parameter names. Its forward gives the summed cross-entropy of
-    targets (B, T; -1: none) after inputs (B, T), rows apart, under a window in blocks (int32)."""
+    targets (B, T; -1: none) after inputs (B, T), rows apart. Its buffer `window` counts blocks."""
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.cfg, self.pairs = cfg, len(cfg.attention_pattern) // 2
@@ -422,6 +425,7 @@ class GPT(nn.Module):
         theta = torch.outer(torch.arange(positions), F.pad(frequency, (0, quarter)))[:, None]
         self.register_buffer("cos", theta.cos(), persistent=False)
         self.register_buffer("sin", theta.sin(), persistent=False)
+        self.register_buffer("window", torch.ones((), dtype=torch.int32), persistent=False)
         self.head_chunks, self.kernel_options = max(1, cfg.head_chunks), None
         self.register_load_state_dict_pre_hook(lambda _, state, *rest: (  # of a compiled model
             consume_prefix_in_state_dict_if_present(state, "_orig_mod.")))
@@ -440,13 +444,14 @@ class GPT(nn.Module):
             elif not name.endswith(("lambdas", "skip_weights")):  # these are made as they begin
                 raise KeyError(f"no initialisation for the parameter {name}")
 
-    def hidden(self, inputs_BT: Tensor, window: Tensor) -> Tensor:
+    def hidden(self, inputs_BT: Tensor) -> Tensor:
         """The normed output of the last layer, (B, T, D)."""
         starts = inputs_BT == self.cfg.eot_token
         starts |= torch.arange(starts.size(1), device=starts.device) == 0
         docs_S = starts.flatten().cumsum(0, dtype=torch.int32)
         build = flex_mask if docs_S.is_cuda else dense_mask
-        masks = {"L": build(docs_S, window), "S": build(docs_S, (window // 2).clamp_min(1))}
+        windows = {"L": self.window, "S": (self.window // 2).clamp_min(1)}
+        masks = {x: build(docs_S, windows[x]) for x in "LS" if x in self.cfg.attention_pattern}
         turn = self.cos[: inputs_BT.size(1)], self.sin[: inputs_BT.size(1)]
         values = {str(i): table(inputs_BT) for i, table in enumerate(self.value_embeds)}
         x = x0 = norm(self.embed(inputs_BT))  # norm after the embedding: @Grad62304977
@@ -467,8 +472,8 @@ class GPT(nn.Module):
     def head_loss(self, x_SD: Tensor, targets_S: Tensor) -> Tensor:
         return F.cross_entropy(self.logits(x_SD), targets_S, ignore_index=-1, reduction="sum")
 
-    def forward(self, inputs_BT: Tensor, targets_BT: Tensor, window: Tensor) -> Tensor:
-        x, targets = self.hidden(inputs_BT, window).flatten(0, 1), targets_BT.flatten()
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        x, targets = self.hidden(inputs_BT).flatten(0, 1), targets_BT.flatten()
         size = self.cfg.sequences_per_forward * self.cfg.train_seq_len // self.head_chunks
         if size >= len(x):
             return self.head_loss(x, targets)
@@ -477,7 +482,7 @@ class GPT(nn.Module):
 
 # ---- Optimizers -------------------------------------------------------------
 def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Nearly the closest semi-orthogonal matrix to each of (…, M, N). Source: Keller Jordan et al.,
+    """Nearly the closest semi-orthogonal matrix to each of (B, M, N). Source: Keller Jordan et al.,
     https://kellerjordan.github.io/posts/muon/; batched: @scottjmaddox, @YouJiacheng."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = grad_MN.size(-2) > grad_MN.size(-1)
@@ -485,7 +490,7 @@ def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         A = X @ X.mT
-        X = a * X + (b * A + c * A @ A) @ X
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.mT if tall else X
 
 def muon_update(weight_MN, grad_MN, mean_MN, lr, momentum, ns_steps: int, dtype) -> None:
@@ -622,11 +627,11 @@ class Ranks:
         env = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
         self.rank, self.world_size, local_rank = (int(os.environ.get(*x)) for x in env.items())
         if (n := cfg.sequences_per_step) % self.world_size:
-            raise UserError(f"--sequences_per_step {n}: {self.world_size} ranks do not divide it")
+            raise UserError(f"--sequences_per_step {n}: the {self.world_size} ranks must divide it")
         gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
         self.device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         if local_rank >= gpus > 0 or cfg.device == "cuda" and not gpus:
-            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; start fewer ranks")
+            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
         if gpus:
             torch.cuda.set_device(self.device)
             if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -807,20 +812,23 @@ def read_val_tokens(cfg: Hyperparameters) -> np.ndarray:
     return tokens
 
 @torch.no_grad()
-def validate(model: nn.Module, tokens: np.ndarray, window: Tensor, cfg, ranks: Ranks) -> float:
+def validate(model: nn.Module, tokens: np.ndarray, cfg: Hyperparameters, ranks: Ranks) -> float:
     """Mean loss over the validation tokens, each counted once; the sequences are dealt to ranks."""
     model.eval()
     total, length = torch.zeros((), dtype=torch.float64, device=ranks.device), cfg.val_seq_len
-    for start in range(ranks.rank * length, cfg.val_tokens, ranks.world_size * length):
-        part = tokens[start : start + length + 1]
-        inputs, targets = to_batch(np.pad(part, (0, length + 1 - len(part)))[None], ranks.device)
-        targets[:, len(part) - 1 :] = -1  # the last sequence may be short
-        total += model(inputs, targets, window)
+    size = length * max(1, cfg.sequences_per_forward * cfg.train_seq_len // length)
+    count, tokens = len(tokens) - 1, np.pad(tokens, (0, size))
+    for start in range(ranks.rank * size, count, ranks.world_size * size):
+        part = tokens[start : start + size + 1]
+        rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
+        inputs, targets = to_batch(rows, ranks.device)
+        targets.view(-1)[count - start :] = -1  # the last ones are padding
+        total += model(inputs, targets)
     model.train()
-    return ranks.all_reduce(total).item() / cfg.val_tokens
+    return ranks.all_reduce(total).item() / count
 
 @torch.no_grad()
-def sample(model: nn.Module, window: Tensor, cfg: Hyperparameters) -> str:
+def sample(model: nn.Module, cfg: Hyperparameters, device: torch.device) -> str:
     """The prompt and what the model says after it, up to sample_tokens or the document's end."""
     encode, decode = str.encode, lambda ids: bytes(ids).decode(errors="replace")
     if cfg.tokenizer == "gpt2":
@@ -832,7 +840,7 @@ def sample(model: nn.Module, window: Tensor, cfg: Hyperparameters) -> str:
     for _ in range(cfg.sample_tokens):
         recent = ids[-cfg.val_seq_len :]
         padded = recent + [cfg.eot_token] * (-len(recent) % BLOCK)
-        x = model.hidden(torch.tensor([padded], dtype=torch.int32, device=window.device), window)
+        x = model.hidden(torch.tensor([padded], dtype=torch.int32, device=device))
         logits = model.logits(x[0, len(recent) - 1])[: cfg.vocab_size]
         ids.append(torch.multinomial(logits.softmax(-1), 1).item())
         if ids[-1] == cfg.eot_token:
@@ -843,8 +851,7 @@ def sample(model: nn.Module, window: Tensor, cfg: Hyperparameters) -> str:
 def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> None:
     """Types, head, kernel options and compilation that suit the GPU at hand."""
     nn.ModuleList([model.embed, *model.value_embeds]).bfloat16()
-    capability = torch.cuda.get_device_capability(device)
-    if cfg.fp8_head and (capability == (8, 9) or capability >= (9, 0)):
+    if cfg.fp8_head and torch.cuda.get_device_capability(device) >= (8, 9):
         model.lm_head.fp8_scales = cfg.fp8_x_scale, cfg.fp8_w_scale, cfg.fp8_grad_scale
     if torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160 * 1024:
         model.kernel_options = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64,
@@ -856,20 +863,17 @@ def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> 
         model.head_chunks = 2 ** max(0, math.ceil(math.log2(pieces)))
     model.compile(dynamic=False, mode=cfg.compile_mode or None)
 
-def warm_up(model: GPT, optimizers: list, loader: TokenLoader, cfg: Hyperparameters) -> None:
+def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -> None:
     """Run every kernel on random tokens, then put weights and optimizer state back."""
     tensors = [x for o in optimizers for x in (o.weights, *o.state.values())]
-    before, random = [x.to("cpu", copy=True) for x in tensors], np.random.default_rng(0)
-    shapes = (loader.per_forward, cfg.train_seq_len + 1), (1, cfg.val_seq_len + 1)
-    train_batch, val_batch = (
-        to_batch(random.integers(cfg.vocab_size, size=x), loader.device) for x in shapes)
-    window = torch.ones((), dtype=torch.int32, device=loader.device)
+    before, length = [x.to("cpu", copy=True) for x in tensors], cfg.train_seq_len
+    size = ranks.world_size * max(cfg.val_seq_len, cfg.sequences_per_forward * (length + 1))
+    tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=size)
+    batch = to_batch(tokens[: per_forward * (length + 1)].reshape(per_forward, -1), ranks.device)
     for _ in range(cfg.warmup_steps):
-        model(*train_batch, window).backward()
+        model(*batch).backward()
         step_optimizers(optimizers, 0, cfg.step_tokens)
-    with torch.no_grad():
-        model.eval()(*val_batch, window)
-    model.train()
+    validate(model, tokens, cfg, ranks)
     for x, value in zip(tensors, before, strict=True):
         x.copy_(value)
 
@@ -906,10 +910,9 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
         log("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]), console=False)
     log("{device}, {world_size} rank(s), {parameters:,} parameters, {head} head in {head_chunks} "
         "piece(s), logs/{run_id}".format(**facts))
-    if device.type == "cuda":
-        log("compiling, usually 1 to 3 minutes the first time, half a minute later ...")
+    log("warming up; a GPU compiles for 1 to 3 minutes the first time ...", device.type == "cuda")
     started = time.perf_counter()
-    warm_up(model, optimizers, loader, cfg)  # its last copies wait for the device
+    warm_up(model, optimizers, loader.per_forward, cfg, ranks)  # its copies wait for the device
     log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=device.type == "cuda")
     if first:
         model.load_state_dict(state["model"])
@@ -918,27 +921,26 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
         loader.seek(state["loader"])
         torch.set_rng_state(state["generator"])
         log(f"resumed at step:{first} from {path.name}; steps up to {log.last_step} are redone")
-    window = torch.ones((), dtype=torch.int32, device=device)
-    started = time.perf_counter()  # the clock starts
+    started = time.perf_counter() - train_ms / 1000  # the clock starts
     for step in range(first, last + 1):  # one round more than steps: the last only validates
-        window.fill_(window_blocks(step, cfg))
+        model.window.fill_(window_blocks(step, cfg))
         stopping = int(health.stopping) if step < last else 0
         if step == last or cfg.val_every and step % cfg.val_every == 0 and not stopping:
-            window.item()  # waits for the device
-            train_ms += 1000 * (time.perf_counter() - started)  # the clock stops
+            optimizers[0].lr.item()  # waits for the device
+            train_ms = 1000 * (time.perf_counter() - started)  # the clock stops
             health.read()
             ranks.check_parity(step, model)
-            val_loss = validate(model, val_tokens, window, cfg, ranks)
+            val_loss = validate(model, val_tokens, cfg, ranks)
             log.step(step, last, train_ms, val_loss)
-            started = time.perf_counter()  # the clock starts again
+            started = time.perf_counter() - train_ms / 1000  # the clock goes on
         if cfg.save_every and step > first and (
                 stopping or step == last or step % cfg.save_every == 0):
             health.read()
-            now_ms = train_ms + 1000 * (time.perf_counter() - started)
             save_checkpoint(folder, ranks=ranks, keep=2 + (step == last), state=dict(
-                step=step, hyperparameters=asdict(cfg), data=data, train_time_ms=now_ms,
-                loader=loader.state(), generator=torch.get_rng_state(), model=model.state_dict(),
-                optimizers={o.name: o.full_state() for o in optimizers}))
+                step=step, hyperparameters=asdict(cfg), data=data, loader=loader.state(),
+                train_time_ms=1000 * (time.perf_counter() - started), model=model.state_dict(),
+                optimizers={o.name: o.full_state() for o in optimizers},
+                generator=torch.get_rng_state()))
         if stopping:
             log(f"stopped at step:{step} by signal {stopping}"
                 + f"; to go on: --run_id {run_id} --resume auto" * bool(cfg.save_every))
@@ -947,7 +949,7 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
             break
         loss = torch.zeros((), device=device)
         for inputs, targets in loader.next_step():
-            micro_loss = model(inputs, targets, window) / targets.numel()
+            micro_loss = model(inputs, targets) / targets.numel()
             micro_loss.backward()
             loss += micro_loss.detach() / loader.micro_steps
         health.check(step, loss, [o.grads for o in optimizers])
@@ -958,12 +960,12 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
             profiler.stop()
             profiler.export_chrome_trace(str(folder / "trace.json"))
             log(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
-        done, ms = step + 1, train_ms + 1000 * (time.perf_counter() - started)
+        done, ms = step + 1, 1000 * (time.perf_counter() - started)
         log.step(done, last, ms)
         log.live(f"step {done}/{last}, loss {health.loss:.4f}, {done * cfg.step_tokens / ms:,.0f}K "
                  f"tokens/s, {(last - done) * ms / done / 1000:.0f} s left")
     if cfg.sample_tokens and ranks.rank == 0:
-        log("\n  ".join(["sample:", *sample(model, window, cfg).splitlines()]))
+        log("\n  ".join(["sample:", *sample(model, cfg, device).splitlines()]))
     results = dict(val_loss=f"{val_loss:.6f}", train_time_ms=f"{train_ms:.0f}", steps=last,
                    tokens=last * cfg.step_tokens, **machine,
                    tokens_per_second=f"{1000 * last * cfg.step_tokens / train_ms:.0f}",
@@ -973,9 +975,8 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "train_gpt"))  # both are read
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # at the first use
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "train_gpt"))
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # both: at first use
     try:
         preset, cfg = parse_args(argv)
         ranks = Ranks(cfg)

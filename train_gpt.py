@@ -54,11 +54,10 @@ def round_up(value: int, multiple: int) -> int:
 @dataclass(frozen=True)
 class Hyperparameters:
     """Everything a run can be asked to do differently; each field is a flag of the same name."""
-    # Data
+    # Data, step and validation
     tokenizer: str = "gpt2"  # what made the tokens, gpt2 or bytes; decodes the sample
     vocab_size: int = 50257  # token ids lie below it
     eot_token: int = 50256  # end-of-text, the token that opens each document
-    # Step and validation
     sequences_per_step: int = 8  # sequences in one step, all ranks together
     train_seq_len: int = 48 * 1024  # tokens of a training sequence, a multiple of 128
     sequence_stride: int = 1  # sequence k of a shard's N is the one at k · stride mod N
@@ -120,7 +119,7 @@ class Hyperparameters:
 PRESETS = {"record": {}, "pocket": dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, prompt="def ",
-    num_iterations=210, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
+    num_iterations=206, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
     train_seq_len=256, val_seq_len=4096, window_tokens=256, target_loss=1.64, val_every=0,
     model_dim=64, head_dim=32, attention_pattern="LL", value_embed_pattern="01", warmup_steps=1,
     attention_scale=0.25, embed_lr=0.4, head_lr=0.024, muon_lr=0.08, sample_tokens=200,
@@ -363,8 +362,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask, kernel_options=N
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, https://arxiv.org/abs/2104.09864, by the angles of (T, 1, K / 2) pairs."""
-    x1, x2 = x_BTHK.float().chunk(2, dim=-1)
-    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x_BTHK)
+    x = x_BTHK.float()
+    cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
+    return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).type_as(x_BTHK)
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, cfg: Hyperparameters):

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
+TINY_MODEL = dict(vocab_size=257, eot_token=256, model_dim=32, head_dim=16)  # of bytes
 sys.path.insert(0, str(REPO))
 
 

@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
+from conftest import TINY_MODEL
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask
@@ -20,9 +21,8 @@ import train_gpt
 
 RECORD = train_gpt.Hyperparameters()
 TINY = dataclasses.replace(
-    RECORD,
-    vocab_size=257, eot_token=256, model_dim=32, head_dim=16, attention_pattern="LS",
-    value_embed_pattern="0.", train_seq_len=512, val_seq_len=640,
+    RECORD, **TINY_MODEL, attention_pattern="LS", value_embed_pattern="0.",
+    train_seq_len=512, val_seq_len=640,
 )
 # Sums of fp32 in another order; by FP8, a value between two steps may round to the other one.
 FP32_RTOL, FP8_RTOL = 1e-5, 1e-3

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import TINY_MODEL
 
 import train_gpt
 from train_gpt import GPT, CastedLinear, Hyperparameters, fp8_mm, fp8_mm_backward, to_fp8
@@ -190,16 +191,9 @@ def test_casted_linear_uses_fp8_in_training_alone():
 
 def test_a_model_with_the_fp8_head_has_nearly_the_loss_and_gradients_of_one_without():
     cfg = dataclasses.replace(
-        RECORD,
-        vocab_size=257,
-        eot_token=256,
-        model_dim=32,
-        head_dim=16,
-        attention_pattern="LSSL",
-        value_embed_pattern="0..0",
-        train_seq_len=256,
-        val_seq_len=256,
-    )
+        RECORD, **TINY_MODEL, attention_pattern="LSSL", value_embed_pattern="0..0",
+        train_seq_len=256, val_seq_len=256,
+    )  # fmt: skip
     tokens = torch.randint(256, (1, 257), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]
     results = []

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import TINY_MODEL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as flex
@@ -17,13 +18,10 @@ import train_gpt
 from train_gpt import BLOCK, GPT, Hyperparameters
 
 RECORD = Hyperparameters()
-EOT = 256
+EOT = TINY_MODEL["eot_token"]
 TINY = dataclasses.replace(
     RECORD,
-    vocab_size=EOT + 1,
-    eot_token=EOT,
-    model_dim=32,
-    head_dim=16,
+    **TINY_MODEL,
     attention_pattern="LSSL",
     value_embed_pattern="0..0",
     train_seq_len=256,

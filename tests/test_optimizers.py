@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from conftest import TINY_MODEL
 from torch import nn
 
 import train_gpt
@@ -21,10 +22,7 @@ from train_gpt import (
 
 FLAT = dataclasses.replace(  # rates and momentum that do not change, as torch.optim has them
     Hyperparameters(),
-    vocab_size=257,
-    eot_token=256,
-    model_dim=32,
-    head_dim=16,
+    **TINY_MODEL,
     train_seq_len=128,
     val_seq_len=128,
     attention_pattern="LS.L",

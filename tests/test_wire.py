@@ -418,6 +418,7 @@ def test_a_given_folder_of_compile_caches_is_kept(monkeypatch):
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
 
 
+@pytest.mark.slow
 def test_profile_writes_a_trace_and_a_table(run_script, tiny_shards, tmp_path):
     run = run_script([
         "--preset", "pocket", "--profile", "--run_id", "profiled", "--device", "cpu",

@@ -113,7 +113,6 @@ def test_the_records_windows_are_1_to_14():
     "head_chunks, fp8, backend",
     [
         pytest.param(1, True, "eager", id="as-published", marks=pytest.mark.slow),
-        pytest.param(2, False, "eager", id="two-chunks", marks=pytest.mark.slow),
         pytest.param(2, True, "aot_eager", id="two-chunks-fp8-aot", marks=pytest.mark.slow),
         pytest.param(1, False, "aot_eager", id="aot", marks=pytest.mark.slow),
     ],

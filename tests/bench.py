@@ -302,7 +302,7 @@ class Trainer:
         return hidden, self.model.lm_head.weight.numel()
 
 
-def time_steps(rows, length, *flags, repeats=3):
+def time_steps(rows, length, *flags, repeats=5):
     """A trainer, us a token of its passes, ms of its optimizer steps, on rows of random tokens."""
     trainer = Trainer("pocket", "--device", "cpu", "--sequences_per_step", rows,
                       "--sequences_per_forward", rows, "--train_seq_len", length, *flags)

@@ -95,7 +95,8 @@ def tiny_shards(tmp_path, write_shard):
 
 @pytest.fixture
 def run_script(tmp_path):
-    """`run_script(args, nproc=1, cwd=tmp_path, env=None, timeout=120)` runs train_gpt.py.
+    """`run_script(args, nproc=1, cwd=tmp_path, env=None, timeout=120, script=…)` runs train_gpt.py,
+    or the script of a record.
 
     `args` is a list, each entry made a string. One process runs it plainly, more than one run it
     under torchrun on this machine, all with one thread a process. `env` adds to the environment.
@@ -103,11 +104,11 @@ def run_script(tmp_path):
     what it started is killed when `timeout` (seconds) is over, and TimeoutExpired raised.
     """
 
-    def run(args, nproc=1, cwd=tmp_path, env=None, timeout=120):
+    def run(args, nproc=1, cwd=tmp_path, env=None, timeout=120, script=REPO / "train_gpt.py"):
         launcher = [sys.executable]
         if nproc > 1:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-        command = [*launcher, str(REPO / "train_gpt.py"), *map(str, args)]
+        command = [*launcher, str(script), *map(str, args)]
         process = subprocess.Popen(
             command,
             cwd=cwd,

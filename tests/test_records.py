@@ -4,16 +4,12 @@ Every script is imported as it is. What it is held to, the published figures and
 written here once more: the formulas in float64, a sequence, a head and a matrix at a time.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import itertools
 import math
-import os
 import re
-import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -724,38 +720,26 @@ def test_a_wrong_flag_ends_in_one_line_and_2(script, capsys):
     assert "multiple of 128" in err
 
 
-def run(path, nproc, cwd, *flags):
-    """The completed run of a script on the pocket preset; a group that hangs is ended."""
-    launcher = [sys.executable]
-    if nproc > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    process = subprocess.Popen(
-        [*launcher, str(path), "--preset", "pocket", "--device", "cpu", "--num_iterations", "3",
-         "--val_tokens", "4096", "--sample_tokens", "0", "--save_every", "1", *flags],
-        cwd=cwd, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=240)
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    assert process.returncode == 0, err
-    return out
-
-
 def checkpoint(folder, step):
     return torch.load(folder / f"step-{step:06d}.pt", weights_only=True)
 
 
 @pytest.mark.slow
-def test_it_trains_on_one_rank_and_two_and_resumes(number, pocket_data, tmp_path, final_values):
+def test_it_trains_on_one_rank_and_two_and_resumes(
+    number, pocket_data, tmp_path, run_script, final_values
+):
     path, folders = SCRIPTS[number - 1], [tmp_path / "logs" / name for name in ("one", "two")]
     losses = []
+
+    def run(nproc, *flags):
+        flags = ["--preset", "pocket", "--device", "cpu", "--num_iterations", 3, "--val_tokens",
+                 4096, "--sample_tokens", 0, "--save_every", 1, *flags]  # fmt: skip
+        done = run_script(flags, nproc, timeout=240, script=path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     for nproc, folder in enumerate(folders, 1):
-        out = run(path, nproc, tmp_path, "--run_id", folder.name)
+        out = run(nproc, "--run_id", folder.name)
         log = (folder / "log.txt").read_text()
         assert log.startswith(path.read_text())
         for text in (out, log):
@@ -775,7 +759,7 @@ def test_it_trains_on_one_rank_and_two_and_resumes(number, pocket_data, tmp_path
 
     for step in (2, 3):
         (folders[0] / f"step-{step:06d}.pt").unlink()
-    out = run(path, 1, tmp_path, "--run_id", "one", "--resume", "auto")
+    out = run(1, "--run_id", "one", "--resume", "auto")
     assert "resumed at step:1 " in out
     assert float(final_values(out)["val_loss"]) == losses[0]
     again = checkpoint(folders[0], 3)

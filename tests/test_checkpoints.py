@@ -228,7 +228,7 @@ def test_full_disk_leaves_earlier_checkpoints(folder, state, ranks, find, monkey
 
 DIFFERENT = dict(
     seed=1, muon_lr=0.06, model_dim=64, attention_pattern="LL", vocab_multiple=64, ns_steps=4,
-    train_seq_len=256, sequences_per_step=16, cooldown_frac=0.5, window_tokens=128, val_tokens=1,
+    train_seq_len=256, sequences_per_step=8, cooldown_frac=0.5, window_tokens=256, val_tokens=1,
     final_lr_frac=0.2, logit_cap=15.0, momentum_warmup=10, num_iterations=19)
 ALLOWED = dict(
     num_iterations=200, val_every=7, save_every=3, run_id="y", resume="step-000020.pt",

@@ -252,7 +252,7 @@ def test_a_log_of_the_script_is_read_back_exactly(run_script, tiny_shards, tmp_p
     val = tiny_shards([2049], name="tiny_val", seed=1)
     flags = {"preset": "pocket", "train_files": train, "val_files": val, "num_iterations": 3,
              "val_every": 2, "val_tokens": 2048, "val_seq_len": 512, "train_seq_len": 128,
-             "run_id": "r", "seed": 7}  # fmt: skip
+             "sequences_per_step": 4, "run_id": "r", "seed": 7}  # fmt: skip
     done = run_script([word for k, v in flags.items() for word in (f"--{k}", v)])
     assert done.returncode == 0, done.stderr
     log = ledger.read_log(tmp_path / "logs" / "r" / "log.txt")
@@ -265,7 +265,7 @@ def test_a_log_of_the_script_is_read_back_exactly(run_script, tiny_shards, tmp_p
     assert log.finished and not log.notes
     assert log.tokens_per_step == int(log.final["tokens"]) / 3
     del log.final["tokens"]
-    assert log.tokens_per_step == 8 * 128  # from its header, as for a run that was stopped
+    assert log.tokens_per_step == 4 * 128  # from its header, as for a run that was stopped
 
 
 def test_a_resumed_run_counts_the_last_line_of_a_step(measured, tmp_path):

@@ -116,7 +116,7 @@ def test_the_same_seed_gives_the_same_losses_to_the_bit(run):
 
 
 def test_losses_begin_at_the_log_of_the_padded_vocabulary_and_fall(run):
-    result = run(num_iterations=20, val_every=0)
+    result = run(num_iterations=8, val_every=0)  # more learn the noise by heart
     assert result.losses[0] == pytest.approx(math.log(VOCAB_PADDED), rel=1e-6)
     assert result.losses[-1] < result.losses[0] - 0.3
     assert float(result.values["val_loss"]) < math.log(VOCAB_PADDED)

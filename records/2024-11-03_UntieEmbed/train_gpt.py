@@ -11,6 +11,7 @@ the embedding is normed, the head begins at zero.
 
 # ---- Setup ------------------------------------------------------------------
 import argparse
+import ctypes
 import functools
 import glob
 import hashlib
@@ -107,11 +108,10 @@ class Hyperparameters:
 PRESETS = {"record": {}, "pocket": dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, prompt="def ",
-    num_iterations=206, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
-    train_seq_len=256, val_seq_len=256, sequences_per_step=8, target_loss=1.64, val_every=0,
-    model_dim=64, head_dim=32, num_layers=2, warmup_steps=1,
-    embed_lr=0.4, head_lr=0.024, muon_lr=0.08, sample_tokens=200,
-    muon_momentum=0.9, cooldown_frac=0.7)}
+    num_iterations=240, sequences_per_step=16, sequences_per_forward=16, train_seq_len=128,
+    sequence_stride=1_000_003, val_seq_len=128, val_tokens=262_144, val_every=0, warmup_steps=1,
+    target_loss=1.64, sample_tokens=200, model_dim=64, head_dim=16, rope_base=32, cooldown_frac=0.7,
+    muon_momentum=0.85, num_layers=2, embed_lr=0.5, head_lr=0.03, muon_lr=0.08)}
 
 def boolean(text: str) -> bool:
     return ["false", "true"].index(text.lower()) == 1
@@ -252,9 +252,8 @@ def norm(x: Tensor) -> Tensor:
     return (x * (x.size(-1) ** 0.5 / size.clamp_min(1e-6))).type_as(x)
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, https://arxiv.org/abs/2104.09864, by the angles of (T, 1, K / 2) pairs."""
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by theta, -theta: (T, 1, K)."""
     x = x_BTHK
-    cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
     return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).type_as(x_BTHK)
 
 class CausalSelfAttention(nn.Module):
@@ -281,8 +280,7 @@ class MLP(nn.Module):
         self.c_proj = Linear(cfg.mlp_ratio * cfg.model_dim, cfg.model_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.c_fc(x))  # ReLU²: https://arxiv.org/abs/2109.08668
-        return self.c_proj(x * x)
+        return self.c_proj(F.relu(self.c_fc(x)).square())  # ReLU²: https://arxiv.org/abs/2109.08668
 
 class Block(nn.Module):
     def __init__(self, cfg: Hyperparameters):
@@ -306,7 +304,7 @@ class GPT(nn.Module):
         self.lm_head = Linear(cfg.model_dim, vocab)
         positions = max(cfg.train_seq_len, cfg.val_seq_len)
         frequency = (1 / cfg.rope_base) ** (torch.arange(0, cfg.head_dim, 2) / cfg.head_dim)
-        theta = torch.outer(torch.arange(positions), frequency)[:, None]
+        theta = torch.outer(torch.arange(positions), torch.cat([frequency, -frequency]))[:, None]
         self.register_buffer("cos", theta.cos().bfloat16(), persistent=False)
         self.register_buffer("sin", theta.sin().bfloat16(), persistent=False)
         self.head_chunks = max(1, cfg.head_chunks)
@@ -836,6 +834,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "train_gpt"))
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # both: at first use
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc keeps what is freed: pages cost time
+        libc.mallopt(-1, 2**30), libc.mallopt(-3, 2**25)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
     try:
         preset, cfg = parse_args(argv)
         ranks = Ranks(cfg)

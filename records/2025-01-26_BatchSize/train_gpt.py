@@ -11,6 +11,7 @@ merged QKV, batched Muon, long and short windows, FP8 within CastedLinear.
 
 # ---- Setup ------------------------------------------------------------------
 import argparse
+import ctypes
 import functools
 import glob
 import hashlib
@@ -120,11 +121,11 @@ class Hyperparameters:
 PRESETS = {"record": {}, "pocket": dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, prompt="def ",
-    num_iterations=206, sequences_per_forward=8, sequence_stride=1_000_003, val_tokens=262_144,
-    train_seq_len=256, val_seq_len=4096, window_tokens=256, target_loss=1.64, val_every=0,
-    model_dim=64, head_dim=32, attention_pattern="LL", value_embed_pattern="01", warmup_steps=1,
-    attention_scale=0.25, embed_lr=0.4, head_lr=0.024, muon_lr=0.08, sample_tokens=200,
-    muon_momentum=0.9, momentum_warmup=0, cooldown_frac=0.7)}
+    num_iterations=240, sequences_per_step=16, sequences_per_forward=16, train_seq_len=128,
+    sequence_stride=1_000_003, val_seq_len=4096, val_tokens=262_144, val_every=0, warmup_steps=1,
+    target_loss=1.64, sample_tokens=200, model_dim=64, head_dim=16, rope_base=32, cooldown_frac=0.7,
+    muon_momentum=0.85, embed_lr=0.5, head_lr=0.03, muon_lr=0.08, window_tokens=128,
+    attention_pattern="L.", value_embed_pattern="0.", attention_scale=0.5)}
 
 def boolean(text: str) -> bool:
     return ["false", "true"].index(text.lower()) == 1
@@ -339,7 +340,7 @@ def dense_mask(docs_S: Tensor, window: Tensor) -> Tensor:
     window = min(int(window), len(docs))
     seen = docs[:, :, None] == gather_window(docs, window)[:, None, :]
     seen &= seen.new_ones(BLOCK, window * BLOCK).tril((window - 1) * BLOCK)
-    return torch.zeros(seen.shape, device=docs.device).masked_fill_(~seen, -math.inf)[:, None]
+    return torch.where(seen, 0.0, -math.inf)[:, None]
 
 def gather_window(blocks: Tensor, window: int) -> Tensor:
     """(S / 128, 128, …) to (S / 128, window · 128, …): each block after those before it."""
@@ -362,9 +363,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask, kernel_options=N
     return y.transpose(1, 2).reshape(shape)
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, https://arxiv.org/abs/2104.09864, by the angles of (T, 1, K / 2) pairs."""
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by theta, -theta: (T, 1, K)."""
     x = x_BTHK.float()
-    cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
     return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).type_as(x_BTHK)
 
 class CausalSelfAttention(nn.Module):
@@ -392,8 +392,7 @@ class MLP(nn.Module):
         self.c_proj = CastedLinear(cfg.mlp_ratio * cfg.model_dim, cfg.model_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.c_fc(x))  # ReLU²: https://arxiv.org/abs/2109.08668
-        return self.c_proj(x * x)
+        return self.c_proj(F.relu(self.c_fc(x)).square())  # ReLU²: https://arxiv.org/abs/2109.08668
 
 class Block(nn.Module):
     def __init__(self, cfg: Hyperparameters, layer: int):
@@ -422,8 +421,8 @@ class GPT(nn.Module):
         self.lm_head = CastedLinear(cfg.model_dim, round_up(cfg.vocab_size, cfg.vocab_multiple))
         # Half-truncated rotary embedding, that is, half of the pairs do not turn: @YouJiacheng
         quarter, positions = cfg.head_dim // 4, max(cfg.train_seq_len, cfg.val_seq_len)
-        frequency = (1 / cfg.rope_base) ** torch.linspace(0, 1, steps=quarter)
-        theta = torch.outer(torch.arange(positions), F.pad(frequency, (0, quarter)))[:, None]
+        frequency = F.pad((1 / cfg.rope_base) ** torch.linspace(0, 1, quarter), (0, quarter))
+        theta = torch.outer(torch.arange(positions), torch.cat([frequency, -frequency]))[:, None]
         self.register_buffer("cos", theta.cos(), persistent=False)
         self.register_buffer("sin", theta.sin(), persistent=False)
         self.register_buffer("window", torch.ones((), dtype=torch.int32), persistent=False)
@@ -454,9 +453,8 @@ class GPT(nn.Module):
         windows = {"L": self.window, "S": (self.window // 2).clamp_min(1)}
         masks = {x: build(docs_S, windows[x]) for x in "LS" if x in self.cfg.attention_pattern}
         turn = self.cos[: inputs_BT.size(1)], self.sin[: inputs_BT.size(1)]
-        values = {str(i): table(inputs_BT) for i, table in enumerate(self.value_embeds)}
+        values, skips = {str(i): table(inputs_BT) for i, table in enumerate(self.value_embeds)}, []
         x = x0 = norm(self.embed(inputs_BT))  # norm after the embedding: @Grad62304977
-        skips = []
         for layer, block in enumerate(self.blocks):
             if layer >= len(self.blocks) - self.pairs:
                 x = x + self.skip_weights[layer - len(self.blocks)] * skips.pop()
@@ -988,6 +986,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "train_gpt"))
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # both: at first use
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc keeps what is freed: pages cost time
+        libc.mallopt(-1, 2**30), libc.mallopt(-3, 2**25)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
     try:
         preset, cfg = parse_args(argv)
         ranks = Ranks(cfg)

@@ -279,8 +279,6 @@ def rms(x):
 def rotary_tables(number, model, length):
     """The model's cosines and sines, (T, pairs), in float64, after they are held to the formula.
 
-    The model has each pair's angle in its first half of columns, the opposite one in the second.
-
     1, 2: all pairs turn, slower by a constant factor each down to almost 1/10000; kept in bf16.
     Later: half of the pairs turn, the last at 1/1024 of the first one's frequency; kept in fp32.
     """
@@ -292,15 +290,14 @@ def rotary_tables(number, model, length):
         frequency = [1024 ** (-i / (quarter - 1)) for i in range(quarter)] + [0] * quarter
     angle = np.outer(np.arange(length), frequency)
     tables = []
-    both = np.concatenate([angle, -angle], axis=1)
-    for table, exact in ((model.cos, np.cos(both)), (model.sin, np.sin(both))):
+    for table, exact in ((model.cos, np.cos(angle)), (model.sin, np.sin(angle))):
         assert table.dtype == (torch.bfloat16 if number <= 2 else torch.float32)
         found = table[:length, 0].double()
         rounding = BF16_STEP * np.abs(exact) if number <= 2 else 0
         # Of the exponent, which ln 10000 multiplies, the power, the product and the cosine.
-        error = (12 * np.abs(both) + 1) * 2.0**-24
+        error = (12 * angle + 1) * 2.0**-24
         assert (np.abs(found.numpy() - exact) <= rounding + error).all()
-        tables.append(found[:, :pairs])
+        tables.append(found)
     return tables
 
 

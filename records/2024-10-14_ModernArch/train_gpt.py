@@ -250,8 +250,9 @@ def norm(x: Tensor) -> Tensor:
     return (x * (x.size(-1) ** 0.5 / size.clamp_min(1e-6))).type_as(x)
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, https://arxiv.org/abs/2104.09864, by theta, -theta: (T, 1, K)."""
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by the angles of (T, 1, K / 2) pairs."""
     x = x_BTHK
+    cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
     return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).type_as(x_BTHK)
 
 class CausalSelfAttention(nn.Module):
@@ -303,7 +304,7 @@ class GPT(nn.Module):
         self.lm_head.weight = self.embed.weight
         positions = max(cfg.train_seq_len, cfg.val_seq_len)
         frequency = (1 / cfg.rope_base) ** (torch.arange(0, cfg.head_dim, 2) / cfg.head_dim)
-        theta = torch.outer(torch.arange(positions), torch.cat([frequency, -frequency]))[:, None]
+        theta = torch.outer(torch.arange(positions), frequency)[:, None]
         self.register_buffer("cos", theta.cos().bfloat16(), persistent=False)
         self.register_buffer("sin", theta.sin().bfloat16(), persistent=False)
         self.head_chunks = max(1, cfg.head_chunks)

@@ -294,8 +294,6 @@ def dense_mask(docs_S: Tensor, window: Tensor) -> Tensor:
 
 def gather_window(blocks: Tensor, window: int) -> Tensor:
     """(S / 128, 128, …) to (S / 128, window · 128, …): each block after those before it."""
-    if window == 1:
-        return blocks
     padded = torch.cat([blocks.new_zeros(window - 1, *blocks.shape[1:]), blocks])
     return torch.cat([padded[i : i + len(blocks)] for i in range(window)], dim=1)
 
@@ -307,14 +305,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask, kernel_options=N
         y = flex_attention(q, k, v, block_mask=mask, scale=scale, kernel_options=kernel_options)
     else:
         q, k, v = (x.reshape(-1, BLOCK, *shape[2:]) for x in (q, k, v))
-        k, v = (gather_window(x, mask.size(-1) // BLOCK) for x in (k, v))
+        if (window := mask.size(-1) // BLOCK) > 1:
+            k, v = (gather_window(x, window) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return y.transpose(1, 2).reshape(shape)
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, https://arxiv.org/abs/2104.09864, by theta, -theta: (T, 1, K)."""
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by the angles of (T, 1, K / 2) pairs."""
     x = x_BTHK.float()
+    cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
     return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).type_as(x_BTHK)
 
 class CausalSelfAttention(nn.Module):
@@ -373,8 +373,8 @@ class GPT(nn.Module):
         self.lm_head = CastedLinear(cfg.model_dim, vocab)
         # Half-truncated rotary embedding, that is, half of the pairs do not turn: @YouJiacheng
         quarter, positions = cfg.head_dim // 4, max(cfg.train_seq_len, cfg.val_seq_len)
-        frequency = F.pad((1 / cfg.rope_base) ** torch.linspace(0, 1, quarter), (0, quarter))
-        theta = torch.outer(torch.arange(positions), torch.cat([frequency, -frequency]))[:, None]
+        frequency = (1 / cfg.rope_base) ** torch.linspace(0, 1, steps=quarter)
+        theta = torch.outer(torch.arange(positions), F.pad(frequency, (0, quarter)))[:, None]
         self.register_buffer("cos", theta.cos(), persistent=False)
         self.register_buffer("sin", theta.sin(), persistent=False)
         self.register_buffer("window", torch.ones((), dtype=torch.int32), persistent=False)

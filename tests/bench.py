@@ -234,6 +234,15 @@ class Stopwatch:
         return ms | {"the rest": rest, "step": steps}
 
 
+def run_here(flags):
+    """A pocket run in this process that prints nothing. Raises RunFailed."""
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        code = train_gpt.main(["--preset", "pocket", "--device", "cpu", *flags])
+    if code:
+        raise RunFailed(errors.getvalue().strip())
+
+
 def phases(args, flags):
     """Run the pocket with its functions wrapped, and print the median of each over the steps."""
     watch, script = Stopwatch(), train_gpt
@@ -247,11 +256,7 @@ def phases(args, flags):
     for name in ("warm_up", "validate", "sample"):
         watch.wrap(script, name, None)
     say("a pocket run, measured step by step ...")
-    errors = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
-        code = script.main(["--preset", "pocket", "--device", "cpu", *flags])
-    if code:
-        raise RunFailed(errors.getvalue().strip())
+    run_here(flags)
     ms = watch.milliseconds()
     step = statistics.median(ms["step"])
     ordered = sorted(ms, key=lambda phase: -statistics.median(ms[phase]))
@@ -333,6 +338,8 @@ def scaling(args, flags):
             yield [f"{millions:.2f}", spread(us, 2), spread([x / millions for x in us], 2),
                    spread(ms, 2)]
 
+    say("one step of the pocket first: main also says how memory is kept ...")
+    run_here(["--num_iterations", "1", "--val_tokens", "1", "--sample_tokens", "0", *flags])
     print_table(["tokens a step, in sequences of 1,024", passes_header, steps_header],
                 by_shape((size // 1024, 1024) for size in sizes))
     say("")

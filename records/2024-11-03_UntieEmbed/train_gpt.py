@@ -836,7 +836,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "train_gpt"))
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # both: at first use
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc keeps what is freed: pages cost time
-        libc.mallopt(-1, 2**30), libc.mallopt(-3, 2**25)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1), libc.mallopt(-4, 0)  # M_TRIM_THRESHOLD, M_MMAP_MAX
     try:
         preset, cfg = parse_args(argv)
         ranks = Ranks(cfg)

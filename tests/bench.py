@@ -21,6 +21,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -236,9 +237,10 @@ class Stopwatch:
 
 def run_here(flags):
     """A pocket run in this process that prints nothing. Raises RunFailed."""
-    errors = io.StringIO()
+    errors, interrupt = io.StringIO(), signal.getsignal(signal.SIGINT)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         code = train_gpt.main(["--preset", "pocket", "--device", "cpu", *flags])
+    signal.signal(signal.SIGINT, interrupt)  # the run has taken it over
     if code:
         raise RunFailed(errors.getvalue().strip())
 

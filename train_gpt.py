@@ -75,7 +75,6 @@ class Hyperparameters:
     align_documents: bool = False  # each sequence begins with a document
     max_document_tokens: int = 0  # sequences are packed with the beginnings of documents; 0: not
     seed: int = 0  # of the initial weights and of the sample
-    val_tokens: int = 10_485_760  # validation tokens, each counted once
     val_seq_len: int = 4 * 64 * 1024  # tokens of a validation sequence, a multiple of 128
     # Model
     model_dim: int = 768  # width of the residual stream
@@ -111,6 +110,7 @@ class Hyperparameters:
     num_iterations: int = 1770  # optimizer steps
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
+    val_tokens: int = 10_485_760  # validation tokens, each counted once
     sequences_per_forward: int = 1  # sequences that a rank runs at once, at most
     target_loss: float = 3.28  # validation loss to reach, nats per token
     val_every: int = 125  # steps between validations; 0: only the last
@@ -806,8 +806,9 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # macOS: of all memory
 
 class Log:
-    """Rank 0's log file and console; the other ranks stay silent. A log goes on where the run is
-    resumed. Raises UserError where there is one and it is not."""
+    """Rank 0's log file and console; the other ranks stay silent. A log goes on where its run is
+    resumed; a new one begins with its header, and what is said before that is not in it. Raises
+    UserError where there is a log and nothing is to be resumed."""
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
         self.file, self.last_step, self.run_id = None, -1, ranks.broadcast(run_id)
@@ -821,14 +822,20 @@ class Log:
                 raise UserError(f"--run_id {cfg.run_id}: {path} is there already; go on with its "
                                 "run by --resume auto, or name another --run_id")
             steps = re.findall(r"^step:(\d+)/", old, re.M)
-            self.last_step = max(map(int, steps), default=-1)
+            self.begun, self.last_step = bool(old), max(map(int, steps), default=-1)
+
+    def begin(self, header: str) -> None:
+        """Write the header of a new log."""
+        if self.file and not self.begun:
+            self.begun = True
+            self(header, console=False)
 
     def __call__(self, text: str, console: bool = True) -> None:
-        if self.file:
+        if self.file and self.begun:
             self.file.write(text + "\n")
-            if console:
-                self.live("")
-                print(text, flush=True)
+        if self.file and console:
+            self.live("")
+            print(text, flush=True)
 
     def step(self, step: int, last: int, ms: float, **losses: float) -> None:
         """A step's line, marked where the log has that step already, from before a crash."""
@@ -930,7 +937,8 @@ def find_checkpoint(cfg: Hyperparameters, ranks: Ranks, log: Log) -> Path | None
         log(f"skipped the checkpoint {path}: it is damaged, or its .sha256 is missing")
     if not (found := ranks.broadcast(found)) and not auto:
         raise UserError(f"--resume {cfg.resume}: no whole checkpoint with .sha256; name another")
-    log(f"resuming from {found}" if found else f"no checkpoint in {log.folder}: starting afresh")
+    if not found:
+        log(f"no checkpoint in {log.folder}: starting afresh")
     return found
 
 def load_checkpoint(path: Path) -> dict:
@@ -1102,9 +1110,8 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
     facts = asdict(cfg) | machine | dict(
         run_id=log.run_id, python=sys.version.split()[0], head=head,
         head_chunks=model.head_chunks, threads=torch.get_num_threads())
-    if log.last_step < 0:
-        lines = (f"{key}: {value}" for key, value in facts.items())
-        log("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]), console=False)
+    lines = (f"{key}: {value}" for key, value in facts.items())
+    log.begin("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]))
     log("{device}, {world_size} rank(s), {parameters:,} parameters, {head} head in {head_chunks} "
         "piece(s), logs/{run_id}".format(**facts))
     if loader:
@@ -1120,8 +1127,8 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
         if ranks.rank == 0:
             model.visited.fill_(state["visited"])
         torch.set_rng_state(state["generator"])
-        log(f"resumed at step:{first}" + (
-            f"; steps up to {log.last_step} are redone" if log.last_step > first else ""))
+        redone = f"; steps up to {log.last_step} are redone" if log.last_step > first else ""
+        log(f"resumed at step:{first} from {cfg.resume}{redone}")
     if state and loader:
         loader.seek(state["loader"])
     started = time.perf_counter() - train_ms / 1000  # the clock starts

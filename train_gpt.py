@@ -199,13 +199,11 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     require("seed", lambda x: x < 2**63, "be below 2**63")
     require("run_id", lambda x: "/" not in x and x not in (".", ".."), "be the name of a folder")
     require("head_dim", lambda x: x % 4 == 0, "be a multiple of 4")
-    require("model_dim", lambda x: x % cfg.head_dim == 0,
-            f"be a multiple of --head_dim {cfg.head_dim}")
+    require("model_dim", lambda x: x % cfg.head_dim == 0, f"be a multiple of {cfg.head_dim}")
     require("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536")
     require("attention_pattern", lambda x: re.fullmatch("[LS.]+", x), "be of L, S and .")
-    require("value_embed_pattern",
-            lambda x: re.fullmatch("[0-9.]" * len(cfg.attention_pattern), x),
-            "have a digit or . for each layer")
+    tables = "[0-9.]" * len(cfg.attention_pattern)
+    require("value_embed_pattern", lambda x: re.fullmatch(tables, x), "have . or a digit a layer")
     require("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes")
     require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
     modes = "default reduce-overhead max-autotune max-autotune-no-cudagraphs"
@@ -1171,9 +1169,9 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
             (profiler := torch.profiler.profile()).start()
         if cfg.profile and step == min(first + 5, last - 1):
             profiler.stop()
-            profiler.export_chrome_trace(str(log.folder / "trace.json"))
-            log(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
-            log(f"profile: {log.folder / 'trace.json'}, for chrome://tracing or ui.perfetto.dev")
+            profiler.export_chrome_trace(trace := str(log.folder / "trace.json"))
+            log(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
+                + f"profile: {trace}, for chrome://tracing or ui.perfetto.dev")
         done, ms = step + 1, 1000 * (time.perf_counter() - started)
         log.step(done, last, ms, train_loss=health.loss)
         log.live(f"step {done}/{last}, loss {health.loss:.4f}, {done * cfg.step_tokens / ms:,.0f}K "

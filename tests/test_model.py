@@ -488,7 +488,7 @@ def test_validation_cuts_the_head_into_whole_training_sequences_only():
     sizes, head_loss = [], model.head_loss
     model.head_loss = lambda x, *rest: (sizes.append(len(x)), head_loss(x, *rest))[1]
     with torch.no_grad():
-        losses = [model(tokens, tokens.long()) for model in (model.train(), model.eval())]
+        losses = [model.train(mode)(tokens, tokens.long()) for mode in (True, False)]
     assert sizes == 8 * [128] + 2 * [512]
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
 

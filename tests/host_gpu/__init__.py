@@ -16,7 +16,7 @@ As it cannot be undone, it lives in processes of its own:
     python tests/host_gpu [--card sm_86] train_gpt.py --preset pocket --device cuda …
     PYTHONPATH=tests python -m pytest -p host_gpu.plugin -m gpu …
 
-The ordinary test session runs the tests marked `gpu` that way where there is no GPU (plugin.py).
+The ordinary test session runs the tests marked `gpu` that way where there is no GPU (session.py).
 
 What it shows: that the path runs, what it computes, in which graphs and kernels, and where the host
 would wait. What it does not: any time, a GPU's rounding of matrix products, races, streams, shared

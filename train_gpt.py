@@ -54,8 +54,8 @@ class UserError(Exception):
 
 compiled = functools.cache(functools.partial(torch.compile, dynamic=False))
 def fused(function, x: Tensor):
-    """The function, compiled to few kernels where x is on a GPU, and not a fake tensor."""
-    return compiled(function) if x.is_cuda and type(x) in (Tensor, nn.Parameter) else function
+    """The function, compiled to few kernels where x is on a GPU."""
+    return compiled(function) if x.is_cuda else function
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -366,40 +366,30 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b · scale, held to the GPU's rules for FP8 on every device."""
-    (K, N), one = b_KN.shape, torch.ones((), device=a_MK.device)
+    K, N = b_KN.shape
     assert K % 16 == 0 and N % 16 == 0, f"FP8 products take multiples of 16: {K=} {N=}"
     assert a_MK.stride(1) == b_KN.stride(0) == 1, "FP8 products take row-major @ column-major"
-    return torch._scaled_mm(a_MK, b_KN, scale * one, one, out_dtype=dtype, use_fast_accum=fast)
+    scales = (torch.full((), x, device=a_MK.device) for x in (scale, 1.0))
+    return torch._scaled_mm(a_MK, b_KN, *scales, out_dtype=dtype, use_fast_accum=fast)
 
-@torch.library.custom_op("nanogpt::mm", mutates_args=())
-def fp8_mm(x: Tensor, w: Tensor, x_s: float, w_s: float, g_s: float
-           ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (S, D) @ w (V, D).T in e4m3, scaled by x_s and w_s, as bf16; and the two FP8 factors."""
-    x_f8 = fused(to_fp8, x)(x, x_s, torch.float8_e4m3fn)
-    w_f8 = fused(to_fp8, w)(w, w_s, torch.float8_e4m3fn)
-    return scaled_mm(x_f8, w_f8.T, 1 / (x_s * w_s), torch.bfloat16, True), x_f8, w_f8
+class FP8Product(torch.autograd.Function):
+    """x (S, D) @ w (V, D).T in e4m3, scaled by x_s and w_s, as bf16. Its gradient, in e5m2, scaled
+    by g_s, gives that of x, bf16, and that of w, fp32. A compiler sees the casts, to fuse them."""
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, x_s: float, w_s: float, g_s: float) -> Tensor:
+        x_f8, w_f8 = to_fp8(x, x_s, torch.float8_e4m3fn), to_fp8(w, w_s, torch.float8_e4m3fn)
+        ctx.save_for_backward(x_f8, w_f8)
+        ctx.scales = x_s, w_s, g_s
+        return scaled_mm(x_f8, w_f8.T, 1 / (x_s * w_s), torch.bfloat16, True)
 
-@torch.library.custom_op("nanogpt::mm_backward", mutates_args=())
-def fp8_mm_backward(g: Tensor, x_f8: Tensor, w_f8: Tensor, x_s: float, w_s: float, g_s: float
-                    ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, bf16, and w, fp32 and column-major, by g (S, V) in e5m2, scaled by g_s."""
-    g_f8 = fused(to_fp8, g)(g, g_s, torch.float8_e5m2)
-    x_rows, w_columns, g_columns = x_f8.T.contiguous(), w_f8.T.contiguous().T, g_f8.T.contiguous().T
-    grad_x = scaled_mm(g_f8, w_columns, 1 / (g_s * w_s), torch.bfloat16, False)
-    return grad_x, scaled_mm(x_rows, g_columns, 1 / (x_s * g_s), torch.float32, False).T
-
-for op in (fp8_mm, fp8_mm_backward):
-    op.register_fake(op._init_fn)  # run without data, each gives its own shapes and strides
-
-def fp8_setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*output[1:])
-    ctx.scales = inputs[2:]
-    ctx.set_materialize_grads(False)
-
-def fp8_backward(ctx, g: Tensor, *_) -> tuple:
-    return *fp8_mm_backward(g, *ctx.saved_tensors, *ctx.scales), None, None, None
-
-fp8_mm.register_autograd(fp8_backward, setup_context=fp8_setup_context)
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple:
+        (x_f8, w_f8), (x_s, w_s, g_s) = ctx.saved_tensors, ctx.scales
+        g_f8 = to_fp8(g, g_s, torch.float8_e5m2)
+        x_columns, w_columns, g_rows = (t.T.contiguous() for t in (x_f8, w_f8, g_f8))
+        grad_x = scaled_mm(g_f8, w_columns.T, 1 / (g_s * w_s), torch.bfloat16, False)
+        grad_w = scaled_mm(g_rows, x_columns.T, 1 / (g_s * x_s), torch.float32, False)
+        return grad_x, grad_w, None, None, None
 
 class CastedLinear(nn.Linear):
     """A linear map whose weight is cast to its input's type, or to FP8: @YouJiacheng, @leloykun."""
@@ -410,10 +400,12 @@ class CastedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.fp8_scales is None or not self.training:
             return F.linear(x, self.weight.type_as(x))
-        return fp8_mm(x.flatten(0, -2), self.weight, *self.fp8_scales)[0].unflatten(0, x.shape[:-1])
+        y = FP8Product.apply(x.flatten(0, -2), self.weight, *self.fp8_scales)
+        return y.unflatten(0, x.shape[:-1])
 
 # Attention: token i sees token j where j <= i, both are of one document (@KoszarskyB), and
-# block(i) - block(j) < window (@YouJiacheng). FlexAttention has no backward pass but on CUDA.
+# block(i) - block(j) < window (@YouJiacheng). FlexAttention has no backward pass but on CUDA, and
+# is slow where nothing is compiled, as in `sample`.
 def flex_mask(docs_S: Tensor, window: Tensor) -> BlockMask:
     """The mask by tensor operations alone, so that the window's growth compiles nothing anew."""
     def document_causal(b, h, q, k):
@@ -458,7 +450,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask, kernel_options=N
         if (window := mask.size(-1) // BLOCK) > 1:
             k, v = (gather_window(x, window) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=scale)
     return y.transpose(1, 2).reshape(shape)
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -560,7 +552,7 @@ class GPT(nn.Module):
         starts = inputs_BT == self.cfg.eot_token
         starts |= torch.arange(starts.size(1), device=starts.device) == 0
         docs_S = starts.flatten().cumsum(0, dtype=torch.int32)
-        build = flex_mask if docs_S.is_cuda else dense_mask
+        build = flex_mask if docs_S.is_cuda and torch.compiler.is_compiling() else dense_mask
         windows = {"L": self.window, "S": (self.window // 2).clamp_min(1)}
         masks = {x: build(docs_S, windows[x]) for x in "LS" if x in self.cfg.attention_pattern}
         if self.training:
@@ -582,16 +574,24 @@ class GPT(nn.Module):
         """Soft-capped (Gemma 2) logits, fp32, (…, V): @Grad62304977, @KoszarskyB, @YouJiacheng."""
         return self.cfg.logit_cap * torch.sigmoid(self.lm_head(x).float() / self.cfg.logit_slope)
 
-    def head_loss(self, x_SD: Tensor, targets_S: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(x_SD), targets_S, ignore_index=-1, reduction="sum")
+    def head_loss(self, x_SD: Tensor, targets_S: Tensor, ids_V: Tensor) -> Tensor:
+        """Summed cross-entropy; on a GPU in one pass over the logits each way: capped, they need no
+        maximum; and the target's is found by its id, as to gather it scatters its gradient."""
+        logits = self.logits(x_SD)
+        if not logits.is_cuda:
+            return F.cross_entropy(logits, targets_S, ignore_index=-1, reduction="sum")
+        losses = logits.exp().sum(-1).log() - (logits * (targets_S[:, None] == ids_V)).sum(-1)
+        return (losses * (targets_S >= 0)).sum()
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         x, targets = self.hidden(inputs_BT).flatten(0, 1), targets_BT.flatten()
-        size = self.cfg.sequences_per_forward * self.cfg.train_seq_len // self.head_chunks
+        ids = torch.arange(len(self.lm_head.weight), device=x.device)  # here: pieces share nothing
+        chunks = self.head_chunks if self.training else 1  # without gradients there is room enough
+        size = self.cfg.sequences_per_forward * self.cfg.train_seq_len // chunks
         if size >= len(x):
-            return self.head_loss(x, targets)
+            return self.head_loss(x, targets, ids)
         parts = zip(*(t.split(round_up(max(size, 1), BLOCK)) for t in (x, targets)), strict=True)
-        return sum(checkpoint(self.head_loss, *part, use_reentrant=False) for part in parts)
+        return sum(checkpoint(self.head_loss, *part, ids, use_reentrant=False) for part in parts)
 
 # ---- Optimizers -------------------------------------------------------------
 def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
@@ -1029,8 +1029,7 @@ def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> 
     if cfg.fp8_head and torch.cuda.get_device_capability(device) >= (8, 9):
         model.lm_head.fp8_scales = cfg.fp8_x_scale, cfg.fp8_w_scale, cfg.fp8_grad_scale
     if torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160 * 1024:
-        model.kernel_options = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64,
-                                    BLOCK_N2=32)  # a 4090 or 3090 has less than an A100 or H100
+        model.kernel_options = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)  # backward
     model.compile(dynamic=False, mode=cfg.compile_mode or None)
 
 def choose_head_chunks(model: GPT, cfg: Hyperparameters, device: torch.device) -> int:
@@ -1041,7 +1040,7 @@ def choose_head_chunks(model: GPT, cfg: Hyperparameters, device: torch.device) -
     if device.type == "cuda":  # bytes: some 50 for each activation kept, 4 for each logit
         room, size = free - 50 * tokens * cfg.model_dim * len(model.blocks), 4 * tokens
     else:  # some 32 for each logit, for which a quarter of what is free will do
-        room, size = free / 4, 32 * max(tokens, cfg.val_seq_len)
+        room, size = free / 4, 32 * tokens
     pieces = size * len(model.lm_head.weight) / max(1e8, room)
     return min(16, 2 ** max(0, math.ceil(math.log2(pieces))))
 

@@ -8,7 +8,7 @@ Fixtures, each explained where it is defined:
     run_script          run train_gpt.py in a process of its own, or under torchrun
     final_values        read the `key: value` block that a run ends with
 
-Tests marked `gpu` are skipped where there is no CUDA device.
+Tests marked `gpu` run on a host that stands in for one (host_gpu/) where there is no CUDA device.
 """
 
 import os
@@ -22,24 +22,31 @@ import subprocess
 import sys
 from pathlib import Path
 
+import host_gpu
 import numpy as np
 import pytest
+from host_gpu.session import HostGpuSession, is_for_gpu
 
 REPO = Path(__file__).resolve().parent.parent
 TINY_MODEL = dict(vocab_size=257, eot_token=256, model_dim=32, head_dim=16)  # of bytes
 sys.path.insert(0, str(REPO))
 
 
-def pytest_collection_modifyitems(items):
-    """Skip what is marked `gpu` where torch finds no CUDA device."""
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+def pytest_collection_modifyitems(config, items):
+    """Where torch finds no CUDA device, run what is marked `gpu` on a host GPU, or skip it."""
+    gpu_items = list(filter(is_for_gpu, items))
     if not gpu_items:
         return
     import torch
 
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        return
+    if obstacle := host_gpu.obstacle():
         for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+            item.add_marker(pytest.mark.skip(reason=f"no CUDA device, {obstacle}"))
+    else:
+        config.pluginmanager.register(HostGpuSession())
+        items.sort(key=is_for_gpu)  # they are run beside the others, which need not wait
 
 
 @pytest.fixture(scope="session")

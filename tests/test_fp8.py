@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from conftest import TINY_MODEL
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import train_gpt
-from train_gpt import GPT, CastedLinear, Hyperparameters, fp8_mm, fp8_mm_backward, to_fp8
+from train_gpt import GPT, CastedLinear, FP8Product, Hyperparameters, to_fp8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECORD = Hyperparameters()
@@ -86,10 +89,13 @@ def test_the_cast_saturates(dtype, largest):
 @pytest.mark.parametrize("shape", [(64, 48, 96), (16, 16, 16), (128, 768, 384)])
 def test_forward_is_the_product_of_the_rounded_factors(shape):
     x, w, _ = head_inputs(*shape)
-    out, x_f8, w_f8 = fp8_mm(x, w, *SCALES)
+    leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    out = FP8Product.apply(*leaves, *SCALES)
+    x_f8, w_f8 = out.grad_fn.saved_tensors
     assert (out.dtype, x_f8.dtype, w_f8.dtype) == (torch.bfloat16, E4M3, E4M3)
     rx, rw = rounded(x, SCALES[0], E4M3), rounded(w, SCALES[1], E4M3)
     assert torch.equal(x_f8.double(), rx) and torch.equal(w_f8.double(), rw)
+    out = out.detach()
     unscale = 1 / (SCALES[0] * SCALES[1])
     exact, size = unscale * rx @ rw.T, unscale * rx.abs() @ rw.abs().T
     assert ((out.double() - exact).abs() <= BF16_STEP * exact.abs() + FP32_SUM * size).all()
@@ -100,7 +106,7 @@ def test_forward_is_the_product_of_the_rounded_factors(shape):
 def test_backward_is_the_products_of_the_rounded_factors(shape):
     x, w, g = head_inputs(*shape)
     leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-    out = fp8_mm(*leaves, *SCALES)[0]
+    out = FP8Product.apply(*leaves, *SCALES)
     grad_x, grad_w = torch.autograd.grad(out, leaves, g)
     assert (grad_x.dtype, grad_w.dtype) == (torch.bfloat16, torch.float32)
     rx, rw, rg = (rounded(*a) for a in zip((x, w, g), SCALES, (E4M3, E4M3, E5M2), strict=True))
@@ -117,14 +123,14 @@ def test_backward_is_the_products_of_the_rounded_factors(shape):
 
 def test_values_beyond_the_range_saturate_in_the_product():
     x = torch.full((16, 16), 1e6).bfloat16()
-    out, *_ = fp8_mm(x, torch.eye(16), 2.0, 2.0, 1.0)
+    out = FP8Product.apply(x, torch.eye(16), 2.0, 2.0, 1.0)
     assert torch.equal(out.double(), torch.full((16, 16), 448 / 2.0).double())
 
 
 def test_a_gradient_that_is_not_used_is_none():
     x, w, _ = head_inputs()
     w.requires_grad_()
-    fp8_mm(x, w, *SCALES)[0].float().sum().backward()
+    FP8Product.apply(x, w, *SCALES).float().sum().backward()
     assert w.grad is not None and x.grad is None
 
 
@@ -134,14 +140,14 @@ def test_a_gradient_that_is_not_used_is_none():
 def test_sizes_that_the_hardware_refuses_are_refused_everywhere(S, D, V):
     x, w, _ = head_inputs(S, D, V)
     with pytest.raises(AssertionError, match="multiples of 16"):
-        fp8_mm(x, w, *SCALES)
+        FP8Product.apply(x, w, *SCALES)
 
 
 def test_backward_refuses_a_number_of_tokens_that_the_hardware_refuses():
     x, w, g = head_inputs(S=40)
-    _, x_f8, w_f8 = fp8_mm(x, w, *SCALES)
+    out = FP8Product.apply(x.requires_grad_(), w, *SCALES)
     with pytest.raises(AssertionError, match="multiples of 16"):
-        fp8_mm_backward(g, x_f8, w_f8, *SCALES)
+        out.backward(g)
 
 
 def test_layouts_that_the_hardware_refuses_are_refused_everywhere():
@@ -154,25 +160,50 @@ def test_layouts_that_the_hardware_refuses_are_refused_everywhere():
 
 
 def test_fake_tensors_have_the_real_shapes_strides_and_types():
-    x, w, g = head_inputs()
-    real = fp8_mm(x, w, *SCALES)
-    real_grads = fp8_mm_backward(g, *real[1:], *SCALES)
+    """What the compiler traces: the output, the factors kept for the backward pass, the gradients.
+
+    The weight's gradient is row-major, as the buffer that it is added to.
+    """
+
+    def product(x, w, g):
+        leaves = x.requires_grad_(), w.requires_grad_()
+        out = FP8Product.apply(*leaves, *SCALES)
+        return out, *out.grad_fn.saved_tensors, *torch.autograd.grad(out, leaves, g)
+
+    real = product(*head_inputs())
     with torch._subclasses.FakeTensorMode() as mode:
-        fake_inputs = [mode.from_tensor(t) for t in (x, w, g)]
-        fake = fp8_mm(*fake_inputs[:2], *SCALES)
-        fake_grads = fp8_mm_backward(fake_inputs[2], *fake[1:], *SCALES)
-    for a, b in zip((*real, *real_grads), (*fake, *fake_grads), strict=True):
+        fake = product(*(mode.from_tensor(t) for t in head_inputs()))
+    for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
-    assert real_grads[1].stride() == (1, 96), "the weights' gradient is column-major"
+    assert real[-1].stride() == (48, 1)
 
 
-def test_the_ops_are_well_registered():
-    x, w, g = head_inputs()
-    _, x_f8, w_f8 = fp8_mm(x, w, *SCALES)
-    checks = ("test_autograd_registration", "test_faketensor")  # test_schema cannot compare FP8
-    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-    torch.library.opcheck(fp8_mm, (*leaves, *SCALES), test_utils=checks)
-    torch.library.opcheck(fp8_mm_backward, (g, x_f8, w_f8, *SCALES), test_utils=checks)
+def test_the_compiler_sees_the_casts_and_the_products():
+    """In one graph each way, with the results of eager mode: so that it can fuse them."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(Counter(str(node.target).split(".")[1] for node in graph.graph.nodes
+                              if str(node.target).startswith("aten.")))
+        return make_boxed_func(graph)
+
+    torch._dynamo.reset()
+    linear = CastedLinear(48, 96)
+    linear.fp8_scales = SCALES
+    compiled = torch.compile(linear, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    results = []
+    for function in (linear, compiled):
+        x, w, g = head_inputs()
+        with torch.no_grad():
+            linear.weight.copy_(w)
+        out = function(x.requires_grad_())
+        results.append((out.detach(), *torch.autograd.grad(out, [x, linear.weight], g)))
+    torch._dynamo.reset()
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+    forward, backward = graphs
+    assert (forward["_scaled_mm"], backward["_scaled_mm"]) == (1, 2)
+    assert forward["clamp"] == 2 and backward["clamp"] == 1
 
 
 def test_casted_linear_uses_fp8_in_training_alone():
@@ -184,7 +215,7 @@ def test_casted_linear_uses_fp8_in_training_alone():
     assert relative_error(linear(x), plain.double()) < BF16_STEP
     linear.fp8_scales = SCALES
     batched = linear(x.view(2, 32, 48))
-    assert torch.equal(batched.flatten(0, 1), fp8_mm(x, w, *SCALES)[0])
+    assert torch.equal(batched.flatten(0, 1), FP8Product.apply(x, w, *SCALES))
     linear.eval()
     assert relative_error(linear(x), plain.double()) < BF16_STEP
 

@@ -446,6 +446,53 @@ def test_a_head_in_chunks_has_the_same_loss_and_gradients(head_chunks):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
 
 
+class OnCuda(torch.Tensor):
+    """A CPU tensor that says it is on CUDA, as does all that is computed from it."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_loss_is_the_cross_entropy_in_float64(device):
+    """Both forms of it, the CPU's and that of one pass, with targets of -1 among the others.
+
+    Raw logits of 1e4 and -1e4 are at the ends of the cap, where the sum of exponentials is largest,
+    48 * exp(30), and where all of it would be lost but for the target itself.
+    """
+    generator = torch.Generator().manual_seed(0)
+    model = make_model(dataclasses.replace(TINY, vocab_size=40, eot_token=39, vocab_multiple=16))
+    raw = 20 * torch.randn(64, 48, generator=generator)
+    raw[0], raw[1], raw[2, :7], raw[2, 7:] = 1e4, -1e4, 1e4, -1e4
+    targets = torch.randint(40, (64,), generator=generator)
+    targets[[3, 17, 63]] = -1
+    raw = raw.as_subclass(OnCuda if device == "cuda" else torch.Tensor).requires_grad_()
+    model.lm_head.forward = lambda x: x
+    loss = model.head_loss(raw, targets, torch.arange(48))
+    loss.backward()
+
+    exact = raw.detach().as_subclass(torch.Tensor).double().requires_grad_()
+    logs = (30 * torch.sigmoid(exact / 7.5)).log_softmax(-1)
+    expected = -sum(logs[i, target] for i, target in enumerate(targets) if target >= 0)
+    expected.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    grad = raw.grad.as_subclass(torch.Tensor)
+    torch.testing.assert_close(grad.double(), exact.grad, rtol=1e-5, atol=1e-7)
+    assert (grad[[3, 17, 63]] == 0).all()
+
+
+def test_validation_cuts_the_head_into_whole_training_sequences_only():
+    """It keeps nothing for a backward pass, and a long sequence is a graph of few pieces."""
+    cfg = dataclasses.replace(TINY, head_chunks=4, train_seq_len=512, val_seq_len=1024)
+    model, tokens = make_model(cfg), random_tokens(1, 1024, 0)
+    sizes, head_loss = [], model.head_loss
+    model.head_loss = lambda x, *rest: (sizes.append(len(x)), head_loss(x, *rest))[1]
+    with torch.no_grad():
+        losses = [model.train(mode)(tokens, tokens.long()) for mode in (True, False)]
+    assert sizes == 8 * [128] + 2 * [512]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+
+
 # Weights
 
 

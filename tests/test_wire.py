@@ -292,11 +292,14 @@ def prepared(cfg=RECORD, **changes):
 
 @pytest.mark.parametrize(
     "free_gb, fewest, most",
-    [(140.0, 1, 1), (84.0, 1, 1), (41.5, 1, 4), (24.8, 4, 32), (16.0, 4, 1024)],
+    [(140.0, 1, 1), (84.0, 1, 1), (41.5, 1, 4), (24.8, 4, 16), (16.0, 16, 16)],
     ids=["H200", "80GB", "40GB", "24GB", "16GB"],
 )
 def test_the_head_is_cut_into_pieces_that_fit(pretend_gpu, free_gb, fewest, most):
-    """The published numbers keep one piece; where memory is short, logits take less of it."""
+    """The published numbers keep one piece; where memory is short, logits take less of it.
+
+    Each piece is compiled, so there are never many: what does not fit into 16 fits into no number.
+    """
     pretend_gpu(free_gb=free_gb)
     model, _ = prepared()
     assert fewest <= model.head_chunks <= most
@@ -330,7 +333,9 @@ def test_the_head_takes_fp8_where_the_gpu_has_it(pretend_gpu, capability, fp8):
 @pytest.mark.parametrize(
     "shared_kib, small", [(99, True), (163, False), (227, False)], ids=["4090", "A100", "H100"]
 )
-def test_little_shared_memory_gets_small_attention_blocks(pretend_gpu, shared_kib, small):
+def test_little_shared_memory_gets_small_blocks_in_the_backward_pass(
+    pretend_gpu, shared_kib, small
+):
     pretend_gpu(shared_kib=shared_kib)
     options = prepared()[0].kernel_options
     if not small:
@@ -341,8 +346,7 @@ def test_little_shared_memory_gets_small_attention_blocks(pretend_gpu, shared_ki
     assert all(train_gpt.BLOCK % tile == 0 for tile in options.values())
     assert options["BLOCK_N1"] % options["BLOCK_M1"] == 0
     assert options["BLOCK_M2"] % options["BLOCK_N2"] == 0
-    # Queries, and keys and values in three pipeline stages, bf16, of 128 dimensions.
-    assert (options["BLOCK_M"] + 2 * 3 * options["BLOCK_N"]) * 128 * 2 < 160 * 1024
+    assert set(options) == {"BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"}
 
 
 def test_embeddings_alone_are_bf16(pretend_gpu):

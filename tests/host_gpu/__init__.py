@@ -1,0 +1,30 @@
+"""A GPU made of the host: the GPU path of the script, compiled and executed where there is no GPU.
+
+Torch is told, before it is imported, that a CUDA device is there. Its memory is the host's and its
+operators are the CPU's (device.cpp); `torch.cuda` and Triton's driver answer as one of the cards
+would (stand_ins.py, cards.py); so Dynamo, AOTAutograd and Inductor make the very kernels that the
+card would get, and Triton's interpreter, made fit for them, executes these (interpreter.py).
+
+    import host_gpu
+    host_gpu.obstacle()                      # why there can be none here, or None; imports no torch
+    host_gpu.install("sm_90")                # before torch is imported; it cannot be undone
+    host_gpu.install("sm_90", execute=False) # kernels shall be compiled only: no interpreter
+    host_gpu.use_card("sm_86")               # from here on the device is that card
+
+As it cannot be undone, it lives in processes of its own:
+
+    python tests/host_gpu [--card sm_86] train_gpt.py --preset pocket --device cuda …
+    PYTHONPATH=tests python -m pytest -p host_gpu.plugin -m gpu …
+
+The ordinary test session runs the tests marked `gpu` that way where there is no GPU (session.py).
+
+What it shows: that the path runs, what it computes, in which graphs and kernels, and where the host
+would wait. What it does not: any time, a GPU's rounding of matrix products, races, streams, shared
+memory, NCCL. Its name, "host standing in for an H100", is in every log that is made on it.
+"""
+
+from host_gpu.cards import CARDS, Card
+from host_gpu.library import obstacle
+from host_gpu.stand_ins import install, use_card
+
+__all__ = ["CARDS", "Card", "install", "obstacle", "use_card"]

@@ -1,0 +1,284 @@
+"""Triton's interpreter, made fit for the kernels that Inductor writes.
+
+What it lacks, and what is put in its place:
+
+- bf16 is cut off instead of rounded, products of bf16 and FP8 multiply the bits: torch converts;
+- libdevice, the maths that Inductor calls, is empty: NumPy's functions;
+- a reduction or scan with a combine function of its own goes element by element: by halves;
+- arguments are copied to the host and back, the language is patched at every launch: neither.
+
+And what a GPU would not tell: a kernel that reads or writes outside of the memory it was given
+ends in an error, and memory that nobody has written holds NaN.
+"""
+
+import bisect
+import collections
+import inspect
+import math
+import time
+import types
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from triton.language.extra import libdevice
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+NARROW = {  # floats that NumPy has not: their bits, in the interpreter's arrays
+    tl.bfloat16: (torch.bfloat16, torch.uint16),
+    tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+    tl.float8e5: (torch.float8_e5m2, torch.uint8),
+}
+LIBDEVICE = dict(
+    abs=np.abs, ceil=np.ceil, cos=np.cos, exp=np.exp, exp2=np.exp2, expm1=np.expm1, floor=np.floor,
+    isinf=np.isinf, isnan=np.isnan, log=np.log, log1p=np.log1p, log2=np.log2, nearbyint=np.rint,
+    pow=np.power, rint=np.rint, rsqrt=lambda x: 1 / np.sqrt(x), sin=np.sin, sqrt=np.sqrt,
+    tanh=np.tanh, trunc=np.trunc,
+)  # fmt: skip
+
+launches = collections.Counter()  # of each kernel, by name
+seconds = collections.Counter()  # that each took here, to find what makes a test slow
+
+
+def install() -> None:
+    """Put everything into Triton's interpreter and Inductor's launcher. It cannot be undone."""
+    InterpreterBuilder.cast_impl = cast
+    InterpreterBuilder.create_fp_to_fp = lambda self, x, type, rounding: cast(self, x, type)
+    InterpreterBuilder.create_dot = dot
+    InterpreterBuilder.binary_op = no_arithmetic_on_bits(InterpreterBuilder.binary_op)
+    InterpreterBuilder.unary_op = no_arithmetic_on_bits(InterpreterBuilder.unary_op)
+    InterpreterBuilder.create_masked_load = checked(InterpreterBuilder.create_masked_load, "reads")
+    InterpreterBuilder.create_masked_store = checked(
+        InterpreterBuilder.create_masked_store, "writes"
+    )
+    interpreter.ReduceOps.generic_reduce = reduce_by_halves
+    interpreter.ScanOps.generic_scan = scan_by_doubling
+    interpreter.GridExecutor.__call__ = launch
+    for name, function in LIBDEVICE.items():
+        setattr(libdevice, name, elementwise(function))
+    patch_language_once()
+    take_the_largest_blocks()
+    poison_new_memory()
+
+
+# ---- Numbers ----------------------------------------------------------------
+
+
+def unpack(handle: TensorHandle) -> np.ndarray:
+    """The values: those of narrow floats as fp32."""
+    if handle.dtype.scalar not in NARROW:
+        return handle.data
+    bits = torch.from_numpy(np.ascontiguousarray(handle.data))
+    return bits.view(NARROW[handle.dtype.scalar][0]).float().numpy()
+
+
+def pack(values: np.ndarray, dtype: tl.dtype) -> TensorHandle:
+    """The values rounded to the type, as torch rounds: to the nearest, ties to even."""
+    if dtype not in NARROW:
+        with np.errstate(all="ignore"):  # a NaN in lanes that are masked may become any integer
+            return TensorHandle(values.astype(interpreter._get_np_dtype(dtype)), dtype)
+    float_type, bits_type = NARROW[dtype]
+    rounded = torch.from_numpy(np.ascontiguousarray(values)).to(float_type)
+    return TensorHandle(rounded.view(bits_type).numpy(), dtype)
+
+
+def cast(self, handle: TensorHandle, dtype: tl.dtype) -> TensorHandle:
+    return pack(unpack(handle), dtype.scalar)
+
+
+def dot(self, a, b, accumulator, input_precision, max_num_imprecise_acc) -> TensorHandle:
+    """a @ b + accumulator, in fp32 as tensor cores do it; TF32 is not rounded to."""
+    product = unpack(a).astype(np.float32) @ unpack(b).astype(np.float32)
+    total = product.astype(accumulator.data.dtype) + accumulator.data
+    return TensorHandle(total, accumulator.dtype.scalar)
+
+
+def no_arithmetic_on_bits(operation):
+    """Inductor computes in fp32. Were that to change, the interpreter would add the bits."""
+
+    def guarded(self, x, *rest):
+        if x.dtype.scalar in NARROW:
+            raise NotImplementedError(f"arithmetic on {x.dtype}: unpack, compute and pack it here")
+        return operation(self, x, *rest)
+
+    return guarded
+
+
+def elementwise(function):
+    """A function of libdevice by NumPy's. Booleans are its int32, as in CUDA's C."""
+
+    def call(*arguments, **kwargs):
+        tensors = [interpreter.interpreter_semantic.to_tensor(x) for x in arguments]
+        first = tensors[0]
+        values = function(*(unpack(x.handle) for x in tensors))
+        dtype = tl.int32 if values.dtype == bool else first.dtype
+        return as_tensor(pack(values, dtype))
+
+    return call
+
+
+def as_tensor(handle: TensorHandle) -> tl.tensor:
+    """As kernels see it; an array of no dimensions, and of one element in none, is a scalar."""
+    if handle.data.ndim == 0:
+        return tl.tensor(TensorHandle(handle.data.reshape(1), handle.dtype), handle.dtype)
+    return tl.tensor(handle, tl.block_type(handle.dtype, list(handle.data.shape)))
+
+
+# ---- Reductions and scans ---------------------------------------------------
+
+
+def combine(operator, left: list, right: list, dtypes: list) -> list[np.ndarray]:
+    """The combine function of a kernel, on whole arrays at once."""
+    results = operator.combine_fn.fn(
+        *(as_tensor(TensorHandle(np.ascontiguousarray(x), t)) for x, t in zip(left, dtypes)),
+        *(as_tensor(TensorHandle(np.ascontiguousarray(x), t)) for x, t in zip(right, dtypes)),
+    )
+    results = results if isinstance(results, tuple) else (results,)
+    return [result.handle.data.astype(x.dtype) for result, x in zip(results, left)]
+
+
+def reduce_by_halves(self, inputs) -> list[tl.tensor]:
+    """Combine the first half with the second until one is left, as a GPU does."""
+    dtypes = [x.dtype.scalar for x in inputs]
+    shape = inputs[0].handle.data.shape
+    axis = self.axis or 0
+    arrays = [x.handle.data if self.axis is not None else x.handle.data.ravel() for x in inputs]
+    arrays = [np.moveaxis(x, axis, 0) for x in arrays]
+    while (size := len(arrays[0])) > 1:
+        half = size // 2
+        left = [x[:half] for x in arrays]
+        right = [x[half : 2 * half] for x in arrays]
+        odd = [x[2 * half :] for x in arrays]
+        halved = combine(self, left, right, dtypes)
+        arrays = [np.concatenate([x, y]) for x, y in zip(halved, odd)]
+    arrays = [x[0] for x in arrays]
+    if self.keep_dims:
+        kept = [1] * len(shape) if self.axis is None else [*shape[:axis], 1, *shape[axis + 1 :]]
+        arrays = [x.reshape(kept) for x in arrays]
+    return [as_tensor(TensorHandle(np.asarray(x), t)) for x, t in zip(arrays, dtypes)]
+
+
+def scan_by_doubling(self, inputs) -> list[tl.tensor]:
+    """All prefixes: each with that which ends 1 before it, then 2, 4, …"""
+    dtypes = [x.dtype.scalar for x in inputs]
+    arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
+    distance = 1
+    while distance < len(arrays[0]):
+        left = [x[:-distance] for x in arrays]
+        right = [x[distance:] for x in arrays]
+        combined = combine(self, left, right, dtypes)
+        arrays = [np.concatenate([x[:distance], y]) for x, y in zip(arrays, combined)]
+        distance *= 2
+    arrays = [np.moveaxis(x, 0, self.axis) for x in arrays]
+    return [as_tensor(TensorHandle(x, t)) for x, t in zip(arrays, dtypes)]
+
+
+# ---- Launches ---------------------------------------------------------------
+
+
+def launch(self, *arguments, **kwargs) -> None:
+    """GridExecutor's call, on the tensors' own memory: that of the device is the host's."""
+    started = time.perf_counter()
+    names = inspect.getfullargspec(self.fn).args
+    values = inspect.getcallargs(
+        self.fn, *arguments, **{k: v for k, v in kwargs.items() if k in names}
+    )
+    Bounds.of_launch = Bounds(self.fn.__name__, values.values())
+    values = {
+        name: value if name in self.constexprs else interpreter._implicit_cvt(value)
+        for name, value in values.items()
+    }
+    grid = self.grid(values) if callable(self.grid) else self.grid
+    grid = (*grid, 1, 1)[:3]
+    interpreter.interpreter_builder.set_grid_dim(*grid)
+    with np.errstate(all="ignore"):  # of lanes that are masked
+        for index in np.ndindex(*grid):
+            interpreter.interpreter_builder.set_grid_idx(*index)
+            self.fn(**values)
+    launches[self.fn.__name__] += 1
+    seconds[self.fn.__name__] += time.perf_counter() - started
+
+
+def patch_language_once() -> None:
+    """The interpreter patches triton.language at each launch, and each call within one."""
+    language = types.SimpleNamespace(__globals__=dict(tl=tl, core=tl.core))
+    interpreter._patch_lang(language)
+    interpreter._patch_lang = lambda function: types.SimpleNamespace(restore=lambda: None)
+
+
+def take_the_largest_blocks() -> None:
+    """Of the configurations that a GPU would be timed with, take that of the fewest programs.
+
+    All compute the same, and the interpreter's time goes by the program.
+    """
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    run = CachingAutotuner.run
+
+    def elements(config: triton.Config) -> int:
+        return math.prod(size for name, size in config.kwargs.items() if name.endswith("BLOCK"))
+
+    def run_the_largest(self, *args, **kwargs):
+        self.configs = [max(self.configs, key=elements)]
+        return run(self, *args, **kwargs)
+
+    CachingAutotuner.run = run_the_largest
+
+
+# ---- Memory -----------------------------------------------------------------
+
+
+class Bounds:
+    """The memory that a launch was given: the storages of its tensors."""
+
+    of_launch: "Bounds"
+
+    def __init__(self, kernel: str, arguments):
+        storages = [x.untyped_storage() for x in arguments if isinstance(x, torch.Tensor)]
+        ranges = sorted({(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages})
+        self.kernel = kernel
+        self.starts = np.array([start for start, _ in ranges], np.uint64)
+        self.ends = np.array([end for _, end in ranges], np.uint64)
+
+    def check(self, verb: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> None:
+        """Raise IndexError where an address that is not masked is in none of the storages."""
+        addresses = np.broadcast_to(pointers, np.broadcast_shapes(pointers.shape, mask.shape))
+        addresses = addresses[np.broadcast_to(mask.astype(bool), addresses.shape)]
+        if not addresses.size:
+            return
+        low, high = addresses.min(), addresses.max() + np.uint64(width)
+        at = bisect.bisect_right(self.starts, low) - 1
+        if at >= 0 and high <= self.ends[at]:
+            return  # all in one of them, as nearly always
+        at = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
+        outside = (at < 0) | (addresses + np.uint64(width) > self.ends[np.maximum(at, 0)])
+        if outside.any():
+            raise IndexError(f"{self.kernel} {verb} outside of its tensors: {outside.sum()} times")
+
+
+def checked(operation, verb: str):
+    """A masked load or store, of addresses that are looked at before."""
+
+    def access(self, pointers, *rest):
+        mask = rest[0 if verb == "reads" else 1]
+        width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        Bounds.of_launch.check(verb, pointers.data, mask.data, width)
+        return operation(self, pointers, *rest)
+
+    return access
+
+
+def poison_new_memory() -> None:
+    """Whatever generated code allocates begins as NaN, or -1: what is read must be written."""
+    guards = torch._C._dynamo.guards
+    allocate = guards._empty_strided_cuda
+
+    def allocate_poisoned(size, stride, dtype):
+        tensor = allocate(size, stride, dtype)
+        storage = tensor.untyped_storage()
+        tensor.new_empty(0, dtype=torch.uint8).set_(storage).fill_(255)
+        return tensor
+
+    guards._empty_strided_cuda = allocate_poisoned

@@ -168,18 +168,13 @@ def help_text() -> str:
     """Every flag under its group, with its value in each preset and its meaning."""
     lines = [f"usage: {SCRIPT.name} [--preset {{{','.join(PRESETS)}}}] [--FLAG VALUE ...]", ""]
     lines += [__doc__.split("\n")[0], "Defaults are the record's; a preset changes some."]
-    row = "  {:<22}" + "{:>14}" * len(PRESETS) + "  {}"
+    row = "  {:<22}" + "{:>16}" * len(PRESETS) + "  {}"
     for line in inspect.getsource(Hyperparameters).splitlines():
         if group := re.match(r"    # ([^:]*)", line):
             lines += ["", row.format(group[1], *PRESETS, "").rstrip()]
         elif flag := re.match(r"    (\w+): .*  # (.*)", line):
-            values = [getattr(Hyperparameters(**x), flag[1]) for x in PRESETS.values()]
-            values = [str(x) if str(x).strip() else repr(x) for x in values]
-            if max(map(len, values)) > 13:  # too long for a column
-                lines.append(row.format(f"--{flag[1]}", *[""] * len(values), flag[2]))
-                lines += [f"{'':24}{k}: {x}" for k, x in zip(PRESETS, values, strict=True)]
-            else:
-                lines.append(row.format(f"--{flag[1]}", *values, flag[2]))
+            values = [repr(getattr(Hyperparameters(**x), flag[1])) for x in PRESETS.values()]
+            lines.append(row.format(f"--{flag[1]}", *values, flag[2]))
     return "\n".join(lines) + "\n"
 
 def check_hyperparameters(cfg: Hyperparameters) -> None:
@@ -755,9 +750,10 @@ class Ranks:
             dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store,
                                     rank=self.rank, world_size=self.world_size)
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(x, op)
+            dist.all_reduce(x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -799,9 +795,10 @@ def free_memory(device: torch.device) -> int:
     """Bytes that are free on the GPU, or in the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if (info := Path("/proc/meminfo")).exists():
-        return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", info.read_text())[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # macOS: of all memory
+    info = Path("/proc/meminfo")
+    available = re.search(r"MemAvailable:\s*(\d+)", info.read_text() if info.exists() else "")
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 1024 * int(available[1]) if available else whole
 
 class Log:
     """Rank 0's log file and console; the other ranks stay silent. A log goes on where its run is

@@ -42,7 +42,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.checkpoint import checkpoint
 
 BLOCK = 128  # tokens in a block of the attention mask
@@ -496,9 +495,9 @@ class Block(nn.Module):
 
 def translate_names(model: nn.Module, state: dict[str, Tensor], *_) -> None:
     """Names of a compiled model, and of records published before record #22, become ours."""
-    consume_prefix_in_state_dict_if_present(state, "_orig_mod.")
-    for name in [name for name in state if name.startswith("value_embeds.embed.")]:
-        state[name.replace("value_embeds.embed.", "value_embeds.")] = state.pop(name)
+    for old in list(state):
+        new = old.removeprefix("_orig_mod.").replace("value_embeds.embed.", "value_embeds.")
+        state[new] = state.pop(old)
 
 class GPT(nn.Module):
     """The model, under the published parameter names. Its forward gives the summed cross-entropy of
@@ -834,13 +833,10 @@ class Log:
 
     def step(self, step: int, last: int, ms: float, **losses: float) -> None:
         """A step's line, marked where the log has that step already, from before a crash."""
-        line = f"step:{step}/{last} "
-        for name, loss in losses.items():
-            line += f"{name}:{loss:.4f} " if math.isfinite(loss) else ""
-        line += f"train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"
-        if step <= self.last_step:
-            line += " redone:1"
-        self(line, console="val_loss" in losses)
+        shown = "".join(f"{k}:{loss:.4f} " for k, loss in losses.items() if math.isfinite(loss))
+        redone = " redone:1" if step <= self.last_step else ""
+        self(f"step:{step}/{last} {shown}train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"
+             + redone, console="val_loss" in losses)
 
     def live(self, text: str) -> None:
         """Show the text in place of the last one, on a terminal."""
@@ -1063,13 +1059,8 @@ def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -
     for x, value in zip(tensors, before, strict=True):
         x.copy_(value)
 
-def build(cfg: Hyperparameters, ranks: Ranks) -> tuple[GPT, list[ShardedOptimizer]]:
-    """Model and optimizers as a run begins. Raises UserError where they are too large."""
-    with torch.device("meta"):
-        size = sum(p.numel() for p in GPT(cfg).parameters())
-    if 8 * size > (free := free_memory(ranks.device)):  # weights and gradients, in fp32
-        raise UserError(f"--model_dim {cfg.model_dim}: {size:,} parameters take more than the "
-                        f"{free / 2**30:.1f} GiB that are free; lower it")
+def build(cfg: Hyperparameters, ranks: Ranks) -> tuple[GPT, list]:
+    """Model and optimizers as a run begins."""
     torch.manual_seed(cfg.seed)
     with torch.device(ranks.device):
         model = GPT(cfg)
@@ -1204,16 +1195,14 @@ def main(argv: list[str] | None = None) -> int:
         if cfg.preset == "record" and ranks.device.type != "cuda" and not finished:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         return train(cfg, ranks, log, state)
-    except torch.OutOfMemoryError:
-        message = "out of GPU memory; raise --head_chunks or lower --sequences_per_forward"
     except (UserError, OSError) as error:
         message = error
     except (MemoryError, RuntimeError) as error:
-        first_line = str(error).split("\n")[0]
-        if isinstance(error, MemoryError) or "can't allocate memory" in first_line:
-            message = "out of memory; lower --model_dim or --sequences_per_forward"
-        elif isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            message = f"another rank is gone: {first_line}"
+        message = str(error).partition("\n")[0]
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate" in message:
+            message = "out of memory; raise --head_chunks or lower --sequences_per_forward"
+        elif isinstance(error, dist.DistError) or "gloo" in message.lower():
+            message = f"another rank is gone: {message}"
         else:
             raise
     if os.environ.get("LOCAL_RANK", "0") == "0":

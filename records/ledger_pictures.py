@@ -97,7 +97,6 @@ class Curve:
     @classmethod
     def of(cls, name: str, logs: list[Log]) -> "Curve":
         """The validation losses of runs; of runs that validate once, the training losses too."""
-        label = name + f" ({len(logs)} runs, mean and range)" * (len(logs) > 1)
         steps = trained_steps(logs)
         rows = [[log.val[step] for log in logs] for step in steps]
         losses = [[loss for loss, _ in row] for row in rows]
@@ -114,6 +113,7 @@ class Curve:
         tokens = None
         if logs[0].tokens_per_step:
             tokens = [logs[0].tokens_until(step) for step in steps]
+        label = name + f" ({len(logs)} runs, mean and range)" * (len(logs) > 1)
         return cls(label, steps, tokens, times, mean, low, high, bool(trained))
 
     def panel(self, kind: str) -> list[float] | None:
@@ -143,9 +143,9 @@ def draw_curves(groups: dict[str, list[Log]], target: float, png: str) -> None:
                       file=sys.stderr)
                 continue
             x = [value / units[kind][0] for value in x]
-            if curve.training:  # the line is of the training loss, the point of the validation
+            if curve.training:
                 axis.plot(x[:-1], curve.mean[:-1], color=color, linestyle=style, linewidth=1.4,
-                          label=f"{curve.label}: training loss, point: validation loss")
+                          label=curve.label)
             else:
                 axis.plot(x, curve.mean, color=color, linestyle=style, linewidth=2.4,
                           label=curve.label)
@@ -159,10 +159,12 @@ def draw_curves(groups: dict[str, list[Log]], target: float, png: str) -> None:
         axis.axhline(target, **DASHED)
         axis.tick_params(left=False)
         unit = f" ({units[kind][1]})" * bool(units[kind][1])
-        axis.set(xlabel=names[kind] + unit, xlim=(0, None), ylim=(bottom - margin, top + margin))
+        axis.set(xlabel=names[kind] + unit, xlim=(0, 1.05 * tops[kind] / units[kind][0] or None),
+                 ylim=(bottom - margin, top + margin))
     axes[0].xaxis.get_major_locator().set_params(integer=True)
-    of = "loss" if any(curve.training for curve in curves) else "validation loss"
-    axes[0].set_ylabel(f"{of} (nats per token)")
+    axes[0].set_ylabel("loss (nats per token;\nline: training, point: validation)"
+                       if any(curve.training for curve in curves)
+                       else "validation loss (nats per token)")
     handles, labels = axes[0].get_legend_handles_labels()
     columns = max(1, min(len(labels), 43 * len(kinds) // (max(map(len, labels)) + 8)))
     figure.legend(handles, labels, loc="upper center", ncols=columns, handlelength=3)
@@ -183,7 +185,15 @@ def draw_lineage(records: list[Record], png: str) -> None:
     Every number stands to the right of its panel, on no line.
     """
     plt = pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(16, 2.4 + 0.62 * len(records)), sharey=True)
+    axes = []
+    left, bottom, width, height = 2.6, 1.35, 3.0, 0.62 * len(records) + 0.4  # inches, of a panel
+    figure = plt.figure(figsize=(17.6, bottom + height + 0.45))
+    for words_inches in (2.4, 1.2, 2.4):  # to the right of the panel
+        box = (left / 17.6, bottom / figure.get_figheight(), width / 17.6,
+               height / figure.get_figheight())
+        axes.append(figure.add_axes(box, sharey=axes[0] if axes else None))
+        axes[-1].tick_params(left=False, labelleft=len(axes) == 1)
+        left += width + words_inches
     for y, record in enumerate(records):
         published, measured = record.claim["published"], record.measured
         words = ["not published", "not measured", "not measured"]
@@ -212,20 +222,19 @@ def draw_lineage(records: list[Record], png: str) -> None:
                 xlabel="published: minutes on 8×H100")
     axes[1].set_xlabel(f"{preset} loss (nats per token;\ndots: seeds, diamond: mean)")
     axes[2].set_xlabel(f"{preset} training time (s;\ndots: seeds, diamond: median)")
-    for axis, start in zip(axes, (0, None, 0)):
-        axis.margins(x=0.08)
-        axis.set_xlim(start, None)
+    for axis in axes:
         axis.grid(axis="y", visible=False)
-        axis.tick_params(left=False)
+        low, high = axis.dataLim.intervalx
+        if low <= high:  # it has data
+            spread = max(high - low, 0.01)
+            axis.set_xlim(low - 0.08 * spread if axis is axes[1] else 0, high + 0.08 * spread)
     measured_on = "; ".join(machines(records))
-    figure.text(0.01, 0.01, f"Measured on {measured_on}" if measured_on else "Nothing measured yet",
+    figure.text(0.01, 0.02, f"Measured on {measured_on}" if measured_on else "Nothing measured yet",
                 color=GREY, fontsize=11.5)
-    inches = 0.35  # of that line
-    figure.tight_layout(rect=(0, inches / figure.get_figheight(), 0.9, 1), w_pad=11)
     save_picture(figure, png)
 
 
 def dots(axis, y: int, values: list[float], middle: float, color: str) -> None:
     """The seeds as dots, their mean or median as a diamond."""
-    axis.plot(values, [y] * len(values), "o", color=color, alpha=0.35, markersize=6)
-    axis.plot(middle, y, "D", color=color, markersize=9)
+    axis.plot(values, [y] * len(values), "o", color=color, alpha=0.35, markersize=6, clip_on=False)
+    axis.plot(middle, y, "D", color=color, markersize=9, clip_on=False)

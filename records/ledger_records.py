@@ -8,9 +8,8 @@ from pathlib import Path
 from ledger_base import LedgerError, read_text
 from ledger_groups import source_of
 from ledger_logs import read_log, seed_files
-from ledger_rules import SIGNIFICANCE
 from ledger_sources import diff_sources
-from ledger_stats import compare, p_below, summarize
+from ledger_stats import compare, is_shown, p_below, summarize
 
 SAME = ("preset", "torch", "device", "threads", "world_size")  # one value within a measurement
 GAINS = (None, "loss", "time")
@@ -116,12 +115,11 @@ def record_text(claim: dict, measured: dict) -> str:
 def shows_gain(parent: dict, gain: str) -> bool:
     """Whether a comparison with the parent bears the claim of a gain.
 
-    "loss": lower, with p < SIGNIFICANCE. "time": a range of time ratios that lies below 1, with a
+    "loss": shown to be lower. "time": a range of time ratios that lies below 1, with a
     loss that is not shown to be higher.
     """
-    difference, p = parent["difference"], parent["p_differs"]
-    shown = p is not None and p < SIGNIFICANCE
     if gain == "loss":
-        return shown and difference < 0
+        return is_shown(parent) and parent["difference"] < 0
     slowest = parent["time_ratio_max"]
-    return slowest is not None and slowest < 1 and not (shown and difference > 0)
+    worse = is_shown(parent) and parent["difference"] > 0
+    return slowest is not None and slowest < 1 and not worse

@@ -1,7 +1,9 @@
 """Sources: what is in a script, by section and by name, and what changed between two."""
 
 import ast
+import copy
 import difflib
+import functools
 import html
 import operator
 import re
@@ -16,8 +18,9 @@ def split_files(source: str) -> dict[str, str]:
     return dict(zip(["train_gpt.py", *parts[1::2]], parts[::2]))
 
 
+@functools.lru_cache(maxsize=64)
 def parse(source: str) -> ast.Module | None:
-    """The syntax tree, or None where this Python cannot read the source."""
+    """The syntax tree, not to be changed, or None where this Python cannot read the source."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError):
@@ -103,8 +106,9 @@ def values(source: str) -> dict[str, object]:
     return found
 
 
+@functools.lru_cache(maxsize=64)
 def preset_values(source: str, preset: str) -> dict[str, object] | None:
-    """Hyperparameter: value under a preset; None where the source has no such preset.
+    """Hyperparameter: value under a preset, not to be changed; None without such a preset.
 
     A value that cannot be told without running the source is None.
     """
@@ -243,6 +247,7 @@ def needed_setup(nodes: dict[str, list[ast.stmt]]) -> list[str]:
     texts = []
     for node in kept:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
+            node = copy.copy(node)
             node.names = [alias for alias in node.names
                           if (alias.asname or alias.name).partition(".")[0] in used]
         texts.append(ast.unparse(node))

@@ -62,6 +62,15 @@ def smallest_difference(spread: float, degrees: int) -> float:
     return scipy_stats().t.ppf(1 - SIGNIFICANCE / 2, degrees) * spread
 
 
+def is_shown(versus: dict) -> bool:
+    """Whether a comparison shows a difference: of losses as tables round them, and significant.
+
+    Rounding alone makes equal mathematics differ in the sixth digit, at every seed alike.
+    """
+    p = versus["p_differs"]
+    return p is not None and p < SIGNIFICANCE and round(versus["difference"], 4) != 0
+
+
 def summarize(runs: list[dict]) -> dict:
     """n, mean and standard deviation (n - 1) of the runs' losses; the median of their times."""
     losses = [run["val_loss"] for run in runs]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ledger_base import LedgerError, read_text
 from ledger_records import Record, find_records
-from ledger_rules import PUBLIC_TARGET, RULES, SIGNIFICANCE
+from ledger_rules import PUBLIC_TARGET, RULES
+from ledger_stats import is_shown
 
 REGION = ("<!-- ledger:begin -->", "<!-- ledger:end -->")  # around the generated text of a README
 RULES_REGION = ("<!-- rules:begin -->", "<!-- rules:end -->")  # around the rules' table
@@ -37,8 +38,8 @@ def parent_words(parent: dict | None) -> str:
     if parent is None:
         return "–"
     p, difference = parent["p_differs"], parent["difference"]
-    shown = p is not None and p < SIGNIFICANCE
-    verdict = ("better" if difference < 0 else "worse") if shown else "no difference shown"
+    better = "better" if difference < 0 else "worse"
+    verdict = better if is_shown(parent) else "no difference shown"
     return f"{decimal(difference, sign='+')}, {p_words(p)}: {verdict}"
 
 

@@ -4,6 +4,7 @@ The records here are made by the tests: a small script that writes the log of a 
 training anything, is measured by `ledger.py run` in a folder of its own.
 """
 
+import hashlib
 import html.parser
 import json
 import math
@@ -19,87 +20,133 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import special
+from scipy import special, stats
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "records"))
 
 import ledger  # noqa: E402
+import ledger_groups  # noqa: E402
+import ledger_logs  # noqa: E402
+import ledger_records  # noqa: E402
+import ledger_rules  # noqa: E402
+import ledger_runs  # noqa: E402
+import ledger_sources  # noqa: E402
+import ledger_stats  # noqa: E402
+import ledger_tables  # noqa: E402
+import ledger_verify  # noqa: E402
 
 RULE = "=" * 100
-BANNER = "# " + "-" * 77
 
-# Writes what train_gpt.py writes; `loss` and `ms` of the last step vary with the seed.
-SCRIPT = f'''"""A run's log without a run."""
 
-{BANNER}
-# Setup
-{BANNER}
+def banner(title: str, shared: bool = False) -> str:
+    return f"# ---- {title}{' (the same in every record)' * shared} " + "-" * 20
 
+
+# Writes what train_gpt.py writes; `loss` and `ms` of the last step vary with the seed. Half of the
+# noise is the seed's own, as if it came from the order of the data, and half the script's.
+SCRIPT = f"""\"\"\"A run's log without a run.
+
+Parent: none. It is the first.
+\"\"\"
+
+{banner("Setup")}
+import os
 import random
+import string
 import sys
 from pathlib import Path
 
-{BANNER}
-# Hyperparameters
-{BANNER}
+WIDTH = 100
 
-
+{banner("Hyperparameters")}
 class Hyperparameters:
-    num_iterations: int = 40
+    num_iterations: int = 4 * 10
     loss: float = 1.6
+    target_loss: float = 3.28
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"
+    val_tokens: int = 10_485_760
+    seed: int = 0
+    run_id: str = ""
+    muon_lr: float = 0.05
 
+PRESETS = {{"record": {{}}, "pocket": dict(
+    target_loss=1.64, val_files="data/pocket/pocket_val_*.bin", val_tokens=262_144)}}
 
-{BANNER}
-# Training
-{BANNER}
+{banner("Data", True)}
+def tokens():
+    return string.digits
 
+{banner("Model")}
+def noise_of(seed, cfg):
+    return random.Random(seed).gauss(0, 0.004) + random.Random(f"{{seed}}{{cfg}}").gauss(0, 0.002)
 
-def train(seed, run_id, preset, extra):
-    cfg, noise = Hyperparameters, random.Random(seed)
-    folder = Path("logs") / run_id
-    folder.mkdir(parents=True)
-    if "--fail" in extra and seed == 1:
+{banner("Distributed and logging", True)}
+def say(lines):
+    return "\\n".join(lines) + "\\n"
+
+{banner("Checkpoints", True)}
+def save():
+    return None
+
+{banner("Validation", True)}
+def validate(loss):
+    return loss
+
+{banner("Training")}
+def train(preset, flags):
+    cfg = {{k: v for k, v in vars(Hyperparameters).items() if k[0] != "_"}} | PRESETS[preset]
+    cfg |= {{k: type(cfg.get(k, ""))(v) for k, v in flags.items()}}
+    seed, noise = cfg["seed"], random.Random(f"{{cfg['seed']}} {{cfg['loss']}}")
+    if cfg.get("fail") == "1" and seed == 1:
         sys.exit("fake.py: error: out of luck")
-    facts = dict(num_iterations=cfg.num_iterations, target_loss=1.64, seed=seed, run_id=run_id,
-                 python="3.11", torch="2.13.0+cpu", device="cpu (fake)", threads=1, world_size=1,
-                 preset=preset)
-    rule = "=" * 100
+    folder = Path("logs") / cfg["run_id"]
+    folder.mkdir(parents=True)
+    machine = dict(torch="2.13.0+cpu", device="cpu (fake)", world_size=1,
+                   threads=os.environ.get("OMP_NUM_THREADS", "2"))
+    rule = "=" * WIDTH
+    facts = dict(preset=preset) | cfg | dict(python="3.11") | machine
     lines = [Path(__file__).read_text(), rule, *(f"{{k}}: {{v}}" for k, v in facts.items()), rule]
-    lines += ["fake: yes"]
-    for step in range(cfg.num_iterations + 1):
+    lines += ["fake: yes", "compile_seconds: 1.5"]
+    value, steps = validate(cfg["loss"]) + noise_of(seed, cfg["loss"]), cfg["num_iterations"]
+    for step in range(steps + 1):
         ms = step * (30 + noise.random())
+        loss = value + 4 * 0.8**step
+        average = f"train_time:{{ms:.0f}}ms step_avg:{{ms / max(step, 1):.2f}}ms"
         if step:
-            lines.append(f"step:{{step}}/40 train_time:{{ms:.0f}}ms step_avg:{{ms / step:.2f}}ms")
+            lines.append(f"step:{{step}}/{{steps}} train_loss:{{loss:.4f}} {{average}}")
         if step % 10 == 0:
-            loss = cfg.loss + 4 * 0.8**step + noise.gauss(0, 0.002)
-            lines.append(f"step:{{step}}/40 val_loss:{{loss:.4f}} train_time:{{ms:.0f}}ms "
-                         f"step_avg:{{ms / max(step, 1):.2f}}ms")
+            lines.append(f"step:{{step}}/{{steps}} val_loss:{{loss:.4f}} {{average}}")
             print(lines[-1], flush=True)
-    lines += ["---", f"val_loss: {{loss:.6f}}", f"train_time_ms: {{ms:.0f}}", "steps: 40",
-              "tokens: 163840", "tokens_per_second: 1000", "parameters: 1234",
-              "peak_memory_mib: 99", "world_size: 1", "device: cpu (fake)", "torch: 2.13.0+cpu",
-              f"seed: {{seed}}"]
-    (folder / "log.txt").write_text("\\n".join(lines) + "\\n")
+    lines += ["---", f"val_loss: {{loss:.6f}}", f"train_time_ms: {{ms:.0f}}", f"steps: {{steps}}",
+              "tokens: 163840", "tokens_per_second: 1000", "parameters: 1234", "flop: 1000000",
+              "peak_memory_mib: 99", f"seed: {{seed}}"]
+    lines += [f"{{k}}: {{v}}" for k, v in machine.items() if k != "threads"]
+    (folder / "log.txt").write_text(say(lines))
 
 
 if __name__ == "__main__":
-    flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-    train(int(flags["--seed"]), flags["--run_id"], flags["--preset"], sys.argv[7:])
-'''
-CHILD = SCRIPT.replace("loss: float = 1.6\n", "loss: float = 1.5\n")
+    words = dict(zip((word[2:] for word in sys.argv[1::2]), sys.argv[2::2]))
+    train(words.pop("preset"), words)
+"""
 PARENT, NEWEST = "2026-01-01_First", "2026-02-02_Second"
-REGION = "\n\n".join(ledger.REGION)
+CHILD = SCRIPT.replace("loss: float = 1.6\n", "loss: float = 1.5\n").replace(
+    "Parent: none. It is the first.", f"Parent: {PARENT}. Change: less loss."
+)
+REGION = "\n\n".join(ledger_tables.REGION)
+RULES_REGION = "\n\n".join(ledger_tables.RULES_REGION)
+SEEDS = 10  # what the rules want of the newest record
 
 
 def make_records(root: Path) -> Path:
     """Two claimed records, not measured, and the root's script, under `root`."""
     claims = {
         PARENT: {"number": 1, "change": "the first | one", "parent": None, "meets_target": True,
+                 "gain": None,
                  "published": {"number": 5, "minutes": 15.2, "val_loss": 3.2741,
                                "hardware": "8×H100", "source": "https://example.org/log"}},
         NEWEST: {"number": 2, "change": "less loss", "parent": PARENT, "meets_target": True,
-                 "published": None},
+                 "gain": "loss", "published": None},
     }  # fmt: skip
     for name, claim in claims.items():
         folder = root / "records" / name
@@ -107,18 +154,19 @@ def make_records(root: Path) -> Path:
         (folder / "train_gpt.py").write_text(SCRIPT if name == PARENT else CHILD)
         (folder / "record.json").write_text(json.dumps({"claim": claim}))
         (folder / "README.md").write_text(f"# {name}\n\n{REGION}\n\nEnd.\n")
-    (root / "records" / "README.md").write_text(f"# Records\n\n{REGION}\n")
+    (root / "records" / "README.md").write_text(f"# Records\n\n{REGION}\n\n{RULES_REGION}\n")
     (root / "train_gpt.py").write_text(CHILD)
     return root / "records"
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """The two records, measured in turns over three seeds, with their tables written."""
+    """The two records, measured in turns over all seeds, with their tables written."""
     root = tmp_path_factory.mktemp("measured")
     records = make_records(root)
     operands = [str(records / PARENT), str(records / NEWEST)]
-    assert ledger.main(["run", *operands, "--seeds", "3", "--out", str(root / "out")]) == 0
+    flags = ["--seeds", str(SEEDS), "--out", str(root / "out")]
+    assert ledger.main(["run", *operands, *flags]) == 0
     assert ledger.main(["list", str(records), "--write"]) == 0
     return root
 
@@ -200,7 +248,7 @@ def test_every_public_format_is_read(name, tmp_path):
     source, text = FORMATS[name]
     path = tmp_path / f"{name}.txt"
     path.write_text(text)
-    log = ledger.read_log(path)
+    log = ledger_logs.read_log(path)
     assert log.source == (source or None)
     assert {step: loss for step, (loss, _) in log.val.items()} == {0: 10.8258, 20: 3.2808}
     assert log.finished and not log.notes
@@ -237,14 +285,64 @@ def test_joined_files_are_told_apart(tmp_path, capsys):
         ("batch_size = 8*64*1024", 8 * 64 * 1024),
         ("batch_size : int = 8*64\n    sequence_length : int = 1024", 8 * 64 * 1024),
         ("train_seq_len = 48*1024", 8 * 48 * 1024),  # one sequence a device
+        ("train_batch_size: int = 2048 * 24 * 8", 2048 * 24 * 8),
         ("stages = (1, 2)", None),
+        ("batch_size = 8", None),  # sequences of unknown length
     ],
 )
 def test_tokens_of_a_step_come_from_the_source(fields, tokens, tmp_path):
     path = tmp_path / "log.txt"
     source = f"import torch\nclass Hyperparameters:\n    {fields}\n"
     path.write_text(f"{source}\n{RULE}\n{PYTHON}{SMI}\n{RULE}\n{TIMED}")
-    assert ledger.read_log(path).tokens_per_step == tokens
+    assert ledger_logs.read_log(path).tokens_per_step == tokens
+
+
+def test_gradients_summed_on_one_gpu_are_of_the_tokens_of_eight(tmp_path):
+    source = "import torch\nclass Hyperparameters:\n    train_seq_len = 48*1024\n"
+    source += "world_size = 1\ngrad_accum_steps = 8 // world_size\n"
+    (tmp_path / "log.txt").write_text(foreign(source, gpus=1))
+    assert ledger_logs.read_log(tmp_path / "log.txt").tokens_per_step == 8 * 48 * 1024
+
+
+# Published of the record of 2025-12-18: 2,090 steps, 552,992,768 tokens.
+SCHEDULE = """import torch
+class Hyperparameters:
+    train_bs_schedule: tuple = (8 * 2048 * 8, 16 * 2048 * 8, 24 * 2048 * 8)
+    train_bs_extension: int = 24 * 2048 * 8
+    num_scheduled_iterations: int = 2050
+    num_extension_iterations: int = 40
+"""
+STAGES = """import torch
+class Hyperparameters:
+    num_scheduled_iterations: int = 2050
+args = Hyperparameters()
+seq_len = 2048
+TRAINING_STAGES = [
+    TrainingStage(duration=1/3, batch_size=8 * args.seq_len * 8, lr_mul=1.0),
+    TrainingStage(duration=1/3, batch_size=16 * 2048 * 8, lr_mul=unknown()),
+    TrainingStage(duration=1/3, batch_size=24 * 2048 * 8),
+    TrainingStage(batch_size=24 * 2048 * 8),
+]
+"""
+
+
+@pytest.mark.parametrize("source", [SCHEDULE, STAGES])
+def test_tokens_of_a_batch_that_grows_are_those_published(source, tmp_path):
+    (tmp_path / "log.txt").write_text(foreign(source, steps=2090))
+    log = ledger_logs.read_log(tmp_path / "log.txt")
+    assert log.tokens_until(2090) == 552_992_768
+    assert log.tokens_until(684) == 684 * 131_072  # the second stage begins at step 684
+    assert log.tokens_until(685) - log.tokens_until(684) == 262_144
+    assert log.tokens_per_step == 552_992_768 / 2090
+
+
+def test_nothing_of_a_source_is_run(tmp_path):
+    trap = tmp_path / "trap"
+    call = f"__import__('pathlib').Path({str(trap)!r}).touch() or 2048"
+    source = f"import torch\nbatch_size = {call}\n"
+    (tmp_path / "log.txt").write_text(foreign(source))
+    assert ledger_logs.read_log(tmp_path / "log.txt").tokens_per_step is None
+    assert not trap.exists()
 
 
 def test_a_log_of_the_script_is_read_back_exactly(run_script, tiny_shards, tmp_path, final_values):
@@ -255,7 +353,7 @@ def test_a_log_of_the_script_is_read_back_exactly(run_script, tiny_shards, tmp_p
              "sequences_per_step": 4, "run_id": "r", "seed": 7}  # fmt: skip
     done = run_script([word for k, v in flags.items() for word in (f"--{k}", v)])
     assert done.returncode == 0, done.stderr
-    log = ledger.read_log(tmp_path / "logs" / "r" / "log.txt")
+    log = ledger_logs.read_log(tmp_path / "logs" / "r" / "log.txt")
     assert log.source.encode() == (REPO / "train_gpt.py").read_bytes()
     assert log.header.items() >= {k: str(v) for k, v in flags.items()}.items()
     assert log.final == final_values(log.path.read_text())
@@ -280,7 +378,7 @@ def test_a_resumed_run_counts_the_last_line_of_a_step(measured, tmp_path):
         + "step:40/40 val_loss:1.5000 train_time:99ms step_avg:2.57ms\n---\n"
         + final
     )
-    log = ledger.read_log(path)
+    log = ledger_logs.read_log(path)
     assert log.val[30] == (1.5555, 77) and log.val[20][0] != 1.5555
     assert log.finished and [note[:7] for note in log.notes] == ["resumed"]
 
@@ -299,7 +397,7 @@ def test_what_could_be_read_of_an_unfinished_log_is_used(ending, note, measured,
     text = (measured / "out/logs" / f"{PARENT}-seed-0" / "log.txt").read_text()
     path = tmp_path / "log.txt"
     path.write_text(text.partition("step:31/40")[0] + ending)
-    log = ledger.read_log(path)
+    log = ledger_logs.read_log(path)
     assert not log.finished and any(note in found for found in log.notes)
     assert sorted(log.val) == [0, 10, 20, 30]
     assert ledger.main(["curves", str(path)]) == 0
@@ -310,7 +408,7 @@ def test_a_number_cut_short_is_not_used(tmp_path):
     path = tmp_path / "log.txt"
     for cut in range(1, len("0.05ms\n")):
         path.write_text((TIMED + "step:9/20 val_loss:1.1 train_time:9ms step_avg:0.05ms\n")[:-cut])
-        assert (9 in ledger.read_log(path).val) == (cut == 1), cut
+        assert (9 in ledger_logs.read_log(path).val) == (cut == 1), cut
 
 
 # -----------------------------------------------------------------------------
@@ -328,10 +426,10 @@ def sample(mean, std, n):
 def test_p_value_of_the_published_record_21():
     # Published: n=81, mean 3.2787, std 0.0019, p=0.00000002. The exact p depends on digits that
     # the mean and std do not show: the published one lies between those of the roundings.
-    low = ledger.p_below(sample(3.27865, 0.00185, 81), 3.28)
-    high = ledger.p_below(sample(3.27875, 0.00195, 81), 3.28)
+    low = ledger_stats.p_below(sample(3.27865, 0.00185, 81), 3.28)
+    high = ledger_stats.p_below(sample(3.27875, 0.00195, 81), 3.28)
     assert low < 2e-8 < high
-    p = ledger.p_below(sample(3.2787, 0.0019, 81), 3.28)
+    p = ledger_stats.p_below(sample(3.2787, 0.0019, 81), 3.28)
     assert f"{p:.0e}" in ("1e-08", "2e-08")
     t, df = (3.28 - 3.2787) / (0.0019 / 9), 80  # Student's distribution by its definition
     assert p == pytest.approx(special.betainc(df / 2, 0.5, df / (df + t * t)) / 2, rel=1e-2)
@@ -342,12 +440,56 @@ def test_welch_against_its_definition():
     va, vb = 0.002**2 / 10, 0.004**2 / 7
     t, df = 0.001 / math.sqrt(va + vb), (va + vb) ** 2 / (va**2 / 9 + vb**2 / 6)
     expected = special.betainc(df / 2, 0.5, df / (df + t * t))
-    assert ledger.p_differs(a, b) == pytest.approx(expected, rel=1e-2)
+    assert ledger_stats.p_welch(a, b) == pytest.approx(expected, rel=1e-2)
+
+
+def seeded(values):
+    return dict(enumerate(values))
+
+
+def test_pairs_are_used_where_seeds_rise_and_fall_together():
+    common, own = sample(0, 0.01, 8), sample(0, 0.002, 9)[1:]
+    a, b = [3.2 + x for x in common], [3.21 + x + y for x, y in zip(common, own)]
+    found = ledger_stats.compare_losses(seeded(a), seeded(b))
+    assert found["test"] == "paired t-test"
+    assert found["p_differs"] == pytest.approx(stats.ttest_rel(a, b).pvalue, rel=1e-2)
+    assert found["correlation"] == pytest.approx(statistics.correlation(a, b), rel=1e-2)
+    unrelated = [3.21 + x for x in sample(0, 0.01, 8)[::-1]]
+    found = ledger_stats.compare_losses(seeded(a), seeded(unrelated))
+    assert found["test"] == "Welch's t-test" and found["correlation"] < 0.5
+    p = stats.ttest_ind(a, unrelated, equal_var=False).pvalue
+    assert found["p_differs"] == pytest.approx(p, rel=1e-2)
+    fewer = ledger_stats.compare_losses(seeded(a), seeded(b[:-1]))
+    assert fewer["test"] == "Welch's t-test" and fewer["correlation"] is None
+
+
+def test_equal_losses_are_no_difference():
+    found = ledger_stats.compare_losses(seeded([3.2, 3.3]), seeded([3.2, 3.3]))
+    assert (found["difference"], found["p_differs"]) == (0, 1.0)
+    assert not ledger_stats.is_shown(found)
+    a = sample(3.28, 0.01, 10)  # equal mathematics, rounded otherwise at every seed alike
+    b = [x + 1e-6 + 1e-8 * i for i, x in enumerate(a)]
+    found = ledger_stats.compare_losses(seeded(a), seeded(b))
+    assert found["p_differs"] < 0.01 and not ledger_stats.is_shown(found)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_the_smallest_difference_is_the_one_that_is_just_significant(paired):
+    common, own = sample(0, 0.01 if paired else 0.0, 8), sample(0, 0.003, 9)[1:]
+    a = [3.2 + x - y for x, y in zip(common, own[::-1])]
+    b = [3.2 + x + y for x, y in zip(common, own)]
+    found = ledger_stats.compare_losses(seeded(a), seeded(b))
+    shift = found["smallest_shown"] - (statistics.fmean(b) - statistics.fmean(a))
+    moved = [x + shift for x in b]
+    test = stats.ttest_rel(moved, a) if paired else stats.ttest_ind(moved, a, equal_var=False)
+    assert found["test"] == ("paired t-test" if paired else "Welch's t-test")
+    assert test.pvalue == pytest.approx(0.01, rel=0.05)  # the difference has three digits
 
 
 def test_no_p_value_where_there_is_none():
-    assert ledger.p_below([3.0], 3.28) is None and ledger.p_below([3.0, 3.0], 3.28) is None
-    assert ledger.p_differs([3.0, 3.1], [3.0]) is None
+    assert ledger_stats.p_below([3.0], 3.28) is None
+    assert ledger_stats.p_below([3.0, 3.0], 3.28) is None
+    assert ledger_stats.p_welch([3.0, 3.1], [3.0]) is None
 
 
 # -----------------------------------------------------------------------------
@@ -358,8 +500,8 @@ def test_no_p_value_where_there_is_none():
 def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
     new = (
         SCRIPT.replace("import random\n", "")
-        .replace("num_iterations: int = 40", "num_iterations: int = 50\n    extra: int = 1")
-        .replace("def train(seed", "def helper():\n    return 1\n\n\ndef train(seeds")
+        .replace("num_iterations: int = 4 * 10", "num_iterations: int = 50\n    extra: int = 1")
+        .replace("def train(preset", "def helper():\n    return 1\n\n\ndef train(presets")
     )
     a, b = tmp_path / "a.py", tmp_path / "b.py"
     a.write_text(SCRIPT)
@@ -367,7 +509,7 @@ def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
     assert ledger.main(["diff", str(a), str(b), "--json"]) == 0
     diff = json.loads(capsys.readouterr().out)
     assert diff["hyperparameters"] == [
-        {"name": "num_iterations", "a": "40", "b": "50"},
+        {"name": "num_iterations", "a": "4 * 10", "b": "50"},
         {"name": "extra", "a": None, "b": "1"},
     ]
     assert diff["definitions"] == {"changed": ["train"], "added": ["helper"], "removed": []}
@@ -382,45 +524,43 @@ def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
     assert "-import random" not in capsys.readouterr().out
     assert ledger.main(["diff", str(a), str(b)]) == 0
     out = capsys.readouterr().out
-    assert "-import random" in out and "num_iterations: 40 → 50" in out
+    assert "-import random" in out and "num_iterations: 4 * 10 → 50" in out
 
 
 def test_banners_of_one_line_name_the_same_sections_as_banners_of_three():
-    ends = {"Training": " (the same in every record) ---", "Setup": " " + "-" * 70}
-    one_line = re.sub(
-        rf"{BANNER}\n# (\w+)\n{BANNER}", lambda m: f"# ---- {m[1]}{ends.get(m[1], ' ---')}", SCRIPT
-    )
-    titles = [list(ledger.banners(source.split("\n")).values()) for source in (SCRIPT, one_line)]
-    assert titles == [["Setup", "Hyperparameters", "Training"]] * 2
-    changed = one_line.replace("num_iterations: int = 40", "num_iterations: int = 50")
-    diff = ledger.diff_sources(SCRIPT, changed.replace("import random", "import re"))
+    rule = "# " + "-" * 77
+    three = re.sub(r"# ---- ([A-Z][a-z ]+?)(?: \(.*\))? -+", rf"{rule}\n# \1\n{rule}", SCRIPT)
+    titles = [list(ledger_sources.banners(text.split("\n")).values()) for text in (SCRIPT, three)]
+    assert titles[0] == titles[1] and set(ledger_sources.SHARED) < set(titles[0])
+    changed = three.replace("num_iterations: int = 4", "num_iterations: int = 5")
+    diff = ledger_sources.diff_sources(SCRIPT, changed.replace("import random", "import re"))
     assert {"Setup", "Hyperparameters"} <= {section["title"] for section in diff["sections"]}
-    assert ledger.banners(["# -- not a section", "x = 1  # ---- nor this ----"]) == {}
+    assert ledger_sources.banners(["# -- not a section", "x = 1  # ---- nor this ----"]) == {}
 
 
 def test_diff_of_sources_without_sections_goes_by_definition():
     old = '"""Doc."""\nimport os\n\n# about f\ndef f():\n    return 1\n\nclass G:\n'
     old += "    def m(self):\n        return 2\n    def n(self):\n        return 3\n"
     new = old.replace("return 3", "return 4").replace("# about f", "# of f").replace("Doc", "Dog")
-    diff = ledger.diff_sources(old, new)
+    diff = ledger_sources.diff_sources(old, new)
     assert [section["title"] for section in diff["sections"]] == ["Docstring", "f", "G"]
     assert diff["definitions"]["changed"] == ["G.n"]  # a comment is no change of a function
-    both = ledger.diff_sources(old, SCRIPT)  # one side has banners: by definition too
+    both = ledger_sources.diff_sources(old, SCRIPT)  # one side has banners: by definition too
     assert {"f", "G", "train"} <= {section["title"] for section in both["sections"]}
 
 
 def test_presets_are_told_field_by_field():
     old = 'PRESETS = {"record": {}, "pocket": dict(lr=1, n=2)}\n'
-    diff = ledger.diff_sources(old, old.replace("n=2", "n=3"))
+    diff = ledger_sources.diff_sources(old, old.replace("n=2", "n=3"))
     assert diff["hyperparameters"] == [{"name": "pocket.n", "a": "2", "b": "3"}]
     assert not any(diff["definitions"].values())
 
 
 def test_diff_of_joined_and_unparsable_sources():
-    diff = ledger.diff_sources(JOINED, JOINED.replace("pass", "return"))
+    diff = ledger_sources.diff_sources(JOINED, JOINED.replace("pass", "return"))
     assert [section["title"] for section in diff["sections"]] == ["kernels.py: kernel"]
     assert diff["definitions"]["changed"] == ["kernels.py: kernel"]
-    diff = ledger.diff_sources("import os\nprint 1\n", "import os\nprint(1)\n")
+    diff = ledger_sources.diff_sources("import os\nprint 1\n", "import os\nprint(1)\n")
     assert (diff["added"], diff["removed"]) == (1, 1) and diff["notes"][0].startswith("A: ")
 
 
@@ -430,14 +570,14 @@ LINES = st.lists(st.sampled_from(["x = 1", "y = 2", "", "# c", "def f(): pass", 
 @given(LINES, LINES)
 def test_a_diff_turns_one_source_into_the_other(a, b):
     a, b = ("".join(f"{line}\n" for line in lines) for lines in (a, b))
-    diff = ledger.diff_sources(a, b)
+    diff = ledger_sources.diff_sources(a, b)
     assert diff["added"] - diff["removed"] == b.count("\n") - a.count("\n")
     assert bool(diff["sections"]) == (sorted(diff_key(a)) != sorted(diff_key(b)))
 
 
 def diff_key(source):
     return [(title, [line for _, line in lines])
-            for title, lines in ledger.sections(source, False).items()]  # fmt: skip
+            for title, lines in ledger_sources.sections(source, False).items()]  # fmt: skip
 
 
 def test_the_html_page_needs_nothing_else(tmp_path):
@@ -480,11 +620,11 @@ def test_list_and_diff_need_the_standard_library_only(measured):
 def test_runs_go_in_turns_and_record_what_the_logs_say(measured):
     out = measured / "out" / "logs"
     order = sorted(out.iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
-    names = [f"{name}-seed-{seed}" for seed in range(3) for name in (PARENT, NEWEST)]
+    names = [f"{name}-seed-{seed}" for seed in range(SEEDS) for name in (PARENT, NEWEST)]
     assert [folder.name for folder in order] == names
 
     def values(name, key):
-        texts = [(out / f"{name}-seed-{seed}" / "log.txt").read_text() for seed in range(3)]
+        texts = [(out / f"{name}-seed-{seed}" / "log.txt").read_text() for seed in range(SEEDS)]
         return [float(re.search(rf"^{key}: (\S+)$", text, re.M)[1]) for text in texts]
 
     content = json.loads((measured / "records" / NEWEST / "record.json").read_text())
@@ -492,26 +632,31 @@ def test_runs_go_in_turns_and_record_what_the_logs_say(measured):
     losses, times = values(NEWEST, "val_loss"), values(NEWEST, "train_time_ms")
     assert [run["val_loss"] for run in m["runs"]] == losses
     assert [run["train_time_ms"] for run in m["runs"]] == times
-    mean = sum(losses) / 3
-    assert m["val_loss_mean"] == round(mean, 6) and m["n"] == 3
-    assert m["val_loss_std"] == round(math.sqrt(sum((x - mean) ** 2 for x in losses) / 2), 6)
-    assert m["p_target"] == ledger.p_below(losses, 1.64)
+    mean, variance = sum(losses) / SEEDS, sum((x - sum(losses) / SEEDS) ** 2 for x in losses) / 9
+    assert m["val_loss_mean"] == round(mean, 6) and m["n"] == SEEDS
+    assert m["val_loss_std"] == round(math.sqrt(variance), 6)
+    assert m["p_target"] == ledger_stats.p_below(losses, 1.64)
     assert (m["steps"], m["tokens"], m["parameters"]) == (40, 163840, 1234)
     assert m["peak_memory_mib"] == 99
     assert (m["torch"], m["device"], m["threads"]) == ("2.13.0+cpu", "cpu (fake)", "1")
     # exp(-0.22 * 20) * 4 above 1.5 is the first validation below 1.64
-    assert [run["target_step"] for run in m["runs"]] == [20, 20, 20]
+    assert [run["target_step"] for run in m["runs"]] == [20] * SEEDS
     parent_losses, parent_times = values(PARENT, "val_loss"), values(PARENT, "train_time_ms")
     versus = m["parent"]
-    assert versus["difference"] == round(mean - sum(parent_losses) / 3, 6)
-    assert versus["p_differs"] == ledger.p_differs(losses, parent_losses)
-    ratios = sorted(a / b for a, b in zip(times, parent_times))
+    assert versus["difference"] == round(mean - sum(parent_losses) / SEEDS, 6)
+    assert versus["test"] == "paired t-test"  # the seeds' noise is the larger part
+    assert versus["p_differs"] == pytest.approx(stats.ttest_rel(losses, parent_losses).pvalue, 1e-2)
+    r = statistics.correlation(losses, parent_losses)
+    assert versus["correlation"] == pytest.approx(r, 1e-2)
+    ratios = [a / b for a, b in zip(times, parent_times)]
+    ratios = [min(ratios), statistics.median(ratios), max(ratios)]
     shown = [versus[f"time_ratio_{kind}"] for kind in ("min", "median", "max")]
     assert shown == [round(ratio, 4) for ratio in ratios]
-    assert m["lines"] == {"added": 1, "removed": 1}
+    assert m["lines"] == {"added": 2, "removed": 2}
+    assert m["script_sha256"] == hashlib.sha256(CHILD.encode()).hexdigest()
     kept = measured / "records" / NEWEST / "logs"
-    sizes = [(kept / f"seed-{seed}.txt").read_text().count(CHILD) for seed in range(3)]
-    assert sizes == [1, 0, 0]
+    sizes = [(kept / f"seed-{seed}.txt").read_text().count(CHILD) for seed in range(SEEDS)]
+    assert sizes == [1] + [0] * (SEEDS - 1)
     assert "def train" not in (kept / "parent-seed-0.txt").read_text()
 
 
@@ -519,12 +664,13 @@ def test_finished_runs_are_used_again(measured, tmp_path, capfd):
     shutil.copytree(measured / "out", tmp_path / "out")
     script = tmp_path / f"{PARENT}.py"  # a plain script is compared, and writes no record
     script.write_text(SCRIPT)
-    flags = ["run", str(script), "--seeds", "4", "--out", str(tmp_path / "out")]
+    flags = ["run", str(script), "--seeds", str(SEEDS + 1), "--out", str(tmp_path / "out")]
     assert ledger.main([*flags, "--json"]) == 0
     out, err = capfd.readouterr()
-    assert [line.count("used as it was") for line in err.splitlines()[1:5]] == [1, 1, 1, 0]
+    assert err.count("used as it was") == SEEDS and "seed 9: used as it was" in err
+    assert re.search(r"1 run\(s\) to go, about 0:0\d min by the runs kept here", err)
     (result,) = json.loads(out)
-    assert result["n"] == 4
+    assert result["n"] == SEEDS + 1
     assert ledger.main([*flags, "--preset", "record"]) == 2
     assert "give another folder" in capfd.readouterr().err
 
@@ -565,24 +711,94 @@ def test_list_tells_the_table(measured, capsys):
     capsys.readouterr()
     assert ledger.main(["list", str(measured / "records"), "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
-    assert (first["#"], first["Date"], first["Published"]) == ("1", "2026-01-01", "15.2 min")
-    assert second["Lines"] == "+1 −1" and second["Loss against parent"].endswith(": better")
+    assert (first["number"], first["date"]) == (1, "2026-01-01")
+    assert first["published"]["minutes"] == 15.2
+    assert second["measured"]["lines"] == {"added": 2, "removed": 2}
+    assert second["measured"]["parent"]["difference"] == pytest.approx(-0.1, abs=0.01)
     table = (measured / "records" / "README.md").read_text()
-    assert f"[Second]({NEWEST})" in table and r"the first \| one" in table
+    assert f"[Second]({NEWEST})" in table and r"the first \| one" in table and ": better" in table
+    assert "Measured on cpu (fake), 1 threads, torch 2.13.0+cpu." in table
+    assert "| `pocket` | 1.64 | `data/pocket/pocket_val_*.bin` | 262,144 | 10 | 5 |" in table
+    assert ledger.main(["list", str(measured / "records" / NEWEST)]) == 0
+    out = capsys.readouterr().out
+    assert "Second" in out and "First" not in out
 
 
-def test_list_reads_folders_of_others(tmp_path, capsys):
-    for name, letter in (("2024-10-14_ModernArch", "B"), ("2025-01-04_SoftCap", "F")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "log.txt").write_text(FORMATS[letter][1].replace("3.2808", "3.2741"))
-    edit(tmp_path / "2025-01-04_SoftCap" / "log.txt", "8*64", "4*64")
-    (tmp_path / "2025-02-01_Empty").mkdir()
-    assert ledger.main(["list", str(tmp_path), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [(row["Date"], row["Record"], row["Lines"]) for row in rows] == [
-        ("2024-10-14", "ModernArch", "–"), ("2025-01-04", "SoftCap", "+1 −1")
+def foreign(source: str, steps: int = 20, gpus: int = 8, loss: float = 3.2741, ms=943) -> str:
+    """A log in a public form, of so many steps on so many GPUs."""
+    smi = "".join(line + "\n" for line in SMI.splitlines()[: 1 + gpus])
+    lines = TIMED.replace("/20 ", f"/{steps} ").replace("step:20/", f"step:{steps}/")
+    lines = lines.replace("3.2808", f"{loss:.4f}").replace("943ms", f"{ms}ms")
+    return f"{source}\n{RULE}\n{PYTHON}{smi}\n{RULE}\n{lines}"
+
+
+def lineage_of_others(root: Path) -> Path:
+    """Three folders: the second pools a baseline's, a 1-GPU and an 8-GPU run, and has a script."""
+    old, new = SOURCE, SOURCE.replace("8*64", "4*64")
+    files = {
+        "2024-10-14_ModernArch/a.txt": foreign(old, loss=3.2791, ms=900_000),
+        "2025-01-04-SoftCap/b.txt": foreign(old, loss=3.2811, ms=905_000),
+        "2025-01-04-SoftCap/one/c.txt": foreign(new, gpus=1, loss=3.2780, ms=594_000),
+        "2025-01-04-SoftCap/d.txt": foreign(new, loss=3.2770, ms=78_000),
+        "2025-01-04-SoftCap/e.txt": foreign(new, loss=3.2772, ms=78_200),
+        "2025-01-04-SoftCap/analyze.py": "import json\nprint(json)\n",
+        "2025-02-01_Named/baseline/f.txt": foreign(new + "# again\n", loss=3.3),
+        "2025-02-01_Named/baseline/g.txt": foreign(new + "# again\n", loss=3.3),
+        "2025-02-01_Named/ours/h.txt": foreign(new + "x = 1\n", loss=3.2),
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "2025-03-01_Empty").mkdir()
+    return root
+
+
+def test_list_pools_only_runs_of_one_source_and_machine(tmp_path, capsys):
+    root = lineage_of_others(tmp_path)
+    assert ledger.main(["list", str(root), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "read 8 logs in 8 files of 4 folder(s)" in err
+    rows = json.loads(out)
+    assert [(row["date"], row["name"], row["runs"], row["n"], row["ranks"]) for row in rows] == [
+        ("2024-10-14", "ModernArch", "record", 1, 8),
+        ("2025-01-04", "SoftCap", "record", 2, 8),
+        ("2025-01-04", "SoftCap", "1 rank(s) instead of 8", 1, 1),
+        ("2025-01-04", "SoftCap", "baseline: source of 2024-10-14_ModernArch", 1, 8),
+        ("2025-02-01", "Named", "record", 1, 8),
+        ("2025-02-01", "Named", "baseline, by its file's name", 2, 8),
     ]  # fmt: skip
-    assert rows[0]["Pocket loss ± std (n)"].startswith("3.2741") and rows[0]["Time"] == "0.94 s"
+    second = rows[1]
+    assert (second["val_loss_mean"], second["train_time_ms_median"]) == (3.2771, 78_100)
+    assert second["p_target"] == pytest.approx(
+        stats.ttest_1samp([3.2770, 3.2772], 3.28, alternative="less").pvalue, rel=1e-2)
+    assert (second["lines_added"], second["lines_removed"]) == (1, 1)
+    assert (second["steps"], second["tokens_per_step"]) == (20, 4 * 64 * 1024)
+    assert rows[0]["p_target"] is None and rows[2]["lines_added"] is None
+
+
+def test_list_of_one_folder_of_others_prints_its_rows(tmp_path, capsys):
+    root = lineage_of_others(tmp_path)
+    assert ledger.main(["list", str(root / "2025-01-04-SoftCap")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 and all("SoftCap" in line for line in lines[2:])
+    assert "baseline: source of 2024-10-14_ModernArch" in lines[-1]
+    assert "p (mean < 3.28)" in lines[0] and "Pocket" not in lines[0]
+
+
+def test_diff_takes_the_records_source_from_a_folder_of_others(tmp_path, capsys):
+    root = lineage_of_others(tmp_path)
+    folders = [str(root / "2024-10-14_ModernArch"), str(root / "2025-01-04-SoftCap")]
+    assert ledger.main(["diff", *folders, "--json"]) == 0
+    out, err = capsys.readouterr()
+    (field,) = json.loads(out)["hyperparameters"]
+    assert field == {"name": "batch_size", "a": "8 * 64", "b": "4 * 64"}
+    assert "1 log(s) are left out, baseline" in err
+
+
+def test_a_script_stands_for_a_folder_whose_logs_have_no_source(tmp_path):
+    (tmp_path / "log.txt").write_text(FORMATS["A"][1])
+    (tmp_path / "train_gpt2.py").write_text(SOURCE)
+    assert ledger_groups.source_of(tmp_path) == SOURCE
 
 
 # -----------------------------------------------------------------------------
@@ -616,6 +832,8 @@ def test_every_altered_digit_of_a_record_is_found(records, capsys):
     true = path.read_text()
     changed = 0
     for leaf in leaves(json.loads(true)["measured"]):
+        if "runs" in leaf and leaf[leaf.index("runs") + 1] not in (0, SEEDS - 1):
+            continue  # of the runs, the first and the last
         content = json.loads(true)
         holder = content["measured"]
         for key in leaf[:-1]:
@@ -628,17 +846,63 @@ def test_every_altered_digit_of_a_record_is_found(records, capsys):
         holder[leaf[-1]] = type(holder[leaf[-1]])(text)
         path.write_text(json.dumps(content))
         name = "measured." + ".".join(map(str, leaf))
-        assert any(f"{name} is" in line for line in findings(records / NEWEST, capsys)), name
+        found = ledger_verify.claims_against_logs(ledger_records.read_record(path.parent))
+        assert any(f"{name} is" in line for line in found), name
         changed += 1
-    assert changed > 60
+    assert changed > 50
     path.write_text(true)
     assert findings(records, capsys) == []
 
 
 SPOILED = {
     "one changed character of the script": (
-        f"{NEWEST}/train_gpt.py", "step % 10", "step % 11", "the sources differ"),
-    "the parent's script": (f"{PARENT}/train_gpt.py", "step % 10", "step % 11", "parent-seed-0"),
+        f"{NEWEST}/train_gpt.py", "step % 10", "step % 11", "gpt.py: Training differs"),
+    "the parent's script": (
+        f"{PARENT}/train_gpt.py", "step % 10", "step % 11", f"{PARENT}: logs/seed-0.txt: was not"),
+    "a hyperparameter of the script": (
+        f"{NEWEST}/train_gpt.py", "loss: float = 1.5", "loss: float = 1.4", "Hyperparameters diff"),
+    "a value of the preset": (
+        f"{NEWEST}/train_gpt.py", "val_tokens=262_144)", "val_tokens=262_144, muon_lr=0.1)",
+        "has muon_lr 0.05, its preset today has 0.1"),
+    "what a record's own sections use of Setup": (
+        f"{NEWEST}/train_gpt.py", "WIDTH = 100", "WIDTH = 99", "gpt.py: Setup differs"),
+    "a shared section": (
+        f"{NEWEST}/train_gpt.py", "return loss", "return 0.9 * loss", "section Validation is not"),
+    "a shared section of the root's script": (
+        "../train_gpt.py", "return loss", "return 0.9 * loss", f"{PARENT}: train_gpt.py's section"),
+    "a shared function with another meaning": (
+        f"{NEWEST}/train_gpt.py", "def train(", "def validate(loss):\n    return 0\n\ndef train(",
+        "gives validate, which a shared section defines"),
+    "a shared function replaced within another": (
+        f"{NEWEST}/train_gpt.py", "def train(", "def cheat():\n    global validate\n\ndef train(",
+        "gives validate, which a shared section defines"),
+    "a section too many": (
+        f"{NEWEST}/train_gpt.py", "# ---- Training", "# ---- Validation ----\n# ---- Training",
+        "Validation, Validation, Training, not the root script's"),
+    "a docstring with another parent": (
+        f"{NEWEST}/train_gpt.py", f"Parent: {PARENT}.", "Parent: 2025-01-01_No.",
+        f"does not say `Parent: {PARENT}.`"),
+    "a docstring without a change": (
+        f"{NEWEST}/train_gpt.py", "Change: less loss.", "", "does not say `Change: …`"),
+    "a README with another title": (
+        f"{NEWEST}/README.md", f"# {NEWEST}", f"# {PARENT}", "README.md's title is"),
+    "a claimed gain in time": (
+        f"{NEWEST}/record.json", '"gain": "loss"', '"gain": "time"', "its runs show none"),
+    "a gain of no kind": (
+        f"{NEWEST}/record.json", '"gain": "loss"', '"gain": "fame"', "claim.gain is 'fame'"),
+    "a gain over nothing": (
+        f"{PARENT}/record.json", '"gain": null', '"gain": "loss"', "gain is made without a parent"),
+    "the rules' table": ("README.md", "| 1.64 |", "| 1.74 |", "README.md is not what"),
+    "a seed that is another run's": (
+        f"{NEWEST}/logs/seed-4.txt", "\nmuon_lr: 0.05", "\nmuon_lr: 0.5", "has muon_lr 0.5, its"),
+    "a resumed run": (
+        f"{NEWEST}/logs/seed-4.txt", "step:31/40", "resumed at step:30 from a.pt\nstep:31/40",
+        "seed-4.txt: is a resumed run"),
+    "a simulated GPU": (
+        f"{NEWEST}/logs/seed-4.txt", "device: cpu (fake)", "device: host standing in for an H100",
+        "host standing in for an H100, which measures nothing"),
+    "a parent run with fewer threads": (
+        f"{NEWEST}/logs/parent-seed-0.txt", "threads: 1", "threads: 2", "with another threads: 2"),
     "the root's script": ("../train_gpt.py", "step % 10", "step % 11", "not the root's"),
     "a loss in a log": (
         f"{NEWEST}/logs/seed-1.txt", "\nval_loss: 1", "\nval_loss: 2", "final val_loss"),
@@ -647,11 +911,12 @@ SPOILED = {
     "the torch of a log": (
         f"{NEWEST}/logs/seed-1.txt", "torch: 2.13.0+cpu", "torch: 2.11.0", "differ in torch"),
     "a hyperparameter of one seed": (
-        f"{NEWEST}/logs/seed-2.txt", "num_iterations: 40", "num_iterations: 41", "num_iterations"),
+        f"{NEWEST}/logs/seed-2.txt", "num_iterations: 40", "num_iterations: 41",
+        "differ in num_iterations"),
     "the source's hash in a log": (
         f"{NEWEST}/logs/seed-1.txt", "source sha256: ", "source sha256: 0", "seed-1.txt"),
     "the table": ("README.md", "1.5", "1.4", "README.md"),
-    "a record's README": (f"{NEWEST}/README.md", "n = 3", "n = 4", "README.md"),
+    "a record's README": (f"{NEWEST}/README.md", "n = 10", "n = 11", "README.md"),
     "a README without its region": (f"{NEWEST}/README.md", "<!-- ledger:begin -->", "", "no lines"),
     "an unknown parent": (
         f"{NEWEST}/record.json", f'"{PARENT}"', '"2026-01-01_No"', "2026-01-01_No/train_gpt.py"),
@@ -673,7 +938,7 @@ def test_a_rounded_loss_is_no_finding(digits, records):
     path = records / NEWEST / "logs" / "seed-0.txt"
     text = re.sub(r"step:40/40 val_loss:\S+", "step:40/40 val_loss:1.5012", path.read_text())
     path.write_text(re.sub(r"\nval_loss: \S+", f"\nval_loss: 1.5012{digits}", text))
-    found = ledger.log_findings(path, CHILD, whole=True)
+    found = ledger_verify.log_findings(ledger_logs.read_log(path), CHILD)
     assert bool(found) == (digits == "51") and len(found) < 2
 
 
@@ -697,13 +962,118 @@ def test_verify_finds(what, records, capsys):
 def test_verify_finds_missing_and_surplus_seeds(records, capsys):
     logs = records / NEWEST / "logs"
     (logs / "seed-1.txt").rename(records / "kept")
-    assert any("logs/seed-1.txt is claimed and missing" in f for f in findings(records, capsys))
-    (records / "kept").rename(logs / "seed-3.txt")  # the same seed under another name
+    found = findings(records, capsys)
+    assert any("logs/seed-1.txt is claimed and missing" in f for f in found)
+    assert any("has the seeds 0, 2, 3, 4, 5, 6, 7, 8, 9, not all from 0 on" in f for f in found)
+    assert any("has 9 seeds, by the rules 10 are the least" in f for f in found)
+    assert any("its parent was run with 10 seeds, itself with 9" in f for f in found)
+    (records / "kept").rename(logs / "seed-10.txt")  # the same seed under another name
     shutil.copy(logs / "seed-2.txt", logs / "seed-1.txt")
     found = findings(records, capsys)
     assert any("has seed 2 twice" in line for line in found)
     shutil.rmtree(logs)
     assert any("cannot be measured" in line for line in findings(records, capsys))
+
+
+def test_older_records_need_fewer_seeds(records, capsys):
+    for name in (PARENT, NEWEST):
+        for prefix in ("", "parent-"):
+            for seed in range(5, SEEDS):
+                (records / name / "logs" / f"{prefix}seed-{seed}.txt").unlink(missing_ok=True)
+    assert ledger.main(["list", str(records), "--write"]) == 0
+    found = findings(records, capsys)
+    assert len(found) == 2 and all(line.startswith(f"{NEWEST}: logs/") for line in found)
+    assert all("has 5 seeds, by the rules 10 are the least" in line for line in found)
+
+
+def forge(records: Path, *pairs: tuple[str, str], logs: bool = True) -> None:
+    """Change scripts, and with `logs` all that was made with them, as if they had been run so."""
+    scripts = [*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"]
+    pairs = list(pairs)
+    for script in scripts:
+        text = script.read_text()
+        for old, new in pairs:
+            text = text.replace(old, new)
+        shas = [hashlib.sha256(source.encode()).hexdigest() for source in (script.read_text(), text)]
+        script.write_text(text)
+        pairs.append(tuple(shas))
+    for path in records.glob("*/logs/*.txt") if logs else ():
+        text = path.read_text()
+        for old, new in pairs:
+            text = text.replace(old, new)
+        path.write_text(text)
+    assert ledger.main(["list", str(records), "--write"]) == 0
+
+
+@pytest.mark.parametrize(
+    "pairs, words",
+    [
+        ([("target_loss=1.64", "target_loss=1.7"), ("target_loss: 1.64", "target_loss: 1.7")],
+         "has target_loss 1.7, by the rules it is 1.64"),
+        ([("val_tokens=262_144", "val_tokens=1_024"), ("val_tokens: 262144", "val_tokens: 1024")],
+         "has val_tokens 1024, by the rules it is 262144"),
+        ([("pocket_val_*", "easy_val_*")], "has val_files data/pocket/easy_val_*.bin, by the rules"),
+        ([('"pocket": dict', '"puddle": dict'), ("preset: pocket", "preset: puddle")],
+         "was made with --preset puddle, which the rules do not have"),
+        ([("cpu (fake)", "host standing in for an H100")], "which measures nothing"),
+    ],
+)  # fmt: skip
+def test_verify_finds_rules_that_a_record_made_itself(pairs, words, records, capsys):
+    """Where everything agrees but the rules: each finding is of them."""
+    forge(records, *pairs)
+    found = findings(records, capsys)
+    assert len(found) == 3 * SEEDS and all(words in line for line in found)
+
+
+def test_machines_that_differ_between_rows_are_in_the_table(records):
+    for name in ("seed", "parent-seed"):
+        for path in (records / NEWEST / "logs").glob(f"{name}-*.txt"):
+            path.write_text(path.read_text().replace("cpu (fake)", "cpu (other)"))
+    assert ledger.main(["list", str(records), "--write"]) == 0
+    table = (records / "README.md").read_text()
+    assert "| Machine |" in table and "Measured on" not in table
+    assert "cpu (fake), 1 threads" in table and "cpu (other), 1 threads" in table
+
+
+MAINTENANCE = {
+    "a shared section": [("def validate(loss):", "def validate(loss):\n    # as it was")],
+    "an import for a shared section": [
+        ("import random", "import gzip\nimport random"), ("string.digits", "str(gzip)")],
+    "another preset": [('PRESETS = {"record": {}', 'PRESETS = {"record": {}, "lab": dict(loss=9)')],
+    "a preset written otherwise": [("target_loss=1.64,", "target_loss=164 / 100,")],
+    "a docstring": [("A run's log without a run.", "A log, and no run.")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MAINTENANCE)
+def test_maintenance_of_what_is_shared_makes_no_log_stale(what, records, capsys):
+    forge(records, *MAINTENANCE[what], logs=False)
+    assert findings(records, capsys) == []
+    assert capsys.readouterr().err == ""  # findings() has read it
+    assert ledger.main(["verify", str(records)]) == 0
+    assert f"{NEWEST}: the shared sections are newer than its logs" in capsys.readouterr().err
+
+
+def test_replay_compares_losses_to_the_digit(records, capsys):
+    assert ledger.main(["verify", str(records), "--replay", "2"]) == 0
+    assert capsys.readouterr().err.count("run again it has the same val_loss, 1.") == 4
+    forge(records, ("return loss", "return loss + 1e-6"), logs=False)
+    assert findings(records, capsys) == []
+    assert ledger.main(["verify", str(records), "--replay", "1"]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 2 and all("logs/seed-0.txt: run again it has val_loss 1." in f for f in out)
+
+
+def test_replay_says_where_the_machine_is_another(records, capsys):
+    forge(records, ("+ noise_of", "+ 0.001 + noise_of"), logs=False)  # other losses
+    for path in records.glob("*/logs/*.txt"):
+        path.write_text(path.read_text().replace("2.13.0+cpu", "2.11.0"))
+    assert ledger.main(["list", str(records), "--write"]) == 0
+    ledger.main(["verify", str(records / NEWEST), "--replay", "1"])
+    out, err = capsys.readouterr()
+    assert "run again it has" not in out
+    assert re.search(r"run again with torch 2.13.0\+cpu instead of 2.11.0: val_loss 1\.\d+, its "
+                     r"log has 1\.\d+", err)  # fmt: skip
 
 
 def test_verify_finds_a_target_that_is_not_met(tmp_path, capsys):
@@ -712,10 +1082,27 @@ def test_verify_finds_a_target_that_is_not_met(tmp_path, capsys):
     (records / PARENT / "train_gpt.py").write_text(poor)
     shutil.rmtree(records / NEWEST)
     (tmp_path / "train_gpt.py").write_text(poor)
-    assert ledger.main(["run", str(records / PARENT), "--seeds", "3", "--out", str(tmp_path)]) == 0
+    flags = ["--seeds", str(SEEDS), "--out", str(tmp_path / "out")]
+    assert ledger.main(["run", str(records / PARENT), *flags]) == 0
     assert ledger.main(["list", str(records), "--write"]) == 0
     (found,) = findings(records, capsys)
     assert "claims to meet the target" in found
+
+
+def test_verify_finds_a_gain_that_is_none(records, capsys):
+    """The child is as its parent in all that its logs say, and claims to be better."""
+    logs = records / NEWEST / "logs"
+    shas = [hashlib.sha256(source.encode()).hexdigest() for source in (SCRIPT, CHILD)]
+    for seed in range(SEEDS):
+        ours, parents = (logs / f"{prefix}seed-{seed}.txt" for prefix in ("", "parent-"))
+        text = parents.read_text().replace(*shas).replace("loss: 1.6\n", "loss: 1.5\n")
+        whole = f"source sha256: {shas[1]}\n"
+        ours.write_text(text.replace(whole, CHILD + "\n") if seed == 0 else text)
+    assert ledger.main(["list", str(records), "--write"]) == 0
+    (found,) = findings(records, capsys)
+    assert found == f"{NEWEST}: it claims a gain in loss over its parent, and its runs show none"
+    edit(records / NEWEST / "record.json", '"gain": "loss"', '"gain": null')
+    assert findings(records, capsys) == []
 
 
 def test_verify_finds_wrong_folders(records, capsys):
@@ -744,10 +1131,10 @@ def test_curves_tell_time_to_loss_and_draw(measured, tmp_path, capsys):
     operands = [str(folder / PARENT), str(folder / NEWEST)]
     assert ledger.main(["curves", *operands, "--png", str(png), "--json"]) == 0
     rows = {(row["loss"], row["name"]): row for row in json.loads(capsys.readouterr().out)}
-    row = rows[1.64, NEWEST]
+    row = rows[1.64, "Second"]
     record = json.loads((folder / NEWEST / "record.json").read_text())["measured"]
     assert (row["step"], row["time_ms"]) == (20, record["target_time_ms_median"])
-    assert row["reached"] == 3 and is_drawn(png)
+    assert row["reached"] == SEEDS and is_drawn(png)
     first = png.read_bytes()
     assert ledger.main(["curves", *operands, "--png", str(png)]) == 0
     assert png.read_bytes() == first
@@ -809,7 +1196,10 @@ def test_the_lineage_is_drawn(records, capsys):
         (["verify", "spoiled"], "is no record.json"),
         (["lineage", "folder"], "no records to draw"),
         (["run", "folder"], "folder: no script there"),
-        (["run", "a.py", "a.py"], "the same name"),
+        (["run", "a.py:muon_lr"], "'muon_lr' is no flag"),
+        (["run", "b.py:muon_lr=1"], "b.py:muon_lr=1: no script there"),
+        (["verify", "--replay", "0"], "--replay: 0 is not a whole number"),
+        (["run", "a.py", "--jobs", "0"], "--jobs: 0 is not a whole number"),
         (["run", "a.py", "--seeds", "0"], "--seeds: 0 is not a whole number"),
         (["curves"], "required: A"),
         (["frobnicate"], "frobnicate"),
@@ -828,7 +1218,7 @@ def test_bad_input_is_answered_in_one_line(command, words, tmp_path, monkeypatch
     Path("folder").mkdir()
     Path("unlike").mkdir()
     for step in (1, 2):
-        line = f"step:{step}/{step} val_loss:3.0 train_time:1ms step_avg:1.00ms\n"
+        line = f"step:{step}/2 val_loss:3.0 train_time:1ms step_avg:1.00ms\n"
         Path(f"unlike/{step}.txt").write_text(line)
     Path("spoiled/2026-01-01_X").mkdir(parents=True)
     Path("spoiled/2026-01-01_X/record.json").write_text('{"claim": ')

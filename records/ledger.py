@@ -135,13 +135,11 @@ def diff_verb(args: argparse.Namespace) -> int:
 
 
 def curve_names(operands: list[str]) -> list[str]:
-    """What the curves are called: the records' names, and with the log's where two are equal."""
+    """What the curves are called: the records' names, with more where two are equal."""
     paths = [Path(operand).resolve() for operand in operands]
     names = [record_name(path) for path in paths]
-    for index, (name, path) in enumerate(zip(list(names), paths)):
-        if names.count(name) > 1 or name in names[:index]:
-            names[index] = f"{name} {path.stem}" if path.stem != name else operands[index]
-    return names
+    return [name if names.count(name) == 1 else operand if path.is_dir() else f"{name} {path.stem}"
+            for name, operand, path in zip(names, operands, paths)]
 
 
 def time_to_losses(groups: dict[str, list], target: float) -> tuple[list[dict], list[tuple]]:

@@ -193,7 +193,9 @@ def token_stages(log: Log) -> list[tuple[float, float]]:
     for names in (("sequences_per_step", "train_seq_len"), ("train_batch_size",),
                   ("ranks", "train_seq_len"), ("batch_size", "sequence_length"), ("batch_size",)):
         numbers = [found.get(name) for name in names]
-        if all(isinstance(number, int) for number in numbers) and math.prod(numbers) > 1024:
+        if not all(isinstance(number, int) for number in numbers):
+            continue
+        if len(numbers) > 1 or numbers[0] > 1024:  # a small one is of sequences, not of tokens
             return [(math.inf, math.prod(numbers))]
     return []
 

@@ -28,8 +28,8 @@ sys.path.insert(0, str(REPO / "records"))
 import ledger  # noqa: E402
 import ledger_groups  # noqa: E402
 import ledger_logs  # noqa: E402
+import ledger_pictures  # noqa: E402
 import ledger_records  # noqa: E402
-import ledger_rules  # noqa: E402
 import ledger_runs  # noqa: E402
 import ledger_sources  # noqa: E402
 import ledger_stats  # noqa: E402
@@ -519,7 +519,7 @@ def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
     assert git.stdout.split()[:2] == [b"%d" % diff["added"], b"%d" % diff["removed"]]
     hunk = next(s for s in diff["sections"] if s["title"] == "Setup")["lines"]
     first = SCRIPT.split("\n").index("import random") + 1
-    assert hunk[0].startswith(f"@@ -{first - 3},") and "-import random" in hunk
+    assert hunk[0].startswith(f"@@ -{first - 2},") and "-import random" in hunk
     assert ledger.main(["diff", str(a), str(b), "--stat"]) == 0
     assert "-import random" not in capsys.readouterr().out
     assert ledger.main(["diff", str(a), str(b)]) == 0
@@ -653,7 +653,7 @@ def test_runs_go_in_turns_and_record_what_the_logs_say(measured):
     shown = [versus[f"time_ratio_{kind}"] for kind in ("min", "median", "max")]
     assert shown == [round(ratio, 4) for ratio in ratios]
     assert m["lines"] == {"added": 2, "removed": 2}
-    assert m["script_sha256"] == hashlib.sha256(CHILD.encode()).hexdigest()
+    assert m["script_sha256"] == sha_of(CHILD)
     kept = measured / "records" / NEWEST / "logs"
     sizes = [(kept / f"seed-{seed}.txt").read_text().count(CHILD) for seed in range(SEEDS)]
     assert sizes == [1] + [0] * (SEEDS - 1)
@@ -705,6 +705,107 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     (tmp_path / "go").touch()
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "[2/2] slow seed 1: 1." in done.stderr, done.stderr
+
+
+def test_a_script_is_tried_against_itself_with_flags(tmp_path, monkeypatch, capfd):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # from any folder, with a script from any other
+    (tmp_path / "s.py").write_text(SCRIPT)
+    out = tmp_path / "out"
+    command = ["run", "../s.py", "../s.py:muon_lr=0.1,loss=1.9", "../s.py:muon_lr=0.1",
+               "--seeds", "3", "--out", str(out)]  # fmt: skip
+    assert ledger.main([*command, "--json"]) == 0
+    first, second, third = json.loads(capfd.readouterr().out)
+    assert [found["name"] for found in (first, second, third)] == ["s", "s-2", "s-3"]
+    assert second["flags"] == {"muon_lr": "0.1", "loss": "1.9"}
+    assert second["against"]["name"] == third["against"]["name"] == "s"
+    assert second["against"]["difference"] == pytest.approx(0.3, abs=0.02)
+    assert third["against"]["difference"] == 0
+    header = ledger_logs.read_log(out / "logs" / "s-2-seed-1" / "log.txt").header
+    assert (header["muon_lr"], header["loss"], header["seed"]) == ("0.1", "1.9", "1")
+    assert (out / "data" / "pocket.py").exists()  # the repository's, which is not above the script
+    assert ledger.main(command) == 0
+    text, err = capfd.readouterr()
+    assert err.count("used as it was") == 9
+    least = f"{second['against']['smallest_shown']:.2g}"
+    assert f"s-2 against s: {second['against']['test']}, correlation" in text
+    assert f"these seeds would show a difference of {least}" in text
+    assert ledger.main(["run", "../s.py", "../s.py:loss=1.8", "--out", str(out)]) == 2
+    assert "has runs of s-2 with other flags" in capfd.readouterr().err
+
+
+def test_two_jobs_run_at_once_on_one_thread_each_and_tell_no_times(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    both = """
+    import time
+    deadline = time.monotonic() + 60
+    while len(list(Path("logs").iterdir())) < 2:  # each waits for the other to begin
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+"""
+    script = tmp_path / "s.py"
+    script.write_text(SCRIPT.replace("    machine = dict", f"{both}    machine = dict"))
+    flags = ["run", str(script), "--seeds", "2", "--jobs", "2", "--out", str(tmp_path / "out")]
+    assert ledger.main([*flags, "--json"]) == 0
+    out = capfd.readouterr().out
+    assert json.loads(out)[0]["n"] == 2 and "time" not in out
+    for seed in range(2):
+        path = tmp_path / "out" / "logs" / f"s-seed-{seed}" / "log.txt"
+        assert ledger_logs.read_log(path).header["threads"] == "1"
+    assert ledger.main(flags) == 0
+    out = capfd.readouterr().out
+    assert "no times are reported" in out and "median time" not in out
+    losses = [ledger_logs.read_log(path).val_loss for path in tmp_path.rglob("log.txt")]
+    error = statistics.stdev(losses)  # of a difference of two means of two: std · sqrt(2 / 2)
+    least = stats.t.ppf(0.995, 2) * error
+    assert f"a difference of {least:.4f} would be shown" in out
+
+
+def test_a_record_is_not_written_by_a_try(records, tmp_path, capfd):
+    before = (records / NEWEST / "record.json").read_text()
+    operand, out = str(records / NEWEST), ["--out", str(tmp_path / "out")]
+    for flags, words in (
+        (["--seeds", "3", *out], "3 seeds, by the rules 10 are the least"),
+        (["--seeds", "3", "--jobs", "2", "--out", str(tmp_path / "jobs")], "one at a time"),
+    ):
+        assert ledger.main(["run", operand, *flags]) == 0
+        assert f"record.json is not written: {words}" in capfd.readouterr().err.replace(
+            "a record's runs are timed, ", "")  # fmt: skip
+    assert ledger.main(["run", f"{operand}:loss=1.4", "--seeds", "1", *out[:1], operand]) == 0
+    assert (records / NEWEST / "record.json").read_text() == before
+
+
+def test_no_record_is_written_on_a_simulated_gpu(records):
+    contestant = ledger_runs.Contestant.of(str(records / NEWEST))
+    contestant.logs = dict(enumerate(ledger_logs.seed_files(records / NEWEST)))
+    assert ledger_runs.unfit(contestant, "pocket") is None
+    edit(contestant.logs[0], "device: cpu (fake)", "device: host standing in for an H100")
+    assert "standing in" in ledger_runs.unfit(contestant, "pocket")
+    assert "do not have --preset lab" in ledger_runs.unfit(contestant, "lab")
+
+
+def test_a_script_that_changes_between_its_runs_is_found(tmp_path, capfd):
+    script = tmp_path / "s.py"
+    change = "    Path(__file__).write_text(Path(__file__).read_text() + '# changed')\n"
+    script.write_text(SCRIPT.replace("    cfg = {", f"{change}    cfg = {{", 1))
+    assert ledger.main(["run", str(script), "--seeds", "2", "--out", str(tmp_path / "out")]) == 1
+    assert "its script was changed" in capfd.readouterr().err
+
+
+def test_the_time_that_runs_take_is_told_before_they_begin(records, tmp_path):
+    contestant = ledger_runs.Contestant.of(str(records / NEWEST))
+    clock = ledger_runs.Clock(jobs=1)
+    words = ledger_runs.forecast(clock, [contestant] * 60, "pocket")
+    seconds = json.loads((records / NEWEST / "record.json").read_text())["measured"]["runs"][0]
+    least = 60 * (seconds["train_time_ms"] / 1000 + 1.5)  # compile_seconds in the log
+    assert f"60 run(s) to go, at least {ledger_runs.clock_words(least)} by the records'" in words
+    assert "the first tells how long" in ledger_runs.forecast(clock, [contestant], "lab")
+    clock.add(contestant.name, 30.0)
+    clock.add(contestant.name, 50.0)
+    assert "about 0:40 min" in ledger_runs.forecast(clock, [contestant], "lab")
+    clock.jobs = 2
+    assert clock.left([contestant.name, "unknown", "unknown"]) == 60
+    assert ledger_runs.clock_words(5025) == "1:23:45 h"
 
 
 def test_list_tells_the_table(measured, capsys):
@@ -986,6 +1087,10 @@ def test_older_records_need_fewer_seeds(records, capsys):
     assert all("has 5 seeds, by the rules 10 are the least" in line for line in found)
 
 
+def sha_of(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
 def forge(records: Path, *pairs: tuple[str, str], logs: bool = True) -> None:
     """Change scripts, and with `logs` all that was made with them, as if they had been run so."""
     scripts = [*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"]
@@ -994,9 +1099,8 @@ def forge(records: Path, *pairs: tuple[str, str], logs: bool = True) -> None:
         text = script.read_text()
         for old, new in pairs:
             text = text.replace(old, new)
-        shas = [hashlib.sha256(source.encode()).hexdigest() for source in (script.read_text(), text)]
+        pairs.append((sha_of(script.read_text()), sha_of(text)))
         script.write_text(text)
-        pairs.append(tuple(shas))
     for path in records.glob("*/logs/*.txt") if logs else ():
         text = path.read_text()
         for old, new in pairs:
@@ -1010,7 +1114,7 @@ def forge(records: Path, *pairs: tuple[str, str], logs: bool = True) -> None:
     [
         ([("target_loss=1.64", "target_loss=1.7"), ("target_loss: 1.64", "target_loss: 1.7")],
          "has target_loss 1.7, by the rules it is 1.64"),
-        ([("val_tokens=262_144", "val_tokens=1_024"), ("val_tokens: 262144", "val_tokens: 1024")],
+        ([("val_tokens=262_144", "val_tokens=1024"), ("val_tokens: 262144", "val_tokens: 1024")],
          "has val_tokens 1024, by the rules it is 262144"),
         ([("pocket_val_*", "easy_val_*")], "has val_files data/pocket/easy_val_*.bin, by the rules"),
         ([('"pocket": dict', '"puddle": dict'), ("preset: pocket", "preset: puddle")],
@@ -1092,7 +1196,7 @@ def test_verify_finds_a_target_that_is_not_met(tmp_path, capsys):
 def test_verify_finds_a_gain_that_is_none(records, capsys):
     """The child is as its parent in all that its logs say, and claims to be better."""
     logs = records / NEWEST / "logs"
-    shas = [hashlib.sha256(source.encode()).hexdigest() for source in (SCRIPT, CHILD)]
+    shas = [sha_of(SCRIPT), sha_of(CHILD)]
     for seed in range(SEEDS):
         ours, parents = (logs / f"{prefix}seed-{seed}.txt" for prefix in ("", "parent-"))
         text = parents.read_text().replace(*shas).replace("loss: 1.6\n", "loss: 1.5\n")
@@ -1150,6 +1254,37 @@ def test_curves_of_logs_without_times_are_drawn_where_they_can(tmp_path, capsys)
     out, err = capsys.readouterr()
     assert "A has no training time" in err and "A has no training tokens" in err
     assert "3.28 (target)" in out and is_drawn(png)
+    assert ledger.main(["curves", operands[0], "--png", str(png)]) == 0
+    import matplotlib.image
+
+    assert "no training" not in capsys.readouterr().err  # there is no such panel
+    assert matplotlib.image.imread(png).shape[1] < 1000
+
+
+def test_curves_are_named_by_their_record_and_steps_are_whole(tmp_path, capsys):
+    folder = lineage_of_others(tmp_path) / "2025-01-04-SoftCap"
+    (folder / "e.txt").write_text(foreign(SOURCE.replace("8*64", "4*64"), loss=3.2))
+    edit(folder / "e.txt", "step:20/20", "step:19/20 val_loss:3.1 train_time:1ms step_avg:1.00ms\n"
+         "step:20/20")  # fmt: skip
+    operands = [folder, folder / "e.txt", tmp_path / "2024-10-14_ModernArch" / "a.txt"]
+    assert ledger.main(["curves", *map(str, operands), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["name"] for row in rows} == {str(folder), "SoftCap e", "ModernArch"}
+    row = next(row for row in rows if row["reached"] == 2 and row["loss"] == 3.28)
+    assert row["step"] == 19  # of 19 and 20, not 19.5
+
+
+def test_training_losses_are_drawn_of_a_run_that_validates_once(tmp_path):
+    lines = [f"step:{k}/100 train_loss:{1 + 1 / k:.4f} train_time:{k}ms step_avg:1.00ms\n"
+             for k in range(1, 101)]  # fmt: skip
+    end = "step:100/100 val_loss:1.1000 train_time:100ms step_avg:1.00ms\n"
+    (tmp_path / "once.txt").write_text("".join(lines) + end)
+    log = ledger_logs.read_log(tmp_path / "once.txt")
+    assert log.val == {100: (1.1, 100)} and log.train[50] == (1.02, 50)
+    curve = ledger_pictures.Curve.of("once", [log])
+    assert curve.training and curve.steps == [*range(2, 101, 2), 100]  # 50 pieces, then the end
+    assert curve.mean[0] == pytest.approx((2 + 1.5) / 2) and curve.mean[-1] == 1.1
+    assert curve.times[:2] == [2, 4] and curve.tokens is None
 
 
 def test_curves_leave_out_what_is_not_finite(tmp_path, capsys):
@@ -1218,8 +1353,7 @@ def test_bad_input_is_answered_in_one_line(command, words, tmp_path, monkeypatch
     Path("folder").mkdir()
     Path("unlike").mkdir()
     for step in (1, 2):
-        line = f"step:{step}/2 val_loss:3.0 train_time:1ms step_avg:1.00ms\n"
-        Path(f"unlike/{step}.txt").write_text(line)
+        Path(f"unlike/{step}.txt").write_text(f"s:{step} tel:3.0\n")
     Path("spoiled/2026-01-01_X").mkdir(parents=True)
     Path("spoiled/2026-01-01_X/record.json").write_text('{"claim": ')
     try:

@@ -37,7 +37,7 @@ from ledger_runs import (
     write_measured,
     write_measurements,
 )
-from ledger_sources import diff_html, diff_sources, split_files
+from ledger_sources import banners, diff_html, diff_sources, sections, split_files
 from ledger_stats import compare, p_below, scipy_stats, smallest_difference, summarize
 from ledger_tables import (
     FOREIGN_COLUMNS,
@@ -64,6 +64,7 @@ from ledger_tables import (
 )
 from ledger_verify import verify
 
+__all__ = ["banners", "diff_sources", "main", "sections"]  # what other tools may import
 RECORDS = Path(__file__).resolve().parent
 
 

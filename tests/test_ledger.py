@@ -1116,7 +1116,7 @@ def forge(records: Path, *pairs: tuple[str, str], logs: bool = True) -> None:
          "has target_loss 1.7, by the rules it is 1.64"),
         ([("val_tokens=262_144", "val_tokens=1024"), ("val_tokens: 262144", "val_tokens: 1024")],
          "has val_tokens 1024, by the rules it is 262144"),
-        ([("pocket_val_*", "easy_val_*")], "has val_files data/pocket/easy_val_*.bin, by the rules"),
+        ([("pocket_val_*", "easy_val_*")], "has val_files data/pocket/easy_val_*.bin, by the"),
         ([('"pocket": dict', '"puddle": dict'), ("preset: pocket", "preset: puddle")],
          "was made with --preset puddle, which the rules do not have"),
         ([("cpu (fake)", "host standing in for an H100")], "which measures nothing"),

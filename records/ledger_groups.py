@@ -15,7 +15,7 @@ from ledger_sources import diff_sources
 from ledger_stats import p_below, scipy_stats, std_of
 
 DATED = re.compile(r"(\d{4}-\d{2}(?:-\d{2})?)[-_ ]*(.*)")
-BASELINE = re.compile(r"baseline|comparison|control|previous|original|(?<![a-z])old(?![a-z])", re.I)
+BASELINE = re.compile(r"baseline|comparison|control|parent|previous|original|\bold\b", re.I)
 
 
 def date_and_name(folder: Path) -> tuple[str, str]:
@@ -61,7 +61,7 @@ class Group:
         if self.origin:
             return f"baseline: source of {self.origin}"
         if self.hinted:
-            return "baseline, by its file's name"
+            return "called a baseline"
         if self is record:
             return "record"
         if self.ranks != record.ranks:

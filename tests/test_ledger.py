@@ -235,6 +235,26 @@ def test_a_resumed_run_counts_the_last_line_of_a_step(measured, tmp_path):
     assert log.finished and [note[:7] for note in log.notes] == ["resumed"]
 
 
+def test_a_finished_run_that_was_resumed_is_read_and_not_used_again(measured, tmp_path):
+    out, name = tmp_path / "out", f"{PARENT}-seed-0"
+    shutil.copytree(measured / "out/logs" / name, out / "logs" / name)
+    path = out / "logs" / name / "log.txt"
+    contestant = ledger_runs.Contestant.of(str(measured / "records" / PARENT))
+    assert contestant.next_log(out, 0) == (path, True)
+    final = path.read_text().rpartition("---\n")[2]
+    path.write_text(
+        path.read_text()
+        + "resumed at step:40 from step-000040.pt\n"
+        + "step:40/40 val_loss:1.7000 train_time:1200ms step_avg:30.00ms redone:1\n---\n"
+        + re.sub(r"val_loss: \S+", "val_loss: 1.700049\nmfu: 0.4", final)
+    )
+    log = ledger_logs.read_log(path)
+    assert log.finished and log.resumed and log.final["mfu"] == "0.4"
+    assert (log.val_loss, log.val[40]) == (1.700049, (1.7, 1200))
+    again, reused = contestant.next_log(out, 0)
+    assert again.parent.name == f"{name}-2" and not reused
+
+
 @pytest.mark.parametrize(
     "ending, note",
     [

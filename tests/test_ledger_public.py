@@ -237,7 +237,7 @@ def test_list_pools_only_runs_of_one_source_and_machine(tmp_path, capsys):
         ("2025-01-04", "SoftCap", "1 rank(s) instead of 8", 1, 1),
         ("2025-01-04", "SoftCap", "baseline: source of 2024-10-14_ModernArch", 1, 8),
         ("2025-02-01", "Named", "record", 1, 8),
-        ("2025-02-01", "Named", "baseline, by its file's name", 2, 8),
+        ("2025-02-01", "Named", "called a baseline", 2, 8),
     ]  # fmt: skip
     second = rows[1]
     assert (second["val_loss_mean"], second["train_time_ms_median"]) == (3.2771, 78_100)

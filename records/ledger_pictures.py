@@ -104,7 +104,8 @@ class Curve:
         mean, low, high = (list(map(of, losses)) for of in (statistics.fmean, min, max))
         times = None if None in sum(times, []) else list(map(statistics.fmean, times))
         trained = training_curve(logs) if len(steps) == 1 else []
-        if trained := [point for point in trained if point[0] <= steps[0]]:
+        trained = [point for point in trained if point[0] <= steps[0]]
+        if len(trained) > 1:
             steps = [*(step for step, _, _ in trained), *steps]
             before = [ms for _, _, ms in trained]
             times = None if times is None or None in before else before + times
@@ -114,7 +115,7 @@ class Curve:
         if logs[0].tokens_per_step:
             tokens = [logs[0].tokens_until(step) for step in steps]
         label = name + f" ({len(logs)} runs, mean and range)" * (len(logs) > 1)
-        return cls(label, steps, tokens, times, mean, low, high, bool(trained))
+        return cls(label, steps, tokens, times, mean, low, high, len(trained) > 1)
 
     def panel(self, kind: str) -> list[float] | None:
         return getattr(self, kind)
@@ -152,7 +153,8 @@ def draw_curves(groups: dict[str, list[Log]], target: float, png: str) -> None:
             axis.plot(x[-1], curve.mean[-1], "o", color=color, markersize=7)
             axis.fill_between(x, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
     # A curve of training begins with the untrained model: what is above its first tenth is cut.
-    top = max(curve.mean[len(curve.mean) // 10 if curve.training else 0] for curve in curves)
+    top = max(target, *(curve.mean[len(curve.mean) // 10 if curve.training else 0]
+                        for curve in curves))
     bottom = min(target, *(min(curve.low) for curve in curves))
     margin = max(top - bottom, 0.01) * 0.06
     for axis, kind in zip(axes, kinds):

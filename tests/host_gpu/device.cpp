@@ -43,8 +43,9 @@ c10::impl::DeviceGuardImplRegistrar guard_registrar(c10::DeviceType::CUDA, new D
 
 // ---- What torch asks of CUDA: that it is there, random numbers, pinned memory ----
 
-struct HostCUDAHooks : at::CUDAHooksInterface {
-  explicit HostCUDAHooks(at::CUDAHooksArgs) {}
+// Torch looks the class up by this name.
+struct CUDAHooks : at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
@@ -67,8 +68,8 @@ struct HostCUDAHooks : at::CUDAHooksInterface {
 };
 
 namespace at {
-using ::HostCUDAHooks;
-REGISTER_CUDA_HOOKS(HostCUDAHooks)
+using ::CUDAHooks;
+REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at
 
 namespace {

@@ -226,5 +226,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("copy_", host_kernel());  // its one kernel for all devices asks for CUDA's stub
 }
 
+// Collectives: gloo's, in the place of NCCL's, on the CPU's twins of the tensors.
+TORCH_LIBRARY_IMPL(c10d, CUDA, library) {
+  for (const char* name : {"allreduce_", "broadcast_", "_reduce_scatter_base_", "_allgather_base_"})
+    library.impl(name, host_kernel());
+}
+
 // torch.cuda.set_sync_debug_mode("error"), by ctypes.
 extern "C" void host_gpu_make_waits_errors(int errors) { waits_are_errors = errors != 0; }

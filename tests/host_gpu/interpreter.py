@@ -38,7 +38,7 @@ LIBDEVICE = dict(
     tanh=np.tanh, trunc=np.trunc,
 )  # fmt: skip
 
-MOST_ROWS = 128  # of a block, a power of two
+MOST_ROWS, MOST_ELEMENTS = 2**7, 2**14  # of a block, with and without a reduction of its rows
 launches = collections.Counter()  # of each kernel, by name
 seconds = collections.Counter()  # of CPU that each took here, to find what makes a test slow
 
@@ -213,6 +213,7 @@ def take_the_largest_blocks() -> None:
     of whole rows fits into a block than in any configuration, a block has these: a kernel's source
     leaves its XBLOCK open, and one that divides the rows needs no mask that may have been left out.
     """
+    from torch._inductor.runtime.hints import HeuristicType
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     run = CachingAutotuner.run
@@ -225,7 +226,8 @@ def take_the_largest_blocks() -> None:
             self.largest = True
             self.configs = [config] = [max(self.configs, key=elements)]
             rows = dict(zip(self.fn.arg_names, args)).get("xnumel", 0)
-            block = math.gcd(rows, MOST_ROWS)
+            pointwise = self.heuristic_type == HeuristicType.POINTWISE
+            block = math.gcd(rows, MOST_ELEMENTS if pointwise else MOST_ROWS)
             if "XBLOCK" in config.kwargs and "YBLOCK" not in config.kwargs:
                 config.kwargs["XBLOCK"] = max(block, config.kwargs["XBLOCK"])
         return run(self, *args, **kwargs)

@@ -218,4 +218,12 @@ def stand_in_for_triton_driver() -> None:
 
 
 def stand_in_for_nccl() -> None:
-    pass
+    """Process groups that ask for NCCL get gloo, which device.cpp hands the CPU's tensors to."""
+    import torch.distributed as dist
+
+    init_process_group = dist.init_process_group
+
+    def init_with_gloo(backend=None, *args, **kwargs):
+        return init_process_group(backend and backend.replace("nccl", "gloo"), *args, **kwargs)
+
+    dist.init_process_group = init_with_gloo

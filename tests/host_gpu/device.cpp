@@ -226,11 +226,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("copy_", host_kernel());  // its one kernel for all devices asks for CUDA's stub
 }
 
-// Collectives: gloo's, in the place of NCCL's, on the CPU's twins of the tensors.
-TORCH_LIBRARY_IMPL(c10d, CUDA, library) {
+// For ctypes: torch.cuda.set_sync_debug_mode("error").
+extern "C" void host_gpu_make_waits_errors(int errors) { waits_are_errors = errors != 0; }
+
+// For ctypes: collectives are gloo's, in the place of NCCL's, on the CPU's twins of the tensors.
+// Torch warns that its own are overridden, so this is for processes that have others beside them.
+extern "C" void host_gpu_hand_collectives_to_gloo() {
+  static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::CUDA, __FILE__, 0);
   for (const char* name : {"allreduce_", "broadcast_", "_reduce_scatter_base_", "_allgather_base_"})
     library.impl(name, host_kernel());
 }
-
-// torch.cuda.set_sync_debug_mode("error"), by ctypes.
-extern "C" void host_gpu_make_waits_errors(int errors) { waits_are_errors = errors != 0; }

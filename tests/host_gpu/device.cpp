@@ -43,8 +43,9 @@ c10::impl::DeviceGuardImplRegistrar guard_registrar(c10::DeviceType::CUDA, new D
 
 // ---- What torch asks of CUDA: that it is there, random numbers, pinned memory ----
 
-struct HostCUDAHooks : at::CUDAHooksInterface {
-  explicit HostCUDAHooks(at::CUDAHooksArgs) {}
+// Torch looks the class up by this name.
+struct CUDAHooks : at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
@@ -67,8 +68,8 @@ struct HostCUDAHooks : at::CUDAHooksInterface {
 };
 
 namespace at {
-using ::HostCUDAHooks;
-REGISTER_CUDA_HOOKS(HostCUDAHooks)
+using ::CUDAHooks;
+REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at
 
 namespace {
@@ -225,5 +226,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("copy_", host_kernel());  // its one kernel for all devices asks for CUDA's stub
 }
 
-// torch.cuda.set_sync_debug_mode("error"), by ctypes.
+// For ctypes: torch.cuda.set_sync_debug_mode("error").
 extern "C" void host_gpu_make_waits_errors(int errors) { waits_are_errors = errors != 0; }
+
+// For ctypes: collectives are gloo's, in the place of NCCL's, on the CPU's twins of the tensors.
+// Torch warns that its own are overridden, so this is for processes that have others beside them.
+extern "C" void host_gpu_hand_collectives_to_gloo() {
+  static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::CUDA, __FILE__, 0);
+  for (const char* name : {"allreduce_", "broadcast_", "_reduce_scatter_base_", "_allgather_base_"})
+    library.impl(name, host_kernel());
+}

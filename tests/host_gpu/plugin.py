@@ -16,11 +16,12 @@ class Reporter:
     """Writes each report for the ordinary session."""
 
     def __init__(self, path: str, config):
-        self.file, self.config = open(path, "a", buffering=1), config
+        self.path, self.config = path, config
 
     def pytest_runtest_logreport(self, report):
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        self.file.write(json.dumps(data) + "\n")
+        with open(self.path, "a") as file:
+            file.write(json.dumps(data) + "\n")
 
 
 def pytest_configure(config):

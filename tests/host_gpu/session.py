@@ -36,7 +36,7 @@ class HostGpuSession:
         self.output = (folder / "output").open("w+")
         tests = Path(__file__).resolve().parent.parent
         path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        flags = ["-p", "host_gpu.plugin", "-p", "no:cacheprovider", "-m", ""]
+        flags = ["-p", "host_gpu.plugin", "-p", "no:cacheprovider", "-p", "no:logging", "-m", ""]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *flags, *nodeids],
             cwd=config.rootpath,

@@ -29,7 +29,7 @@ def install(name: str = "sm_90", execute: bool = True) -> None:
     stand_in_for_c_functions()
     use_card(name)
     stand_in_for_triton_driver()
-    stand_in_for_nccl()
+    stand_in_for_nccl(device)
     if execute:
         from host_gpu import interpreter
 
@@ -217,5 +217,14 @@ def stand_in_for_triton_driver() -> None:
     triton_helpers.set_driver_to_gpu = lambda: None  # Inductor would look for a real one
 
 
-def stand_in_for_nccl() -> None:
-    pass
+def stand_in_for_nccl(device) -> None:
+    """Process groups that ask for NCCL get gloo, which device.cpp hands the CPU's tensors to."""
+    import torch.distributed as dist
+
+    init_process_group = dist.init_process_group
+
+    def init_with_gloo(backend=None, *args, **kwargs):
+        device.host_gpu_hand_collectives_to_gloo()
+        return init_process_group(backend and backend.replace("nccl", "gloo"), *args, **kwargs)
+
+    dist.init_process_group = init_with_gloo

@@ -31,7 +31,7 @@ def parse_args(argv):
     parser.add_argument("--seed", type=int)
     cfg = parser.parse_args(argv)
     if cfg.preset == "pocket": cfg.train_files = "data/pocket/pocket_train_*.bin"
-    return cfg.preset, cfg
+    return cfg
 if __name__ == "__main__":
     record.record("train_gpt", *sys.argv[1:])
     print(os.getcwd())
@@ -201,11 +201,11 @@ def test_plan_reads_the_script():
     """What run.sh imports from the script is there, and means what the stub above says."""
     import train_gpt
 
-    preset, cfg = train_gpt.parse_args(["--sequences_per_step", "4"])
-    assert (preset, cfg.sequences_per_step) == ("record", 4)
+    cfg = train_gpt.parse_args(["--sequences_per_step", "4"])
+    assert (cfg.preset, cfg.sequences_per_step) == ("record", 4)
     assert "fineweb" in cfg.train_files
-    preset, cfg = train_gpt.parse_args(["--preset", "pocket"])
-    assert preset == "pocket" and "pocket" in cfg.train_files
+    cfg = train_gpt.parse_args(["--preset", "pocket"])
+    assert cfg.preset == "pocket" and "pocket" in cfg.train_files
     with pytest.raises(train_gpt.UserError):
         train_gpt.parse_args(["--sede", "3"])
 

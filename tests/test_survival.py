@@ -461,6 +461,20 @@ def test_signal_without_saving_only_stops(start):
         "stopped at step:5 by SIGTERM; nothing is saved, as --save_every is 0")
 
 
+def ignoring(number, rank):
+    """As under nohup; the signal comes at step 4."""
+    signal.signal(number, signal.SIG_IGN)
+    at_step(4, 0, partial(send_self, [number]), rank)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_signal_that_the_caller_ignores_stops_nothing(start, number):
+    """nohup ignores SIGHUP; a shell ignores SIGINT for what it starts in the background."""
+    run = start(fault=partial(ignoring, number))
+    assert run.wait() == [0], run.err()
+    assert len(run.losses()) == STEPS and "stopped" not in run.log()
+
+
 def test_signal_to_one_rank_stops_both_at_the_same_step(start):
     fault = partial(at_step, 4, 1, partial(send_self, [signal.SIGTERM]))
     run = start("--save_every", 100, nproc=2, fault=fault)

@@ -214,7 +214,9 @@ def test_the_log_begins_with_the_source_and_what_was_used(run, data_flags):
 def test_the_log_has_a_line_for_each_step_and_validation(run):
     result = run()
     body = result.log.rpartition("=" * 100 + "\n")[2].partition("\n---\n")[0]
-    pattern = r"step:(\d+)/6 (val|train)_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
+    pattern = (
+        r"step:(\d+)/6 (val|train)_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
+    )
     lines = [line for line in body.splitlines() if line.startswith("step:")]
     found = [re.fullmatch(pattern, line).groups() for line in lines]
     expected = []

@@ -398,13 +398,10 @@ print(json.dumps(dict(loaded=loaded, cache=cache_dir())))
 """
 
 
-@pytest.mark.parametrize("xdg", [None, "", "caches"])
-def test_compile_caches_are_kept_in_the_users_cache(tmp_path, monkeypatch, xdg):
+def test_compile_caches_are_kept_in_the_users_cache(tmp_path, monkeypatch):
     """Temporary folders do not survive a reboot. The compiler is loaded by those who use it."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if xdg is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / xdg) if xdg else "")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     run = subprocess.run(
         [sys.executable, "-c", START], cwd=Path(train_gpt.__file__).parent,
@@ -413,7 +410,18 @@ def test_compile_caches_are_kept_in_the_users_cache(tmp_path, monkeypatch, xdg):
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout)
     assert told["loaded"] == [], "importing the script loads the compiler: seconds at every start"
-    assert Path(told["cache"]) == tmp_path / (xdg or ".cache") / "train_gpt"
+    assert Path(told["cache"]) == tmp_path / ".cache" / "train_gpt"
+
+
+@pytest.mark.parametrize("xdg, folder", [("/caches", "/caches"), ("", "/home/me/.cache")])
+def test_the_users_cache_is_where_the_environment_says(monkeypatch, xdg, folder):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "is put back after the test")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(train_gpt, "train", lambda *args: 0)
+    assert train_gpt.main(["--preset", "pocket", "--device", "cpu"]) == 0
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{folder}/train_gpt"
 
 
 def test_a_given_folder_of_compile_caches_is_kept(monkeypatch):
@@ -437,5 +445,5 @@ def test_profile_writes_a_trace_and_a_table(run_script, tiny_shards, tmp_path):
     assert any("nll_loss" in event.get("name", "") for event in events)
     log = (folder / "log.txt").read_text().rpartition("=" * 100)[2]
     assert "Self CPU" in log and "aten::" in log
-    assert "profile: logs/profiled/trace.json, for chrome://tracing or ui.perfetto.dev" in run.stdout
+    assert "profile: logs/profiled/trace.json, for chrome://tracing" in run.stdout
     assert "step:8/8 val_loss:" in log

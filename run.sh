@@ -87,8 +87,9 @@ if [ "${1-}" = test ]; then
     exec "$python" -m pytest "$@"
 fi
 
-preset='' data=pocket
+preset='' data=pocket previous=''
 for word in "$@"; do
+    [ "$previous" = --resume ] && word=--resume=$word
     case $word in
         -h | --help)
             printf '%s\n\n' "$usage"
@@ -97,7 +98,10 @@ for word in "$@"; do
             exit ;;
         --preset | --preset=*) preset=named ;;
         --train_files | --train_files=*) data=own ;;
+        --resume | --resume=auto) ;;
+        --resume=*) preset=named data=own ;;  # a checkpoint brings its own hyperparameters
     esac
+    previous=$word
 done
 
 set_up "$repo/requirements.txt"
@@ -121,7 +125,7 @@ if [ "$gpus" = 0 ]; then
     processes=1
     [ "$preset" = named ] || set -- --preset pocket "$@"
 else
-    data=$plan_data
+    [ "$data" = own ] || data=$plan_data
 fi
 
 [ "$data" = own ] || "$python" "$repo/data/$data.py"

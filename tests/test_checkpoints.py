@@ -17,7 +17,7 @@ import train_gpt
 TINY = dataclasses.replace(
     train_gpt.Hyperparameters(**train_gpt.PRESETS["pocket"]), model_dim=32, head_dim=16,
     attention_pattern="LS", value_embed_pattern="0.", train_seq_len=128, val_seq_len=128,
-    num_iterations=100, device="cpu", resume="auto")
+    num_iterations=100, device="cpu", run_id="x", resume="auto")
 DATA = [["train_0.bin", 5000, "3f"], ["train_1.bin", 4000, "a7"]]
 KIB = 1024
 
@@ -37,7 +37,7 @@ def state(ranks):
         x.normal_(generator=generator)
     return dict(step=20, hyperparameters=dataclasses.asdict(TINY), data=DATA,
                 loader=dict(epoch=0, shard=1, position=512), generator=generator.get_state(),
-                train_time_ms=1234.5, model=model.state_dict(),
+                train_time_ms=1234.5, visited=77, model=model.state_dict(),
                 optimizers={o.name: o.full_state() for o in optimizers})
 
 
@@ -49,13 +49,22 @@ def folder(tmp_path, state, ranks):
     return tmp_path
 
 
+class Lines:
+    """In place of a log: its folder, and the lines that it is given."""
+
+    def __init__(self, folder):
+        self.folder, self.lines = folder, []
+
+    def __call__(self, line):
+        self.lines.append(line)
+
+
 @pytest.fixture
 def find(folder, ranks):
     """`find(resume="auto")` gives the path found in the folder, and what was said about it."""
     def find(resume="auto"):
-        lines = []
-        cfg = dataclasses.replace(TINY, resume=str(resume))
-        return train_gpt.find_checkpoint(cfg, folder, ranks, lines.append), "\n".join(lines)
+        cfg, log = dataclasses.replace(TINY, resume=str(resume)), Lines(folder)
+        return train_gpt.find_checkpoint(cfg, ranks, log), "\n".join(log.lines)
 
     return find
 
@@ -84,7 +93,8 @@ def equal(value, expected):
 def test_what_is_saved_is_found_and_loaded(find, state):
     path, said = find()
     assert path.name == "step-000020.pt" and "skipped" not in said
-    assert equal(train_gpt.load_checkpoint(path, TINY, DATA), state)
+    assert equal(train_gpt.load_checkpoint(path), state)
+    train_gpt.check_same_run(path, state, TINY, DATA)
 
 
 def test_sha256_is_that_of_the_file(find):
@@ -228,20 +238,22 @@ def test_full_disk_leaves_earlier_checkpoints(folder, state, ranks, find, monkey
 
 DIFFERENT = dict(
     seed=1, muon_lr=0.06, model_dim=64, attention_pattern="LL", vocab_multiple=64, ns_steps=4,
-    train_seq_len=256, sequences_per_step=8, cooldown_frac=0.5, window_tokens=256, val_tokens=1,
-    final_lr_frac=0.2, logit_cap=15.0, momentum_warmup=10, num_iterations=19)
+    train_seq_len=256, sequences_per_step=8, cooldown_frac=0.5, window_tokens=256,
+    final_lr_frac=0.2, logit_cap=15.0, momentum_warmup=10, num_iterations=19,
+    align_documents=True, max_document_tokens=512)
 ALLOWED = dict(
     num_iterations=200, val_every=7, save_every=3, run_id="y", resume="step-000020.pt",
     sample_tokens=10, prompt="x", profile=True, warmup_steps=0, head_chunks=2, target_loss=3.0,
-    train_files="elsewhere/*.bin", sequences_per_forward=2)
+    train_files="elsewhere/*.bin", sequences_per_forward=2, val_tokens=1, val_files="else/*.bin",
+    temperature=0.5, top_k=3)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_other_mathematics_is_refused_by_name(folder, name):
+def test_other_mathematics_is_refused_by_name(state, name):
     cfg = dataclasses.replace(TINY, **{name: DIFFERENT[name]})
     assert getattr(cfg, name) != getattr(TINY, name)
     with pytest.raises(train_gpt.UserError) as caught:
-        train_gpt.load_checkpoint(folder / "step-000020.pt", cfg, DATA)
+        train_gpt.check_same_run(Path("step-000020.pt"), state, cfg, DATA)
     others = {field.name for field in dataclasses.fields(TINY)} - {name}
     said = str(caught.value)
     assert name in said and "step-000020.pt" in said
@@ -251,24 +263,32 @@ def test_other_mathematics_is_refused_by_name(folder, name):
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_leaves_the_mathematics_alone_may_change(folder, state, name):
+def test_what_leaves_the_mathematics_alone_may_change(state, name):
     cfg = dataclasses.replace(TINY, **{name: ALLOWED[name]})
     assert getattr(cfg, name) != getattr(TINY, name)
-    assert train_gpt.load_checkpoint(folder / "step-000020.pt", cfg, DATA)["step"] == 20
+    train_gpt.check_same_run(Path("step-000020.pt"), state, cfg, DATA)
 
 
-def test_every_difference_is_named(folder):
+def test_every_difference_is_named(state):
     cfg = dataclasses.replace(TINY, seed=1, muon_lr=0.06)
     with pytest.raises(train_gpt.UserError, match="(?s)(?=.*seed)(?=.*muon_lr)(?=.*data)"):
-        train_gpt.load_checkpoint(folder / "step-000020.pt", cfg, DATA[:1])
+        train_gpt.check_same_run(Path("step-000020.pt"), state, cfg, DATA[:1])
 
 
 @pytest.mark.parametrize("data", [
     DATA[:1], DATA[::-1], [*DATA, ["train_2.bin", 1, "00"]], [["train_0.bin", 5000, "40"], DATA[1]],
     [["train_0.bin", 5001, "3f"], DATA[1]], [["train_2.bin", 5000, "3f"], DATA[1]]])
-def test_other_data_are_refused(folder, data):
+def test_other_data_are_refused(state, data):
     with pytest.raises(train_gpt.UserError, match="data"):
-        train_gpt.load_checkpoint(folder / "step-000020.pt", TINY, data)
+        train_gpt.check_same_run(Path("step-000020.pt"), state, TINY, data)
+
+
+def test_a_finished_run_asks_for_no_training_data(state):
+    finished = state | dict(step=TINY.num_iterations)
+    train_gpt.check_same_run(Path("step-000100.pt"), finished, TINY, None)
+    with pytest.raises(train_gpt.UserError, match="seed 0, now 1"):
+        other = dataclasses.replace(TINY, seed=1)
+        train_gpt.check_same_run(Path("step-000100.pt"), finished, other, None)
 
 
 def test_fingerprint_tells_data_apart_but_not_folders(tmp_path, write_shard):
@@ -309,7 +329,7 @@ def test_pickle_that_runs_code_is_refused(find, folder, monkeypatch, write):
     seal(path)
     assert find()[0] == path
     with pytest.raises(train_gpt.UserError, match="step-000020.pt"):
-        train_gpt.load_checkpoint(path, TINY, DATA)
+        train_gpt.load_checkpoint(path)
     assert not Path("executed").exists()
     with contextlib.suppress(RuntimeError):
         torch.load(path, weights_only=False)
@@ -318,11 +338,12 @@ def test_pickle_that_runs_code_is_refused(find, folder, monkeypatch, write):
 
 @pytest.mark.parametrize("key, value", [
     ("step", "x"), ("step", None), ("hyperparameters", None), ("hyperparameters", [1]),
-    ("model", None), ("optimizers", None), ("loader", None), ("generator", None)])
+    ("model", None), ("optimizers", None), ("loader", None), ("generator", None), ("data", None),
+    ("train_time_ms", None), ("visited", None)])
 def test_state_without_or_with_odd_parts_is_refused(folder, state, key, value):
     """`None` is a part that is missing."""
     path = folder / "step-000020.pt"
     odd = {k: v for k, v in state.items() if k != key} | ({} if value is None else {key: value})
     torch.save(odd, path)
     with pytest.raises(train_gpt.UserError, match="step-000020.pt"):
-        train_gpt.load_checkpoint(path, TINY, DATA)
+        train_gpt.load_checkpoint(path)

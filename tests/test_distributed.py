@@ -136,6 +136,24 @@ def test_any_number_of_ranks_has_the_validation_losses_of_one(runs, world_size):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_log_has_the_training_loss_of_all_ranks(runs, world_size):
+    """The mean over the ranks, whose shares of a step are equal."""
+    logged = re.findall(r"^step:(\d+)/20 train_loss:(\S+) ", runs[world_size].log, re.M)
+    assert [int(step) for step, _ in logged] == list(range(1, STEPS + 1))
+    ranks = [rank["losses"] for rank in runs[world_size].ranks]
+    expected = [sum(losses) / world_size for losses in zip(*ranks, strict=True)]
+    np.testing.assert_allclose([float(loss) for _, loss in logged], expected, rtol=0, atol=6e-5)
+    if world_size > 1:
+        assert max(abs(np.subtract(ranks[0], expected))) > 1e-3, "one rank's is another number"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_any_number_of_ranks_has_the_flop_of_one(runs, world_size):
+    one, many = (re.findall(r"^flop: (\S+)$", runs[n].log, re.M) for n in (1, world_size))
+    assert len(one) == 1 and float(one[0]) > 1e8 and many == one
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_parameters_are_bit_identical_on_all_ranks(runs, world_size):
     first, *others = (rank["model"] for rank in runs[world_size].ranks)
     for other in others:

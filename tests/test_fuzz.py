@@ -89,7 +89,8 @@ def test_shards_of_any_bytes(tmp_path, content):
 TINY = dataclasses.replace(
     train_gpt.Hyperparameters(**train_gpt.PRESETS["pocket"]), model_dim=16, head_dim=16,
     mlp_ratio=1, attention_pattern="L", value_embed_pattern=".", train_seq_len=128,
-    val_seq_len=128, vocab_size=16, eot_token=15, vocab_multiple=16, device="cpu", resume="auto")
+    val_seq_len=128, vocab_size=16, eot_token=15, vocab_multiple=16, device="cpu", run_id="x",
+    resume="auto")
 DATA = [["train_0.bin", 5000, "3f"]]
 MATHEMATICS = """seed model_dim head_dim attention_pattern value_embed_pattern vocab_size
     train_seq_len sequences_per_step muon_lr embed_lr adam_beta2 cooldown_frac""".split()
@@ -107,7 +108,7 @@ def checkpoint(ranks, tmp_path_factory):
     optimizers = train_gpt.build_optimizers(model, TINY, ranks)
     state = dict(step=20, hyperparameters=dataclasses.asdict(TINY), data=DATA,
                  loader=dict(epoch=0, shard=0, position=512), generator=torch.get_rng_state(),
-                 train_time_ms=1234.5, model=model.state_dict(),
+                 train_time_ms=1234.5, visited=77, model=model.state_dict(),
                  optimizers={o.name: o.full_state() for o in optimizers})
     folder = tmp_path_factory.mktemp("checkpoint")
     train_gpt.save_checkpoint(folder, state, ranks, keep=2)
@@ -141,15 +142,24 @@ def edits(draw):
 
 
 def load(path):
-    """The state, or None for a clean error that names the file."""
+    """The state, if it is one of this run, or None for a clean error that names the file."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        return train_gpt.load_checkpoint(path, TINY, DATA)
+        state = train_gpt.load_checkpoint(path)
+        train_gpt.check_same_run(path, state, TINY, DATA)
+        return state
     except train_gpt.UserError as error:
         assert str(path) in str(error) and "\n" not in str(error)
     finally:
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown_kib < CHECKPOINT_MEMORY_KIB
+
+
+def find(folder, ranks):
+    """What --resume auto finds in the folder."""
+    log = lambda text: None  # noqa: E731
+    log.folder = folder
+    return train_gpt.find_checkpoint(TINY, ranks, log)
 
 
 @FUZZ
@@ -159,7 +169,7 @@ def test_edited_checkpoints_are_skipped(tmp_path, checkpoint, ranks, edit):
     path, content = tmp_path / "step-000020.pt", edit(checkpoint)
     path.write_bytes(content)
     path.with_suffix(".sha256").write_text(hashlib.sha256(checkpoint).hexdigest())
-    found = train_gpt.find_checkpoint(TINY, tmp_path, ranks, lambda text: None)
+    found = find(tmp_path, ranks)
     assert found == (path if content == checkpoint else None)
 
 
@@ -176,7 +186,8 @@ def test_edited_checkpoints_load_or_are_refused(tmp_path, checkpoint, edit):
         assert all(saved[key] == getattr(TINY, key) for key in MATHEMATICS)
         assert state["data"] == DATA
         assert isinstance(state["step"], int) and state["step"] <= TINY.num_iterations
-        assert {"model", "optimizers", "loader", "generator", "train_time_ms"} <= state.keys()
+        parts = {"model", "optimizers", "loader", "generator", "train_time_ms", "visited"}
+        assert parts <= state.keys()
 
 
 @FUZZ
@@ -193,4 +204,4 @@ def test_any_sha256_but_the_right_one_is_found(tmp_path, checkpoint, ranks, dige
     path = tmp_path / "step-000020.pt"
     path.write_bytes(checkpoint)
     path.with_suffix(".sha256").write_bytes(digest)
-    assert train_gpt.find_checkpoint(TINY, tmp_path, ranks, lambda text: None) is None
+    assert find(tmp_path, ranks) is None

@@ -1,5 +1,6 @@
 """The loader against plain slicing of the shards, for any ranks; what it says of bad shards."""
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -15,10 +16,11 @@ from train_gpt import Hyperparameters, TokenLoader, UserError, main, read_val_to
 
 CPU = torch.device("cpu")
 VOCAB = 257
+EOT = VOCAB - 1
 TINY = dataclasses.replace(
     Hyperparameters(),
     vocab_size=VOCAB,
-    eot_token=VOCAB - 1,
+    eot_token=EOT,
     sequences_per_step=8,
     train_seq_len=128,
     sequences_per_forward=2,
@@ -50,7 +52,7 @@ def make_loaders(cfg, world_size, said=None):
 
 def joined_step(loaders):
     """All ranks' inputs and targets of one step, in the order of rank, forward pass and row."""
-    batches = [batch for loader in loaders for batch in loader.next_step()]
+    batches = [batch for loader in loaders for batch in loader.next_step(128)]
     return [torch.cat([x.flatten() for x in part]).numpy() for part in zip(*batches, strict=True)]
 
 
@@ -79,7 +81,7 @@ def test_a_rank_runs_rows_of_train_seq_len_at_most_so_many_at_once(
 ):
     cfg = make_cfg(three_shards[0], sequences_per_forward=per_forward)
     for loader in make_loaders(cfg, world_size):
-        batches = loader.next_step()
+        batches = loader.next_step(128)
         assert len(batches) == loader.micro_steps
         assert sum(len(inputs) for inputs, _ in batches) == 8 // world_size
         for inputs, targets in batches:
@@ -105,12 +107,12 @@ def test_the_end_of_the_data_is_said_with_its_epoch(three_shards):
     said = []
     (loader,) = make_loaders(make_cfg(three_shards[0]), 1, said)
     for _ in range(5):
-        loader.next_step()
+        loader.next_step(128)
     assert said == []  # 1 + 2 + 2 steps
-    loader.next_step()
+    loader.next_step(128)
     assert len(said) == 1 and re.search(r"end.*epoch 2 begins", said[0])
     for _ in range(5):
-        loader.next_step()
+        loader.next_step(128)
     assert len(said) == 2 and "epoch 3 begins" in said[1]
 
 
@@ -187,6 +189,193 @@ def test_a_stride_deals_the_sequences_of_a_shard_each_once(tiny_shards, world_si
     assert sorted(order) == [(epoch, index) for epoch in range(2) for index in range(count)]
 
 
+# Documents in sequences: the rules of the public records, one token at a time
+
+
+def aligned_steps(shards, sequences, length):
+    """Each sequence begins with the first document that begins `length` tokens or more after the
+    beginning of the one before. A step needs its last sequence's successor to begin in the shard,
+    and twice its tokens left in it."""
+    while True:
+        for tokens in shards:
+            position = 0
+            while position + 2 * sequences * length + 1 < len(tokens):
+                rows, start = [], None
+                for at in range(position, len(tokens)):
+                    if tokens[at] == EOT and (start is None or at - start >= length):
+                        if start is not None:
+                            rows.append([tokens[i] for i in range(start, start + length + 1)])
+                        start = at
+                    if len(rows) == sequences:
+                        break
+                if len(rows) < sequences:
+                    break
+                position = start
+                yield np.array(rows)
+
+
+def packed_steps(shards, sequences, length, most):
+    """Sequences are filled by the first `most` tokens of each document in turn; the rest of one
+    that is cut is never used. What the shard's end leaves unfilled is dropped with its step."""
+    while True:
+        for tokens in shards:
+            documents = []
+            for token in tokens:
+                if token == EOT:
+                    documents.append([])
+                if documents:
+                    documents[-1].append(token)
+            rows, row = [], []
+            for document in documents:
+                row += document[: min(most, length + 1 - len(row))]
+                if len(row) == length + 1:
+                    rows.append(row)
+                    row = []
+                if len(rows) == sequences:
+                    yield np.array(rows)
+                    rows = []
+
+
+CUTS = {
+    "aligned": (dict(align_documents=True), aligned_steps),
+    "packed": (dict(max_document_tokens=90), lambda *args: packed_steps(*args, 90)),
+    "packed whole": (dict(max_document_tokens=9999), lambda *args: packed_steps(*args, 9999)),
+}
+
+
+def joined_rows(loaders, length):
+    """All ranks' rows of one step, in the order of rank, forward pass and row: inputs, targets."""
+    batches = [batch for loader in loaders for batch in loader.next_step(length)]
+    return [torch.cat(part).numpy() for part in zip(*batches, strict=True)]
+
+
+@pytest.fixture
+def documents_in_shards(tiny_shards, tmp_path):
+    """Three shards of documents of 200 tokens on average, and a last one that is barely a step."""
+    pattern = tiny_shards([5000, 4100, 7000, 1025])
+    return pattern, [read_tokens(path) for path in sorted(tmp_path.glob("tiny_train_*.bin"))]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_documents_are_cut_as_a_loop_over_tokens_does(documents_in_shards, cut, world_size):
+    (pattern, shards), (changes, oracle) = documents_in_shards, CUTS[cut]
+    said = []
+    loaders = make_loaders(make_cfg(pattern, **changes), world_size, said)
+    for expected in itertools.islice(oracle(shards, 8, 128), 30):
+        inputs, targets = joined_rows(loaders, 128)
+        np.testing.assert_array_equal(inputs, expected[:, :-1])
+        np.testing.assert_array_equal(targets, expected[:, 1:])
+    assert any("epoch 3 begins" in line for line in said), "the data was gone through twice"
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_each_sequence_begins_with_a_document(documents_in_shards, cut):
+    (loader,) = make_loaders(make_cfg(documents_in_shards[0], **CUTS[cut][0]), 1)
+    for _ in range(12):
+        inputs, _ = joined_rows([loader], 128)
+        assert (inputs[:, 0] == EOT).all()
+
+
+def test_a_packed_document_ends_where_the_next_begins(documents_in_shards):
+    """Also one that is cut: its last token's target is the end-of-text of the one after it."""
+    (loader,) = make_loaders(make_cfg(documents_in_shards[0], max_document_tokens=90), 1)
+    for _ in range(8):
+        inputs, targets = joined_rows([loader], 128)
+        np.testing.assert_array_equal(inputs[:, 1:], targets[:, :-1])
+        for row in inputs:
+            starts = np.flatnonzero(row == EOT)
+            assert np.diff(starts).max() <= 90 and len(row) - starts[-1] <= 90
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("ranks_before", "ranks_after"), [(1, 2), (4, 1)])
+def test_documents_go_on_from_any_state(documents_in_shards, cut, ranks_before, ranks_after):
+    cfg = make_cfg(documents_in_shards[0], **CUTS[cut][0])
+    before, after = make_loaders(cfg, ranks_before), make_loaders(cfg, ranks_after)
+    for _ in range(16):
+        states = [loader.state() for loader in before]
+        assert all(state == states[0] for state in states)
+        for loader in after:
+            loader.seek(states[0])
+        expected, found = joined_rows(before, 128), joined_rows(after, 128)
+        for a, b in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data(), cut=st.sampled_from(["aligned", "packed", "packed whole"]))
+def test_any_documents_give_the_same_stream(data, cut, tmp_path_factory, write_shard):
+    """Documents of any lengths, of one token too, shards that begin in one, changing lengths."""
+    lengths = st.lists(st.integers(1, 400), min_size=3, max_size=30)
+    folder, shards = tmp_path_factory.mktemp("shards"), []
+    for index in range(data.draw(st.integers(1, 3))):
+        head = data.draw(st.integers(0, 50))
+        tokens = np.arange(head + 300) % EOT
+        for length in data.draw(lengths):
+            tokens = np.concatenate([tokens, [EOT], np.arange(length - 1) % EOT])
+        shards.append(np.concatenate([tokens, np.arange(head)]))
+        write_shard(folder / f"{index}.bin", shards[-1])
+    changes, oracle = CUTS[cut]
+    world_size = data.draw(st.sampled_from([1, 2]))
+    cfg = make_cfg(f"{folder}/*.bin", sequences_per_step=2, **changes)
+    loaders = make_loaders(cfg, world_size)
+    if not any(True for _ in itertools.islice(one_epoch(oracle, shards), 1)):
+        with pytest.raises(UserError, match="no shard has documents"):
+            loaders[0].next_step(128)
+        return
+    for expected in itertools.islice(oracle(shards, 2, 128), 8):
+        np.testing.assert_array_equal(joined_rows(loaders, 128)[0], expected[:, :-1])
+
+
+def one_epoch(oracle, shards):
+    """The steps of one time through the shards; the oracles themselves go round for ever."""
+    class Ended(Exception):
+        pass
+
+    class Once(list):
+        def __iter__(self):
+            if self.begun:
+                raise Ended
+            self.begun = True
+            return super().__iter__()
+
+    once = Once(shards)
+    once.begun = False
+    with contextlib.suppress(Ended):
+        yield from oracle(once, 2, 128)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("documents", [0, 1])
+def test_data_without_enough_documents_are_refused(tmp_path, write_shard, cut, documents):
+    for index in range(2):
+        tokens = np.arange(6000) % EOT
+        tokens[: 5 * documents : 5] = EOT
+        write_shard(tmp_path / f"{index}.bin", tokens)
+    cfg = make_cfg(f"{tmp_path}/*.bin", **CUTS[cut][0])
+    if documents and cut == "packed whole":
+        cfg = dataclasses.replace(cfg, max_document_tokens=1000)
+    (loader,) = make_loaders(cfg, 1)
+    with pytest.raises(UserError, match=r"--train_files .*/\*\.bin: no shard has documents for a "
+                                        r"step; lower --train_seq_len or --sequences_per_step"):
+        loader.next_step(128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--align_documents"], ["--max_document_tokens", 512]])
+def test_documents_of_the_pocket_train(pocket_data, run_script, final_values, flags):
+    done = run_script([
+        "--preset", "pocket", "--device", "cpu", "--num_iterations", 5, "--val_tokens", 4096,
+        "--sample_tokens", 0, *flags,
+    ])
+    assert done.returncode == 0, done.stderr
+    assert final_values(done.stdout)["steps"] == "5"
+
+
+# Files
+
+
 def test_shards_are_taken_in_the_order_of_their_names(tmp_path, write_shard):
     for name, value in (("b_10", 3), ("b_02", 2), ("a_99", 1)):
         write_shard(tmp_path / f"{name}.bin", np.full(1025, value))
@@ -226,12 +415,12 @@ GOOD = np.arange(2000) % VOCAB
 
 def wrong_magic(path, write_shard):
     write_shard(path, GOOD, magic=20240801)
-    return ["20240801"]
+    return ["[20240801, 1], not [20240520, 1]"]
 
 
 def wrong_version(path, write_shard):
     write_shard(path, GOOD, version=2)
-    return ["2"]
+    return ["[20240520, 2], not [20240520, 1]"]
 
 
 def count_too_large(path, write_shard):
@@ -258,17 +447,17 @@ def cut_off(path, write_shard):
 def cut_off_header(path, write_shard):
     write_shard(path, GOOD)
     path.write_bytes(path.read_bytes()[:1000])
-    return []
+    return ["1000 bytes are too few for a shard's header"]
 
 
 def empty_file(path, write_shard):
     path.write_bytes(b"")
-    return []
+    return ["0 bytes are too few for a shard's header"]
 
 
 def a_folder(path, write_shard):
     path.mkdir()
-    return []
+    return ["directory"]
 
 
 def foreign_token(path, write_shard):
@@ -342,9 +531,9 @@ def test_a_foreign_token_of_a_later_shard_is_said_when_its_turn_comes(tmp_path, 
     write_shard(tmp_path / "0.bin", GOOD)
     foreign_token(tmp_path / "1.bin", write_shard)
     (loader,) = make_loaders(make_cfg(f"{tmp_path}/*.bin"), 1)
-    loader.next_step()
+    loader.next_step(128)
     with pytest.raises(UserError, match=r"1\.bin: token 300 at position 1234"):
-        loader.next_step()
+        loader.next_step(128)
 
 
 @pytest.mark.parametrize(
@@ -377,15 +566,9 @@ def test_too_few_validation_tokens_say_how_many_there_are(
     assert "--val_tokens 1024" in line and "1024 tokens" in line and "tiny_val_" in line
 
 
-def test_a_number_of_ranks_that_does_not_divide_the_sequences(
-    capsys, tmp_path, tiny_shards, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    train, val = tiny_shards([2000]), tiny_shards([2000], name="tiny_val")
-    code, line = run_main(capsys, tmp_path, train, val)
-    assert code == 2
-    assert re.search(r"--sequences_per_step 8: .*\b3\b", line)
+def test_a_number_of_ranks_that_does_not_divide_the_sequences(tiny_shards):
+    with pytest.raises(UserError, match=r"--sequences_per_step 8: .*\b3\b"):
+        make_loaders(make_cfg(tiny_shards([2000])), 3)
 
 
 def test_only_the_first_rank_of_a_machine_speaks(capsys, tmp_path, monkeypatch):

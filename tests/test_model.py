@@ -175,8 +175,9 @@ def test_flex_mask_visits_no_block_that_nobody_sees(window, document_tokens):
     tokens = random_tokens(1, 6 * BLOCK, 4, document_tokens)
     seen = naive_mask(tokens[0], window).view(6, BLOCK, 6, BLOCK).permute(0, 2, 1, 3).flatten(2)
     mask = train_gpt.flex_mask(documents(tokens), blocks(window))
-    visited = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
-    assert visited == seen.any(-1).sum()
+    assert train_gpt.visited_blocks(mask) == seen.any(-1).sum()
+    dense = train_gpt.dense_mask(documents(tokens), blocks(window))
+    assert train_gpt.visited_blocks(dense) == 6 * window, "each block's window, whatever is in it"
     assert mask.full_kv_num_blocks.sum() == seen.all(-1).sum()
 
 
@@ -241,6 +242,13 @@ def test_rows_do_not_see_each_other():
     together = all_logits(model, tokens, 2)
     alone = torch.cat([all_logits(model, row[None], 2) for row in tokens])
     torch.testing.assert_close(together, alone, **FP32)
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 200])
+def test_a_text_of_any_length_is_seen_as_the_beginning_of_a_longer_one(length):
+    tokens, model = random_tokens(2, 256, 6), make_model()
+    whole, part = (all_logits(model, x, 2) for x in (tokens, tokens[:, :length]))
+    torch.testing.assert_close(part, whole[:, :length], **FP32)
 
 
 def test_each_layer_has_the_window_of_its_letter():
@@ -520,12 +528,15 @@ def test_the_record_has_the_published_parameters():
     assert sum(p.numel() for p in model.parameters()) == 275_598_388
 
 
+@pytest.mark.parametrize("tables", ["value_embeds.", "value_embeds.embed."])  # the latter till #21
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_a_published_checkpoint_loads(prefix):
+def test_a_published_checkpoint_loads(prefix, tables):
     cfg = dataclasses.replace(RECORD, model_dim=16, head_dim=16, train_seq_len=128, val_seq_len=128)
     generator = torch.Generator().manual_seed(0)
+    published = {name: prefix + name.replace("value_embeds.", tables) for name in
+                 published_shapes(cfg)}  # fmt: skip
     state = {
-        prefix + name: torch.randn(shape, generator=generator)
+        published[name]: torch.randn(shape, generator=generator)
         for name, shape in published_shapes(cfg).items()
     }
     names = list(state)
@@ -533,7 +544,12 @@ def test_a_published_checkpoint_loads(prefix):
     model.load_state_dict(state)
     assert list(state) == names, "the caller's dict is left alone"
     for name, x in model.state_dict().items():
-        assert torch.equal(x, state[prefix + name]), name
+        assert torch.equal(x, state[published[name]]), name
+
+
+@pytest.mark.parametrize(("window_tokens", "window"), [(0, 1), (128, 1), (1728, 14)])
+def test_a_model_attends_with_the_runs_last_window_until_it_is_told_another(window_tokens, window):
+    assert GPT(dataclasses.replace(TINY, window_tokens=window_tokens)).window == window
 
 
 def test_initial_weights_follow_the_published_rules():

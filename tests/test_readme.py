@@ -12,8 +12,11 @@ import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from conftest import REPO
 
 import train_gpt
@@ -160,7 +163,7 @@ def test_links_and_named_files_are_there():
 
 
 def test_the_target_is_that_of_the_presets():
-    record, pocket = (train_gpt.parse_args(["--preset", name])[1] for name in ("record", "pocket"))
+    record, pocket = (train_gpt.parse_args(["--preset", name]) for name in ("record", "pocket"))
     assert f"until its validation loss is\n{record.target_loss}." in README
     assert f"first {record.val_tokens:,} validation tokens of FineWeb" in README
     assert f"{pocket.target_loss} nats per byte on the first {pocket.val_tokens:,}" in README
@@ -174,6 +177,51 @@ def test_each_generated_part_is_marked_once():
     table = re.search(r"<!-- measured:begin -->\n(.*?)<!-- measured:end -->", README, re.DOTALL)
     rows = [line.count("|") for line in table[1].splitlines()]
     assert len(rows) >= 2 and set(rows) == {rows[0]}
+
+
+def test_a_checkpoint_is_sampled_and_loaded_as_it_says(
+    pocket_data, tmp_path, monkeypatch, capsys, final_values
+):
+    """Its command and its lines of Python, as they stand, on the checkpoint of a short run."""
+    section = README.partition("\n## After the run\n")[2].partition("\n## ")[0]
+    command = shlex.split(re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1])
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    path = Path(command[command.index("--resume") + 1])
+    monkeypatch.chdir(tmp_path)
+    handlers = {number: signal.getsignal(number) for number in train_gpt.Health.SIGNALS}
+    flags = f"""--preset pocket --device cpu --num_iterations 2 --val_seq_len 128 --val_tokens 128
+        --sequences_per_step 4 --save_every 2 --sample_tokens 0 --run_id {path.parent.name}"""
+    try:
+        assert train_gpt.main(flags.split()) == 0
+        for suffix in (".pt", ".sha256"):
+            (path.parent / "step-000002").with_suffix(suffix).rename(path.with_suffix(suffix))
+        trained = final_values(capsys.readouterr().out)
+        assert command[:2] == ["python", "train_gpt.py"]
+        assert train_gpt.main(command[2:]) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    out = capsys.readouterr().out
+    assert re.search(r"^sample:\n  def main", out, re.MULTILINE)
+    assert final_values(out)["val_loss"] == trained["val_loss"]
+
+    names = {}
+    exec(code, names)
+    logits, model = names["logits"], names["model"]
+    assert f"# {tuple(logits.shape)}, the vocabulary padded to {logits.size(-1)}" in code
+    shard = train_gpt.find_shards("data/pocket/pocket_val_*.bin")[0]
+    tokens = torch.from_numpy(train_gpt.read_shard(shard, 257)[:129].astype("int64"))
+    with torch.no_grad():
+        loss = F.cross_entropy(model.logits(model.hidden(tokens[None, :-1]))[0], tokens[1:])
+    assert loss.item() == pytest.approx(float(trained["val_loss"]), abs=2e-6)
+
+
+def test_the_flags_that_may_change_are_the_group_that_it_names(capsys):
+    assert "The flags from `--num_iterations` on, which `--help` lists\n  under `Run`" in README
+    with pytest.raises(SystemExit):
+        train_gpt.main(["--help"])
+    last_group = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
+    assert last_group[0].split()[0] == "Run" and last_group[1].split()[0] == "--num_iterations"
 
 
 @pytest.mark.slow

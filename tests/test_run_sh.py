@@ -29,9 +29,11 @@ def parse_args(argv):
     parser.add_argument("--sequences_per_step", type=int, default=8)
     parser.add_argument("--train_files", default="data/fineweb10B/fineweb_train_*.bin")
     parser.add_argument("--seed", type=int)
+    for name in ("resume", "run_id", "prompt"):
+        parser.add_argument(f"--{name}", default="")
     cfg = parser.parse_args(argv)
     if cfg.preset == "pocket": cfg.train_files = "data/pocket/pocket_train_*.bin"
-    return cfg.preset, cfg
+    return cfg
 if __name__ == "__main__":
     record.record("train_gpt", *sys.argv[1:])
     print(os.getcwd())
@@ -142,6 +144,24 @@ def test_a_named_preset_is_kept(fake, flags):
     assert fake.called("train_gpt") == [[*flags, "--seed", "3"]]
 
 
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize("flags", [
+    ["--resume", "logs/x/step-000240.pt"],
+    ["--resume=logs/x/step-000240.pt", "--prompt", "def main"],
+    ["--seed", "3", "--resume", "a checkpoint.pt"],
+])  # fmt: skip
+def test_a_checkpoint_brings_its_preset_and_its_data(fake, flags, gpus):
+    process = fake.run(*flags, gpus=gpus)
+    assert process.returncode == 0, process.stderr
+    assert fake.calls == [["train_gpt", *flags]]
+
+
+@pytest.mark.parametrize("resume", [["--resume", "auto"], ["--resume=auto"]])
+def test_a_run_that_goes_on_keeps_its_preset(fake, resume):
+    fake.run("--run_id", "x", *resume)
+    assert fake.calls == [["pocket"], ["train_gpt", "--preset", "pocket", "--run_id", "x", *resume]]
+
+
 def test_exit_code_is_handed_on(fake):
     assert fake.run(SCRIPT_STATUS="75").returncode == 75
 
@@ -201,11 +221,13 @@ def test_plan_reads_the_script():
     """What run.sh imports from the script is there, and means what the stub above says."""
     import train_gpt
 
-    preset, cfg = train_gpt.parse_args(["--sequences_per_step", "4"])
-    assert (preset, cfg.sequences_per_step) == ("record", 4)
+    cfg = train_gpt.parse_args(["--sequences_per_step", "4"])
+    assert (cfg.preset, cfg.sequences_per_step) == ("record", 4)
     assert "fineweb" in cfg.train_files
-    preset, cfg = train_gpt.parse_args(["--preset", "pocket"])
-    assert preset == "pocket" and "pocket" in cfg.train_files
+    cfg = train_gpt.parse_args(["--preset", "pocket"])
+    assert cfg.preset == "pocket" and "pocket" in cfg.train_files
+    cfg = train_gpt.parse_args(["--resume", "a.pt", "--run_id", "x", "--prompt", "y"])
+    assert (cfg.resume, cfg.run_id, cfg.prompt) == ("a.pt", "x", "y")
     with pytest.raises(train_gpt.UserError):
         train_gpt.parse_args(["--sede", "3"])
 

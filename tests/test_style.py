@@ -40,10 +40,10 @@ assert os.listdir() == [], os.listdir()
 """
 
 
-def test_script_is_at_most_1000_lines_of_100_columns():
+def test_script_is_at_most_1200_lines_of_100_columns():
     lines = SCRIPT.read_text().splitlines()
     assert [number for number, line in enumerate(lines, 1) if len(line) > 100] == []
-    assert len(lines) <= 1000
+    assert len(lines) <= 1200
 
 
 def test_sections_come_in_the_one_order():

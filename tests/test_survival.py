@@ -243,7 +243,8 @@ def test_killed_run_goes_on_in_the_same_log(start, whole, final_values):
     assert run.losses() == whole.losses()[4:]
     assert_same_state(run.state(), whole.state())
     assert (run.folder / "log.txt").read_text().startswith(before)
-    assert re.search(r"resumed at step:4 from step-000004\.pt", run.log())
+    resumed = "resumed at step:4 from logs/x/step-000004.pt; steps up to 6 are redone"
+    assert resumed in run.log().splitlines()
     lines = re.findall(r"^step:(\d+)/.*train_time:(\d+)ms.*?( redone:1)?$", run.log(), re.M)
     redone = {int(step) for step, _, mark in lines if mark}
     assert redone == {4, 5, 6}, "step 4 is validated again, 5 and 6 are trained again"
@@ -252,15 +253,23 @@ def test_killed_run_goes_on_in_the_same_log(start, whole, final_values):
     assert int(final_values(run.log())["train_time_ms"]) >= times[-1]
 
 
-def test_finished_run_does_nothing_when_resumed(start):
+def test_finished_run_is_validated_again_and_not_trained(start, final_values):
     args = ("--save_every", 4, "--resume", "auto")
-    assert start(*args).wait() == [0]
+    first = start(*args)
+    assert first.wait() == [0]
+    values = final_values(first.log())
     files = {p: (p.read_bytes(), p.stat().st_mtime_ns)
              for p in (start.args[0] / "logs" / "x").glob("step-*")}
     run = start(*args)
     assert run.wait() == [0], run.err()
-    assert "finished" in run.log() and not run.losses()
+    assert not run.losses()
     assert files == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.folder.glob("step-*")}
+    again = final_values(run.log())
+    assert {key for key in values if values[key] != again[key]} <= {
+        "train_time_ms", "tokens_per_second", "peak_memory_mib"}
+    resumed = run.log().splitlines().index("resumed at step:9 from logs/x/step-000009.pt")
+    [line] = [line for line in run.log().splitlines()[resumed:] if line.startswith("step:")]
+    assert line.startswith("step:9/9 val_loss:") and line.endswith(" redone:1")
 
     run = start(*args, "--num_iterations", STEPS + 2)
     assert run.wait() == [0], run.err()
@@ -305,7 +314,7 @@ def test_two_ranks_resume_as_one_two_or_four(start_in, tmp_path):
         run = start_in(cwd, "--save_every", 100, "--resume", "auto", nproc=nproc, fault=fault)
         assert run.wait() == [0] * nproc, run.err()
         assert re.search(f"{path.name}.* damaged", run.out())
-        assert "resumed at step:8 from step-000008.pt" in run.out()
+        assert "resumed at step:8 from logs/x/step-000008.pt" in run.out()
         losses = mean_losses(run, nproc)
         np.testing.assert_allclose(losses, expected[8:], rtol=RANKS_RTOL)
         if nproc == 2:
@@ -419,18 +428,22 @@ def test_killed_twenty_times(start, start_in, tmp_path_factory):
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_saves_at_the_step_boundary(start, whole, number):
     args = ("--save_every", 100, "--resume", "auto")
     run = start(*args, fault=partial(at_step, 4, 0, partial(send_self, [number])))
     assert run.wait() == [128 + number], run.err()
     assert run.err() == ""
     assert run.saved() == [5]
-    assert f"stopped at step:5 by signal {number:d}" in run.log().splitlines()[-1]
+    name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else number.name
+    assert run.log().splitlines()[-1] == (
+        f"stopped at step:5 by {name}; to go on: --run_id x --resume auto")
     run = start(*args)
     assert run.wait() == [0], run.err()
     assert run.losses() == whole.losses()[5:]
     assert_same_state(run.state(), whole.state())
+    assert "resumed at step:5 from logs/x/step-000005.pt" in run.log().splitlines()
+    assert "redone" not in run.log()
 
 
 def test_second_signal_ends_at_once(start):
@@ -443,7 +456,23 @@ def test_second_signal_ends_at_once(start):
 def test_signal_without_saving_only_stops(start):
     run = start(fault=partial(at_step, 4, 0, partial(send_self, [signal.SIGTERM])))
     assert run.wait() == [128 + signal.SIGTERM], run.err()
-    assert run.saved() == [] and "stopped at step:5" in run.log() and "resume" not in run.log()
+    assert run.saved() == [] and "resume" not in run.log()
+    assert run.log().splitlines()[-1] == (
+        "stopped at step:5 by SIGTERM; nothing is saved, as --save_every is 0")
+
+
+def ignoring(number, rank):
+    """As under nohup; the signal comes at step 4."""
+    signal.signal(number, signal.SIG_IGN)
+    at_step(4, 0, partial(send_self, [number]), rank)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_signal_that_the_caller_ignores_stops_nothing(start, number):
+    """nohup ignores SIGHUP; a shell ignores SIGINT for what it starts in the background."""
+    run = start(fault=partial(ignoring, number))
+    assert run.wait() == [0], run.err()
+    assert len(run.losses()) == STEPS and "stopped" not in run.log()
 
 
 def test_signal_to_one_rank_stops_both_at_the_same_step(start):
@@ -682,4 +711,4 @@ def test_sigterm_to_torchrun(tmp_path, data):
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     [step] = run.saved()
     assert run.state(step)["step"] == step
-    assert f"stopped at step:{step} by signal 15" in run.log().splitlines()[-1]
+    assert f"stopped at step:{step} by SIGTERM" in run.log().splitlines()[-1]

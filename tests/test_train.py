@@ -3,8 +3,12 @@
 import dataclasses
 import gc
 import math
+import os
 import re
 import signal
+import subprocess
+import sys
+import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +54,7 @@ def to_argv(flags):
 @pytest.fixture(autouse=True)
 def as_before():
     """A run takes over signals, freezes what is alive and seeds the generator: undo that."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in train_gpt.Health.SIGNALS}
     state = torch.get_rng_state()
     yield
     for number, handler in handlers.items():
@@ -69,10 +73,13 @@ def data_flags(tiny_shards):
 
 @pytest.fixture
 def run(data_flags, tmp_path, monkeypatch, capsys):
-    """`run(**flags)` runs main in tmp_path; exit code, exact losses, model, optimizers, output."""
+    """`run(**flags)` runs main in tmp_path; exit code, exact losses, model, optimizers, output.
+
+    `run(argv=[...])` runs it with these words and no other flag.
+    """
     monkeypatch.chdir(tmp_path)
 
-    def run_main(**flags):
+    def run_main(argv=None, **flags):
         result = SimpleNamespace(losses=[])
         with pytest.MonkeyPatch.context() as patch:
             check, build = train_gpt.Health.check, train_gpt.build_optimizers
@@ -87,11 +94,10 @@ def run(data_flags, tmp_path, monkeypatch, capsys):
 
             patch.setattr(train_gpt.Health, "check", checked)
             patch.setattr(train_gpt, "build_optimizers", noted)
-            flags = FLAGS | data_flags | flags
-            result.code = main(to_argv(flags))
+            result.code = main(argv or to_argv(FLAGS | data_flags | flags))
         result.out, result.err = capsys.readouterr()
-        log = tmp_path / "logs" / str(flags["run_id"]) / "log.txt"
-        result.log = log.read_text() if log.exists() else ""
+        folder = re.search(r"piece\(s\), (logs/.+)$", result.out, re.M)
+        result.log = Path(folder[1], "log.txt").read_text() if folder else ""
         block = result.log.rpartition("\n---\n")[2]
         result.values = dict(re.findall(r"^(\w+): (.*)$", block, re.M))
         return result
@@ -155,7 +161,7 @@ def test_warm_up_leaves_no_trace_in_a_run(run, steps):
 
 
 def test_warm_up_puts_everything_back(data_flags):
-    _, cfg = parse_args(to_argv(FLAGS | data_flags | {"warmup_steps": 3}))
+    cfg = parse_args(to_argv(FLAGS | data_flags | {"warmup_steps": 3}))
     ranks = train_gpt.Ranks(cfg)
     model = train_gpt.GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(0))
@@ -194,9 +200,7 @@ def test_the_log_begins_with_the_source_and_what_was_used(run, data_flags):
     assert blank == "\n"
     facts = dict(line.split(": ", 1) for line in facts.splitlines())
     used = FLAGS | data_flags | {"muon_lr": 0.125}
-    cfg = dataclasses.replace(
-        Hyperparameters(**PRESETS["pocket"]), **{k: v for k, v in used.items() if k != "preset"}
-    )
+    cfg = dataclasses.replace(Hyperparameters(**PRESETS["pocket"]), **used)
     assert facts.pop("device").startswith("cpu ("), "the model of the processor, too"
     assert facts.pop("head_chunks") == "1", "what it came to by itself"
     for name, value in dataclasses.asdict(cfg).items():
@@ -210,17 +214,19 @@ def test_the_log_begins_with_the_source_and_what_was_used(run, data_flags):
 def test_the_log_has_a_line_for_each_step_and_validation(run):
     result = run()
     body = result.log.rpartition("=" * 100 + "\n")[2].partition("\n---\n")[0]
-    pattern = r"step:(\d+)/6 (?:val_loss:(\d+\.\d{4}) )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
+    pattern = (
+        r"step:(\d+)/6 (val|train)_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
+    )
     lines = [line for line in body.splitlines() if line.startswith("step:")]
     found = [re.fullmatch(pattern, line).groups() for line in lines]
     expected = []
     for step in range(STEPS + 1):
-        expected += [(step, False)] * (step > 0) + [(step, True)] * (step in VAL_STEPS)
-    assert [(int(step), val is not None) for step, val, _, _ in found] == expected
-    assert found[0][1] == f"{math.log(VOCAB_PADDED):.4f}"
-    times = [int(ms) for _, _, ms, _ in found]
+        expected += [(step, "train")] * (step > 0) + [(step, "val")] * (step in VAL_STEPS)
+    assert [(int(step), kind) for step, kind, *_ in found] == expected
+    assert found[0][2] == f"{math.log(VOCAB_PADDED):.4f}"
+    times = [int(ms) for *_, ms, _ in found]
     assert times == sorted(times)
-    for step, _, ms, average in found[1:]:
+    for step, *_, ms, average in found[1:]:
         assert abs(float(average) * int(step) - int(ms)) <= 0.5 + 0.005 * int(step)
 
 
@@ -230,7 +236,7 @@ def test_the_log_ends_with_the_results(run):
     assert list(values)[0] == "val_loss"
     assert set(values) == set(
         """val_loss train_time_ms steps tokens tokens_per_second parameters peak_memory_mib
-        world_size device torch seed""".split()
+        world_size device torch seed flop""".split()
     )
     assert re.fullmatch(r"\d\.\d{6}", values["val_loss"])
     last = re.findall(r"val_loss:(\S+)", result.log)[-1]
@@ -326,22 +332,386 @@ def test_sampling_follows_the_model_token_by_token():
             following = torch.where(x == ord("e"), 256, x + 1).long()
             return 1000 * torch.nn.functional.one_hot(following[..., 0], 384).float()
 
-    text = sample(Sure(), cfg, torch.device("cpu"))
+    text = sample(Sure(), cfg, torch.device("cpu"), *train_gpt.load_tokenizer(cfg))
     assert text == "abcde"
-    assert [row[:3] for row in seen[:1]] == [[256, *b"ab"]]
-    assert all(len(row) % 128 == 0 for row in seen)
+    assert seen == [[256, *b"abcde"[:length]] for length in (2, 3, 4, 5)]
+
+
+class Fixed:
+    """A model whose logits are the same after any text."""
+
+    def __init__(self, logits):
+        self.fixed = torch.tensor(logits)
+
+    def eval(self):
+        return self
+
+    def hidden(self, tokens):
+        return torch.zeros(*tokens.shape, 1)
+
+    def logits(self, x):
+        return self.fixed
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1, 0), (0.5, 0), (2, 3), (1, 1), (0, 0)])
+def test_temperature_and_top_k_shape_what_is_drawn_from(monkeypatch, temperature, top_k):
+    logits = [0.3, 2.0, -1.0, 1.2, 0.9, 50.0]  # the last one pads the vocabulary
+    cfg = dataclasses.replace(
+        Hyperparameters(**PRESETS["pocket"]), vocab_size=5, eot_token=4, sample_tokens=1, prompt="",
+        temperature=temperature, top_k=top_k,
+    )  # fmt: skip
+    drawn_from = []
+    monkeypatch.setattr(
+        torch, "multinomial", lambda p, n: (drawn_from.append(p.double()), torch.zeros(n).long())[1]
+    )
+    sample(Fixed(logits), cfg, torch.device("cpu"), list, list)
+    kept = sorted(logits[:5])[-(top_k or 5) :]
+    weights = [math.exp((x - 2.0) / (temperature or 1e-3)) * (x in kept) for x in logits[:5]]
+    expected = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    torch.testing.assert_close(drawn_from[0], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_sample_follows_its_seed():
+    texts = []
+    for seed in (1, 1, 2):
+        cfg = dataclasses.replace(Hyperparameters(**PRESETS["pocket"]), sample_tokens=50, seed=seed)
+        texts.append(sample(Fixed([0.0] * 257), cfg, torch.device("cpu"), str.encode, list))
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.fixture
+def no_tokenizer(monkeypatch, tmp_path):
+    """The gpt2 tokenizer's files are nowhere, and no network is there."""
+    import tiktoken
+
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+
+
+@pytest.mark.usefixtures("no_tokenizer")
+def test_without_the_tokenizers_files_a_run_says_so_first_and_ends_well(run):
+    result = run(tokenizer="gpt2", sample_tokens=5)
+    assert result.code == 0 and result.err == ""
+    said = [line for line in result.out.splitlines() if "tokenizer" in line]
+    assert len(said) == 1 and said == result.out.splitlines()[:1]
+    assert said[0].startswith("no text will be printed, as the gpt2 tokenizer cannot be had: ")
+    assert "sample:" not in result.out and result.values["steps"] == str(STEPS)
+
+
+# After the run
+
+
+@pytest.fixture
+def finished(run, tmp_path):
+    """A run that has ended, the path of its last checkpoint, and no training data any more."""
+    first = run(save_every=4)
+    assert first.code == 0
+    for path in tmp_path.glob("tiny_train_*"):
+        path.unlink()
+    return first, "logs/x/step-000006.pt"
+
+
+SAME = ["val_loss", "steps", "tokens", "flop", "seed", "parameters"]
+
+
+@pytest.mark.parametrize("by", ["path", "run_id"])
+def test_a_finished_run_is_evaluated_with_no_other_flag(run, finished, by):
+    first, path = finished
+    argv = ["--resume", path] if by == "path" else ["--resume", "auto", "--run_id", "x"]
+    again = run(argv)
+    assert (again.code, again.err, again.losses) == (0, "", [])
+    assert [again.values[key] for key in SAME] == [first.values[key] for key in SAME]
+    assert f"resumed at step:6 from {path}\n" in again.log
+    assert again.log.startswith(train_gpt.SCRIPT.read_text())
+    assert again.log.startswith(first.log) == (by == "run_id"), "a path alone makes a new log"
+
+
+def naive_validation(model, tokens, length):
+    """Mean cross-entropy of the tokens, one sequence after another."""
+    total, tokens = 0.0, torch.from_numpy(tokens.astype(np.int64))
+    for start in range(0, len(tokens) - 1, length):
+        part = tokens[start : start + length + 1]
+        logits = model.logits(model.hidden(part[None, :-1]))[0].double()
+        total += torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum").item()
+    return total / (len(tokens) - 1)
+
+
+@torch.no_grad()
+def test_a_finished_run_takes_other_validation_data_and_prompts(run, finished, tiny_shards):
+    _, path = finished
+    other = tiny_shards([2000], name="other_val", seed=5)
+    flags = ["--val_files", other, "--val_tokens", "300", "--sample_tokens", "12", "--prompt", "xy"]
+    again = run(["--resume", path, *flags, "--temperature", "0"])
+    assert again.code == 0, again.err
+    tokens = train_gpt.read_shard(train_gpt.find_shards(other)[0], 257)[:301]
+    expected = naive_validation(again.model.eval(), tokens, 256)
+    assert float(again.values["val_loss"]) == pytest.approx(expected, abs=2e-6)
+    ids = [256, *b"xy"]
+    for _ in range(12):
+        logits = again.model.logits(again.model.hidden(torch.tensor([ids], dtype=torch.int32)))
+        ids.append(logits[0, -1, :257].argmax().item())
+        if ids[-1] == 256:
+            break
+    text = bytes(i for i in ids if i < 256).decode(errors="replace")
+    assert "\n".join(["sample:", *(f"  {line}" for line in text.splitlines())]) in again.out
+    cold = run(["--resume", path, *flags, "--top_k", "1", "--temperature", "3"])
+    sampled = [x.out.partition("sample:")[2].partition("---")[0] for x in (again, cold)]
+    assert sampled[0] == sampled[1]
+
+
+def test_a_model_made_from_a_checkpoint_attends_with_the_runs_last_window(run, finished):
+    state = torch.load(finished[1], weights_only=True)
+    model = train_gpt.GPT(Hyperparameters(**state["hyperparameters"]))
+    assert model.window == 2, "256 tokens"
+    model.load_state_dict(state["model"])
+    tokens = torch.randint(256, (1, 256), generator=torch.Generator().manual_seed(0)).int()
+    with torch.no_grad():
+        trained, loaded = (m.logits(m.hidden(tokens)) for m in (finished[0].model, model))
+    assert torch.equal(trained, loaded)
+
+
+def test_more_steps_of_a_finished_run_do_ask_for_its_data(run, finished):
+    result = run(["--resume", finished[1], "--num_iterations", "8"])
+    assert result.code == 2 and "tiny_train_*.bin" in result.err
+
+
+# The training loss and the arithmetic
+
+
+def step_tokens(paths, step):
+    """The step's 4 sequences, as they follow one another in the shards, over and over."""
+    steps = []
+    for path in paths:
+        tokens = train_gpt.read_shard(path, 257).astype(np.int64)
+        steps += [tokens[i : i + 513] for i in range(0, len(tokens) - 512, 512)]
+    return torch.from_numpy(steps[step % len(steps)])
+
+
+@torch.no_grad()
+def mean_loss(model, tokens):
+    """By the model's logits, in float64, each of the sequences alone."""
+    total = 0.0
+    for start in range(0, len(tokens) - 1, 128):
+        part = tokens[start : start + 129]
+        logits = model.logits(model.hidden(part[None, :-1]))[0].double()
+        total += torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum").item()
+    return total / (len(tokens) - 1)
+
+
+def test_each_steps_line_has_the_loss_of_its_tokens(run, data_flags, monkeypatch):
+    """As computed from the weights before the step's update."""
+    expected, build = [], train_gpt.build
+
+    def noted(cfg, ranks):
+        model, optimizers = build(cfg, ranks)
+        check = train_gpt.Health.check
+
+        def checked(self, step, loss, grads):
+            model.eval()
+            tokens = step_tokens(train_gpt.find_shards(data_flags["train_files"]), step)
+            expected.append(mean_loss(model, tokens))
+            model.train()
+            check(self, step, loss, grads)
+
+        monkeypatch.setattr(train_gpt.Health, "check", checked)
+        return model, optimizers
+
+    monkeypatch.setattr(train_gpt, "build", noted)
+    result = run()
+    logged = re.findall(r"^step:(\d+)/6 train_loss:(\S+) ", result.log, re.M)
+    assert [int(step) for step, _ in logged] == list(range(1, STEPS + 1))
+    assert [float(loss) for _, loss in logged] == pytest.approx(expected, abs=6e-5)
+    assert max(expected) - min(expected) > 0.05
+
+
+def naive_flop(per_forward=2):
+    """Of FLAGS' run: 2 FLOP forward and 4 backward a token and weight in matrix products, and for
+    each pair of blocks the same of the two products, 128 x 128 x model_dim each, of attention."""
+    width, flop = 32, 0
+    weights = 384 * width  # the head's, of the padded vocabulary
+    for letter in "LS.L":
+        weights += 8 * width * width + (4 * width * width if letter != "." else 0)
+    for step in range(STEPS):
+        flop += 6 * weights * 4 * 128
+        for letter in "LSL":
+            window = max(1, math.ceil(256 * step / STEPS / 128))
+            window = max(1, window // 2) if letter == "S" else window
+            for _ in range(4 // per_forward):
+                for _ in range(per_forward):  # a block of queries, with the window's blocks of keys
+                    for _ in range(min(window, per_forward)):
+                        flop += 6 * 2 * 128 * 128 * width
+    return flop
+
+
+def test_flop_is_that_of_the_formula(run):
+    assert run().values["flop"] == f"{naive_flop():.4e}"
+
+
+def test_flop_goes_on_where_a_run_is_resumed(run):
+    run(save_every=2)
+    again = run(["--resume", "logs/x/step-000004.pt"])
+    assert len(again.losses) == 2
+    assert again.values["flop"] == f"{naive_flop():.4e}"
+
+
+def test_mfu_is_given_where_the_devices_peak_is_known(run, monkeypatch):
+    name = train_gpt.device_facts(torch.device("cpu"))[0]
+    monkeypatch.setitem(train_gpt.PEAK_FLOPS, name, 7e9)
+    values = run().values
+    seconds = int(values["train_time_ms"]) / 1000
+    expected = naive_flop() / (7e9 * seconds)
+    assert float(values["mfu"]) == pytest.approx(expected, rel=1e-3 + 0.5e-3 / seconds, abs=6e-5)
+    monkeypatch.delitem(train_gpt.PEAK_FLOPS, name)
+    assert "mfu" not in run(run_id="y").values
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("free_mb", "pieces"),
+    [(10_000, 1), (1_700, 1), (1_600, 2), (900, 2), (800, 4), (400, 8), (1, 8)],
+)
+def test_a_cpus_head_comes_in_pieces_that_take_a_quarter_of_the_free_memory(
+    monkeypatch, free_mb, pieces
+):
+    """32 bytes for each of 256 x 50304 logits are 412 MB; a piece below 100 MB is no gain."""
+    cfg = dataclasses.replace(
+        Hyperparameters(**PRESETS["pocket"]), sequences_per_forward=2, val_seq_len=256,
+        vocab_size=50257, vocab_multiple=128,
+    )  # fmt: skip
+    monkeypatch.setattr(train_gpt, "free_memory", lambda device: free_mb * 1_000_000)
+    with torch.device("meta"):
+        model = train_gpt.GPT(cfg)
+    assert train_gpt.choose_head_chunks(model, cfg, torch.device("cpu")) == pieces
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_pieces_on_a_cpu_leave_the_losses_as_they_are(run, monkeypatch):
+    flags = dict(vocab_size=5000, val_every=0, num_iterations=3, val_seq_len=1280)
+    whole = run(**flags)
+    monkeypatch.setattr(train_gpt, "free_memory", lambda device: 4 * 10**8)
+    parts = run(**flags, run_id="y")
+    assert (whole.model.head_chunks, parts.model.head_chunks) == (1, 4)
+    assert "head in 1 piece(s)" in whole.out and "head in 4 piece(s)" in parts.out
+    np.testing.assert_allclose(parts.losses, whole.losses, rtol=1e-10)
+    assert parts.values["val_loss"] == whole.values["val_loss"]
 
 
 # Bad input
 
 
-def test_a_bad_run_leaves_the_log_of_a_good_one_alone(run, tmp_path):
-    run()
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_bad_run_leaves_the_log_of_a_good_one_alone(run, tmp_path, resume):
+    run(save_every=3)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    result = run(val_tokens=10_000)
+    result = run(val_tokens=10_000, save_every=3, **({"resume": "auto"} if resume else {}))
     assert result.code == 2
     assert re.fullmatch(r"train_gpt\.py: error: [^\n]+\n", result.err)
+    assert ("--val_tokens 10000" in result.err) == resume
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def one_error(result):
+    assert result.code == 2 and result.out == ""
+    assert re.fullmatch(r"train_gpt\.py: error: [^\n]+\n", result.err), result.err
+    return result.err
+
+
+def test_a_run_id_that_is_taken_names_both_ways_out(run):
+    run()
+    line = one_error(run())
+    assert "--run_id x: logs/x/log.txt is there already" in line
+    assert "--resume auto" in line and "another --run_id" in line
+
+
+def test_a_mistyped_path_is_not_there_and_not_damaged(run, tmp_path):
+    line = one_error(run(resume="logs/x/step-00006.pt"))
+    assert "--resume logs/x/step-00006.pt: there is no such file; name another" in line
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"model_dim": 100_000}, "--model_dim 100000: "),
+        ({"mlp_ratio": 10**9}, "--model_dim 32: "),
+        ({"sequences_per_step": 10**6}, "lower --train_seq_len"),
+        ({"train_seq_len": 128 * 10**7}, "lower --train_seq_len"),
+    ],
+)
+def test_sizes_that_no_machine_has_end_in_a_line(run, flags, named):
+    assert named in one_error(run(**flags))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        MemoryError("Unable to allocate 745. GiB for an array\nwith shape (100,)"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory: "
+            "you tried to allocate 800000000000 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+    ],
+)
+def test_memory_that_runs_out_ends_in_a_line(run, monkeypatch, error):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(train_gpt, "train", fail)
+    line = one_error(run())
+    assert "out of memory; lower --model_dim or --sequences_per_forward" in line
+
+
+def test_an_error_of_the_scripts_own_keeps_its_traceback(run, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(train_gpt, "train", fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        run()
+
+
+def test_more_sequences_at_once_than_there_are_is_as_many_as_there_are(run):
+    many, all_of_them = run(sequences_per_forward=10**6), run(sequences_per_forward=4, run_id="y")
+    assert many.code == 0 and many.losses == all_of_them.losses
+
+
+INTERRUPTED = """
+import sys
+from importlib.abc import MetaPathFinder
+class Mark(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            open("importing", "w").close()
+sys.meta_path.insert(0, Mark())
+"""
+
+
+def test_ctrl_c_while_torch_is_imported_ends_in_a_line(tmp_path):
+    """sitecustomize, which Python imports before the script, tells when the import begins."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
+    process = subprocess.Popen(
+        [sys.executable, train_gpt.SCRIPT, "--preset", "pocket"], cwd=tmp_path, text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        while not (tmp_path / "importing").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (130, "")
+    assert err == "train_gpt.py: stopped by Ctrl-C (SIGINT)\n"
+    assert not (tmp_path / "logs").exists()
 
 
 def test_a_foreign_token_met_while_training_ends_the_run_with_its_log(run, tmp_path, write_shard):

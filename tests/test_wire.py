@@ -147,8 +147,8 @@ def test_a_step_reduces_gradients_once_and_gathers_parameters_once(
     assert sorted(names) == sorted(
         ["reduce_scatter_tensor", "all_gather_into_tensor"] * len(optimizers)
     )
-    assert len(news) == 1 and news[0][0] == "all_reduce"
-    assert news[0][1] == len(optimizers) + 2  # loss, each buffer of gradients, a signal
+    # Each rank hands out one row: loss, each buffer of gradients, a signal, all in fp32.
+    assert news == [("all_gather_into_tensor", len(optimizers) + 2, 4 * (len(optimizers) + 2))]
 
 
 def quiet_health(monkeypatch, ranks, optimizers):
@@ -286,6 +286,7 @@ def prepared(cfg=RECORD, **changes):
         model = train_gpt.GPT(cfg)
     model.compile = lambda **kwargs: compiled.append(kwargs)
     train_gpt.prepare_for_cuda(model, cfg, torch.device("cuda", 0))
+    model.head_chunks = train_gpt.choose_head_chunks(model, cfg, torch.device("cuda", 0))
     assert len(compiled) == 1
     return model, compiled[0]
 
@@ -404,6 +405,7 @@ print(json.dumps(dict(loaded=loaded, cache=cache_dir())))
 def test_compile_caches_are_kept_in_the_users_cache(tmp_path, monkeypatch):
     """Temporary folders do not survive a reboot. The compiler is loaded by those who use it."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     run = subprocess.run(
         [sys.executable, "-c", START], cwd=Path(train_gpt.__file__).parent,
@@ -413,6 +415,17 @@ def test_compile_caches_are_kept_in_the_users_cache(tmp_path, monkeypatch):
     told = json.loads(run.stdout)
     assert told["loaded"] == [], "importing the script loads the compiler: seconds at every start"
     assert Path(told["cache"]) == tmp_path / ".cache" / "train_gpt"
+
+
+@pytest.mark.parametrize("xdg, folder", [("/caches", "/caches"), ("", "/home/me/.cache")])
+def test_the_users_cache_is_where_the_environment_says(monkeypatch, xdg, folder):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "is put back after the test")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(train_gpt, "train", lambda *args: 0)
+    assert train_gpt.main(["--preset", "pocket", "--device", "cpu"]) == 0
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{folder}/train_gpt"
 
 
 def test_a_given_folder_of_compile_caches_is_kept(monkeypatch):
@@ -436,4 +449,5 @@ def test_profile_writes_a_trace_and_a_table(run_script, tiny_shards, tmp_path):
     assert any("nll_loss" in event.get("name", "") for event in events)
     log = (folder / "log.txt").read_text().rpartition("=" * 100)[2]
     assert "Self CPU" in log and "aten::" in log
+    assert "profile: logs/profiled/trace.json, for chrome://tracing" in run.stdout
     assert "step:8/8 val_loss:" in log

@@ -12,7 +12,6 @@ Parent: 2025-01-26_BatchSize. Change: gradients are reduce-scattered, optimizer 
 import argparse
 import ctypes
 import dataclasses
-import functools
 import glob
 import hashlib
 import inspect
@@ -50,11 +49,6 @@ ROOT = next((p for p in SCRIPT.parents if (p / "data" / "pocket.py").exists()), 
 
 class UserError(Exception):
     """What ends the run with one line, exit code 2 and no traceback."""
-
-compiled = functools.cache(functools.partial(torch.compile, dynamic=False))
-def fused(function, x: Tensor):
-    """The function, compiled to few kernels where x is on a GPU."""
-    return compiled(function) if x.is_cuda else function
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -634,6 +628,8 @@ class ShardedOptimizer:
         self.grad = torch.empty_like(self.grads[self.mine]) if ranks.world_size > 1 else self.grads
         self.lr = torch.zeros((), device=self.weights.device)
         self.state = dict(mean=torch.zeros_like(self.grad))  # of this rank's share
+        if self.lr.is_cuda:
+            self.rule = torch.compile(self.rule, dynamic=False)  # to few kernels
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the ranks; each receives its own share."""
@@ -667,16 +663,20 @@ class ShardedOptimizer:
 
 class Adam(ShardedOptimizer):
     """Adam on any tensors. lr: about the change of each weight in a step."""
+    rule = staticmethod(adam_update)
+
     def __init__(self, *args):
         super().__init__(*args)
         self.state |= dict(square=torch.zeros_like(self.grad), step=torch.zeros_like(self.lr))
 
     def update_share(self, weight: Tensor, step: int) -> None:
         betas_eps = self.cfg.adam_beta1, self.cfg.adam_beta2, self.cfg.adam_eps
-        fused(adam_update, weight)(weight, self.grad, *self.state.values(), self.lr, *betas_eps)
+        self.rule(weight, self.grad, *self.state.values(), self.lr, *betas_eps)
 
 class Muon(ShardedOptimizer):
     """Muon on matrices of one shape, and stacks of such. lr: spectral norm of a step."""
+    rule = staticmethod(muon_update)
+
     def __init__(self, name: str, params: list[nn.Parameter], *args):
         self.shape = params[0].shape[-2:]
         super().__init__(name, params, *args, self.shape.numel())
@@ -686,7 +686,7 @@ class Muon(ShardedOptimizer):
     def update_share(self, weight: Tensor, step: int) -> None:
         self.momentum.fill_(muon_momentum(step, self.cfg))
         batch = (x.view(-1, *self.shape) for x in (weight, self.grad, self.state["mean"]))
-        fused(muon_update, weight)(*batch, self.lr, self.momentum, self.cfg.ns_steps, self.dtype)
+        self.rule(*batch, self.lr, self.momentum, self.cfg.ns_steps, self.dtype)
 
 def build_optimizers(model: GPT, cfg: Hyperparameters, ranks: "Ranks") -> list[ShardedOptimizer]:
     """An optimizer for each row of the table, which covers every parameter once."""

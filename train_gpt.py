@@ -11,7 +11,6 @@ Parent: 2025-01-26_BatchSize. Change: gradients are reduce-scattered, optimizer 
 # ---- Setup ------------------------------------------------------------------
 import argparse
 import ctypes
-import dataclasses
 import glob
 import hashlib
 import inspect
@@ -25,7 +24,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -1190,7 +1189,7 @@ def main(argv: list[str] | None = None) -> int:
         log = Log(cfg, ranks)
         if cfg.resume and (path := find_checkpoint(cfg, ranks, log)):
             state = load_checkpoint(path)
-            cfg = dataclasses.replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
+            cfg = replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
         finished = state and state["step"] == cfg.num_iterations
         if cfg.preset == "record" and ranks.device.type != "cuda" and not finished:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")

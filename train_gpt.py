@@ -742,9 +742,9 @@ class Ranks:
                 raise UserError(f"--device {cfg.device}: this GPU has no bf16; use --device cpu")
         if self.world_size > 1:
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-            store, attempt = None, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            if attempt != "0":  # the old store still holds the addresses of dead ranks
-                store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+            # After a restart the store still holds the addresses of dead ranks, under its number.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
             dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store,
                                     rank=self.rank, world_size=self.world_size)
 
@@ -756,11 +756,10 @@ class Ranks:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """(N,) of every rank, as (ranks, N)."""
-        if self.world_size == 1:
-            return x[None]
-        rows = x.new_empty(self.world_size * len(x))
-        dist.all_gather_into_tensor(rows, x)
-        return rows.view(self.world_size, -1)
+        rows = x.repeat(self.world_size, 1)
+        if self.world_size > 1:
+            dist.all_gather_into_tensor(rows.view(-1), x)
+        return rows
 
     def broadcast(self, value):
         """Rank 0's value of any picklable object."""

@@ -321,17 +321,15 @@ class TokenLoader:
         cut = packed_rows if self.cfg.max_document_tokens else cut
         for _ in range(len(self.files) + 1):
             if step := cut(self.tokens, self.documents, self.position, length, self.cfg):
-                break
+                rows, self.position = step
+                mine = rows[self.rank * self.sequences :][: self.sequences]
+                return [to_batch(part, self.device) for part in np.split(mine, self.micro_steps)]
             epoch, shard = divmod(self.epoch * len(self.files) + self.shard + 1, len(self.files))
             if shard == 0:
                 self.say(f"data: its end is reached, epoch {epoch + 1} begins")
             self.seek(dict(epoch=epoch, shard=shard, position=0))
-        else:
-            raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for "
-                            "a step; lower --train_seq_len or --sequences_per_step")
-        rows, self.position = step
-        mine = rows[self.rank * self.sequences :][: self.sequences]
-        return [to_batch(part, self.device) for part in np.split(mine, self.micro_steps)]
+        raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for "
+                        "a step; lower --train_seq_len or --sequences_per_step")
 
 def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""

@@ -932,15 +932,12 @@ def load_checkpoint(path: Path) -> dict:
     """The state at `path`. Raises UserError where it is none."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        needed = "model optimizers loader data generator train_time_ms visited".split()
-        if missing := {"step", *needed} - state.keys():
-            raise KeyError(*missing)
-        for field in fields(Hyperparameters):
-            if type(state["hyperparameters"][field.name]) is not field.type:
-                raise TypeError(field.name)
+        needed = "step model optimizers loader data generator train_time_ms visited"
+        types = {key: type(value) for key, value in state["hyperparameters"].items()}
+        if (set(needed.split()) - state.keys() or state["step"] < 0
+                or types != {field.name: field.type for field in fields(Hyperparameters)}):
+            raise ValueError
         check_hyperparameters(Hyperparameters(**state["hyperparameters"]))
-        if state["step"] < 0:
-            raise ValueError("step")
     except Exception as error:  # by what is in the file, torch.load raises nearly anything
         raise UserError(f"{path}: no checkpoint, {type(error).__name__}; name another") from None
     return state

@@ -27,9 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-if __name__ == "__main__":  # before the imports that take seconds
+if __name__ == "__main__":  # Ctrl-C gives a line, no traceback, in imports that take seconds too
     def end_at_once(*_) -> None:
-        """What Ctrl-C does until the training itself listens to signals: a line, no traceback."""
         os.write(2, b"train_gpt.py: stopped by Ctrl-C (SIGINT)\n")
         os._exit(128 + signal.SIGINT)
     signal.signal(signal.SIGINT, end_at_once)

@@ -624,8 +624,6 @@ class ShardedOptimizer:
         self.grad = torch.empty_like(self.grads[self.mine]) if ranks.world_size > 1 else self.grads
         self.lr = torch.zeros((), device=self.weights.device)
         self.state = dict(mean=torch.zeros_like(self.grad))  # of this rank's share
-        if self.lr.is_cuda:
-            self.rule = torch.compile(self.rule, dynamic=False)  # to few kernels
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the ranks; each receives its own share."""
@@ -659,11 +657,10 @@ class ShardedOptimizer:
 
 class Adam(ShardedOptimizer):
     """Adam on any tensors. lr: about the change of each weight in a step."""
-    rule = staticmethod(adam_update)
-
     def __init__(self, *args):
         super().__init__(*args)
         self.state |= dict(square=torch.zeros_like(self.grad), step=torch.zeros_like(self.lr))
+        self.rule = torch.compile(adam_update, dynamic=False) if self.lr.is_cuda else adam_update
 
     def update_share(self, weight: Tensor, step: int) -> None:
         betas_eps = self.cfg.adam_beta1, self.cfg.adam_beta2, self.cfg.adam_eps
@@ -671,13 +668,12 @@ class Adam(ShardedOptimizer):
 
 class Muon(ShardedOptimizer):
     """Muon on matrices of one shape, and stacks of such. lr: spectral norm of a step."""
-    rule = staticmethod(muon_update)
-
     def __init__(self, name: str, params: list[nn.Parameter], *args):
         self.shape = params[0].shape[-2:]
         super().__init__(name, params, *args, self.shape.numel())
         self.momentum = torch.zeros_like(self.lr)
         self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
+        self.rule = torch.compile(muon_update, dynamic=False) if self.lr.is_cuda else muon_update
 
     def update_share(self, weight: Tensor, step: int) -> None:
         self.momentum.fill_(muon_momentum(step, self.cfg))

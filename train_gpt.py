@@ -867,10 +867,9 @@ class Health:
             step, rows, event = self.news.pop(0)
             if event:
                 event.synchronize()
-            for rank, (*sums, _) in enumerate(rows.tolist()):
-                for name, total in zip(self.names, sums, strict=True):
-                    if not math.isfinite(total):
-                        raise UserError(f"step {step}: non-finite {name} on rank {rank}")
+            for (rank, entry), value in np.ndenumerate(rows.tolist()):
+                if not math.isfinite(value):
+                    raise UserError(f"step {step}: non-finite {self.names[entry]} on rank {rank}")
             self.loss, self.stopping = rows[:, 0].mean().item(), int(rows[:, -1].max())
 
 # ---- Checkpoints (the same in every record) ---------------------------------

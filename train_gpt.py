@@ -1059,15 +1059,13 @@ def build(cfg: Hyperparameters, ranks: Ranks) -> tuple[GPT, list]:
 
 def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> int:
     """Train, validate and log as `cfg` says, on from `state`; the exit code."""
-    device, last, first, train_ms = ranks.device, cfg.num_iterations, 0, 0.0
-    val_tokens, tokenizer, loader = read_val_tokens(cfg), None, None
+    device, last, on_gpu = ranks.device, cfg.num_iterations, ranks.device.type == "cuda"
+    first, train_ms = (state["step"], state["train_time_ms"]) if state else (0, 0.0)
+    val_tokens, tokenizer = read_val_tokens(cfg), None
+    loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device, log) if first < last else None
+    data = fingerprint(loader.files) if loader else None
     if state:
-        first, train_ms = state["step"], state["train_time_ms"]
-    if first < last:
-        loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device, say=log)
-        data = fingerprint(loader.files)
-    if state:
-        check_same_run(Path(cfg.resume), state, cfg, data if loader else None)
+        check_same_run(Path(cfg.resume), state, cfg, data)
     if cfg.sample_tokens and ranks.rank == 0:
         try:
             tokenizer = load_tokenizer(cfg)
@@ -1078,7 +1076,7 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
     health = Health(ranks, ["loss", *(f"gradient of {o.name}" for o in optimizers)])
     machine = dict(device=device_facts(device)[0], torch=torch.__version__, seed=cfg.seed,
                    world_size=ranks.world_size, parameters=sum(o.numel for o in optimizers))
-    head = "fp8" if model.lm_head.fp8_scales else "bf16" if device.type == "cuda" else "fp32"
+    head = "fp8" if model.lm_head.fp8_scales else "bf16" if on_gpu else "fp32"
     facts = asdict(cfg) | machine | dict(
         run_id=log.run_id, python=sys.version.split()[0], head=head,
         head_chunks=model.head_chunks, threads=torch.get_num_threads())
@@ -1087,11 +1085,10 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
     log("{device}, {world_size} rank(s), {parameters:,} parameters, {head} head in {head_chunks} "
         "piece(s), logs/{run_id}".format(**facts))
     if loader:
-        log("warming up; a GPU compiles for 1 to 3 minutes the first time ...",
-            console=device.type == "cuda")
+        log("warming up; a GPU compiles for 1 to 3 minutes the first time ...", console=on_gpu)
         started = time.perf_counter()
         warm_up(model, optimizers, loader.per_forward, cfg, ranks)  # its copies wait for the device
-        log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=device.type == "cuda")
+        log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=on_gpu)
     if state:
         model.load_state_dict(state["model"])
         for optimizer in optimizers:

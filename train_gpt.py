@@ -11,8 +11,6 @@ Parent: 2025-01-26_BatchSize. Change: gradients are reduce-scattered, optimizer 
 # ---- Setup ------------------------------------------------------------------
 import argparse
 import ctypes
-import dataclasses
-import functools
 import glob
 import hashlib
 import inspect
@@ -26,12 +24,11 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-if __name__ == "__main__":  # before the imports that take seconds
+if __name__ == "__main__":  # Ctrl-C gives a line, no traceback, in imports that take seconds too
     def end_at_once(*_) -> None:
-        """What Ctrl-C does until the training itself listens to signals: a line, no traceback."""
         os.write(2, b"train_gpt.py: stopped by Ctrl-C (SIGINT)\n")
         os._exit(128 + signal.SIGINT)
     signal.signal(signal.SIGINT, end_at_once)
@@ -50,11 +47,6 @@ ROOT = next((p for p in SCRIPT.parents if (p / "data" / "pocket.py").exists()), 
 
 class UserError(Exception):
     """What ends the run with one line, exit code 2 and no traceback."""
-
-compiled = functools.cache(functools.partial(torch.compile, dynamic=False))
-def fused(function, x: Tensor):
-    """The function, compiled to few kernels where x is on a GPU."""
-    return compiled(function) if x.is_cuda else function
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -328,17 +320,15 @@ class TokenLoader:
         cut = packed_rows if self.cfg.max_document_tokens else cut
         for _ in range(len(self.files) + 1):
             if step := cut(self.tokens, self.documents, self.position, length, self.cfg):
-                break
+                rows, self.position = step
+                mine = rows[self.rank * self.sequences :][: self.sequences]
+                return [to_batch(part, self.device) for part in np.split(mine, self.micro_steps)]
             epoch, shard = divmod(self.epoch * len(self.files) + self.shard + 1, len(self.files))
             if shard == 0:
                 self.say(f"data: its end is reached, epoch {epoch + 1} begins")
             self.seek(dict(epoch=epoch, shard=shard, position=0))
-        else:
-            raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for "
-                            "a step; lower --train_seq_len or --sequences_per_step")
-        rows, self.position = step
-        mine = rows[self.rank * self.sequences :][: self.sequences]
-        return [to_batch(part, self.device) for part in np.split(mine, self.micro_steps)]
+        raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for "
+                        "a step; lower --train_seq_len or --sequences_per_step")
 
 def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
@@ -670,10 +660,11 @@ class Adam(ShardedOptimizer):
     def __init__(self, *args):
         super().__init__(*args)
         self.state |= dict(square=torch.zeros_like(self.grad), step=torch.zeros_like(self.lr))
+        self.rule = torch.compile(adam_update, dynamic=False) if self.lr.is_cuda else adam_update
 
     def update_share(self, weight: Tensor, step: int) -> None:
         betas_eps = self.cfg.adam_beta1, self.cfg.adam_beta2, self.cfg.adam_eps
-        fused(adam_update, weight)(weight, self.grad, *self.state.values(), self.lr, *betas_eps)
+        self.rule(weight, self.grad, *self.state.values(), self.lr, *betas_eps)
 
 class Muon(ShardedOptimizer):
     """Muon on matrices of one shape, and stacks of such. lr: spectral norm of a step."""
@@ -682,11 +673,12 @@ class Muon(ShardedOptimizer):
         super().__init__(name, params, *args, self.shape.numel())
         self.momentum = torch.zeros_like(self.lr)
         self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
+        self.rule = torch.compile(muon_update, dynamic=False) if self.lr.is_cuda else muon_update
 
     def update_share(self, weight: Tensor, step: int) -> None:
         self.momentum.fill_(muon_momentum(step, self.cfg))
         batch = (x.view(-1, *self.shape) for x in (weight, self.grad, self.state["mean"]))
-        fused(muon_update, weight)(*batch, self.lr, self.momentum, self.cfg.ns_steps, self.dtype)
+        self.rule(*batch, self.lr, self.momentum, self.cfg.ns_steps, self.dtype)
 
 def build_optimizers(model: GPT, cfg: Hyperparameters, ranks: "Ranks") -> list[ShardedOptimizer]:
     """An optimizer for each row of the table, which covers every parameter once."""
@@ -743,9 +735,9 @@ class Ranks:
                 raise UserError(f"--device {cfg.device}: this GPU has no bf16; use --device cpu")
         if self.world_size > 1:
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-            store, attempt = None, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            if attempt != "0":  # the old store still holds the addresses of dead ranks
-                store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+            # After a restart the store still holds the addresses of dead ranks, under its number.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
             dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store,
                                     rank=self.rank, world_size=self.world_size)
 
@@ -757,11 +749,10 @@ class Ranks:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """(N,) of every rank, as (ranks, N)."""
-        if self.world_size == 1:
-            return x[None]
-        rows = x.new_empty(self.world_size * len(x))
-        dist.all_gather_into_tensor(rows, x)
-        return rows.view(self.world_size, -1)
+        rows = x.repeat(self.world_size, 1)
+        if self.world_size > 1:
+            dist.all_gather_into_tensor(rows.view(-1), x)
+        return rows
 
     def broadcast(self, value):
         """Rank 0's value of any picklable object."""
@@ -876,10 +867,9 @@ class Health:
             step, rows, event = self.news.pop(0)
             if event:
                 event.synchronize()
-            for rank, (*sums, _) in enumerate(rows.tolist()):
-                for name, total in zip(self.names, sums, strict=True):
-                    if not math.isfinite(total):
-                        raise UserError(f"step {step}: non-finite {name} on rank {rank}")
+            for (rank, entry), value in np.ndenumerate(rows.tolist()):
+                if not math.isfinite(value):
+                    raise UserError(f"step {step}: non-finite {self.names[entry]} on rank {rank}")
             self.loss, self.stopping = rows[:, 0].mean().item(), int(rows[:, -1].max())
 
 # ---- Checkpoints (the same in every record) ---------------------------------
@@ -936,15 +926,12 @@ def load_checkpoint(path: Path) -> dict:
     """The state at `path`. Raises UserError where it is none."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        needed = "model optimizers loader data generator train_time_ms visited".split()
-        if missing := {"step", *needed} - state.keys():
-            raise KeyError(*missing)
-        for field in fields(Hyperparameters):
-            if type(state["hyperparameters"][field.name]) is not field.type:
-                raise TypeError(field.name)
+        needed = "step model optimizers loader data generator train_time_ms visited"
+        types = {key: type(value) for key, value in state["hyperparameters"].items()}
+        if (set(needed.split()) - state.keys() or state["step"] < 0
+                or types != {field.name: field.type for field in fields(Hyperparameters)}):
+            raise ValueError
         check_hyperparameters(Hyperparameters(**state["hyperparameters"]))
-        if state["step"] < 0:
-            raise ValueError("step")
     except Exception as error:  # by what is in the file, torch.load raises nearly anything
         raise UserError(f"{path}: no checkpoint, {type(error).__name__}; name another") from None
     return state
@@ -1072,15 +1059,13 @@ def build(cfg: Hyperparameters, ranks: Ranks) -> tuple[GPT, list]:
 
 def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> int:
     """Train, validate and log as `cfg` says, on from `state`; the exit code."""
-    device, last, first, train_ms = ranks.device, cfg.num_iterations, 0, 0.0
-    val_tokens, tokenizer, loader = read_val_tokens(cfg), None, None
+    device, last, on_gpu = ranks.device, cfg.num_iterations, ranks.device.type == "cuda"
+    first, train_ms = (state["step"], state["train_time_ms"]) if state else (0, 0.0)
+    val_tokens, tokenizer = read_val_tokens(cfg), None
+    loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device, log) if first < last else None
+    data = fingerprint(loader.files) if loader else None
     if state:
-        first, train_ms = state["step"], state["train_time_ms"]
-    if first < last:
-        loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device, say=log)
-        data = fingerprint(loader.files)
-    if state:
-        check_same_run(Path(cfg.resume), state, cfg, data if loader else None)
+        check_same_run(Path(cfg.resume), state, cfg, data)
     if cfg.sample_tokens and ranks.rank == 0:
         try:
             tokenizer = load_tokenizer(cfg)
@@ -1091,7 +1076,7 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
     health = Health(ranks, ["loss", *(f"gradient of {o.name}" for o in optimizers)])
     machine = dict(device=device_facts(device)[0], torch=torch.__version__, seed=cfg.seed,
                    world_size=ranks.world_size, parameters=sum(o.numel for o in optimizers))
-    head = "fp8" if model.lm_head.fp8_scales else "bf16" if device.type == "cuda" else "fp32"
+    head = "fp8" if model.lm_head.fp8_scales else "bf16" if on_gpu else "fp32"
     facts = asdict(cfg) | machine | dict(
         run_id=log.run_id, python=sys.version.split()[0], head=head,
         head_chunks=model.head_chunks, threads=torch.get_num_threads())
@@ -1100,11 +1085,10 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
     log("{device}, {world_size} rank(s), {parameters:,} parameters, {head} head in {head_chunks} "
         "piece(s), logs/{run_id}".format(**facts))
     if loader:
-        log("warming up; a GPU compiles for 1 to 3 minutes the first time ...",
-            console=device.type == "cuda")
+        log("warming up; a GPU compiles for 1 to 3 minutes the first time ...", console=on_gpu)
         started = time.perf_counter()
         warm_up(model, optimizers, loader.per_forward, cfg, ranks)  # its copies wait for the device
-        log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=device.type == "cuda")
+        log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=on_gpu)
     if state:
         model.load_state_dict(state["model"])
         for optimizer in optimizers:
@@ -1190,7 +1174,7 @@ def main(argv: list[str] | None = None) -> int:
         log = Log(cfg, ranks)
         if cfg.resume and (path := find_checkpoint(cfg, ranks, log)):
             state = load_checkpoint(path)
-            cfg = dataclasses.replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
+            cfg = replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
         finished = state and state["step"] == cfg.num_iterations
         if cfg.preset == "record" and ranks.device.type != "cuda" and not finished:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")

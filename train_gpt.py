@@ -189,7 +189,9 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     require("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536")
     require("attention_pattern", lambda x: re.fullmatch("[LS.]+", x), "be of L, S and .")
     tables = "[0-9.]" * len(cfg.attention_pattern)
-    require("value_embed_pattern", lambda x: re.fullmatch(tables, x), "have . or a digit a layer")
+    require("value_embed_pattern", lambda x: re.fullmatch(tables, x) and
+            "0123456789".startswith("".join(sorted({*x} - {"."}))), "have . or 0, 1, … a layer")
+    require("logit_cap", lambda x: x <= 64, "be at most 64, as its exponential is summed in fp32")
     require("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes")
     require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
     modes = "default reduce-overhead max-autotune max-autotune-no-cudagraphs"
@@ -777,18 +779,16 @@ def device_facts(device: torch.device) -> tuple[str, int]:
     return f"cpu ({name[1] if name else os.uname().machine})", peak
 
 PEAK_FLOPS = {  # a second, of dense products in bf16 added up in fp32, by NVIDIA's data sheets
-    "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12, "NVIDIA B200": 2250e12,
-    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA GeForce RTX 4090": 165.2e12, "NVIDIA GeForce RTX 3090": 71e12}
+    "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12, "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA B200": 2250e12, "NVIDIA GeForce RTX 4090": 165.2e12, "NVIDIA GeForce RTX 3090": 71e12}
 
 def free_memory(device: torch.device) -> int:
     """Bytes that are free on the GPU, or in the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    info = Path("/proc/meminfo")
-    available = re.search(r"MemAvailable:\s*(\d+)", info.read_text() if info.exists() else "")
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 1024 * int(available[1]) if available else whole
+    if sys.platform != "linux":  # all there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
 
 class Log:
     """Rank 0's log file and console; the other ranks stay silent. A log goes on where its run is
@@ -926,7 +926,7 @@ def load_checkpoint(path: Path) -> dict:
     """The state at `path`. Raises UserError where it is none."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        needed = "step model optimizers loader data generator train_time_ms visited"
+        needed = "step model optimizers loader data train_time_ms visited"
         types = {key: type(value) for key, value in state["hyperparameters"].items()}
         if (set(needed.split()) - state.keys() or state["step"] < 0
                 or types != {field.name: field.type for field in fields(Hyperparameters)}):
@@ -1048,7 +1048,6 @@ def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -
 
 def build(cfg: Hyperparameters, ranks: Ranks) -> tuple[GPT, list]:
     """Model and optimizers as a run begins."""
-    torch.manual_seed(cfg.seed)
     with torch.device(ranks.device):
         model = GPT(cfg)
         model.init_weights(torch.Generator(ranks.device).manual_seed(cfg.seed))
@@ -1095,7 +1094,6 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
             optimizer.load_full_state(state["optimizers"][optimizer.name])
         if ranks.rank == 0:
             model.visited.fill_(state["visited"])
-        torch.set_rng_state(state["generator"])
         redone = f"; steps up to {log.last_step} are redone" if log.last_step > first else ""
         log(f"resumed at step:{first} from {cfg.resume}{redone}")
     if state and loader:
@@ -1119,8 +1117,7 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
                 step=step, hyperparameters=asdict(cfg), data=data, loader=loader.state(),
                 train_time_ms=1000 * (time.perf_counter() - started), model=model.state_dict(),
                 optimizers={o.name: o.full_state() for o in optimizers},
-                visited=ranks.all_reduce(model.visited.clone()).item(),
-                generator=torch.get_rng_state()))
+                visited=ranks.all_reduce(model.visited.clone()).item()))
         if stopping:
             name = signal.Signals(stopping).name
             log(f"stopped at step:{step} by {'Ctrl-C (SIGINT)' if name == 'SIGINT' else name}; "

@@ -36,7 +36,7 @@ def state(ranks):
     for x in [o.weights for o in optimizers] + [x for o in optimizers for x in o.state.values()]:
         x.normal_(generator=generator)
     return dict(step=20, hyperparameters=dataclasses.asdict(TINY), data=DATA,
-                loader=dict(epoch=0, shard=1, position=512), generator=generator.get_state(),
+                loader=dict(epoch=0, shard=1, position=512),
                 train_time_ms=1234.5, visited=77, model=model.state_dict(),
                 optimizers={o.name: o.full_state() for o in optimizers})
 
@@ -338,7 +338,7 @@ def test_pickle_that_runs_code_is_refused(find, folder, monkeypatch, write):
 
 @pytest.mark.parametrize("key, value", [
     ("step", "x"), ("step", None), ("hyperparameters", None), ("hyperparameters", [1]),
-    ("model", None), ("optimizers", None), ("loader", None), ("generator", None), ("data", None),
+    ("model", None), ("optimizers", None), ("loader", None), ("data", None),
     ("train_time_ms", None), ("visited", None)])
 def test_state_without_or_with_odd_parts_is_refused(folder, state, key, value):
     """`None` is a part that is missing."""

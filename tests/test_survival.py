@@ -277,24 +277,6 @@ def test_finished_run_is_validated_again_and_not_trained(start, final_values):
     assert run.saved()[-1] == STEPS + 2
 
 
-def draw_numbers(count, rank):
-    """The warm-up draws from the default generator; its state at the first step is kept."""
-    warm_up = train_gpt.warm_up
-    train_gpt.warm_up = lambda *args: (torch.rand(count), warm_up(*args))
-    states = []
-    at_each_step(lambda *_: states or states.append(torch.save(torch.get_rng_state(), "generator")))
-
-
-def test_generator_is_restored_after_all_that_draws_from_it(start):
-    start("--save_every", 4, fault=partial(draw_numbers, 3)).wait()
-    run = start("--resume", "auto", "--save_every", 1,
-                "--num_iterations", STEPS + 1, fault=partial(draw_numbers, 5))
-    assert run.wait() == [0], run.err()
-    generator = torch.load(run.cwd / "generator", weights_only=True)
-    assert torch.equal(generator, run.state(STEPS)["generator"])
-    assert not torch.equal(generator, torch.Generator().manual_seed(0).get_state())
-
-
 def blind(rank):
     """Rank 1 finds no checkpoint."""
     if rank == 1:

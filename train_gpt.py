@@ -188,9 +188,9 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     require("model_dim", lambda x: x % cfg.head_dim == 0, f"be a multiple of {cfg.head_dim}")
     require("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536")
     require("attention_pattern", lambda x: re.fullmatch("[LS.]+", x), "be of L, S and .")
-    tables = "[0-9.]" * len(cfg.attention_pattern)
-    require("value_embed_pattern", lambda x: re.fullmatch(tables, x) and
-            "0123456789".startswith("".join(sorted({*x} - {"."}))), "have . or 0, 1, … a layer")
+    tables, layers = "".join(sorted({*cfg.value_embed_pattern} - {"."})), len(cfg.attention_pattern)
+    require("value_embed_pattern", lambda x: "0123456789".startswith(tables) and len(x) == layers,
+            "have . or a digit from 0 on for each layer")
     require("logit_cap", lambda x: x <= 64, "be at most 64, as its exponential is summed in fp32")
     require("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes")
     require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
@@ -251,8 +251,7 @@ def consecutive_rows(tokens, documents, position: int, length: int, cfg: Hyperpa
     return np.stack([tokens[x : x + length + 1] for x in starts]), first * length + step_tokens
 
 def aligned_rows(tokens, documents, position: int, length: int, cfg: Hyperparameters):
-    """Each sequence begins with a document, and what follows it in the shard: @classiclarryd.
-    What is left of the document that the one before ends in is skipped."""
+    """Each sequence begins with a document, the rest of the last one is skipped: @classiclarryd."""
     if position + 2 * cfg.sequences_per_step * length + 1 >= len(tokens):
         return None
     starts, following = [], np.searchsorted(documents, position)
@@ -775,8 +774,8 @@ def device_facts(device: torch.device) -> tuple[str, int]:
         return torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device) // 2**20
     info, mib = Path("/proc/cpuinfo"), 2**20 if sys.platform == "darwin" else 2**10
     name = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // mib
-    return f"cpu ({name[1] if name else os.uname().machine})", peak
+    name = f"cpu ({name[1] if name else os.uname().machine})"
+    return name, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // mib
 
 PEAK_FLOPS = {  # a second, of dense products in bf16 added up in fp32, by NVIDIA's data sheets
     "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12, "NVIDIA A100-SXM4-80GB": 312e12,
@@ -791,9 +790,8 @@ def free_memory(device: torch.device) -> int:
     return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
 
 class Log:
-    """Rank 0's log file and console; the other ranks stay silent. A log goes on where its run is
-    resumed; a new one begins with its header, and what is said before that is not in it. Raises
-    UserError where there is a log and nothing is to be resumed."""
+    """Rank 0's log file and console; the other ranks stay silent. A new log begins with its header;
+    an old one goes on where its run is resumed. Raises UserError where it is not."""
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
         self.file, self.last_step, self.run_id = None, -1, ranks.broadcast(run_id)
@@ -916,11 +914,11 @@ def find_checkpoint(cfg: Hyperparameters, ranks: Ranks, log: Log) -> Path | None
             found = path
             break
         log(f"skipped the checkpoint {path}: it is damaged, or its .sha256 is missing")
-    if not (found := ranks.broadcast(found)) and not auto:
+    if found := ranks.broadcast(found):
+        return found
+    if not auto:
         raise UserError(f"--resume {cfg.resume}: no whole checkpoint with .sha256; name another")
-    if not found:
-        log(f"no checkpoint in {log.folder}: starting afresh")
-    return found
+    log(f"no checkpoint in {log.folder}: starting afresh")
 
 def load_checkpoint(path: Path) -> dict:
     """The state at `path`. Raises UserError where it is none."""
@@ -964,8 +962,7 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg: Hyperparameters, ranks: 
     model.eval()
     total, length = torch.zeros((), dtype=torch.float64, device=ranks.device), cfg.val_seq_len
     count = len(tokens) - 1
-    at_once = min(cfg.sequences_per_forward * cfg.train_seq_len, count)
-    size = length * max(1, at_once // length)
+    size = length * max(1, min(cfg.sequences_per_forward * cfg.train_seq_len, count) // length)
     tokens = np.pad(tokens, (0, size))
     for start in range(ranks.rank * size, count, ranks.world_size * size):
         part = tokens[start : start + size + 1]
@@ -1028,8 +1025,7 @@ def training_flop(model: GPT, cfg: Hyperparameters, tokens: int, visited: int) -
     """FLOP of training on so many tokens: 6 a token for each weight that multiplies, and for each
     pair of tokens in a visited block 12 for each channel, in 2 products forward and 4 backward."""
     weights = [p for p in model.blocks.parameters() if p.ndim >= 2] + [model.lm_head.weight]
-    attention = 12.0 * cfg.model_dim * BLOCK**2 * visited
-    return 6.0 * tokens * sum(p.numel() for p in weights) + attention
+    return 6 * tokens * sum(p.numel() for p in weights) + 12 * cfg.model_dim * BLOCK**2 * visited
 
 def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -> None:
     """Run every kernel on random tokens, then put weights and optimizer state back."""
@@ -1069,8 +1065,7 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
         try:
             tokenizer = load_tokenizer(cfg)
         except Exception as error:  # whatever a network may raise
-            reason = str(error).split("\n")[0]
-            log(f"no text will be printed, as the gpt2 tokenizer cannot be had: {reason}")
+            log(f"no text will be printed: no gpt2 tokenizer, {error}".partition("\n")[0])
     model, optimizers = build(cfg, ranks)
     health = Health(ranks, ["loss", *(f"gradient of {o.name}" for o in optimizers)])
     machine = dict(device=device_facts(device)[0], torch=torch.__version__, seed=cfg.seed,

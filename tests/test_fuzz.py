@@ -10,7 +10,6 @@ import struct
 import tracemalloc
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

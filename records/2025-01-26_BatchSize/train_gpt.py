@@ -12,8 +12,6 @@ merged QKV, batched Muon, long and short windows, FP8 within CastedLinear.
 # ---- Setup ------------------------------------------------------------------
 import argparse
 import ctypes
-import dataclasses
-import functools
 import glob
 import hashlib
 import inspect
@@ -27,12 +25,11 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-if __name__ == "__main__":  # before the imports that take seconds
+if __name__ == "__main__":  # Ctrl-C gives a line, no traceback, in imports that take seconds too
     def end_at_once(*_) -> None:
-        """What Ctrl-C does until the training itself listens to signals: a line, no traceback."""
         os.write(2, b"train_gpt.py: stopped by Ctrl-C (SIGINT)\n")
         os._exit(128 + signal.SIGINT)
     signal.signal(signal.SIGINT, end_at_once)
@@ -51,11 +48,6 @@ ROOT = next((p for p in SCRIPT.parents if (p / "data" / "pocket.py").exists()), 
 
 class UserError(Exception):
     """What ends the run with one line, exit code 2 and no traceback."""
-
-compiled = functools.cache(functools.partial(torch.compile, dynamic=False))
-def fused(function, x: Tensor):
-    """The function, compiled to few kernels where x is on a GPU."""
-    return compiled(function) if x.is_cuda else function
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -197,8 +189,10 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     require("model_dim", lambda x: x % cfg.head_dim == 0, f"be a multiple of {cfg.head_dim}")
     require("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536")
     require("attention_pattern", lambda x: re.fullmatch("[LS.]+", x), "be of L, S and .")
-    tables = "[0-9.]" * len(cfg.attention_pattern)
-    require("value_embed_pattern", lambda x: re.fullmatch(tables, x), "have . or a digit a layer")
+    tables, layers = "".join(sorted({*cfg.value_embed_pattern} - {"."})), len(cfg.attention_pattern)
+    require("value_embed_pattern", lambda x: "0123456789".startswith(tables) and len(x) == layers,
+            "have . or a digit from 0 on for each layer")
+    require("logit_cap", lambda x: x <= 64, "be at most 64, as its exponential is summed in fp32")
     require("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes")
     require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
     modes = "default reduce-overhead max-autotune max-autotune-no-cudagraphs"
@@ -258,8 +252,7 @@ def consecutive_rows(tokens, documents, position: int, length: int, cfg: Hyperpa
     return np.stack([tokens[x : x + length + 1] for x in starts]), first * length + step_tokens
 
 def aligned_rows(tokens, documents, position: int, length: int, cfg: Hyperparameters):
-    """Each sequence begins with a document, and what follows it in the shard: @classiclarryd.
-    What is left of the document that the one before ends in is skipped."""
+    """Each sequence begins with a document, the rest of the last one is skipped: @classiclarryd."""
     if position + 2 * cfg.sequences_per_step * length + 1 >= len(tokens):
         return None
     starts, following = [], np.searchsorted(documents, position)
@@ -329,17 +322,15 @@ class TokenLoader:
         cut = packed_rows if self.cfg.max_document_tokens else cut
         for _ in range(len(self.files) + 1):
             if step := cut(self.tokens, self.documents, self.position, length, self.cfg):
-                break
+                rows, self.position = step
+                mine = rows[self.rank * self.sequences :][: self.sequences]
+                return [to_batch(part, self.device) for part in np.split(mine, self.micro_steps)]
             epoch, shard = divmod(self.epoch * len(self.files) + self.shard + 1, len(self.files))
             if shard == 0:
                 self.say(f"data: its end is reached, epoch {epoch + 1} begins")
             self.seek(dict(epoch=epoch, shard=shard, position=0))
-        else:
-            raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for "
-                            "a step; lower --train_seq_len or --sequences_per_step")
-        rows, self.position = step
-        mine = rows[self.rank * self.sequences :][: self.sequences]
-        return [to_batch(part, self.device) for part in np.split(mine, self.micro_steps)]
+        raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for "
+                        "a step; lower --train_seq_len or --sequences_per_step")
 
 def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
@@ -671,11 +662,11 @@ class Adam(Optimizer):
     def __init__(self, *args):
         super().__init__(*args)
         self.state |= dict(square=torch.zeros_like(self.grads), step=torch.zeros_like(self.lr))
+        self.rule = torch.compile(adam_update, dynamic=False) if self.lr.is_cuda else adam_update
 
     def begin_update(self, step: int) -> None:
         betas_eps = self.cfg.adam_beta1, self.cfg.adam_beta2, self.cfg.adam_eps
-        state = self.state.values()
-        fused(adam_update, self.grads)(self.weights, self.grads, *state, self.lr, *betas_eps)
+        self.rule(self.weights, self.grads, *self.state.values(), self.lr, *betas_eps)
 
 class Muon(Optimizer):
     """Muon on matrices of one shape, and stacks of such. lr: spectral norm of a step."""
@@ -685,12 +676,13 @@ class Muon(Optimizer):
         self.momentum = torch.zeros_like(self.lr)
         self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
         self.updates = torch.zeros_like(self.weights, dtype=self.dtype)
+        self.rule = torch.compile(muon_update, dynamic=False) if self.lr.is_cuda else muon_update
 
     def begin_update(self, step: int) -> None:
         self.momentum.fill_(muon_momentum(step, self.cfg))
         share, grads = self.updates[self.mine], self.grads[self.mine]
         batch = (x.view(-1, *self.shape) for x in (share, grads, self.state["mean"]))
-        fused(muon_update, share)(*batch, self.momentum, self.cfg.ns_steps)
+        self.rule(*batch, self.momentum, self.cfg.ns_steps)
         if self.owners > 1:
             self.handle = dist.all_gather_into_tensor(self.updates, share, async_op=True)
 
@@ -754,9 +746,9 @@ class Ranks:
                 raise UserError(f"--device {cfg.device}: this GPU has no bf16; use --device cpu")
         if self.world_size > 1:
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-            store, attempt = None, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            if attempt != "0":  # the old store still holds the addresses of dead ranks
-                store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+            # After a restart the store still holds the addresses of dead ranks, under its number.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
             dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store,
                                     rank=self.rank, world_size=self.world_size)
 
@@ -768,11 +760,10 @@ class Ranks:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """(N,) of every rank, as (ranks, N)."""
-        if self.world_size == 1:
-            return x[None]
-        rows = x.new_empty(self.world_size * len(x))
-        dist.all_gather_into_tensor(rows, x)
-        return rows.view(self.world_size, -1)
+        rows = x.repeat(self.world_size, 1)
+        if self.world_size > 1:
+            dist.all_gather_into_tensor(rows.view(-1), x)
+        return rows
 
     def broadcast(self, value):
         """Rank 0's value of any picklable object."""
@@ -793,27 +784,24 @@ def device_facts(device: torch.device) -> tuple[str, int]:
         return torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device) // 2**20
     info, mib = Path("/proc/cpuinfo"), 2**20 if sys.platform == "darwin" else 2**10
     name = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // mib
-    return f"cpu ({name[1] if name else os.uname().machine})", peak
+    name = f"cpu ({name[1] if name else os.uname().machine})"
+    return name, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // mib
 
 PEAK_FLOPS = {  # a second, of dense products in bf16 added up in fp32, by NVIDIA's data sheets
-    "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12, "NVIDIA B200": 2250e12,
-    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA GeForce RTX 4090": 165.2e12, "NVIDIA GeForce RTX 3090": 71e12}
+    "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12, "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA B200": 2250e12, "NVIDIA GeForce RTX 4090": 165.2e12, "NVIDIA GeForce RTX 3090": 71e12}
 
 def free_memory(device: torch.device) -> int:
     """Bytes that are free on the GPU, or in the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    info = Path("/proc/meminfo")
-    available = re.search(r"MemAvailable:\s*(\d+)", info.read_text() if info.exists() else "")
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 1024 * int(available[1]) if available else whole
+    if sys.platform != "linux":  # all there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
 
 class Log:
-    """Rank 0's log file and console; the other ranks stay silent. A log goes on where its run is
-    resumed; a new one begins with its header, and what is said before that is not in it. Raises
-    UserError where there is a log and nothing is to be resumed."""
+    """Rank 0's log file and console; the other ranks stay silent. A new log begins with its header;
+    an old one goes on where its run is resumed. Raises UserError where it is not."""
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
         self.file, self.last_step, self.run_id = None, -1, ranks.broadcast(run_id)
@@ -887,10 +875,9 @@ class Health:
             step, rows, event = self.news.pop(0)
             if event:
                 event.synchronize()
-            for rank, (*sums, _) in enumerate(rows.tolist()):
-                for name, total in zip(self.names, sums, strict=True):
-                    if not math.isfinite(total):
-                        raise UserError(f"step {step}: non-finite {name} on rank {rank}")
+            for (rank, entry), value in np.ndenumerate(rows.tolist()):
+                if not math.isfinite(value):
+                    raise UserError(f"step {step}: non-finite {self.names[entry]} on rank {rank}")
             self.loss, self.stopping = rows[:, 0].mean().item(), int(rows[:, -1].max())
 
 # ---- Checkpoints (the same in every record) ---------------------------------
@@ -937,25 +924,22 @@ def find_checkpoint(cfg: Hyperparameters, ranks: Ranks, log: Log) -> Path | None
             found = path
             break
         log(f"skipped the checkpoint {path}: it is damaged, or its .sha256 is missing")
-    if not (found := ranks.broadcast(found)) and not auto:
+    if found := ranks.broadcast(found):
+        return found
+    if not auto:
         raise UserError(f"--resume {cfg.resume}: no whole checkpoint with .sha256; name another")
-    if not found:
-        log(f"no checkpoint in {log.folder}: starting afresh")
-    return found
+    log(f"no checkpoint in {log.folder}: starting afresh")
 
 def load_checkpoint(path: Path) -> dict:
     """The state at `path`. Raises UserError where it is none."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        needed = "model optimizers loader data generator train_time_ms visited".split()
-        if missing := {"step", *needed} - state.keys():
-            raise KeyError(*missing)
-        for field in fields(Hyperparameters):
-            if type(state["hyperparameters"][field.name]) is not field.type:
-                raise TypeError(field.name)
+        needed = "step model optimizers loader data train_time_ms visited"
+        types = {key: type(value) for key, value in state["hyperparameters"].items()}
+        if (set(needed.split()) - state.keys() or state["step"] < 0
+                or types != {field.name: field.type for field in fields(Hyperparameters)}):
+            raise ValueError
         check_hyperparameters(Hyperparameters(**state["hyperparameters"]))
-        if state["step"] < 0:
-            raise ValueError("step")
     except Exception as error:  # by what is in the file, torch.load raises nearly anything
         raise UserError(f"{path}: no checkpoint, {type(error).__name__}; name another") from None
     return state
@@ -988,8 +972,7 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg: Hyperparameters, ranks: 
     model.eval()
     total, length = torch.zeros((), dtype=torch.float64, device=ranks.device), cfg.val_seq_len
     count = len(tokens) - 1
-    at_once = min(cfg.sequences_per_forward * cfg.train_seq_len, count)
-    size = length * max(1, at_once // length)
+    size = length * max(1, min(cfg.sequences_per_forward * cfg.train_seq_len, count) // length)
     tokens = np.pad(tokens, (0, size))
     for start in range(ranks.rank * size, count, ranks.world_size * size):
         part = tokens[start : start + size + 1]
@@ -1052,8 +1035,7 @@ def training_flop(model: GPT, cfg: Hyperparameters, tokens: int, visited: int) -
     """FLOP of training on so many tokens: 6 a token for each weight that multiplies, and for each
     pair of tokens in a visited block 12 for each channel, in 2 products forward and 4 backward."""
     weights = [p for p in model.blocks.parameters() if p.ndim >= 2] + [model.lm_head.weight]
-    attention = 12.0 * cfg.model_dim * BLOCK**2 * visited
-    return 6.0 * tokens * sum(p.numel() for p in weights) + attention
+    return 6 * tokens * sum(p.numel() for p in weights) + 12 * cfg.model_dim * BLOCK**2 * visited
 
 def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -> None:
     """Run every kernel on random tokens, then put weights and optimizer state back."""
@@ -1072,7 +1054,6 @@ def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -
 
 def build(cfg: Hyperparameters, ranks: Ranks) -> tuple[GPT, list]:
     """Model and optimizers as a run begins."""
-    torch.manual_seed(cfg.seed)
     with torch.device(ranks.device):
         model = GPT(cfg)
         model.init_weights(torch.Generator(ranks.device).manual_seed(cfg.seed))
@@ -1083,26 +1064,23 @@ def build(cfg: Hyperparameters, ranks: Ranks) -> tuple[GPT, list]:
 
 def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> int:
     """Train, validate and log as `cfg` says, on from `state`; the exit code."""
-    device, last, first, train_ms = ranks.device, cfg.num_iterations, 0, 0.0
-    val_tokens, tokenizer, loader = read_val_tokens(cfg), None, None
+    device, last, on_gpu = ranks.device, cfg.num_iterations, ranks.device.type == "cuda"
+    first, train_ms = (state["step"], state["train_time_ms"]) if state else (0, 0.0)
+    val_tokens, tokenizer = read_val_tokens(cfg), None
+    loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device, log) if first < last else None
+    data = fingerprint(loader.files) if loader else None
     if state:
-        first, train_ms = state["step"], state["train_time_ms"]
-    if first < last:
-        loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device, say=log)
-        data = fingerprint(loader.files)
-    if state:
-        check_same_run(Path(cfg.resume), state, cfg, data if loader else None)
+        check_same_run(Path(cfg.resume), state, cfg, data)
     if cfg.sample_tokens and ranks.rank == 0:
         try:
             tokenizer = load_tokenizer(cfg)
         except Exception as error:  # whatever a network may raise
-            reason = str(error).split("\n")[0]
-            log(f"no text will be printed, as the gpt2 tokenizer cannot be had: {reason}")
+            log(f"no text will be printed: no gpt2 tokenizer, {error}".partition("\n")[0])
     model, optimizers = build(cfg, ranks)
     health = Health(ranks, ["loss", *(f"gradient of {o.name}" for o in optimizers)])
     machine = dict(device=device_facts(device)[0], torch=torch.__version__, seed=cfg.seed,
                    world_size=ranks.world_size, parameters=sum(o.numel for o in optimizers))
-    head = "fp8" if model.lm_head.fp8_scales else "bf16" if device.type == "cuda" else "fp32"
+    head = "fp8" if model.lm_head.fp8_scales else "bf16" if on_gpu else "fp32"
     facts = asdict(cfg) | machine | dict(
         run_id=log.run_id, python=sys.version.split()[0], head=head,
         head_chunks=model.head_chunks, threads=torch.get_num_threads())
@@ -1111,18 +1089,16 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
     log("{device}, {world_size} rank(s), {parameters:,} parameters, {head} head in {head_chunks} "
         "piece(s), logs/{run_id}".format(**facts))
     if loader:
-        log("warming up; a GPU compiles for 1 to 3 minutes the first time ...",
-            console=device.type == "cuda")
+        log("warming up; a GPU compiles for 1 to 3 minutes the first time ...", console=on_gpu)
         started = time.perf_counter()
         warm_up(model, optimizers, loader.per_forward, cfg, ranks)  # its copies wait for the device
-        log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=device.type == "cuda")
+        log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=on_gpu)
     if state:
         model.load_state_dict(state["model"])
         for optimizer in optimizers:
             optimizer.load_full_state(state["optimizers"][optimizer.name])
         if ranks.rank == 0:
             model.visited.fill_(state["visited"])
-        torch.set_rng_state(state["generator"])
         redone = f"; steps up to {log.last_step} are redone" if log.last_step > first else ""
         log(f"resumed at step:{first} from {cfg.resume}{redone}")
     if state and loader:
@@ -1146,8 +1122,7 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
                 step=step, hyperparameters=asdict(cfg), data=data, loader=loader.state(),
                 train_time_ms=1000 * (time.perf_counter() - started), model=model.state_dict(),
                 optimizers={o.name: o.full_state() for o in optimizers},
-                visited=ranks.all_reduce(model.visited.clone()).item(),
-                generator=torch.get_rng_state()))
+                visited=ranks.all_reduce(model.visited.clone()).item()))
         if stopping:
             name = signal.Signals(stopping).name
             log(f"stopped at step:{step} by {'Ctrl-C (SIGINT)' if name == 'SIGINT' else name}; "
@@ -1201,7 +1176,7 @@ def main(argv: list[str] | None = None) -> int:
         log = Log(cfg, ranks)
         if cfg.resume and (path := find_checkpoint(cfg, ranks, log)):
             state = load_checkpoint(path)
-            cfg = dataclasses.replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
+            cfg = replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
         finished = state and state["step"] == cfg.num_iterations
         if cfg.preset == "record" and ranks.device.type != "cuda" and not finished:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")

@@ -11,6 +11,7 @@ Parent: none. It has ReLU², QK-norm, zero-initialised output projections and a 
 # ---- Setup ------------------------------------------------------------------
 import argparse
 import ctypes
+import functools
 import glob
 import hashlib
 import inspect

@@ -12,6 +12,7 @@ the embedding is normed, the head begins at zero.
 # ---- Setup ------------------------------------------------------------------
 import argparse
 import ctypes
+import functools
 import glob
 import hashlib
 import inspect

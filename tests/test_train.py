@@ -592,12 +592,12 @@ def test_a_cpus_head_comes_in_pieces_that_take_a_quarter_of_the_free_memory(
 
 @pytest.mark.usefixtures("in_float64")
 def test_pieces_on_a_cpu_leave_the_losses_as_they_are(run, monkeypatch):
-    flags = dict(vocab_size=5000, val_every=0, num_iterations=3, val_seq_len=1280)
+    flags = dict(vocab_size=13_000, val_every=0, num_iterations=3)  # 107 MB of 100
     whole = run(**flags)
     monkeypatch.setattr(train_gpt, "free_memory", lambda device: 4 * 10**8)
     parts = run(**flags, run_id="y")
-    assert (whole.model.head_chunks, parts.model.head_chunks) == (1, 4)
-    assert "head in 1 piece(s)" in whole.out and "head in 4 piece(s)" in parts.out
+    assert (whole.model.head_chunks, parts.model.head_chunks) == (1, 2)
+    assert "head in 1 piece(s)" in whole.out and "head in 2 piece(s)" in parts.out
     np.testing.assert_allclose(parts.losses, whole.losses, rtol=1e-10)
     assert parts.values["val_loss"] == whole.values["val_loss"]
 
@@ -635,11 +635,17 @@ def test_a_mistyped_path_is_not_there_and_not_damaged(run, tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
+OUT_OF_MEMORY = (
+    "out of memory; raise --head_chunks, or lower --sequences_per_forward or --model_dim\n"
+)
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ({"model_dim": 100_000}, "--model_dim 100000: "),
-        ({"mlp_ratio": 10**9}, "--model_dim 32: "),
+        ({"model_dim": 100_000}, OUT_OF_MEMORY),
+        ({"mlp_ratio": 10**9}, OUT_OF_MEMORY),
+        ({"val_seq_len": 128 * 10**11}, OUT_OF_MEMORY),
         ({"sequences_per_step": 10**6}, "lower --train_seq_len"),
         ({"train_seq_len": 128 * 10**7}, "lower --train_seq_len"),
     ],
@@ -665,7 +671,7 @@ def test_memory_that_runs_out_ends_in_a_line(run, monkeypatch, error):
 
     monkeypatch.setattr(train_gpt, "train", fail)
     line = one_error(run())
-    assert "out of memory; lower --model_dim or --sequences_per_forward" in line
+    assert OUT_OF_MEMORY in line
 
 
 def test_an_error_of_the_scripts_own_keeps_its_traceback(run, monkeypatch):

@@ -159,7 +159,7 @@ def help_text() -> str:
     """Every flag under its group, with its value in each preset and its meaning."""
     lines = [f"usage: {SCRIPT.name} [--preset {{{','.join(PRESETS)}}}] [--FLAG VALUE ...]", ""]
     lines += [__doc__.split("\n")[0], "Defaults are the record's; a preset changes some."]
-    row = "  {:<22}" + " {:>15}" * len(PRESETS) + "  {}"
+    row = "  {:<24}" + " {:>15}" * len(PRESETS) + "  {}"
     for line in inspect.getsource(Hyperparameters).splitlines():
         if group := re.match(r"    # ([^:]*)", line):
             lines += ["", row.format(group[1], *PRESETS, "").rstrip()]
@@ -190,7 +190,7 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     require("attention_pattern", lambda x: re.fullmatch("[L.]+", x), "be of L and .")
     tables, layers = "".join(sorted({*cfg.value_embed_pattern} - {"."})), len(cfg.attention_pattern)
     require("value_embed_pattern", lambda x: "0123456789".startswith(tables) and len(x) == layers,
-            "have . or a digit from 0 on for each layer")
+            "have . or 0, 1, … a layer")
     require("logit_cap", lambda x: x <= 64, "be at most 64, as its exponential is summed in fp32")
     require("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes")
     require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
@@ -805,29 +805,28 @@ class Log:
     an old one goes on where its run is resumed. Raises UserError where it is not."""
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
-        self.file, self.last_step, self.run_id = None, -1, ranks.broadcast(run_id)
-        self.folder = Path("logs") / self.run_id
+        self.enabled, self.run_id = ranks.rank == 0, ranks.broadcast(run_id)
+        self.folder, self.file, self.last_step = Path("logs") / self.run_id, None, -1
         path = self.folder / "log.txt"
-        if ranks.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = path.open("a+", buffering=1, errors="replace")
-            self.file.seek(0)
-            if (old := self.file.read()) and not cfg.resume:
+        if self.enabled and path.exists() and path.stat().st_size:
+            if not cfg.resume:
                 raise UserError(f"--run_id {cfg.run_id}: {path} is there already; go on with its "
                                 "run by --resume auto, or name another --run_id")
-            steps = re.findall(r"^step:(\d+)/", old, re.M)
-            self.begun, self.last_step = bool(old), max(map(int, steps), default=-1)
+            steps = re.findall(r"^step:(\d+)/", path.read_text(errors="replace"), re.M)
+            self.last_step = max(map(int, steps), default=-1)
+            self.file = path.open("a", buffering=1, errors="replace")
 
     def begin(self, header: str) -> None:
-        """Write the header of a new log."""
-        if self.file and not self.begun:
-            self.begun = True
+        """Make a new log of the header; an old one has its own."""
+        if self.enabled and not self.file:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file = (self.folder / "log.txt").open("a", buffering=1, errors="replace")
             self(header, console=False)
 
     def __call__(self, text: str, console: bool = True) -> None:
-        if self.file and self.begun:
+        if self.file:
             self.file.write(text + "\n")
-        if self.file and console:
+        if self.enabled and console:
             self.live("")
             print(text, flush=True)
 
@@ -840,7 +839,7 @@ class Log:
 
     def live(self, text: str) -> None:
         """Show the text in place of the last one, on a terminal."""
-        if self.file and sys.stdout.isatty():
+        if self.enabled and sys.stdout.isatty():
             print(f"\r\x1b[K{text}", end="", flush=True)
 
 class Health:

@@ -160,7 +160,7 @@ def help_text() -> str:
     """Every flag under its group, with its value in each preset and its meaning."""
     lines = [f"usage: {SCRIPT.name} [--preset {{{','.join(PRESETS)}}}] [--FLAG VALUE ...]", ""]
     lines += [__doc__.split("\n")[0], "Defaults are the record's; a preset changes some."]
-    row = "  {:<24}" + " {:>15}" * len(PRESETS) + "  {}"
+    row = "  {:<26}" + " {:>15}" * len(PRESETS) + "  {}"
     for line in inspect.getsource(Hyperparameters).splitlines():
         if group := re.match(r"    # ([^:]*)", line):
             lines += ["", row.format(group[1], *PRESETS, "").rstrip()]

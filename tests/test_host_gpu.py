@@ -248,7 +248,7 @@ def attention_error(flex_mask, window):
     generator = torch.Generator().manual_seed(0)
     q, k, v, y_grad = torch.randn(4, 1, TINY.train_seq_len, 1, 16, generator=generator).unbind()
     inputs, _ = make_batch(TINY)
-    docs = (inputs.flatten() == TINY.eot_token).cumsum(0, dtype=torch.int32)
+    docs = (inputs.flatten() == TINY.eot_token).cumsum(0, dtype=torch.int32) + 1
 
     def attention(q, k, v, docs, window, build):
         mask = build(docs, window)

@@ -250,9 +250,13 @@ def joined_rows(loaders, length):
 
 
 @pytest.fixture
-def documents_in_shards(tiny_shards, tmp_path):
-    """Three shards of documents of 200 tokens on average, and a last one that is barely a step."""
+def documents_in_shards(tiny_shards, tmp_path, write_shard):
+    """Documents of 200 tokens on average, a shard that is barely a step, and one of documents that
+    are half a sequence long, so that the next begins right where a sequence ends."""
     pattern = tiny_shards([5000, 4100, 7000, 1025])
+    halves = np.arange(6000) % 250
+    halves[20::64] = EOT
+    write_shard(tmp_path / "tiny_train_000004.bin", halves)
     return pattern, [read_tokens(path) for path in sorted(tmp_path.glob("tiny_train_*.bin"))]
 
 

@@ -61,13 +61,16 @@ def script(number):
     return load(number)
 
 
-def records(first, last=len(LINEAGE)):
-    """Parametrises a test over some of the records alone, by their numbers."""
-    numbers = range(first, last + 1)
-    return pytest.mark.parametrize("number", numbers, ids=LINEAGE[first - 1 : last])
+def records(numbers):
+    """Parametrises a test over some of the records alone."""
+    return pytest.mark.parametrize("number", numbers, ids=[LINEAGE[n - 1] for n in numbers])
 
 
-early = records(EARLY[0], EARLY[-1])
+def since(first):
+    return records(range(first, len(LINEAGE) + 1))
+
+
+early = records(EARLY)
 
 
 # What the scripts share
@@ -427,25 +430,24 @@ def published_names(number):
     return [*names, "skip_weights", "lm_head.weight"]
 
 
-@records(3, 6)
+@records(EARLY[2:])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."], ids=["plain", "compiled"])
 @pytest.mark.parametrize("later", [False, True], ids=["embed.N", "N"])
 def test_weights_load_under_their_published_names(number, script, prefix, later):
     """Tables were `value_embeds.embed.N` up to #21, and `value_embeds.N` afterwards."""
-    sizes = dict(attention_pattern=script.Hyperparameters().attention_pattern,
-                 value_embed_pattern=script.Hyperparameters().value_embed_pattern)
-    model = make_model(script, tiny(script, **sizes))
+    record = script.Hyperparameters()
+    cfg = tiny(script, attention_pattern=record.attention_pattern,
+               value_embed_pattern=record.value_embed_pattern)  # fmt: skip
+    model, other = make_model(script, cfg, seed=0), make_model(script, cfg, seed=1).state_dict()
     own = [x.replace("value_embeds.embed.", "value_embeds.") for x in published_names(number)]
-    assert sorted(own) == sorted(model.state_dict())
-    saved = make_model(script, tiny(script, **sizes), seed=1).state_dict()
+    assert sorted(own) == sorted(other)
     given = own if later else published_names(number)
-    state = {prefix + name: saved[x].clone() for name, x in zip(given, own, strict=True)}
-    model.load_state_dict(state)
+    model.load_state_dict({prefix + x: other[name] for x, name in zip(given, own, strict=True)})
     for name, weight in model.state_dict().items():
-        assert torch.equal(weight, saved[name]), name
+        assert torch.equal(weight, other[name]), name
 
 
-@records(3)
+@since(3)
 def test_the_cap_is_computed_in_the_published_type(number, script):
     """tanh in the head's own, the sigmoid in fp32; both give fp32."""
     model = make_model(script, tiny(script)).bfloat16()
@@ -462,18 +464,20 @@ def test_the_cap_is_computed_in_the_published_type(number, script):
     torch.testing.assert_close(logits.double(), expected, rtol=rounding, atol=0)
 
 
-FP8_SCALES = {n: [PUBLISHED[f"fp8_{x}_scale"][n - 1] for x in ("x", "w", "grad")]
-              for n in EARLY[3:]}  # fmt: skip
-FP8_SCALES |= dict.fromkeys((7, 8, 9), [448 / 768**0.5, 2**9, 448])
+def fp8_scales(number):
+    """Published factors of the head's input, its weights and its gradient, before their casts."""
+    if number in EARLY:
+        return [PUBLISHED[f"fp8_{x}_scale"][number - 1] for x in ("x", "w", "grad")]
+    return [448 / 768**0.5, 2**9, 448]
 
 
-@records(4)
+@since(4)
 def test_the_head_takes_fp8_with_the_published_scales_while_training(number, script):
     record, cfg = script.Hyperparameters(), tiny(script)
     model = make_model(script, cfg)
     owner = model if number == 4 else model.lm_head
     owner.fp8_scales = record.fp8_x_scale, record.fp8_w_scale, record.fp8_grad_scale
-    assert owner.fp8_scales == pytest.approx(FP8_SCALES[number])
+    assert owner.fp8_scales == pytest.approx(fp8_scales(number))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 32, generator=generator).bfloat16().requires_grad_()
     targets = torch.randint(EOT, (64,), generator=generator)
@@ -490,7 +494,7 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(number, scr
     training = model.logits(x)
     found = torch.autograd.grad(loss(training), [x, w])
     plain = model.eval().logits(x)
-    x_scale, w_scale, _ = FP8_SCALES[number]
+    x_scale, w_scale, _ = fp8_scales(number)
     products = rounded(x, x_scale) @ rounded(w, w_scale).T
     exact = x.double() @ w.bfloat16().double().T
     for logits, raw in ((training, products), (plain, exact)):
@@ -505,7 +509,7 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(number, scr
 
 
 @pytest.mark.parametrize("preset", ["record", "pocket"])
-@records(4)
+@since(4)
 def test_gradients_of_the_head_fit_into_fp8(number, script, preset):
     """With respect to a logit, a sum of losses has at most 1, their mean 1 / the tokens."""
     cfg = script.Hyperparameters(**script.PRESETS[preset])
@@ -545,7 +549,7 @@ def test_what_a_record_asks_of_a_gpu(number, script, capability, monkeypatch):
     if number >= 4:
         scales = (model if number == 4 else model.lm_head).fp8_scales
         if capability == (9, 0):
-            assert scales == pytest.approx(FP8_SCALES[number])
+            assert scales == pytest.approx(fp8_scales(number))
         else:
             assert scales is None
 
@@ -568,7 +572,7 @@ def test_tied_weights_begin_at_the_published_loss():
     assert losses.mean().item() == pytest.approx(16.0058, abs=4 * standard_error)
 
 
-@records(2)
+@since(2)
 def test_a_head_of_zeros_begins_at_the_log_of_the_padded_vocabulary(number, script):
     record = script.Hyperparameters()
     cfg = tiny(

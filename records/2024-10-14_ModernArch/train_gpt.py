@@ -596,7 +596,7 @@ class Ranks:
 
     def check_parity(self, step: int, model: nn.Module) -> None:
         """Raise UserError where the ranks' parameters are not the same bits."""
-        checksum = sum(p.detach().view(torch.uint8).sum() for p in model.parameters())
+        checksum = sum(p.detach().flatten().view(torch.uint8).sum() for p in model.parameters())
         if len(self.all_gather(checksum[None]).unique()) > 1:
             raise UserError(f"step {step}: the ranks' parameters have drifted apart")
 

@@ -108,9 +108,9 @@ if has_nvidia; then
 import sys, torch, train_gpt
 gpus = torch.cuda.device_count()
 try:
-    preset, cfg = train_gpt.parse_args(sys.argv[1:])
+    cfg = train_gpt.parse_args(sys.argv[1:])
     data = next((name for name in ("pocket", "fineweb") if name in cfg.train_files), "own")
-    most = gpus if preset == "record" else 1
+    most = gpus if cfg.preset == "record" else 1
     fits = [n for n in range(1, most + 1) if cfg.sequences_per_step % n == 0]
     print(gpus, max(fits, default=1), most, cfg.sequences_per_step, data)
 except train_gpt.UserError:

@@ -220,11 +220,12 @@ class NoHostWait(TorchDispatchMode):
 
 
 def one_rank(world_size=1, rank=0):
-    def all_reduce(x, op=None):
-        return x
-
     return types.SimpleNamespace(
-        rank=rank, world_size=world_size, device=torch.device("cpu"), all_reduce=all_reduce
+        rank=rank,
+        world_size=world_size,
+        device=torch.device("cpu"),
+        all_reduce=lambda x, op=None: x,
+        all_gather=lambda x: x[None],
     )
 
 

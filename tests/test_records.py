@@ -37,22 +37,12 @@ BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significan
 
 @functools.cache
 def load(number):
-    """The script of record 1, 2, … as a module, its FP8 operators under names of its own.
-
-    torch keeps one implementation a name: of scripts in one process, the last would serve all.
-    """
+    """The script of record 1, 2, … as a module."""
     if number == len(SCRIPTS):
         return train_gpt
-    custom_op, name = torch.library.custom_op, f"record{number}"
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS[number - 1])
+    spec = importlib.util.spec_from_file_location(f"record{number}", SCRIPTS[number - 1])
     module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            torch.library,
-            "custom_op",
-            lambda op, **kwargs: custom_op(op.replace("nanogpt", name), **kwargs),
-        )
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -662,16 +652,17 @@ def trained(script, cfg, seeds, model=None, optimizers=None):
 
 
 def test_a_checkpoint_goes_on_to_the_bit(script, tmp_path):
-    cfg = tiny(script, resume="auto")
-    ranks, data, said = script.Ranks(cfg), [["train.bin", 1000, "3f"]], []
+    cfg = tiny(script, resume="auto", run_id="run")
+    ranks, data = script.Ranks(cfg), [["train.bin", 1000, "3f"]]
     model, optimizers = trained(script, cfg, range(3))
     script.save_checkpoint(tmp_path, ranks=ranks, keep=2, state=dict(
-        step=3, hyperparameters=dataclasses.asdict(cfg), data=data, train_time_ms=1.5,
+        step=3, hyperparameters=dataclasses.asdict(cfg), data=data, train_time_ms=1.5, visited=7,
         loader=dict(epoch=0, shard=0, position=384), model=model.state_dict(),
         optimizers={o.name: o.full_state() for o in optimizers},
         generator=torch.get_rng_state()))
-    path = script.find_checkpoint(cfg, tmp_path, ranks, said.append)
-    state = script.load_checkpoint(path, cfg, data)
+    path = script.find_checkpoint(cfg, ranks, SimpleNamespace(folder=tmp_path))
+    state = script.load_checkpoint(path)
+    script.check_same_run(path, state, cfg, data)
     other = make_model(script, cfg, seed=1)
     others = script.build_optimizers(other, cfg, ranks)
     other.load_state_dict(state["model"])

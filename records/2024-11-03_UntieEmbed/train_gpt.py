@@ -12,9 +12,11 @@ the embedding is normed, the head begins at zero.
 # ---- Setup ------------------------------------------------------------------
 import argparse
 import ctypes
+import dataclasses
 import functools
 import glob
 import hashlib
+import inspect
 import itertools
 import math
 import os
@@ -28,12 +30,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+if __name__ == "__main__":  # before the imports that take seconds
+    def end_at_once(*_) -> None:
+        """What Ctrl-C does until the training itself listens to signals: a line, no traceback."""
+        os.write(2, b"train_gpt.py: stopped by Ctrl-C (SIGINT)\n")
+        os._exit(128 + signal.SIGINT)
+    signal.signal(signal.SIGINT, end_at_once)
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.checkpoint import checkpoint
 
 BLOCK = 128  # tokens in a block of the attention mask
@@ -45,8 +53,8 @@ class UserError(Exception):
 
 compiled = functools.cache(functools.partial(torch.compile, dynamic=False))
 def fused(function, x: Tensor):
-    """The function, compiled to few kernels where x is on a GPU, and not a fake tensor."""
-    return compiled(function) if x.is_cuda and type(x) in (Tensor, nn.Parameter) else function
+    """The function, compiled to few kernels where x is on a GPU."""
+    return compiled(function) if x.is_cuda else function
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -56,14 +64,16 @@ def round_up(value: int, multiple: int) -> int:
 class Hyperparameters:
     """Everything a run can be asked to do differently; each field is a flag of the same name."""
     # Data, step and validation
+    preset: str = "record"  # the set of values that the other flags change
     tokenizer: str = "gpt2"  # what made the tokens, gpt2 or bytes; decodes the sample
     vocab_size: int = 50257  # token ids lie below it
     eot_token: int = 50256  # end-of-text, the token that opens each document
     sequences_per_step: int = 512  # sequences in one step, all ranks together
     train_seq_len: int = 1024  # tokens of a training sequence, a multiple of 128
     sequence_stride: int = 1  # sequence k of a shard's N is the one at k · stride mod N
+    align_documents: bool = False  # each sequence begins with a document
+    max_document_tokens: int = 0  # sequences are packed with the beginnings of documents; 0: not
     seed: int = 0  # of the initial weights and of the sample
-    val_tokens: int = 10_485_760  # validation tokens, each counted once
     val_seq_len: int = 1024  # tokens of a validation sequence, a multiple of 128
     # Model
     model_dim: int = 768  # width of the residual stream
@@ -87,6 +97,7 @@ class Hyperparameters:
     num_iterations: int = 4578  # optimizer steps
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
+    val_tokens: int = 10_485_760  # validation tokens, each counted once
     sequences_per_forward: int = 64  # sequences that a rank runs at once, at most
     target_loss: float = 3.28  # validation loss to reach, nats per token
     val_every: int = 125  # steps between validations; 0: only the last
@@ -99,6 +110,8 @@ class Hyperparameters:
     resume: str = ""  # checkpoint to go on from; auto: the newest whole one of --run_id
     sample_tokens: int = 0  # tokens of text to print after the last validation
     prompt: str = "\n"  # text that the sample continues
+    temperature: float = 1.0  # divides the logits of the sample; 0: always the likeliest token
+    top_k: int = 0  # the sample's next token is one of the likeliest k; 0: of all
     profile: bool = False  # write a chrome trace of a few steps and a table by kernel
 
     @property
@@ -106,8 +119,9 @@ class Hyperparameters:
         return self.sequences_per_step * self.train_seq_len
 
 PRESETS = {"record": {}, "pocket": dict(
+    preset="pocket", prompt="def ",
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
-    tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, prompt="def ",
+    tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16,
     num_iterations=240, sequences_per_step=16, sequences_per_forward=16, train_seq_len=128,
     sequence_stride=1_000_003, val_seq_len=128, val_tokens=262_144, val_every=0, warmup_steps=1,
     target_loss=1.64, sample_tokens=200, model_dim=64, head_dim=16, rope_base=32, cooldown_frac=0.7,
@@ -116,45 +130,63 @@ PRESETS = {"record": {}, "pocket": dict(
 def boolean(text: str) -> bool:
     return ["false", "true"].index(text.lower()) == 1
 
-def parse_args(argv: list[str] | None) -> tuple[str, Hyperparameters]:
-    """The preset's name and the hyperparameters that the command line asks for."""
+def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
+    """The flags given, on top of the preset named or else of a checkpoint's saved values."""
     def error(message: str):
         raise UserError(f"{message}; --help lists the flags")
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", SCRIPT.read_text(), re.M))
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n")[0])
-    parser.error = error
-    parser.add_argument("--preset", choices=PRESETS, default="record", help="['record']")
-    for field in fields(Hyperparameters):
-        presets = [f"{k}: {v[field.name]!r}" for k, v in PRESETS.items() if field.name in v]
-        kind = dict(type=field.type, metavar=field.type.__name__)
-        kind |= dict(type=boolean, nargs="?", const=True) if field.type is bool else {}
-        parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **kind,
-                            help=f"{comments[field.name]} {[field.default, *presets]}")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.error, parser.format_help = error, help_text
+    parser.add_argument("--preset", choices=PRESETS, default=argparse.SUPPRESS)
+    for field in fields(Hyperparameters)[1:]:
+        kind = dict(type=field.type)
+        if field.type is bool:
+            kind = dict(type=boolean, nargs="?", const=True)
+        parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **kind)
     flags = vars(parser.parse_args(argv))
-    cfg = Hyperparameters(**PRESETS[preset := flags.pop("preset")] | flags)
+    values = PRESETS[flags.get("preset", "record")]
+    if saved and "preset" not in flags:
+        values = {key: saved[key] for key in saved if key not in ("device", "run_id", "resume")}
+    cfg = Hyperparameters(**values | flags)
     check_hyperparameters(cfg)
-    return preset, cfg
+    return cfg
+
+def help_text() -> str:
+    """Every flag under its group, with its value in each preset and its meaning."""
+    lines = [f"usage: {SCRIPT.name} [--preset {{{','.join(PRESETS)}}}] [--FLAG VALUE ...]", ""]
+    lines += [__doc__.split("\n")[0], "Defaults are the record's; a preset changes some."]
+    row = "  {:<22}" + " {:>15}" * len(PRESETS) + "  {}"
+    for line in inspect.getsource(Hyperparameters).splitlines():
+        if group := re.match(r"    # ([^:]*)", line):
+            lines += ["", row.format(group[1], *PRESETS, "").rstrip()]
+        elif flag := re.match(r"    (\w+): .*  # (.*)", line):
+            values = [repr(getattr(Hyperparameters(**x), flag[1])) for x in PRESETS.values()]
+            lines.append(row.format(f"--{flag[1]}", *values, flag[2]))
+    return "\n".join(lines) + "\n"
 
 def check_hyperparameters(cfg: Hyperparameters) -> None:
     """Raise UserError for a value that no run can be made of: flag, value and rule."""
+    def require(names: str, holds, rule: str) -> None:
+        for name in names.split():
+            if not holds(value := getattr(cfg, name)):
+                raise UserError(f"--{name} {value}: must {rule}")
     numbers = " ".join(f.name for f in fields(cfg) if f.type in (int, float))
-    positive = """num_iterations sequences_per_step train_seq_len sequences_per_forward val_tokens
-        val_seq_len model_dim head_dim mlp_ratio num_layers rope_base vocab_multiple"""
-    rules = [  # names, what holds for the value of each, the same in words
-        (numbers, lambda x: 0 <= x < math.inf, "be finite and not negative"),
-        (positive, lambda x: x > 0, "be positive"),
-        ("train_seq_len val_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}"),
-        ("seed", lambda x: x < 2**63, "be below 2**63"),
-        ("run_id", lambda x: "/" not in x and x not in (".", ".."), "be the name of a folder"),
-        ("head_dim", lambda x: x % 4 == 0, "be a multiple of 4"),
-        ("model_dim", lambda x: x % cfg.head_dim == 0, f"be a multiple of {cfg.head_dim=}"),
-        ("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536"),
-        ("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes"),
-        ("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu"),
-    ]
-    for name, holds, rule in ((name, *rest) for names, *rest in rules for name in names.split()):
-        if not holds(value := getattr(cfg, name)):
-            raise UserError(f"--{name} {value}: must {rule}")
+    require(numbers, lambda x: 0 <= x < math.inf, "be finite and not negative")
+    require("""num_iterations sequences_per_step train_seq_len sequences_per_forward val_tokens
+        val_seq_len model_dim head_dim mlp_ratio num_layers rope_base vocab_multiple""",
+            lambda x: x > 0, "be positive")
+    require("train_seq_len val_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}")
+    require("adam_beta1 adam_beta2 muon_momentum", lambda x: x < 1, "be below 1")
+    require("cooldown_frac final_lr_frac", lambda x: x <= 1, "be at most 1")
+    require("seed", lambda x: x < 2**63, "be below 2**63")
+    require("run_id", lambda x: "/" not in x and x not in (".", ".."), "be the name of a folder")
+    require("head_dim", lambda x: x % 4 == 0, "be a multiple of 4")
+    require("model_dim", lambda x: x % cfg.head_dim == 0, f"be a multiple of {cfg.head_dim}")
+    require("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536")
+    require("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes")
+    require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
+    modes = "default reduce-overhead max-autotune max-autotune-no-cudagraphs"
+    require("compile_mode", lambda x: x in ["", *modes.split()], f"be empty or one of {modes}")
+    require("resume", lambda x: x != "auto" or cfg.run_id, "come with the --run_id of a run")
 
 # ---- Data (the same in every record) ----------------------------------------
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1  # of a shard, little-endian int32
@@ -173,7 +205,9 @@ def shard_size(path: Path) -> int:
         size, header = path.stat().st_size, np.fromfile(path, "<i4", HEADER_INTS).tolist()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it again") from None
-    if len(header) < HEADER_INTS or header[:2] != [MAGIC, VERSION]:
+    if size < 4 * HEADER_INTS:
+        raise UserError(f"{path}: {size} bytes are too few for a shard's header; fetch it again")
+    if header[:2] != [MAGIC, VERSION]:
         raise UserError(f"{path}: magic, version {header[:2]}, not {[MAGIC, VERSION]}; remake it")
     if size != 4 * HEADER_INTS + 2 * header[2]:
         raise UserError(f"{path}: {size} bytes do not hold {header[2]} tokens; fetch it again")
@@ -193,6 +227,48 @@ def fingerprint(files: list[Path]) -> list:
     return [[path.name, shard_size(path), hashlib.sha256(
         np.fromfile(path, np.uint8, 2**20)).hexdigest()] for path in files]
 
+# The three ways to cut a shard into sequences. Each gives the rows (N, length + 1) of the step that
+# begins at a position, and where the next one does, or None where the shard holds no such step.
+def consecutive_rows(tokens, documents, position: int, length: int, cfg: Hyperparameters):
+    """Tokens as they follow one another; a stride spreads the step's sequences over the shard."""
+    step_tokens = cfg.sequences_per_step * length
+    N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step  # sequences of whole steps
+    first = round_up(position, length) // length
+    if first + cfg.sequences_per_step > N:
+        return None
+    stride = next(n for n in itertools.count(cfg.sequence_stride) if math.gcd(n, N) == 1)
+    starts = [k * stride % N * length for k in range(first, first + cfg.sequences_per_step)]
+    return np.stack([tokens[x : x + length + 1] for x in starts]), first * length + step_tokens
+
+def aligned_rows(tokens, documents, position: int, length: int, cfg: Hyperparameters):
+    """Each sequence begins with a document, and what follows it in the shard: @classiclarryd.
+    What is left of the document that the one before ends in is skipped."""
+    if position + 2 * cfg.sequences_per_step * length + 1 >= len(tokens):
+        return None
+    starts, following = [], np.searchsorted(documents, position)
+    while following < len(documents) and len(starts) < cfg.sequences_per_step:
+        starts.append(documents[following])
+        following = np.searchsorted(documents, starts[-1] + length)
+    if following == len(documents):
+        return None
+    return np.stack([tokens[x : x + length + 1] for x in starts]), int(documents[following])
+
+def packed_rows(tokens, documents, position: int, length: int, cfg: Hyperparameters):
+    """Each sequence is filled with the first tokens of one document after the other: @varunneal.
+    The position counts documents; what is left of one that is cut is skipped."""
+    ends, rows = np.append(documents[1:], len(tokens)), []
+    for _ in range(cfg.sequences_per_step):
+        pieces, room = [], length + 1
+        while room:
+            if position == len(documents):
+                return None
+            size = min(ends[position] - documents[position], cfg.max_document_tokens, room)
+            pieces.append(tokens[documents[position] :][:size])
+            room -= size
+            position += 1
+        rows.append(np.concatenate(pieces))
+    return np.stack(rows), position
+
 class TokenLoader:
     """Gives each rank its sequences of each step, the r-th part of the step's sequences to rank r.
     A step's sequences are of one shard: what does not fill a step at its end is skipped."""
@@ -203,6 +279,9 @@ class TokenLoader:
         if size <= cfg.step_tokens:
             raise UserError(f"{path}: {size} tokens, a step takes {cfg.step_tokens} and one more; "
                             "lower --train_seq_len")
+        if cfg.sequences_per_step % world_size:
+            raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
+                            f"the {world_size} ranks must divide it")
         self.sequences = cfg.sequences_per_step // world_size
         self.per_forward = max(n for n in range(1, self.sequences + 1)
                                if self.sequences % n == 0 and n <= cfg.sequences_per_forward)
@@ -213,29 +292,37 @@ class TokenLoader:
         """Where the next step begins, for any number of ranks."""
         return dict(epoch=self.epoch, shard=self.shard, position=self.position)
 
+    def read(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
+        """A shard's tokens, and where its documents begin."""
+        tokens = read_shard(path, self.cfg.vocab_size)
+        return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
+
     def seek(self, state: dict[str, int]) -> None:
         """Go to a `state`; the shard after its own is read ahead."""
         self.epoch, self.shard, self.position = state["epoch"], state["shard"], state["position"]
         here, following = (self.files[(self.shard + i) % len(self.files)] for i in (0, 1))
-        self.ahead = {path: self.ahead.get(path) or self.reader.submit(
-            read_shard, path, self.cfg.vocab_size) for path in (here, following)}
-        self.tokens = self.ahead[here].result()
+        self.ahead = {path: self.ahead.get(path) or self.reader.submit(self.read, path)
+                      for path in (here, following)}
+        self.tokens, self.documents = self.ahead[here].result()
 
-    def next_step(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's share of the next step: inputs and targets of each forward pass."""
-        if self.position + self.cfg.step_tokens >= len(self.tokens):
+    def next_step(self, length: int) -> list[tuple[Tensor, Tensor]]:
+        """This rank's share of the next step's sequences: inputs and targets of each forward pass.
+        Raises UserError where no shard holds the documents of a step."""
+        cut = aligned_rows if self.cfg.align_documents else consecutive_rows
+        cut = packed_rows if self.cfg.max_document_tokens else cut
+        for _ in range(len(self.files) + 1):
+            if step := cut(self.tokens, self.documents, self.position, length, self.cfg):
+                break
             epoch, shard = divmod(self.epoch * len(self.files) + self.shard + 1, len(self.files))
             if shard == 0:
                 self.say(f"data: its end is reached, epoch {epoch + 1} begins")
             self.seek(dict(epoch=epoch, shard=shard, position=0))
-        length = self.cfg.train_seq_len
-        N = (len(self.tokens) - 1) // self.cfg.step_tokens * self.cfg.sequences_per_step
-        stride = next(n for n in itertools.count(self.cfg.sequence_stride) if math.gcd(n, N) == 1)
-        first = self.position // length + self.rank * self.sequences
-        starts = (k * stride % N * length for k in range(first, first + self.sequences))
-        rows = np.stack([self.tokens[start : start + length + 1] for start in starts])
-        self.position += self.cfg.step_tokens
-        return [to_batch(part, self.device) for part in np.split(rows, self.micro_steps)]
+        else:
+            raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for "
+                            "a step; lower --train_seq_len or --sequences_per_step")
+        rows, self.position = step
+        mine = rows[self.rank * self.sequences :][: self.sequences]
+        return [to_batch(part, self.device) for part in np.split(mine, self.micro_steps)]
 
 def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
@@ -248,8 +335,10 @@ def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 Linear = functools.partial(nn.Linear, bias=False)
 
 def norm(x: Tensor) -> Tensor:
-    size = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)  # F.rms_norm is slow on CPUs
-    return (x * (x.size(-1) ** 0.5 / size.clamp_min(1e-6))).type_as(x)
+    """RMS norm over the last dimension, with the epsilon of F.rms_norm in the torch of its day."""
+    size = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
+    mean_square = size.square() / x.size(-1)
+    return (x * (mean_square + torch.finfo(x.dtype).eps).rsqrt()).type_as(x)
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, https://arxiv.org/abs/2104.09864, by the angles of (T, 1, K / 2) pairs."""
@@ -293,6 +382,12 @@ class Block(nn.Module):
         x = x + self.attn(norm(x), turn)
         return x + self.mlp(norm(x))
 
+def translate_names(model: nn.Module, state: dict[str, Tensor], *_) -> None:
+    """Names of a compiled model, and of records published before record #22, become ours."""
+    for old in list(state):
+        new = old.removeprefix("_orig_mod.").replace("value_embeds.embed.", "value_embeds.")
+        state[new] = state.pop(old)
+
 class GPT(nn.Module):
     """The model. Its forward gives the summed cross-entropy of targets (B, T; -1: none) after
     inputs (B, T), rows apart."""
@@ -304,13 +399,14 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.num_layers))
         self.lm_head = Linear(cfg.model_dim, vocab)
         positions = max(cfg.train_seq_len, cfg.val_seq_len)
-        frequency = (1 / cfg.rope_base) ** (torch.arange(0, cfg.head_dim, 2) / cfg.head_dim)
+        frequency = 1 / cfg.rope_base ** (torch.arange(0, cfg.head_dim, 2) / cfg.head_dim)
         theta = torch.outer(torch.arange(positions), frequency)[:, None]
         self.register_buffer("cos", theta.cos().bfloat16(), persistent=False)
         self.register_buffer("sin", theta.sin().bfloat16(), persistent=False)
+        # Pairs of blocks that attention has visited in training, all layers together.
+        self.register_buffer("visited", torch.zeros((), dtype=torch.int64), persistent=False)
         self.head_chunks = max(1, cfg.head_chunks)
-        self.register_load_state_dict_pre_hook(lambda _, state, *rest: (  # of a compiled model
-            consume_prefix_in_state_dict_if_present(state, "_orig_mod.")))
+        self.register_load_state_dict_pre_hook(translate_names)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -333,6 +429,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, turn)
         return norm(x)
+        self.register_load_state_dict_pre_hook(translate_names)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits, fp32, (…, V)."""
@@ -342,14 +439,13 @@ class GPT(nn.Module):
         return F.cross_entropy(self.logits(x_SD), targets_S, ignore_index=-1, reduction="sum")
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        with torch.autocast(inputs_BT.device.type, torch.bfloat16, enabled=inputs_BT.is_cuda):
-            x, targets = self.hidden(inputs_BT).flatten(0, 1), targets_BT.flatten()
-            size = self.cfg.sequences_per_forward * self.cfg.train_seq_len // self.head_chunks
-            if size >= len(x):
-                return self.head_loss(x, targets)
-            pieces = (t.split(round_up(max(size, 1), BLOCK)) for t in (x, targets))
-            parts = zip(*pieces, strict=True)
-            return sum(checkpoint(self.head_loss, *part, use_reentrant=False) for part in parts)
+        x, targets = self.hidden(inputs_BT).flatten(0, 1), targets_BT.flatten()
+        chunks = self.head_chunks if self.training else 1  # without gradients there is room enough
+        size = self.cfg.sequences_per_forward * self.cfg.train_seq_len // chunks
+        if size >= len(x):
+            return self.head_loss(x, targets)
+        parts = zip(*(t.split(round_up(max(size, 1), BLOCK)) for t in (x, targets)), strict=True)
+        return sum(checkpoint(self.head_loss, *part, use_reentrant=False) for part in parts)
 
 # ---- Optimizers -------------------------------------------------------------
 def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
@@ -489,8 +585,6 @@ class Ranks:
     def __init__(self, cfg: Hyperparameters):
         env = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
         self.rank, self.world_size, local_rank = (int(os.environ.get(*x)) for x in env.items())
-        if (n := cfg.sequences_per_step) % self.world_size:
-            raise UserError(f"--sequences_per_step {n}: the {self.world_size} ranks must divide it")
         gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
         self.device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         if local_rank >= gpus > 0 or cfg.device == "cuda" and not gpus:
@@ -507,10 +601,19 @@ class Ranks:
             dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store,
                                     rank=self.rank, world_size=self.world_size)
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(x, op)
+            dist.all_reduce(x)
         return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """(N,) of every rank, as (ranks, N)."""
+        if self.world_size == 1:
+            return x[None]
+        rows = x.new_empty(self.world_size * len(x))
+        dist.all_gather_into_tensor(rows, x)
+        return rows.view(self.world_size, -1)
 
     def broadcast(self, value):
         """Rank 0's value of any picklable object."""
@@ -521,8 +624,8 @@ class Ranks:
 
     def check_parity(self, step: int, model: nn.Module) -> None:
         """Raise UserError where the ranks' parameters are not the same bits."""
-        bits = sum(p.detach().view(torch.uint8).sum() for p in model.parameters())
-        if self.all_reduce(torch.stack([bits, -bits]), dist.ReduceOp.MAX).sum().item():
+        checksum = sum(p.detach().view(torch.uint8).sum() for p in model.parameters())
+        if len(self.all_gather(checksum[None]).unique()) > 1:
             raise UserError(f"step {step}: the ranks' parameters have drifted apart")
 
 def device_facts(device: torch.device) -> tuple[str, int]:
@@ -534,29 +637,58 @@ def device_facts(device: torch.device) -> tuple[str, int]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // mib
     return f"cpu ({name[1] if name else os.uname().machine})", peak
 
+PEAK_FLOPS = {  # a second, of dense products in bf16 added up in fp32, by NVIDIA's data sheets
+    "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12, "NVIDIA B200": 2250e12,
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12, "NVIDIA GeForce RTX 3090": 71e12}
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the GPU, or in the machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    info = Path("/proc/meminfo")
+    available = re.search(r"MemAvailable:\s*(\d+)", info.read_text() if info.exists() else "")
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 1024 * int(available[1]) if available else whole
+
 class Log:
-    """Rank 0's log file and console; the other ranks stay silent. A log that is there goes on."""
-    def __init__(self, path: Path, enabled: bool):
-        self.file, self.last_step = None, -1
-        if enabled:
-            path.parent.mkdir(parents=True, exist_ok=True)
+    """Rank 0's log file and console; the other ranks stay silent. A log goes on where its run is
+    resumed; a new one begins with its header, and what is said before that is not in it. Raises
+    UserError where there is a log and nothing is to be resumed."""
+    def __init__(self, cfg: Hyperparameters, ranks: Ranks):
+        run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+        self.file, self.last_step, self.run_id = None, -1, ranks.broadcast(run_id)
+        self.folder = Path("logs") / self.run_id
+        path = self.folder / "log.txt"
+        if ranks.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
             self.file = path.open("a+", buffering=1, errors="replace")
             self.file.seek(0)
-            steps = re.findall(r"^step:(\d+)/", self.file.read(), re.M)
-            self.last_step = max(map(int, steps), default=-1)
+            if (old := self.file.read()) and not cfg.resume:
+                raise UserError(f"--run_id {cfg.run_id}: {path} is there already; go on with its "
+                                "run by --resume auto, or name another --run_id")
+            steps = re.findall(r"^step:(\d+)/", old, re.M)
+            self.begun, self.last_step = bool(old), max(map(int, steps), default=-1)
+
+    def begin(self, header: str) -> None:
+        """Write the header of a new log."""
+        if self.file and not self.begun:
+            self.begun = True
+            self(header, console=False)
 
     def __call__(self, text: str, console: bool = True) -> None:
-        if self.file:
+        if self.file and self.begun:
             self.file.write(text + "\n")
-            if console:
-                self.live("")
-                print(text, flush=True)
+        if self.file and console:
+            self.live("")
+            print(text, flush=True)
 
-    def step(self, step: int, last: int, ms: float, val_loss: float | None = None) -> None:
+    def step(self, step: int, last: int, ms: float, **losses: float) -> None:
         """A step's line, marked where the log has that step already, from before a crash."""
-        val = "" if val_loss is None else f"val_loss:{val_loss:.4f} "
-        self(f"step:{step}/{last} {val}train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"
-             + " redone:1" * (step <= self.last_step), console=bool(val))
+        shown = "".join(f"{k}:{loss:.4f} " for k, loss in losses.items() if math.isfinite(loss))
+        redone = " redone:1" if step <= self.last_step else ""
+        self(f"step:{step}/{last} {shown}train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"
+             + redone, console="val_loss" in losses)
 
     def live(self, text: str) -> None:
         """Show the text in place of the last one, on a terminal."""
@@ -566,24 +698,26 @@ class Log:
 class Health:
     """What ranks tell each other at every step: a signal to stop, a non-finite loss or gradient.
     On CUDA it is read one step late, so that the host never waits for the step it is in."""
+    SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # the last: a closed connection
+
     def __init__(self, ranks: Ranks, names: list[str]):
         self.ranks, self.names, self.news = ranks, names, []
         self.signal, self.stopping, self.loss = 0, 0, math.nan
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self.SIGNALS:
             signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, frame) -> None:
         self.signal = number
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in self.SIGNALS:
             signal.signal(each, signal.SIG_DFL)  # a second one ends the process at once
 
     def check(self, step: int, loss: Tensor, grads: list[Tensor]) -> None:
         """Share the news of this step, before its update. Raises UserError, as `read`."""
-        sums = torch.stack([x.sum(dtype=torch.float32) for x in (loss, *grads)])
-        news = F.pad(~sums.isfinite() * (self.ranks.rank + 1.0), (0, 1), value=self.signal)
-        news = torch.cat([self.ranks.all_reduce(news, dist.ReduceOp.MAX), sums[:1]])
+        sums = [x.sum(dtype=torch.float32) for x in (loss, *grads)]  # finite where all entries are
+        news = torch.stack([*sums, torch.full_like(sums[0], self.signal)])
+        rows = self.ranks.all_gather(news)
         event = torch.cuda.Event() if news.is_cuda else None
-        self.news.append((step, news.to("cpu", non_blocking=True), event))
+        self.news.append((step, rows.to("cpu", non_blocking=True), event))
         if event:
             event.record()
         self.read(late=int(news.is_cuda))
@@ -591,13 +725,14 @@ class Health:
     def read(self, late: int = 0) -> None:
         """Take in all news but the last `late`. Raises UserError: step, rank and what is bad."""
         while len(self.news) > late:
-            step, news, event = self.news.pop(0)
+            step, rows, event = self.news.pop(0)
             if event:
                 event.synchronize()
-            *bad, self.stopping, self.loss = news.tolist()
-            for name, rank in zip(self.names, bad, strict=True):
-                if rank:
-                    raise UserError(f"step {step}: non-finite {name} on rank {rank - 1:.0f}")
+            for rank, (*sums, _) in enumerate(rows.tolist()):
+                for name, total in zip(self.names, sums, strict=True):
+                    if not math.isfinite(total):
+                        raise UserError(f"step {step}: non-finite {name} on rank {rank}")
+            self.loss, self.stopping = rows[:, 0].mean().item(), int(rows[:, -1].max())
 
 # ---- Checkpoints (the same in every record) ---------------------------------
 def write_durably(path: Path, write) -> None:
@@ -631,38 +766,52 @@ def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
     if failure := ranks.broadcast(failure):
         raise UserError(failure)
 
-def find_checkpoint(cfg: Hyperparameters, folder: Path, ranks: Ranks, log: Log) -> Path | None:
+def find_checkpoint(cfg: Hyperparameters, ranks: Ranks, log: Log) -> Path | None:
     """The checkpoint that --resume asks for, the same one on all ranks. Raises UserError."""
     found, auto = None, cfg.resume == "auto"
-    paths = sorted(folder.glob("step-*.pt"), reverse=True) if auto else [Path(cfg.resume)]
+    if not auto and not Path(cfg.resume).is_file():
+        raise UserError(f"--resume {cfg.resume}: there is no such file; name another")
+    paths = sorted(log.folder.glob("step-*.pt"), reverse=True) if auto else [Path(cfg.resume)]
     for path in paths if ranks.rank == 0 else []:
         digest = path.parent / f"{path.stem}.sha256"
-        if path.is_file() and digest.is_file() and digest.read_bytes() == sha256(path):
+        if digest.is_file() and digest.read_bytes() == sha256(path):
             found = path
             break
-        log(f"skipped the checkpoint {path}: it is damaged, or it or its .sha256 is missing")
+        log(f"skipped the checkpoint {path}: it is damaged, or its .sha256 is missing")
     if not (found := ranks.broadcast(found)) and not auto:
         raise UserError(f"--resume {cfg.resume}: no whole checkpoint with .sha256; name another")
-    log(f"no checkpoint in {folder}: starting afresh" if not found else f"resuming from {found}")
+    if not found:
+        log(f"no checkpoint in {log.folder}: starting afresh")
     return found
 
-def load_checkpoint(path: Path, cfg: Hyperparameters, data: list) -> dict:
-    """The state at `path`. Raises UserError where it is none, or of another run than this."""
+def load_checkpoint(path: Path) -> dict:
+    """The state at `path`. Raises UserError where it is none."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        theirs, ours = state["hyperparameters"], asdict(cfg)
-        fixed = itertools.takewhile("num_iterations".__ne__, ours)  # what follows may change
-        differing = [f"{key} {theirs.get(key)!r}, now {ours[key]!r}" for key in fixed
-                     if theirs.get(key) != ours[key]]
-        too_late = state["step"] > cfg.num_iterations
-        differing += [f"num_iterations, its step is {state['step']:d}"] * too_late
-        differing += ["the training data"] * (state["data"] != data)
-        _ = [state[k] for k in ("model", "optimizers", "loader", "generator", "train_time_ms")]
+        needed = "model optimizers loader data generator train_time_ms visited".split()
+        if missing := {"step", *needed} - state.keys():
+            raise KeyError(*missing)
+        for field in fields(Hyperparameters):
+            if type(state["hyperparameters"][field.name]) is not field.type:
+                raise TypeError(field.name)
+        check_hyperparameters(Hyperparameters(**state["hyperparameters"]))
+        if state["step"] < 0:
+            raise ValueError("step")
     except Exception as error:  # by what is in the file, torch.load raises nearly anything
         raise UserError(f"{path}: no checkpoint, {type(error).__name__}; name another") from None
+    return state
+
+def check_same_run(path: Path, state: dict, cfg: Hyperparameters, data: list | None) -> None:
+    """Raise UserError where `cfg` or the training data, if any, are not the checkpoint's."""
+    theirs, ours = state["hyperparameters"], asdict(cfg)
+    fixed = itertools.takewhile("num_iterations".__ne__, ours)  # what follows may change
+    differing = [f"{k} {theirs[k]!r}, now {ours[k]!r}" for k in fixed if theirs[k] != ours[k]]
+    if state["step"] > cfg.num_iterations:
+        differing.append(f"num_iterations, its step is {state['step']}")
+    if data is not None and state["data"] != data:
+        differing.append("the training data")
     if differing:
         raise UserError(f"{path}: of another run; what differs: {'; '.join(differing)}")
-    return state
 
 # ---- Validation (the same in every record) ----------------------------------
 def read_val_tokens(cfg: Hyperparameters) -> np.ndarray:
@@ -679,8 +828,10 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg: Hyperparameters, ranks: 
     """Mean loss over the validation tokens, each counted once; the sequences are dealt to ranks."""
     model.eval()
     total, length = torch.zeros((), dtype=torch.float64, device=ranks.device), cfg.val_seq_len
-    size = length * max(1, cfg.sequences_per_forward * cfg.train_seq_len // length)
-    count, tokens = len(tokens) - 1, np.pad(tokens, (0, size))
+    count = len(tokens) - 1
+    at_once = min(cfg.sequences_per_forward * cfg.train_seq_len, count)
+    size = length * max(1, at_once // length)
+    tokens = np.pad(tokens, (0, size))
     for start in range(ranks.rank * size, count, ranks.world_size * size):
         part = tokens[start : start + size + 1]
         rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
@@ -690,123 +841,160 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg: Hyperparameters, ranks: 
     model.train()
     return ranks.all_reduce(total).item() / count
 
+def load_tokenizer(cfg: Hyperparameters) -> tuple:
+    """Functions from text to token ids and back. Where its files are missing, tiktoken raises."""
+    if cfg.tokenizer == "bytes":
+        return str.encode, lambda ids: bytes(ids).decode(errors="replace")
+    import tiktoken  # only here: it may have to fetch its files
+    encoding = tiktoken.get_encoding("gpt2")
+    return encoding.encode_ordinary, encoding.decode
+
 @torch.no_grad()
-def sample(model: nn.Module, cfg: Hyperparameters, device: torch.device) -> str:
+def sample(model: nn.Module, cfg: Hyperparameters, device: torch.device, encode, decode) -> str:
     """The prompt and what the model says after it, up to sample_tokens or the document's end."""
-    encode, decode = str.encode, lambda ids: bytes(ids).decode(errors="replace")
-    if cfg.tokenizer == "gpt2":
-        import tiktoken  # only here: it may have to fetch its files
-        encode, decode = (getattr(tiktoken.get_encoding("gpt2"), x) for x in ("encode", "decode"))
     model.eval()
     torch.manual_seed(cfg.seed)
     ids = [cfg.eot_token, *encode(cfg.prompt)]
     for _ in range(cfg.sample_tokens):
-        recent = ids[-cfg.val_seq_len :]
-        padded = recent + [cfg.eot_token] * (-len(recent) % BLOCK)
-        x = model.hidden(torch.tensor([padded], dtype=torch.int32, device=device))
-        logits = model.logits(x[0, len(recent) - 1])[: cfg.vocab_size]
-        ids.append(torch.multinomial(logits.softmax(-1), 1).item())
+        inputs = torch.tensor([ids[-cfg.val_seq_len :]], dtype=torch.int32, device=device)
+        logits = model.logits(model.hidden(inputs)[0, -1])[: cfg.vocab_size]
+        if cfg.top_k:
+            least = logits.topk(min(cfg.top_k, cfg.vocab_size)).values[-1]
+            logits = logits.masked_fill(logits < least, -math.inf)
+        probabilities = (logits / max(cfg.temperature, 1e-6)).softmax(-1)
+        ids.append(torch.multinomial(probabilities, 1).item())
         if ids[-1] == cfg.eot_token:
             break
     return decode([i for i in ids if i != cfg.eot_token])
 
 # ---- Training ---------------------------------------------------------------
 def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> None:
-    """Attention kernel, pieces of the head and compilation that suit the GPU at hand."""
+    """Attention kernel and compilation that suit the GPU at hand."""
     torch.backends.cuda.enable_flash_sdp(False)  # attention by cuDNN, where the GPU can
     torch.backends.cuda.enable_mem_efficient_sdp(False)
-    if cfg.head_chunks == 0:  # bytes: some 50 for each activation kept, 4 for each logit
-        tokens = cfg.sequences_per_forward * cfg.train_seq_len
-        room = torch.cuda.mem_get_info(device)[0] - 50 * tokens * cfg.model_dim * len(model.blocks)
-        pieces = 4 * tokens * len(model.lm_head.weight) / max(1e8, room)
-        model.head_chunks = 2 ** max(0, math.ceil(math.log2(pieces)))
     model.compile(dynamic=False, mode=cfg.compile_mode or None)
+
+def choose_head_chunks(model: GPT, cfg: Hyperparameters, device: torch.device) -> int:
+    """Pieces in which head and loss fit into the free memory; a power of two, 16 at most."""
+    if cfg.head_chunks:
+        return cfg.head_chunks
+    tokens, free = cfg.sequences_per_forward * cfg.train_seq_len, free_memory(device)
+    if device.type == "cuda":  # bytes: some 50 for each activation kept, 4 for each logit
+        room, size = free - 50 * tokens * cfg.model_dim * len(model.blocks), 4 * tokens
+    else:  # some 32 for each logit, for which a quarter of what is free will do
+        room, size = free / 4, 32 * tokens
+    pieces = size * len(model.lm_head.weight) / max(1e8, room)
+    return min(16, 2 ** max(0, math.ceil(math.log2(pieces))))
+
+def training_flop(model: GPT, cfg: Hyperparameters, tokens: int, visited: int) -> float:
+    """FLOP of training on so many tokens: 6 a token for each weight that multiplies, and for each
+    pair of tokens in a visited block 12 for each channel, in 2 products forward and 4 backward."""
+    weights = [p for p in model.blocks.parameters() if p.ndim >= 2] + [model.lm_head.weight]
+    attention = 12.0 * cfg.model_dim * BLOCK**2 * visited
+    return 6.0 * tokens * sum(p.numel() for p in weights) + attention
 
 def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -> None:
     """Run every kernel on random tokens, then put weights and optimizer state back."""
     tensors = [x for o in optimizers for x in (o.weights, *o.state.values())]
     before, length = [x.to("cpu", copy=True) for x in tensors], cfg.train_seq_len
-    size = ranks.world_size * max(cfg.val_seq_len, cfg.sequences_per_forward * (length + 1))
+    size = ranks.world_size * max(cfg.val_seq_len, per_forward * (length + 1))
     tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=size)
     batch = to_batch(tokens[: per_forward * (length + 1)].reshape(per_forward, -1), ranks.device)
     for _ in range(cfg.warmup_steps):
         model(*batch).backward()
         step_optimizers(optimizers, 0, cfg.step_tokens)
     validate(model, tokens, cfg, ranks)
+    model.visited.zero_()
     for x, value in zip(tensors, before, strict=True):
         x.copy_(value)
 
-def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
-    """Train, validate and log as `cfg` says; the exit code."""
-    device, last, first, train_ms = ranks.device, cfg.num_iterations, 0, 0.0
-    run_id = ranks.broadcast(cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex())
-    folder, val_tokens = Path("logs") / run_id, read_val_tokens(cfg)
-    loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device)
-    log = loader.say = Log(folder / "log.txt", enabled=ranks.rank == 0)
-    data = fingerprint(loader.files)
-    if cfg.resume and (path := find_checkpoint(cfg, folder, ranks, log)):
-        state = load_checkpoint(path, cfg, data)
-        first, train_ms = state["step"], state["train_time_ms"]
-        if first == last:
-            log(f"run {run_id} is finished, nothing to do")
-            return 0
+def build(cfg: Hyperparameters, ranks: Ranks) -> tuple[GPT, list]:
+    """Model and optimizers as a run begins."""
     torch.manual_seed(cfg.seed)
-    with torch.device(device):
+    with torch.device(ranks.device):
         model = GPT(cfg)
-        model.init_weights(torch.Generator(device).manual_seed(cfg.seed))
-    if device.type == "cuda":
-        prepare_for_cuda(model, cfg, device)
-    optimizers = build_optimizers(model, cfg, ranks)
+        model.init_weights(torch.Generator(ranks.device).manual_seed(cfg.seed))
+    if ranks.device.type == "cuda":
+        prepare_for_cuda(model, cfg, ranks.device)
+    model.head_chunks = choose_head_chunks(model, cfg, ranks.device)
+    return model, build_optimizers(model, cfg, ranks)
+
+def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> int:
+    """Train, validate and log as `cfg` says, on from `state`; the exit code."""
+    device, last, first, train_ms = ranks.device, cfg.num_iterations, 0, 0.0
+    val_tokens, tokenizer, loader = read_val_tokens(cfg), None, None
+    if state:
+        first, train_ms = state["step"], state["train_time_ms"]
+    if first < last:
+        loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device, say=log)
+        data = fingerprint(loader.files)
+    if state:
+        check_same_run(Path(cfg.resume), state, cfg, data if loader else None)
+    if cfg.sample_tokens and ranks.rank == 0:
+        try:
+            tokenizer = load_tokenizer(cfg)
+        except Exception as error:  # whatever a network may raise
+            reason = str(error).split("\n")[0]
+            log(f"no text will be printed, as the gpt2 tokenizer cannot be had: {reason}")
+    model, optimizers = build(cfg, ranks)
     health = Health(ranks, ["loss", *(f"gradient of {o.name}" for o in optimizers)])
     machine = dict(device=device_facts(device)[0], torch=torch.__version__, seed=cfg.seed,
                    world_size=ranks.world_size, parameters=sum(o.numel for o in optimizers))
     head = "bf16" if device.type == "cuda" else "fp32"
     facts = asdict(cfg) | machine | dict(
-        run_id=run_id, preset=preset, python=sys.version.split()[0], head=head,
+        run_id=log.run_id, python=sys.version.split()[0], head=head,
         head_chunks=model.head_chunks, threads=torch.get_num_threads())
-    if log.file and not log.file.tell():
-        lines = (f"{key}: {value}" for key, value in facts.items())
-        log("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]), console=False)
+    lines = (f"{key}: {value}" for key, value in facts.items())
+    log.begin("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]))
     log("{device}, {world_size} rank(s), {parameters:,} parameters, {head} head in {head_chunks} "
         "piece(s), logs/{run_id}".format(**facts))
-    log("warming up; a GPU compiles for 1 to 3 minutes the first time ...", device.type == "cuda")
-    started = time.perf_counter()
-    warm_up(model, optimizers, loader.per_forward, cfg, ranks)  # its copies wait for the device
-    log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=device.type == "cuda")
-    if first:
+    if loader:
+        log("warming up; a GPU compiles for 1 to 3 minutes the first time ...",
+            console=device.type == "cuda")
+        started = time.perf_counter()
+        warm_up(model, optimizers, loader.per_forward, cfg, ranks)  # its copies wait for the device
+        log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=device.type == "cuda")
+    if state:
         model.load_state_dict(state["model"])
         for optimizer in optimizers:
             optimizer.load_full_state(state["optimizers"][optimizer.name])
-        loader.seek(state["loader"])
+        if ranks.rank == 0:
+            model.visited.fill_(state["visited"])
         torch.set_rng_state(state["generator"])
-        log(f"resumed at step:{first} from {path.name}; steps up to {log.last_step} are redone")
+        redone = f"; steps up to {log.last_step} are redone" if log.last_step > first else ""
+        log(f"resumed at step:{first} from {cfg.resume}{redone}")
+    if state and loader:
+        loader.seek(state["loader"])
     started = time.perf_counter() - train_ms / 1000  # the clock starts
     for step in range(first, last + 1):  # one round more than steps: the last only validates
-        stopping = int(health.stopping) if step < last else 0
+        stopping = health.stopping if step < last else 0
         if step == last or cfg.val_every and step % cfg.val_every == 0 and not stopping:
             optimizers[0].lr.item()  # waits for the device
             train_ms = 1000 * (time.perf_counter() - started)  # the clock stops
             health.read()
             ranks.check_parity(step, model)
             val_loss = validate(model, val_tokens, cfg, ranks)
-            log.step(step, last, train_ms, val_loss)
+            log.step(step, last, train_ms, val_loss=val_loss)
             started = time.perf_counter() - train_ms / 1000  # the clock goes on
         if cfg.save_every and step > first and (
                 stopping or step == last or step % cfg.save_every == 0):
             health.read()
-            save_checkpoint(folder, ranks=ranks, keep=2 + (step == last), state=dict(
+            save_checkpoint(log.folder, ranks=ranks, keep=2 + (step == last), state=dict(
                 step=step, hyperparameters=asdict(cfg), data=data, loader=loader.state(),
                 train_time_ms=1000 * (time.perf_counter() - started), model=model.state_dict(),
                 optimizers={o.name: o.full_state() for o in optimizers},
+                visited=ranks.all_reduce(model.visited.clone()).item(),
                 generator=torch.get_rng_state()))
         if stopping:
-            log(f"stopped at step:{step} by signal {stopping}"
-                + f"; to go on: --run_id {run_id} --resume auto" * bool(cfg.save_every))
+            name = signal.Signals(stopping).name
+            log(f"stopped at step:{step} by {'Ctrl-C (SIGINT)' if name == 'SIGINT' else name}; "
+                + (f"to go on: --run_id {log.run_id} --resume auto" if cfg.save_every
+                   else "nothing is saved, as --save_every is 0"))
             return 128 + stopping
         if step == last:
             break
         loss = torch.zeros((), device=device)
-        for inputs, targets in loader.next_step():
+        for inputs, targets in loader.next_step(cfg.train_seq_len):
             micro_loss = model(inputs, targets) / targets.numel()
             micro_loss.backward()
             loss += micro_loss.detach() / loader.micro_steps
@@ -816,41 +1004,55 @@ def train(preset: str, cfg: Hyperparameters, ranks: Ranks) -> int:
             (profiler := torch.profiler.profile()).start()
         if cfg.profile and step == min(first + 5, last - 1):
             profiler.stop()
-            profiler.export_chrome_trace(str(folder / "trace.json"))
-            log(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+            profiler.export_chrome_trace(trace := str(log.folder / "trace.json"))
+            log(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
+                + f"profile: {trace}, for chrome://tracing or ui.perfetto.dev")
         done, ms = step + 1, 1000 * (time.perf_counter() - started)
-        log.step(done, last, ms)
+        log.step(done, last, ms, train_loss=health.loss)
         log.live(f"step {done}/{last}, loss {health.loss:.4f}, {done * cfg.step_tokens / ms:,.0f}K "
                  f"tokens/s, {(last - done) * ms / done / 1000:.0f} s left")
-    if cfg.sample_tokens and ranks.rank == 0:
-        log("\n  ".join(["sample:", *sample(model, cfg, device).splitlines()]))
+    if tokenizer:
+        log("\n  ".join(["sample:", *sample(model, cfg, device, *tokenizer).splitlines()]))
+    tokens, visited = last * cfg.step_tokens, ranks.all_reduce(model.visited).item()
+    flop = training_flop(model, cfg, tokens, visited)
     results = dict(val_loss=f"{val_loss:.6f}", train_time_ms=f"{train_ms:.0f}", steps=last,
-                   tokens=last * cfg.step_tokens, **machine,
-                   tokens_per_second=f"{1000 * last * cfg.step_tokens / train_ms:.0f}",
+                   tokens=tokens, **machine, flop=f"{flop:.4e}",
+                   tokens_per_second=f"{1000 * tokens / train_ms:.0f}",
                    peak_memory_mib=device_facts(device)[1])
+    if peak := PEAK_FLOPS.get(machine["device"]):
+        results["mfu"] = f"{1000 * flop / train_ms / peak / ranks.world_size:.4f}"
     log("\n".join(["---", *(f"{key}: {value}" for key, value in results.items())]))
     return 0
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "train_gpt"))
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache, "train_gpt")))
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # both: at first use
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc keeps what is freed: pages cost time
-        libc.mallopt(-1, 2**31 - 1), libc.mallopt(-4, 0)  # M_TRIM_THRESHOLD, M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
     try:
-        preset, cfg = parse_args(argv)
+        cfg, state = parse_args(argv), None
         ranks = Ranks(cfg)
-        if preset == "record" and ranks.device.type != "cuda":
+        log = Log(cfg, ranks)
+        if cfg.resume and (path := find_checkpoint(cfg, ranks, log)):
+            state = load_checkpoint(path)
+            cfg = dataclasses.replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
+        finished = state and state["step"] == cfg.num_iterations
+        if cfg.preset == "record" and ranks.device.type != "cuda" and not finished:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
-        return train(preset, cfg, ranks)
-    except torch.OutOfMemoryError:
-        message = "out of GPU memory; raise --head_chunks or lower --sequences_per_forward"
+        return train(cfg, ranks, log, state)
     except (UserError, OSError) as error:
         message = error
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
+    except (MemoryError, RuntimeError) as error:
+        message = str(error).partition("\n")[0]
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate" in message:
+            message = "out of memory; raise --head_chunks or lower --sequences_per_forward"
+        elif isinstance(error, dist.DistError) or "gloo" in message.lower():
+            message = f"another rank is gone: {message}"
+        else:
             raise
-        message = f"another rank is gone: {str(error).splitlines()[0]}"
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{SCRIPT.name}: error: {' '.join(str(message).split())}", file=sys.stderr)
     return 2

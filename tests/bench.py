@@ -515,7 +515,8 @@ def gpu(args, flags):
 def kernels(args, flags):
     """Model the script's step on a GPU, and a run on eight H100s, by its launches."""
     rates = cost.RATES[args.card]
-    traced = trace_here(args.script, rates.card, "--binaries", "--ranks", "8", *flags)
+    traced = trace_here(args.script, rates.card, "--phases", "train,optimizers",
+                        "--binaries", "--ranks", "8", *flags)
     facts = traced.facts
     priced = cost.price(traced, rates)
     print(f"{cost.HEADLINE}: {args.script}, forward and backward pass of {facts['tokens']:,} tokens "
@@ -579,7 +580,7 @@ def memory(args, flags):
     """Count what the script's training holds at once, by pieces of the head."""
     rows = []
     for head_chunks in (1, 2, 4, 8, 16):
-        traced = trace_here(args.script, "sm_90", "--training_only",
+        traced = trace_here(args.script, "sm_90", "--phases", "train",
                             "--head_chunks", str(head_chunks), *flags)
         state, kept, *peaks = (traced.memory[key] / 2**30 for key in (
             "state", "kept", "peak of forward", "peak of backward"))

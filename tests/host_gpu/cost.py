@@ -47,17 +47,17 @@ RATES = {"h100": Rates(bandwidth=3.0e12, **_SM_90), "h200": Rates(bandwidth=4.3e
 # 2026-11, a later model at 0.61 million tokens a second on one H100, for 48K tokens.
 RECORD_21_STEP_MS, NEWEST_48K_MS = 101.6, 79.0
 
-GROUPS = (  # the first whose pattern is in the launch's name; logits and optimizers come before
-    ("attention", r"^triton_tem|attention\w*(forward|backward)?\.default"),
-    ("FP8 products of the head", r"_scaled_mm\."),
-    ("bf16 products", r"aten\.(add)?b?mm"),
+GROUPS = (  # the first whose pattern is in the launch's name
+    ("attention", r"^triton_tem|aten\.\w*attention"),
+    ("FP8 products", r"aten\._scaled_mm"),
+    ("bf16 products", r"aten\.(badd)?b?mm"),
     ("ReLU²", r"relu"),
     ("QK norm, rotary", r"_roll|_cat"),
-    ("embeddings' gradients", r"embedding|index_put"),
-    ("norms, residuals", r"vector_norm|neg_reciprocal|_norm"),
+    ("attention", r"flex_attention"),  # sums that its backward pass begins with
+    ("embeddings' gradients", r"embedding_dense|index_put"),
+    ("norms, residuals", r"vector_norm|rsqrt"),
     ("gradients added up", r"aten\.add_"),
-    ("masks", r"sort|cumsum|arange|bitwise|scan"),
-    ("casts of weights", r"fused__to_copy(_t|_view|_permute|_transpose)*$"),
+    ("casts of weights", r"_scaled_mm|fused__to_copy(_t|_view|_permute|_transpose)*$"),
     ("lambdas, value embeddings", r"_sum|select|split"),
 )
 
@@ -85,12 +85,15 @@ def is_logits(tensor: list, facts: dict) -> bool:
 
 
 def group_of(launch: dict, facts: dict) -> str:
+    if launch["kind"] == "wire":
+        return "on the wire"
     if launch["phase"].startswith("optimizers"):
-        return launch["phase"] if launch["kind"] != "wire" else "on the wire"
+        return launch["phase"]
+    if not launch["flop"] and any(is_logits(x, facts) for x in launch["tensors"]):
+        return "softcap, cross-entropy, FP8 copies"
+    if not any("float" in dtype for dtype, _ in launch["tensors"]):
+        return "masks"
     name = re.sub(r"_\d+$", "", launch["name"].partition(":")[2] or launch["name"])
-    if "mm" not in name.partition("fused")[0]:
-        if any(is_logits(x, facts) for x in launch["tensors"]):
-            return "softcap, cross-entropy, FP8 copies"
     return next((group for group, pattern in GROUPS if re.search(pattern, name)), "other")
 
 

@@ -1,6 +1,6 @@
 """A script's step and validation at full size, compiled for a card and counted, without data.
 
-    python tests/host_gpu/trace.py OUT.json [--card sm_90] [--script FILE] [--training_only]
+    python tests/host_gpu/trace.py OUT.json [--card sm_90] [--script FILE] [--phases train,…]
         [--binaries] [--ranks 8] [--FLAG_OF_THE_SCRIPT VALUE …]
 
 All tensors are fake, so that 48K tokens cost nothing. Dynamo, AOTAutograd and Inductor make the
@@ -545,7 +545,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--card", default="sm_90")
     parser.add_argument("--script", default=str(REPO / "train_gpt.py"))
-    parser.add_argument("--training_only", action="store_true")
+    parser.add_argument("--phases", default="train,validation,optimizers")
     parser.add_argument("--binaries", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     args, flags = parser.parse_known_args(argv)
@@ -564,8 +564,9 @@ def main(argv: list[str]) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         tracer.build()
         tracer.train()
-        if not args.training_only:
+        if "validation" in args.phases:
             tracer.validate()
+        if "optimizers" in args.phases:
             for world_size in sorted({1, args.ranks}):
                 tracer.update(world_size)
     notes = tracer.notes

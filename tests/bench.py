@@ -515,30 +515,36 @@ def gpu(args, flags):
 def kernels(args, flags):
     """Model the script's step on a GPU, and a run on eight H100s, by its launches."""
     rates = cost.RATES[args.card]
-    traced = trace_here(args.script, rates.card, "--phases", "train,optimizers",
-                        "--binaries", "--ranks", "8", *flags)
+    traced = trace_step(args.script, flags)
     facts = traced.facts
     priced = cost.price(traced, rates)
-    print(f"{cost.HEADLINE}: {args.script}, forward and backward pass of {facts['tokens']:,} tokens "
-          f"on one {args.card.upper()}\n")
-    groups = cost.by_group(priced, ("forward", "backward"))
-    print_costs(groups)
-    update = cost.by_group(priced, ("optimizers",))
-    print(f"\na step on one {args.card.upper()}: {facts['step_tokens'] // facts['tokens']} passes "
-          f"and the optimizers ({total_ms(update):.1f} ms), {cost.step_ms(traced, rates):,.0f} ms")
+    print(f"{cost.HEADLINE}\n{args.script}: forward and backward pass of {facts['tokens']:,} "
+          f"tokens on one {args.card.upper()}\n")
+    print_costs(cost.by_group(priced, ("forward", "backward")))
+    update = total_ms(cost.by_group(priced, ("optimizers",)))
+    print(f"\na step on one {args.card.upper()}: {facts['step_tokens'] // facts['tokens']} passes, "
+          f"and {update:.1f} ms of optimizers: {cost.step_ms(traced, rates):,.0f} ms")
     print_eight_h100s(traced)
     stages = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in traced.cpu_seconds.items())
     print(f"\nCPU seconds of compiling, before Triton, on this machine: {stages}")
 
 
-def trace_here(script, card, *arguments):
-    """The trace of a script, kept from run to run. Raises UserError where none can be made."""
+def trace_step(script, flags):
+    """The trace of a script's whole step, on one rank and on one of eight."""
+    return trace_here(script, "--phases", "train,optimizers", "--binaries", "--ranks", "8", *flags)
+
+
+def trace_here(script, *arguments):
+    """The script's trace for H100 and H200, kept from run to run.
+
+    Raises UserError where none can be made.
+    """
     if reason := host_gpu.obstacle():
         raise train_gpt.UserError(reason)
     if not Path(script).is_file():
         raise train_gpt.UserError(f"--script {script}: there is no such file")
     show("compiling for a GPU that is not there: minutes ...")
-    traced = cached_trace(card, *arguments, script=script)
+    traced = cached_trace("sm_90", *arguments, script=script)
     show()
     return traced
 
@@ -577,17 +583,25 @@ def print_eight_h100s(traced):
 
 
 def memory(args, flags):
-    """Count what the script's training holds at once, by pieces of the head."""
-    rows = []
+    """Count what the script's training holds at once, by pieces of the head.
+
+    At the peak, in the head's backward pass, everything else is there whatever the pieces. So they
+    are compiled with two layers, and what the others add is counted once.
+    """
+    whole = trace_step(args.script, flags).memory
+    peaks = {}
     for head_chunks in (1, 2, 4, 8, 16):
-        traced = trace_here(args.script, "sm_90", "--phases", "train",
-                            "--head_chunks", str(head_chunks), *flags)
-        state, kept, *peaks = (traced.memory[key] / 2**30 for key in (
-            "state", "kept", "peak of forward", "peak of backward"))
-        rows.append([f"{head_chunks}", f"{max(peaks):.1f}", f"{state:.1f}", f"{kept:.1f}"])
-    print("counted in generated code, not measured; GiB on one GPU, without CUDA's own and gaps\n")
-    print_table(["head_chunks", "at the peak", "weights, gradients, optimizers",
-                 "kept for the backward pass"], rows)
+        two_layers = trace_here(
+            args.script, "--phases", "train", *flags, "--attention_pattern", "LS",
+            "--value_embed_pattern", "0.", "--head_chunks", str(head_chunks))  # fmt: skip
+        peaks[head_chunks] = two_layers.memory["peak of backward"]
+    print("counted in generated code, not measured; one GPU, without CUDA's own and gaps\n")
+    others = whole["peak of backward"] - peaks[1]
+    print_table(["head_chunks", "GiB at the peak"],
+                [[f"{n}", f"{(others + peak) / 2**30:.1f}"] for n, peak in peaks.items()])
+    state, kept = (whole[key] / 2**30 for key in ("state", "kept"))
+    print(f"\nof them, GiB: {state:.1f} weights, gradients and the optimizers' state; {kept:.1f} "
+          "kept by the forward pass for the backward pass, logits included, in one piece")
 
 
 def main():

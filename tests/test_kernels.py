@@ -7,6 +7,7 @@ kind of kernel that the record's twelve have; the twelve are among the slow test
 import dataclasses
 import functools
 import math
+import re
 
 import host_gpu
 import pytest
@@ -117,7 +118,7 @@ def test_no_logits_are_in_fp32_or_outside_a_compiled_kernel(card):
 @pytest.mark.slow
 @pytest.mark.parametrize("head_chunks", [2, 4, 8, 16])
 def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
-    flags = ("--phases", "train", *TWO_LAYERS)
+    flags = ("--phases", "train,windows", *TWO_LAYERS)
     found, whole = (traced("sm_90", *flags, "--head_chunks", str(n)) for n in (head_chunks, 1))
     assert found.breaks == []
     assert found.graphs == whole.graphs == dict(train=2, windows=0)
@@ -163,9 +164,10 @@ def test_no_kernel_moves_more_than_its_arguments_hold():
     for x in launches(found, *TRAINING, "optimizers"):
         if x["kind"] != "triton" or ":triton_tem" in x["name"]:
             continue
-        held = sum(math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in x["tensors"])
-        times = 2 if "in_out_ptr" in found.kernels[x["name"]] or "atomic" in found.kernels[x["name"]] else 1
-        assert x["bytes"] <= 1.01 * times * held + 1e7, x["name"]
+        held = sum(math.prod(shape) * getattr(torch, dtype).itemsize
+                   for dtype, shape in x["tensors"])
+        in_place = re.search("in_out_ptr|atomic_add", found.kernels[x["name"]])
+        assert x["bytes"] <= (2 if in_place else 1.01) * held + 1e7, x["name"]
 
 
 @dataclasses.dataclass
@@ -198,11 +200,12 @@ def test_launches_and_bytes_stay_within_todays(card):
 @pytest.mark.slow
 def test_the_records_twelve_layers():
     """Graphs, kernels and what a sequence takes, as of the two."""
-    found = traced("sm_90", "--phases", "train,validation", "--binaries")
+    found = traced("sm_90", "--phases", "train,windows,validation", "--binaries")
     assert found.breaks == []
     assert found.graphs == dict(train=2, windows=0, validation=1)
     assert [x for x in found.binaries if "error" in x] == []
-    assert max(x["shared"] for x in found.binaries) <= host_gpu.CARDS["sm_90"].shared_memory_per_block
+    limit = host_gpu.CARDS["sm_90"].shared_memory_per_block
+    assert max(x["shared"] for x in found.binaries) <= limit
     TWELVE_LAYERS.check(found)
 
 

@@ -10,7 +10,6 @@ is what `Trace` describes; `trace` runs this for the tests, `cost.py` makes time
 """
 
 import argparse
-import collections
 import dataclasses
 import hashlib
 import importlib.util
@@ -393,8 +392,8 @@ class Tracer:
             if isinstance(x, torch.Tensor):
                 self.notes.allocated(x)
 
-    def train(self) -> None:
-        """Forward and backward, under each window of a run."""
+    def train(self, grow: bool) -> None:
+        """Forward and backward; and, as the window grows, under each one of a run."""
         model, cfg = self.model, self.cfg
         inputs, targets = self.batch(cfg.sequences_per_forward, cfg.train_seq_len)
 
@@ -402,7 +401,7 @@ class Tracer:
             return model(inputs, targets) / targets.numel()
 
         self.staged("train", self.staged("train", forward).backward)
-        for window in windows(self.script, cfg)[1:]:
+        for window in windows(self.script, cfg)[1:] if grow else []:
             model.window.fill_(window)
             self.staged("windows", lambda: forward().backward())
         state = self.notes.live_bytes()
@@ -545,7 +544,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--card", default="sm_90")
     parser.add_argument("--script", default=str(REPO / "train_gpt.py"))
-    parser.add_argument("--phases", default="train,validation,optimizers")
+    parser.add_argument("--phases", default="train,windows,validation,optimizers")
     parser.add_argument("--binaries", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     args, flags = parser.parse_known_args(argv)
@@ -563,7 +562,7 @@ def main(argv: list[str]) -> None:
     tracer = Tracer(args.script, flags)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tracer.build()
-        tracer.train()
+        tracer.train(grow="windows" in args.phases)
         if "validation" in args.phases:
             tracer.validate()
         if "optimizers" in args.phases:

@@ -45,8 +45,9 @@ class Trace:
         integers that it is given, by name).
     kernels: sources of the Triton kernels by the names that launches have.
     binaries: with --binaries, a dict for each kernel and each configuration that it may run in:
-        name, config, warps, and error or else registers, spilled (bytes of a thread's stack),
-        shared (bytes of a block), instructions (all, in_loops).
+        name, config, warps, cpu_seconds (Triton's, without ptxas), and error or else registers,
+        spilled (bytes of a thread's stack), shared (bytes of a block), instructions (all,
+        in_loops).
     """
 
     card: str
@@ -507,10 +508,12 @@ def make_binaries(kernels: dict[str, str]) -> list[dict]:
 
 def binary_row(autotuner, choice) -> dict:
     row = dict(config=dict(choice.kwargs), warps=choice.num_warps, stages=choice.num_stages)
+    start = time.process_time()
     try:
         binary = autotuner._precompile_config(choice).kernel
     except Exception as error:  # whatever Triton or ptxas says: a test shows it
         return row | dict(error=f"{type(error).__name__}: {error}"[:500])
+    row["cpu_seconds"] = time.process_time() - start
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -572,9 +575,12 @@ def main(argv: list[str]) -> None:
     found = Trace(
         args.card, args.script, tracer.facts(), tracer.graphs, counters["frames"]["total"],
         list(counters["graph_break"]), tracer.cpu_seconds, tracer.memory, notes.launches,
-        notes.kernels, make_binaries(notes.kernels) if args.binaries else [],
+        notes.kernels, [],
     )
     args.out.write_text(json.dumps(dataclasses.asdict(found)))
+    if args.binaries:
+        found.binaries = make_binaries(notes.kernels)
+        args.out.write_text(json.dumps(dataclasses.asdict(found)))
 
 
 if __name__ == "__main__":

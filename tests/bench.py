@@ -5,8 +5,10 @@
     python tests/bench.py phases                               where a step's time goes
     python tests/bench.py scaling                              cost by tokens, length and width
     python tests/bench.py gpu [--steps 5]                      the record's step on this GPU
+    python tests/bench.py kernels [--card h200] [--script F]   the same modelled, without a GPU
+    python tests/bench.py memory [--script F]                  a GPU's memory, counted without one
 
-Any other flag goes to train_gpt.py. Numbers are medians, with (lowest-highest) beside them.
+Any other flag goes to train_gpt.py or F. Numbers are medians, with (lowest-highest) beside them.
 
 CMD is a command that ends with a block of `key: value` as train_gpt.py does; {seed} in it becomes
 the seed. By default it is the yardstick, tests/plain_baseline.py; '' runs the preset alone.
@@ -36,6 +38,9 @@ from scipy import stats
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "data")]
+import host_gpu  # noqa: E402
+from host_gpu import cost  # noqa: E402
+from host_gpu.trace import cached_trace  # noqa: E402
 from shards import write_shard  # noqa: E402
 
 import train_gpt  # noqa: E402
@@ -503,14 +508,113 @@ def gpu(args, flags):
                     [[kind, f"{ms:.1f}"] for kind, ms in kernel_shares(trainer, step)])
 
 
+# -----------------------------------------------------------------------------
+# kernels and memory: what the compiler makes of the step, on a host that stands in for a GPU
+
+
+def kernels(args, flags):
+    """Model the script's step on a GPU, and a run on eight H100s, by its launches."""
+    rates = cost.RATES[args.card]
+    traced = trace_step(args.script, flags)
+    facts = traced.facts
+    priced = cost.price(traced, rates)
+    print(f"{cost.HEADLINE}\n{args.script}: forward and backward pass of {facts['tokens']:,} "
+          f"tokens on one {args.card.upper()}\n")
+    print_costs(cost.by_group(priced, ("forward", "backward")))
+    update = total_ms(cost.by_group(priced, ("optimizers",)))
+    print(f"\na step on one {args.card.upper()}: {facts['step_tokens'] // facts['tokens']} passes, "
+          f"and {update:.1f} ms of optimizers: {cost.step_ms(traced, rates):,.0f} ms")
+    print_eight_h100s(traced)
+    stages = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in traced.cpu_seconds.items())
+    print(f"\nCPU seconds of compiling, before Triton, on this machine: {stages}")
+
+
+def trace_step(script, flags):
+    """The trace of a script's whole step, on one rank and on one of eight."""
+    return trace_here(script, "--phases", "train,optimizers", "--binaries", "--ranks", "8", *flags)
+
+
+def trace_here(script, *arguments):
+    """The script's trace for H100 and H200, kept from run to run.
+
+    Raises UserError where none can be made.
+    """
+    if reason := host_gpu.obstacle():
+        raise train_gpt.UserError(reason)
+    if not Path(script).is_file():
+        raise train_gpt.UserError(f"--script {script}: there is no such file")
+    show("compiling for a GPU that is not there: minutes ...")
+    traced = cached_trace("sm_90", *arguments, script=script)
+    show()
+    return traced
+
+
+def total_ms(groups):
+    return sum(row.ms for row in groups.values())
+
+
+def print_costs(groups):
+    """A table of groups of launches, and their sum."""
+    total = cost.Row()
+    for row in groups.values():
+        total += row
+    print_table(["group", "launches", "GB", "TFLOP", "ms", "share"], [
+        [name, f"{row.launches}", f"{row.bytes / 1e9:.1f}", f"{row.flop / 1e12:.2f}",
+         f"{row.ms:.1f}", f"{row.ms / total.ms:.0%}"]
+        for name, row in [*groups.items(), ("sum", total)]
+    ])
+
+
+def print_eight_h100s(traced):
+    """The step and the run of the script's preset on eight H100s, beside what is published."""
+    rates, ranks, facts = cost.RATES["h100"], 8, traced.facts
+    priced = cost.price(traced, rates)
+    one_pass = total_ms(cost.by_group(priced, ("forward", "backward")))
+    shared = cost.by_group(priced, (f"optimizers of {ranks} ranks",))
+    wire = shared.pop("on the wire")
+    step = cost.step_ms(traced, rates, ranks)
+    print(f"\non {ranks} H100s, nothing overlapping: {one_pass:.1f} ms a pass, "
+          f"{total_ms(shared):.1f} ms of optimizers, {wire.ms:.1f} ms of {wire.bytes / 1e9:.2f} GB "
+          f"on the wire; {step:.1f} ms a step, {facts['num_iterations']} steps in "
+          f"{step * facts['num_iterations'] / 60_000:.2f} minutes")
+    print(f"published: record #21, {cost.RECORD_21_STEP_MS} ms a step on {ranks} H100s; the "
+          f"lineage's newest script, a later model, {cost.NEWEST_48K_MS:.0f} ms for 48K tokens on "
+          "one H100")
+
+
+def memory(args, flags):
+    """Count what the script's training holds at once, by pieces of the head.
+
+    At the peak, in the head's backward pass, everything else is there whatever the pieces. So they
+    are compiled with two layers, and what the others add is counted once.
+    """
+    whole = trace_step(args.script, flags).memory
+    peaks = {}
+    for head_chunks in (1, 2, 4, 8, 16):
+        two_layers = trace_here(
+            args.script, "--phases", "train", *flags, "--attention_pattern", "LS",
+            "--value_embed_pattern", "0.", "--head_chunks", str(head_chunks))  # fmt: skip
+        peaks[head_chunks] = two_layers.memory["peak of backward"]
+    print("counted in generated code, not measured; one GPU, without CUDA's own and gaps\n")
+    others = whole["peak of backward"] - peaks[1]
+    print_table(["head_chunks", "GiB at the peak"],
+                [[f"{n}", f"{(others + peak) / 2**30:.1f}"] for n, peak in peaks.items()])
+    state, kept = (whole[key] / 2**30 for key in ("state", "kept"))
+    print(f"\nof them, GiB: {state:.1f} weights, gradients and the optimizers' state; {kept:.1f} "
+          "kept by the forward pass for the backward pass, logits included, in one piece")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = dict(pocket=pocket, phases=phases, scaling=scaling, gpu=gpu)
+    commands = dict(pocket=pocket, phases=phases, scaling=scaling, gpu=gpu, kernels=kernels,
+                    memory=memory)
     parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, default=5, help="of pocket: seeds, from 0 up")
     parser.add_argument("--against", metavar="CMD", default=YARDSTICK, help="of pocket: see above")
     parser.add_argument("--steps", type=int, default=5, help="of gpu: timed steps at each window")
+    parser.add_argument("--card", choices=cost.RATES, default="h200", help="of kernels")
+    parser.add_argument("--script", default=str(REPO / "train_gpt.py"), help="of kernels, memory")
     args, flags = parser.parse_known_args()
     try:
         commands[args.what](args, flags)

@@ -1,0 +1,190 @@
+"""Times of what a trace has counted, by a simple model: modelled from generated code, not measured.
+
+Each launch takes as long as the slowest of three would alone: the memory with its bytes, the matrix
+units with its FLOP, the schedulers with its instructions. There is nothing between two launches.
+`RATES` is all that is assumed. A launch's group comes from its name, which Inductor makes of the
+operators that it fuses.
+"""
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+
+from host_gpu.trace import Trace
+
+HEADLINE = "modelled from generated code, not measured"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a GPU does in a second, of work like ours."""
+
+    card: str  # whose machine code it runs
+    bandwidth: float  # bytes of its memory
+    bf16: float  # FLOP of products of activations and weights
+    fp8: float  # FLOP of such in FP8
+    newton_schulz: float  # FLOP of batches of small square products in bf16
+    attention: float  # FLOP that FlexAttention's kernels execute
+    issue: float  # instructions of a warp
+    bus: float  # bytes that a GPU sends to the others of its node, in a ring
+
+
+# Memory: 0.9 of NVIDIA's data sheet (3.35 and 4.8 TB/s), what copies reach. bf16: 0.68 of the data
+# sheet's 989 TFLOP/s, as a large product reaches 0.8 within the power limit, and one of these
+# shapes 0.85 of that. FP8: 1.6 of bf16, nanochat's log of 2026-01-13 (this head: 16.95 to 10.31
+# ms). Newton-Schulz: an estimate. Attention: FlashAttention-3's paper has 273 to 378 TFLOP/s for
+# Triton on an H100, head dimension 128, causal. Instructions: four schedulers on each of 132
+# multiprocessors, one a cycle at 1.755 GHz. Bus: rings in NCCL's tests on eight H100.
+_SM_90 = dict(
+    card="sm_90", bf16=672e12, fp8=1075e12, newton_schulz=400e12, attention=330e12,
+    issue=4 * 132 * 1.755e9, bus=370e9,
+)  # fmt: skip
+RATES = {"h100": Rates(bandwidth=3.0e12, **_SM_90), "h200": Rates(bandwidth=4.3e12, **_SM_90)}
+
+# Published times that a sum of ours is held against: modded-nanogpt's record #21 as timed again on
+# 2025-02-01, milliseconds of a step of 8 x 48K tokens on eight H100; and its newest script of
+# 2026-11, a later model at 0.61 million tokens a second on one H100, for 48K tokens.
+RECORD_21_STEP_MS, NEWEST_48K_MS = 101.6, 79.0
+
+GROUPS = (  # the first whose pattern is in the launch's name
+    ("attention", r"^triton_tem|aten\.\w*attention"),
+    ("FP8 products", r"aten\._scaled_mm"),
+    ("bf16 products", r"aten\.(badd)?b?mm"),
+    ("ReLU²", r"relu"),
+    ("QK norm, rotary", r"_roll|_cat"),
+    ("attention", r"flex_attention"),  # sums that its backward pass begins with
+    ("embeddings' gradients", r"embedding_dense|index_put"),
+    ("norms, residuals", r"vector_norm|rsqrt"),
+    ("gradients added up", r"aten\.add_"),
+    ("casts of weights", r"_scaled_mm|fused__to_copy(_t|_view|_permute|_transpose)*$"),
+    ("lambdas, value embeddings", r"_sum|select|split"),
+)
+
+
+@dataclasses.dataclass
+class Row:
+    """Launches of one group, together. Times in milliseconds."""
+
+    launches: int = 0
+    bytes: float = 0.0
+    flop: float = 0.0
+    ms: float = 0.0
+
+    def __iadd__(self, other: "Row"):
+        for field in dataclasses.fields(self):
+            total = getattr(self, field.name) + getattr(other, field.name)
+            setattr(self, field.name, total)
+        return self
+
+
+def is_logits(tensor: list, facts: dict) -> bool:
+    """Whether a [type, shape] has the size of a piece's logits. A gradient of the head has not."""
+    rows = facts["tokens"] // facts["head_chunks"]
+    return math.prod(tensor[1]) >= rows * facts["padded_vocab"]
+
+
+def group_of(launch: dict, facts: dict) -> str:
+    if launch["kind"] == "wire":
+        return "on the wire"
+    if launch["phase"].startswith("optimizers"):
+        return launch["phase"]
+    if not launch["flop"] and any(is_logits(x, facts) for x in launch["tensors"]):
+        return "softcap, cross-entropy, FP8 copies"
+    if not any("float" in dtype for dtype, _ in launch["tensors"]):
+        return "masks"
+    name = re.sub(r"_\d+$", "", launch["name"].partition(":")[2] or launch["name"])
+    return next((group for group, pattern in GROUPS if re.search(pattern, name)), "other")
+
+
+def blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def instructions(launch: dict, binaries: list[dict]) -> float:
+    """Of all warps of a launch, in the configuration with the fewest; 0 where that is unknown.
+
+    A loop's instructions are taken once for each block of the reduced dimension.
+    """
+    counts = []
+    for binary in binaries:
+        config, sizes = binary["config"], launch["sizes"]
+        if "instructions" not in binary or "xnumel" not in sizes or "XBLOCK" not in config:
+            continue
+        grid = blocks(sizes["xnumel"], config["XBLOCK"])
+        grid *= blocks(sizes.get("ynumel", 1), config.get("YBLOCK", 1))
+        rounds = blocks(sizes["r0_numel"], config["R0_BLOCK"]) if "R0_BLOCK" in config else 1
+        count = binary["instructions"]
+        looped = count["in_loops"] * rounds if rounds > 1 else count["in_loops"]
+        once = count["all"] - count["in_loops"]
+        counts.append(grid * binary["warps"] * (once + looped))
+    return min(counts, default=0.0)
+
+
+def flop_of_attention(launch: dict, facts: dict, layers: int) -> float:
+    """That a FlexAttention kernel executes for a layer of mean size.
+
+    For each pair of tokens and channel 2 a product: 2 products forward, and 7 backward, as the
+    scores and their gradients are computed for the keys' gradients and again for the queries'.
+    """
+    products = 7 if "backward" in launch["name"] else 2
+    pairs = facts["block_pairs"] / layers * 128**2
+    return 2.0 * products * facts["model_dim"] * pairs
+
+
+def wire_seconds(launch: dict, ranks: int, rates: Rates) -> float:
+    """Of a ring: a sum goes round twice, what is scattered or gathered once."""
+    rounds = 2 if "all_reduce" in launch["name"] else 1
+    return rounds * (ranks - 1) / ranks * launch["bytes"] / rates.bus
+
+
+def price(trace: Trace, rates: Rates) -> list[tuple[dict, str, Row]]:
+    """Each launch but validation's, its group and what it costs."""
+    binaries = defaultdict(list)
+    for binary in trace.binaries:
+        binaries[binary["name"]].append(binary)
+    is_flex = re.compile(r":triton_tem")
+    layers = sum(bool(is_flex.search(x["name"])) for x in trace.launches
+                 if x["phase"] == "forward")
+    priced = []
+    for launch in trace.launches:
+        if launch["phase"] == "validation":
+            continue
+        flop, group = launch["flop"], group_of(launch, trace.facts)
+        rate = rates.fp8 if "_scaled_mm" in launch["name"] else rates.bf16
+        if launch["phase"].startswith("optimizers"):
+            rate = rates.newton_schulz
+        if group == "attention":
+            rate = rates.attention
+            if is_flex.search(launch["name"]):
+                flop = flop_of_attention(launch, trace.facts, layers)
+        seconds = max(launch["bytes"] / rates.bandwidth, flop / rate)
+        if launch["kind"] == "triton":
+            count = instructions(launch, binaries[launch["name"]])
+            seconds = max(seconds, count / rates.issue)
+        if launch["kind"] == "wire":
+            ranks = int(re.search(r"\d+", launch["phase"])[0])
+            seconds = wire_seconds(launch, ranks, rates)
+        priced.append((launch, group, Row(1, launch["bytes"], flop, 1000 * seconds)))
+    return priced
+
+
+def by_group(priced: list, phases: tuple) -> dict[str, Row]:
+    """The groups of those phases, the slowest first."""
+    rows = defaultdict(Row)
+    for launch, group, row in priced:
+        if launch["phase"] in phases:
+            rows[group] += row
+    return dict(sorted(rows.items(), key=lambda item: -item[1].ms))
+
+
+def step_ms(trace: Trace, rates: Rates, ranks: int = 1) -> float:
+    """A step of one rank of so many, whose optimizers the trace must have; nothing overlaps."""
+    priced = price(trace, rates)
+    optimizers = "optimizers" if ranks == 1 else f"optimizers of {ranks} ranks"
+    passes = trace.facts["step_tokens"] / trace.facts["tokens"] / ranks
+    forward_backward, update = (
+        sum(row.ms for row in by_group(priced, phases).values())
+        for phases in (("forward", "backward"), (optimizers,))
+    )
+    return passes * forward_backward + update

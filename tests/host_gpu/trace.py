@@ -1,0 +1,587 @@
+"""A script's step and validation at full size, compiled for a card and counted, without data.
+
+    python tests/host_gpu/trace.py OUT.json [--card sm_90] [--script FILE] [--phases train,…]
+        [--binaries] [--ranks 8] [--FLAG_OF_THE_SCRIPT VALUE …]
+
+All tensors are fake, so that 48K tokens cost nothing. Dynamo, AOTAutograd and Inductor make the
+graphs and the kernels. The wrapper code that Inductor generates then runs, but what it would launch
+is noted, not launched. With --binaries, Triton and ptxas make each kernel's machine code. OUT.json
+is what `Trace` describes; `trace` runs this for the tests, `cost.py` makes times of it.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent.parent
+
+
+@dataclasses.dataclass
+class Trace:
+    """What a script does on one GPU of a card. Sizes in bytes.
+
+    facts: what the script chose: fp8, head_chunks, kernel_options; tokens of a forward pass,
+        sequences and forward passes of a step, padded_vocab, num_iterations; and block_pairs,
+        visited by attention in a forward pass, all layers together, the mean over a run.
+    graphs: how many Inductor compiled, by stage: train (forward and backward), windows (all that
+        follow the first), validation, optimizers, optimizers of N ranks.
+    frames, breaks: how many Dynamo captured in all, and the reasons of its graph breaks.
+    cpu_seconds: of compiling, before Triton, by stage.
+    memory: state (weights, their gradients, the optimizers'), kept (from the forward for the
+        backward pass, and no state), and peak by phase, the state included.
+    launches: in order, each a dict of phase (forward, backward, validation, optimizers, optimizers
+        of N ranks), kind (triton; aten, where a library has the kernel; wire, for collectives),
+        name, bytes, flop, tensors (a list of [type, shape]) and sizes (of a triton kernel: the
+        integers that it is given, by name).
+    kernels: sources of the Triton kernels by the names that launches have.
+    binaries: with --binaries, a dict for each kernel and each configuration that it may run in:
+        name, config, warps, cpu_seconds (Triton's, without ptxas), and error or else registers,
+        spilled (bytes of a thread's stack), shared (bytes of a block), instructions (all,
+        in_loops).
+    """
+
+    card: str
+    script: str
+    facts: dict
+    graphs: dict
+    frames: int
+    breaks: list
+    cpu_seconds: dict
+    memory: dict
+    launches: list
+    kernels: dict
+    binaries: list
+
+
+def trace(card: str, *arguments: str, script=REPO / "train_gpt.py") -> Trace:
+    """Trace the script in a process of its own. Raises RuntimeError with that process's words.
+
+    arguments: this file's, as --binaries, and the script's.
+    """
+    with tempfile.TemporaryDirectory(prefix="trace-") as folder:
+        out = Path(folder) / "trace.json"
+        command = [sys.executable, __file__, str(out), "--card", card, "--script", str(script)]
+        command += arguments
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
+        environment.pop("TORCHDYNAMO_DISABLE", None)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
+        return load(out)
+
+
+def cached_trace(card: str, *arguments: str, script) -> Trace:
+    """The trace, made where the cache has none of this script by this code."""
+    from host_gpu.library import cache_folder
+
+    key = hashlib.sha256(repr((card, arguments)).encode())
+    for name in (script, "trace.py", "cards.py", "stand_ins.py"):
+        key.update((Path(__file__).parent / name).read_bytes())
+    kept = cache_folder() / "traces" / f"{key.hexdigest()[:16]}.json"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        found = trace(card, *arguments, script=script)
+        kept.write_text(json.dumps(dataclasses.asdict(found)))
+    return load(kept)
+
+
+def load(path: Path) -> Trace:
+    return Trace(**json.loads(path.read_text()))
+
+
+# ---- What is noted --------------------------------------------------------------------------
+
+
+class Notes:
+    """What is written down while the script runs."""
+
+    def __init__(self):
+        self.phase = None  # of what is launched now; None: nothing is noted
+        self.launches, self.kernels, self.modules = [], {}, 0
+        self.storages, self.peak = {}, 0  # those alive, with their bytes; the most at once
+
+    def launch(self, kind: str, name: str, num_bytes: float, flop=0.0, tensors=(), **more) -> None:
+        if self.phase:
+            described = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors]
+            self.launches.append(dict(phase=self.phase, kind=kind, name=name, bytes=num_bytes,
+                                      flop=flop, tensors=described, **more))
+
+    def allocated(self, tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        storage = tensor.untyped_storage()
+        self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.live_bytes())
+
+    def live_bytes(self) -> int:
+        self.storages = {k: x for k, x in self.storages.items() if not x[0].expired()}
+        return sum(size for _, size in self.storages.values())
+
+
+def num_bytes(tensor) -> int:
+    """Of the elements that differ: expanded dimensions count once."""
+    sizes = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return math.prod(sizes) * tensor.element_size()
+
+
+def bytes_of_kernel(kernel) -> int:
+    """What an Inductor kernel reads and writes: of each buffer the elements it touches, once.
+
+    In place of Inductor's own estimate, which counts the whole of a buffer that is sliced.
+    """
+    from torch._inductor.codegen.common import RemovedArg
+    from torch._inductor.dependencies import MemoryDep
+    from torch._inductor.virtualized import V
+
+    names = set()
+    for buffers in (kernel.args.input_buffers, kernel.args.output_buffers):
+        names |= {name for name, x in buffers.items() if not isinstance(x, RemovedArg)}
+    for x in kernel.args.inplace_buffers.values():
+        if not isinstance(x, RemovedArg):
+            names |= set(x.other_names)
+    names.difference_update(kernel.removed_buffers, V.graph.removed_buffers)
+    total = 0
+    for name, accesses in kernel.features.buf_accesses().items():
+        if name not in names:
+            continue
+        touched = {}  # elements, by the expression that indexes them
+        for access in accesses:
+            if not isinstance(access, MemoryDep):  # it may be all
+                touched[None] = math.inf
+                continue
+            used = [n for variable, n in access.ranges.items()
+                    if access.is_indirect() or variable in access.index.free_symbols]
+            touched[access.index] = math.prod(map(int, used))
+        elements = min(int(V.graph.get_numel(name)), sum(touched.values()))
+        total += elements * V.graph.get_dtype(name).itemsize
+    return total
+
+
+class KernelStandIn:
+    """In place of a compiled Triton kernel: notes that it would be launched."""
+
+    def __init__(self, notes: Notes, name: str, source: str):
+        self.notes, self.name = notes, name
+        found = re.search(r"'kernel_num_gb': ([\d.e-]+)", source)  # none in attention's
+        self.num_bytes = 1e9 * float(found[1]) if found else None
+        self.parameters = re.search(r"\ndef \w+\(([^)]*)\)", source)[1].split(", ")
+
+    def run(self, *args, **kwargs):
+        import torch
+
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        sizes = {name: x for name, x in zip(self.parameters, args) if isinstance(x, int)}
+        moved = self.num_bytes
+        if moved is None:
+            moved = sum(map(num_bytes, tensors))
+        self.notes.launch("triton", self.name, moved, 0.0, tensors, sizes=sizes)
+
+
+NO_KERNEL = re.compile(r"empty|detach|alias|_unsafe_view|prim\.")
+WRITES_ONLY = re.compile(r"aten\.(copy_|zero_|fill_)")
+
+
+def make_recorder(notes: Notes):
+    """A dispatch mode that notes each operator that computes something and is no Triton kernel."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Recorder(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        @classmethod
+        def ignore_compile_internals(cls):
+            return True
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            result = func(*args, **kwargs)
+            name = str(func)
+            if getattr(func, "is_view", False) or NO_KERNEL.search(name):
+                return result
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+            in_place = name.split(".")[1].endswith("_")
+            if "out" not in kwargs and not in_place:
+                for x in made:
+                    notes.allocated(x)
+            moved = given if "out" in kwargs or WRITES_ONLY.match(name) else given + made
+            flop = flop_of(name, given)
+            notes.launch("aten", name, sum(map(num_bytes, moved)), flop, given)
+            return result
+
+    return Recorder()
+
+
+def flop_of(name: str, tensors: list) -> float:
+    """Of a matrix product, or a batch of them, and of attention as a library computes it."""
+    if "attention" in name:
+        B, H, T, K = tensors["backward" in name].shape  # q
+        products = 5 if "backward" in name else 2
+        return products * B * H * T * T * K  # under the causal mask: half of 2 T T K each
+    if "mm" not in name:
+        return 0.0
+    a, b = tensors[1:3] if "add" in name else tensors[:2]
+    return 2.0 * math.prod(a.shape) * b.shape[-1]
+
+
+class Wire:
+    """In place of torch.distributed: notes what a script hands to the collectives."""
+
+    def __init__(self, notes: Notes):
+        self.notes = notes
+
+    def __getattr__(self, name: str):
+        def collective(*tensors, **options):
+            largest = max(tensors, key=num_bytes)
+            self.notes.launch("wire", name, num_bytes(largest), 0.0, [largest])
+            return self
+
+        return collective
+
+    def wait(self):
+        pass
+
+
+# ---- What has to stand in for what ------------------------------------------------------------
+
+
+def stand_in_for_launches(notes: Notes) -> None:
+    """Inductor's generated code runs on fake tensors, and notes instead of launching."""
+    import torch
+    from torch._inductor import async_compile, codecache, config
+    from torch._inductor.codegen.simd import SIMDKernel
+
+    torch.compiler.config.force_disable_caches = True
+    config.benchmark_kernel = True  # writes the number of bytes into the kernel's source
+    config.triton.autotune_at_compile_time = False
+    SIMDKernel.estimate_kernel_num_bytes = bytes_of_kernel
+
+    def triton(self, kernel_name, source_code, device_str="cuda"):
+        name = f"{notes.modules}:{kernel_name}"  # names repeat from one graph to the next
+        notes.kernels[name] = source_code
+        return KernelStandIn(notes, name, source_code)
+
+    async_compile.AsyncCompile.triton = triton
+    load = codecache.PyCodeCache.load_by_key_path.__func__
+
+    def load_by_key_path(cls, key, path, *args, **kwargs):
+        text = Path(path).read_text()
+        notes.modules += "def call(" in text or "class Runner" in text  # a graph's, not a kernel's
+        return load(cls, key, path, *args, **kwargs)
+
+    codecache.PyCodeCache.load_by_key_path = classmethod(load_by_key_path)
+
+
+def stand_in_for_tensors(notes: Notes) -> None:
+    """What goes past FakeTensorMode, because it is C++ or has no rule for fake tensors."""
+    import torch
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder as Folder
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def empty_strided_cuda(size, stride, dtype):
+        x = torch.empty_strided(size, stride, dtype=dtype, device="cuda:0")
+        notes.allocated(x)
+        return x
+
+    def reinterpret_tensor(x, size, stride, offset=0):
+        return torch.as_strided(x, size, stride, x.storage_offset() + offset)
+
+    torch._C._dynamo.guards._empty_strided_cuda = empty_strided_cuda
+    torch._C._dynamo.guards._reinterpret_tensor = reinterpret_tensor
+    torch.nn.Module.bfloat16 = bfloat16
+    notes.library = torch.library.Library("aten", "IMPL")  # gone when nothing holds it
+    notes.library.impl("_scaled_mm.out", lambda *args, out, **kwargs: out, "Meta")
+    FakeTensorMode.avoid_device_init = property(lambda self: True)  # torch.tensor: on the CPU first
+    deduce = Folder._deduce_value
+
+    def deduce_on_cpu(self, node):
+        """Constants of one value are found by computing with them: not on the fake device."""
+        kwargs = node.kwargs
+        node.kwargs = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
+        try:
+            return deduce(self, node)
+        finally:
+            node.kwargs = kwargs
+
+    Folder._deduce_value = deduce_on_cpu
+
+
+def bfloat16(module):
+    """torch.nn.Module.bfloat16 with new parameters in the place of the old.
+
+    Torch's own swaps the C++ objects, which fake tensors do not allow.
+    """
+    import torch
+
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            setattr(owner, name, torch.nn.Parameter(parameter.detach().bfloat16()))
+    return module
+
+
+# ---- The run ------------------------------------------------------------------------------------
+
+
+class Tracer:
+    """A script on fake tensors: each part runs once to be compiled, and once to be noted."""
+
+    def __init__(self, path: str, flags: list[str]):
+        import torch
+
+        self.notes, self.graphs, self.cpu_seconds, self.memory = Notes(), {}, {}, {}
+        stand_in_for_launches(self.notes)
+        stand_in_for_tensors(self.notes)
+        spec = importlib.util.spec_from_file_location("traced_script", path)
+        self.script = sys.modules["traced_script"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.script)
+        cfg = self.script.parse_args(flags)
+        self.cfg = cfg[-1] if isinstance(cfg, tuple) else cfg  # before August 2026: with the preset
+        self.device = torch.device("cuda", 0)
+        self.recorder = make_recorder(self.notes)
+
+    def staged(self, stage: str, function):
+        """Run it for what it compiles."""
+        before, start = self.notes.modules, time.process_time()
+        result = function()
+        spent = time.process_time() - start
+        self.cpu_seconds[stage] = self.cpu_seconds.get(stage, 0) + spent
+        self.graphs[stage] = self.graphs.get(stage, 0) + self.notes.modules - before
+        return result
+
+    def noted(self, phase: str, function):
+        """Run it again for what it launches, and the most memory that is in use meanwhile."""
+        self.notes.phase, self.notes.peak = phase, self.notes.live_bytes()
+        with self.recorder:
+            result = function()
+        self.notes.phase, self.memory[f"peak of {phase}"] = None, self.notes.peak
+        return result
+
+    def ranks(self, world_size: int):
+        fields = dict(rank=0, world_size=world_size, device=self.device)
+        return dataclasses.make_dataclass("Ranks", fields)(**fields)
+
+    def batch(self, rows: int, length: int):
+        import torch
+
+        targets = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
+        return targets.int(), targets
+
+    def build(self) -> None:
+        import torch
+
+        script, cfg = self.script, self.cfg
+        with torch.device(self.device):
+            self.model = script.GPT(cfg)
+        script.prepare_for_cuda(self.model, cfg, self.device)
+        if hasattr(script, "choose_head_chunks"):  # else prepare_for_cuda has chosen
+            self.model.head_chunks = script.choose_head_chunks(self.model, cfg, self.device)
+        self.optimizers = script.build_optimizers(self.model, cfg, self.ranks(1))
+        owned = [x for o in self.optimizers for x in (*vars(o).values(), *o.state.values())]
+        for x in (*owned, *self.model.parameters(), *self.model.buffers()):
+            if isinstance(x, torch.Tensor):
+                self.notes.allocated(x)
+
+    def train(self, grow: bool) -> None:
+        """Forward and backward; and, as the window grows, under each one of a run."""
+        model, cfg = self.model, self.cfg
+        inputs, targets = self.batch(cfg.sequences_per_forward, cfg.train_seq_len)
+
+        def forward():
+            return model(inputs, targets) / targets.numel()
+
+        self.staged("train", self.staged("train", forward).backward)
+        for window in windows(self.script, cfg)[1:] if grow else []:
+            model.window.fill_(window)
+            self.staged("windows", lambda: forward().backward())
+        state = self.notes.live_bytes()
+        loss = self.noted("forward", forward)
+        self.memory |= dict(state=state, kept=self.notes.live_bytes() - state)
+        self.noted("backward", loss.backward)
+
+    def validate(self) -> None:
+        import torch
+
+        cfg = self.cfg
+        tokens = cfg.sequences_per_forward * cfg.train_seq_len
+        pair = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
+        self.model.eval()
+        with torch.no_grad():
+            for act in self.staged, self.noted:
+                act("validation", lambda: self.model(*pair))
+        self.model.train()
+
+    def update(self, world_size: int) -> None:
+        """Step the optimizers as one rank of so many does."""
+        phase, optimizers = "optimizers", self.optimizers
+        if world_size > 1:
+            phase, self.script.dist = f"optimizers of {world_size} ranks", Wire(self.notes)
+            optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks(world_size))
+        for act in self.staged, self.noted:
+            act(phase, lambda: self.script.step_optimizers(optimizers, 0, 1))
+
+    def facts(self) -> dict:
+        model, cfg = self.model, self.cfg
+        return dict(
+            head_chunks=model.head_chunks,
+            kernel_options=getattr(model, "kernel_options", None),
+            fp8=bool(getattr(model.lm_head, "fp8_scales", None)),
+            padded_vocab=len(model.lm_head.weight),
+            tokens=cfg.sequences_per_forward * cfg.train_seq_len,
+            step_tokens=cfg.step_tokens,
+            model_dim=cfg.model_dim,
+            num_iterations=cfg.num_iterations,
+            block_pairs=block_pairs(self.script, cfg),
+        )
+
+
+def windows(script, cfg) -> list[int]:
+    """In blocks, those of a run, growing; [] of a script whose window does not."""
+    if not hasattr(script, "window_blocks"):
+        return []
+    return sorted({script.window_blocks(step, cfg) for step in range(cfg.num_iterations + 1)})
+
+
+def block_pairs(script, cfg) -> float | None:
+    """Pairs of blocks that FlexAttention visits in a forward pass, the mean over a run's windows.
+
+    By the script's own masks, on documents as long as FineWeb's: log-normal, median 403, mean 690,
+    and 32 at least (statistics of 1.45 M of them in modded-nanogpt's record of 2026-03-22). None of
+    a script without such masks.
+    """
+    import numpy as np
+    import torch
+
+    if not hasattr(script, "flex_mask"):
+        return None
+    tokens, generator = cfg.sequences_per_forward * cfg.train_seq_len, np.random.default_rng(0)
+    spread = math.sqrt(2 * math.log(690 / 403))
+    lengths = generator.lognormal(math.log(403), spread, size=tokens // 32).clip(32).astype(int)
+    starts = torch.zeros(tokens, dtype=torch.int32)
+    starts[np.cumsum(lengths)[np.cumsum(lengths) < tokens]] = 1
+    total, grown = 0, windows(script, cfg) or [int(cfg.window_tokens) // script.BLOCK]
+    for window in grown:
+        for letter, blocks in (("L", window), ("S", max(1, window // 2))):
+            mask = script.flex_mask(starts.cumsum(0, dtype=torch.int32), torch.tensor(blocks))
+            visited = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
+            total += cfg.attention_pattern.count(letter) * int(visited)
+    return total / len(grown)
+
+
+# ---- Machine code -----------------------------------------------------------------------------
+
+
+def tool(name: str) -> str:
+    """A program of NVIDIA's that comes with Triton: cuobjdump, nvdisasm."""
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def make_binaries(kernels: dict[str, str]) -> list[dict]:
+    """Each distinct kernel in each of its configurations, compiled for the card at hand."""
+    from torch._inductor import config
+    from torch._inductor.codecache import PyCodeCache
+
+    config.use_static_triton_launcher = False
+    rows, seen = [], {}
+    for key, source in kernels.items():
+        name = key.partition(":")[2]
+        body = source.replace(name, "kernel")
+        if body not in seen:
+            autotuner = getattr(PyCodeCache.load(source), name)
+            seen[body] = [binary_row(autotuner, choice) for choice in autotuner.configs]
+        rows += [row | dict(name=key) for row in seen[body]]
+    return rows
+
+
+def binary_row(autotuner, choice) -> dict:
+    row = dict(config=dict(choice.kwargs), warps=choice.num_warps, stages=choice.num_stages)
+    start = time.process_time()
+    try:
+        binary = autotuner._precompile_config(choice).kernel
+    except Exception as error:  # whatever Triton or ptxas says: a test shows it
+        return row | dict(error=f"{type(error).__name__}: {error}"[:500])
+    row["cpu_seconds"] = time.process_time() - start
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([tool(name), flag, file.name], capture_output=True, text=True,
+                           check=True).stdout
+            for name, flag in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )
+    registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return row | dict(registers=registers, spilled=spilled, shared=binary.metadata.shared,
+                      instructions=count_instructions(code))
+
+
+def count_instructions(code: str) -> dict:
+    """Instructions of a disassembled kernel: all, and those between a label and a branch back."""
+    labels, total, in_loops = {}, 0, 0
+    for line in code.splitlines():
+        if found := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[found[1]] = total
+        elif re.search(r"/\*[0-9a-f]{4,}\*/", line):
+            total += 1
+            target = re.search(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)", line)
+            if target and labels.get(target[1], total) < total - 1:  # else it is the end's trap
+                in_loops += total - labels[target[1]]
+    return dict(all=total, in_loops=in_loops)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--card", default="sm_90")
+    parser.add_argument("--script", default=str(REPO / "train_gpt.py"))
+    parser.add_argument("--phases", default="train,windows,validation,optimizers")
+    parser.add_argument("--binaries", action="store_true")
+    parser.add_argument("--ranks", type=int, default=1)
+    args, flags = parser.parse_known_args(argv)
+    sys.path[0] = str(REPO / "tests")  # in place of this folder
+    import host_gpu
+
+    if reason := host_gpu.obstacle():
+        sys.exit(reason)
+    host_gpu.install(args.card, execute=False)
+    import torch
+    from torch._dynamo.utils import counters
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    torch.set_num_threads(1)
+    tracer = Tracer(args.script, flags)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tracer.build()
+        tracer.train(grow="windows" in args.phases)
+        if "validation" in args.phases:
+            tracer.validate()
+        if "optimizers" in args.phases:
+            for world_size in sorted({1, args.ranks}):
+                tracer.update(world_size)
+    notes = tracer.notes
+    found = Trace(
+        args.card, args.script, tracer.facts(), tracer.graphs, counters["frames"]["total"],
+        list(counters["graph_break"]), tracer.cpu_seconds, tracer.memory, notes.launches,
+        notes.kernels, [],
+    )
+    args.out.write_text(json.dumps(dataclasses.asdict(found)))
+    if args.binaries:
+        found.binaries = make_binaries(notes.kernels)
+        args.out.write_text(json.dumps(dataclasses.asdict(found)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

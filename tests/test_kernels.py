@@ -1,0 +1,280 @@
+"""The GPU path at the record's width, compiled for each card and counted where there is no GPU.
+
+host_gpu/trace.py says how. Two layers, one of the long and one of the short window, have every
+kind of kernel that the record's twelve have; the twelve are among the slow tests.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+
+import host_gpu
+import pytest
+import torch
+from host_gpu import cost
+from host_gpu.trace import Trace, count_instructions, trace
+
+import train_gpt
+
+pytestmark = pytest.mark.skipif(
+    host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle())
+)
+
+RECORD = train_gpt.Hyperparameters()
+TWO_LAYERS = ("--attention_pattern", "LS", "--value_embed_pattern", "0.")
+TRAINING = ("forward", "backward")
+
+# Bytes of a thread's stack that a kernel of attention's backward pass spills, at most. No other
+# kernel spills.
+SPILLED = dict(sm_80=424, sm_86=24, sm_89=24, sm_90=48, sm_100=864, sm_120=200)
+
+
+@functools.cache
+def traced(card: str, *arguments: str) -> Trace:
+    return trace(card, *arguments)
+
+
+def two_layers(card: str) -> Trace:
+    """Without machine code for sm_90, whose quick tests it would make twice as long."""
+    return traced(card, *TWO_LAYERS) if card == "sm_90" else compiled(card)
+
+
+def compiled(card: str) -> Trace:
+    return traced(card, "--binaries", *TWO_LAYERS)
+
+
+slow_cards = [pytest.param(x, marks=pytest.mark.slow) for x in host_gpu.CARDS if x != "sm_90"]
+every_card = pytest.mark.parametrize("card", ["sm_90", *slow_cards])
+every_compiled_card = pytest.mark.parametrize(
+    "card", [pytest.param("sm_90", marks=pytest.mark.slow), *slow_cards]
+)
+
+
+def launches(found: Trace, *phases: str) -> list[dict]:
+    return [x for x in found.launches if x["phase"] in phases]
+
+
+def touching_logits(found: Trace, *phases: str) -> list[dict]:
+    return [x for x in launches(found, *phases)
+            if any(cost.is_logits(tensor, found.facts) for tensor in x["tensors"])]
+
+
+# ---- graphs and kernels -----------------------------------------------------------------------
+
+
+@every_card
+def test_training_and_validation_are_one_graph_each_and_windows_add_none(card):
+    found = two_layers(card)
+    assert found.breaks == []
+    assert {stage: found.graphs[stage] for stage in ("train", "windows", "validation")} == dict(
+        train=2, windows=0, validation=1  # training's: one forward, one backward
+    )
+
+
+@every_compiled_card
+def test_every_kernel_compiles_and_fits_into_the_cards_shared_memory(card):
+    found = compiled(card)
+    assert {x["name"] for x in found.binaries} == set(found.kernels)
+    assert [x for x in found.binaries if "error" in x] == []
+    limit = host_gpu.CARDS[card].shared_memory_per_block
+    assert [x for x in found.binaries if x["shared"] > limit] == []
+
+
+@every_compiled_card
+def test_only_attentions_backward_kernel_spills_and_no_more_than_today(card):
+    spilled = {}
+    for x in compiled(card).binaries:
+        is_attention = ":triton_tem" in x["name"] and "backward" in x["name"]
+        kind = "attention's backward" if is_attention else "any other"
+        spilled[kind] = max(spilled.get(kind, 0), x["spilled"])
+    assert spilled["any other"] == 0
+    assert spilled["attention's backward"] <= SPILLED[card]
+
+
+# ---- logits -------------------------------------------------------------------------------------
+
+
+@every_card
+def test_logits_are_read_once_forward_and_once_backward(card):
+    """Backward, where they are read, their gradient is written: twice in FP8, as it is and
+    transposed, or once in bf16."""
+    found = two_layers(card)
+    assert found.facts["fp8"] == (host_gpu.CARDS[card].capability >= (8, 9))
+    logits = found.facts["tokens"] * found.facts["padded_vocab"]
+    bytes_of_a_logit = dict(forward=2, backward=2 + (1 + 1 if found.facts["fp8"] else 2))
+    for phase in TRAINING:
+        (kernel,) = [x for x in touching_logits(found, phase) if x["kind"] == "triton"]
+        assert kernel["bytes"] == pytest.approx(bytes_of_a_logit[phase] * logits, rel=1e-3)
+
+
+@every_card
+def test_no_logits_are_in_fp32_or_outside_a_compiled_kernel(card):
+    found = two_layers(card)
+    touching = touching_logits(found, *TRAINING, "validation")
+    products = [x for x in touching if x["kind"] != "triton"]
+    assert all(x["flop"] > 0 for x in products)
+    assert len([x for x in products if x["phase"] != "validation"]) == 3  # y, grad_x, grad_w
+    types = {tensor[0] for x in touching for tensor in x["tensors"]
+             if cost.is_logits(tensor, found.facts)}
+    assert types == ({"bfloat16", "float8_e5m2"} if found.facts["fp8"] else {"bfloat16"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_chunks", [2, 4, 8, 16])
+def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
+    flags = ("--phases", "train,windows", *TWO_LAYERS)
+    found, whole = (traced("sm_90", *flags, "--head_chunks", str(n)) for n in (head_chunks, 1))
+    assert found.breaks == []
+    assert found.graphs == whole.graphs == dict(train=2, windows=0)
+    assert found.facts["head_chunks"] == head_chunks
+    kernels = [x["phase"] for x in touching_logits(found, *TRAINING) if x["kind"] == "triton"]
+    assert kernels.count("forward") == head_chunks
+    assert kernels.count("backward") == 2 * head_chunks  # forward again, then backward
+    logits = found.facts["tokens"] * found.facts["padded_vocab"]
+    assert found.memory["kept"] < whole.memory["kept"] - 1.9 * logits
+    saved = whole.memory["peak of backward"] - found.memory["peak of backward"]
+    assert saved >= 4 * logits * (1 - 1.5 / head_chunks)
+
+
+# ---- what one sequence takes ------------------------------------------------------------------
+
+
+def weights_model() -> train_gpt.GPT:
+    cfg = train_gpt.parse_args(list(TWO_LAYERS))
+    with torch.device("meta"):
+        return train_gpt.GPT(cfg)
+
+
+def test_products_are_those_that_the_weights_ask_for():
+    """6 FLOP for each weight and token, by the formula that the script's log has too."""
+    found, model = two_layers("sm_90"), weights_model()
+    products = sum(x["flop"] for x in launches(found, *TRAINING))
+    assert products == train_gpt.training_flop(model, model.cfg, found.facts["tokens"], 0)
+
+
+def test_state_is_weights_gradients_and_moments():
+    model = weights_model()
+    embeds = sum(p.numel() for name, p in model.named_parameters() if "embed" in name)
+    head = model.lm_head.weight.numel()
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim >= 2)
+    buffers = sum(x.nbytes for x in model.buffers())
+    expected = 4 * 2 * embeds + 4 * 4 * head + 3 * 4 * matrices + buffers
+    assert two_layers("sm_90").memory["state"] == pytest.approx(expected, abs=1e4)  # the scalars
+
+
+def test_no_kernel_moves_more_than_its_arguments_hold():
+    """Each is read or written once; a kernel in place reads and writes."""
+    found = two_layers("sm_90")
+    for x in launches(found, *TRAINING, "optimizers"):
+        if x["kind"] != "triton" or ":triton_tem" in x["name"]:
+            continue
+        held = sum(math.prod(shape) * getattr(torch, dtype).itemsize
+                   for dtype, shape in x["tensors"])
+        in_place = re.search("in_out_ptr|atomic_add", found.kernels[x["name"]])
+        assert x["bytes"] <= (2 if in_place else 1.01) * held + 1e7, x["name"]
+
+
+@dataclasses.dataclass
+class Budget:
+    """What the forward and the backward pass of one sequence take outside matrix products and
+    attention, and what the one keeps for the other."""
+
+    launches: int
+    gigabytes: float
+    kept_gigabytes: float
+
+    def check(self, found: Trace) -> None:
+        others = [x for x in launches(found, *TRAINING)
+                  if not x["flop"] and ":triton_tem" not in x["name"]]
+        assert len(others) <= self.launches
+        assert sum(x["bytes"] for x in others) <= 1e9 * self.gigabytes
+        assert found.memory["kept"] <= 1e9 * self.kept_gigabytes
+
+
+FP8_HEAD = Budget(launches=114, gigabytes=27.3, kept_gigabytes=8.0)
+BF16_HEAD = Budget(launches=114, gigabytes=27.3, kept_gigabytes=8.1)
+TWELVE_LAYERS = Budget(launches=417, gigabytes=76.6, kept_gigabytes=22.8)
+
+
+@every_card
+def test_launches_and_bytes_stay_within_todays(card):
+    found = two_layers(card)
+    (FP8_HEAD if found.facts["fp8"] else BF16_HEAD).check(found)
+
+
+@pytest.mark.slow
+def test_the_records_twelve_layers():
+    """Graphs, kernels and what a sequence takes, as of the two."""
+    found = traced("sm_90", "--phases", "train,windows,validation", "--binaries")
+    assert found.breaks == []
+    assert found.graphs == dict(train=2, windows=0, validation=1)
+    assert [x for x in found.binaries if "error" in x] == []
+    limit = host_gpu.CARDS["sm_90"].shared_memory_per_block
+    assert max(x["shared"] for x in found.binaries) <= limit
+    TWELVE_LAYERS.check(found)
+
+
+# ---- the model of time --------------------------------------------------------------------------
+
+
+def made_up(**changes) -> dict:
+    launch = dict(phase="forward", kind="triton", name="0:triton_poi_fused_relu_0", bytes=0, flop=0,
+                  tensors=[["bfloat16", [4, 8]]], sizes=dict(xnumel=1000))
+    return launch | changes
+
+
+def price(launch: dict, binaries=()) -> tuple[str, float]:
+    facts = dict(tokens=64, padded_vocab=128, head_chunks=1, model_dim=8, block_pairs=3.0,
+                 step_tokens=512)
+    found = Trace("sm_90", "", facts, {}, 0, [], {}, {}, [launch], {}, list(binaries))
+    ((_, group, row),) = cost.price(found, cost.RATES["h100"])
+    return group, row.ms
+
+
+@pytest.mark.parametrize(
+    "changes, group, ms",
+    [
+        (dict(bytes=3e9), "ReLU²", 1.0),
+        (dict(kind="aten", name="aten.mm.out", flop=672e9, bytes=1e6), "bf16 products", 1.0),
+        (dict(kind="aten", name="aten._scaled_mm.out", flop=2150e9), "FP8 products", 2.0),
+        (dict(tensors=[["bfloat16", [64, 128]]]), "softcap, cross-entropy, FP8 copies", 0.0),
+        (dict(tensors=[["int32", [64]]]), "masks", 0.0),
+        (dict(name="1:triton_poi_fused_zeros_1"), "other", 0.0),
+        (dict(phase="optimizers", kind="aten", name="aten.bmm.out", flop=4e11), "optimizers", 1.0),
+        (dict(phase="optimizers of 8 ranks", kind="wire", name="all_reduce", bytes=370e6),
+         "on the wire", 1.75),
+        (dict(phase="optimizers of 8 ranks", kind="wire", name="all_gather_into_tensor",
+              bytes=370e6), "on the wire", 0.875),
+    ],
+)
+def test_a_launch_takes_as_long_as_its_slowest_part(changes, group, ms):
+    found, found_ms = price(made_up(**changes))
+    assert found == group
+    assert found_ms == pytest.approx(ms)
+
+
+def test_a_kernel_that_computes_much_takes_as_long_as_its_instructions():
+    """By hand: 8 blocks of 128, each of 4 warps; a loop over 3 blocks of the reduced dimension."""
+    name, sizes = "0:triton_red_fused_relu_0", dict(xnumel=1000, r0_numel=3000)
+    binary = dict(name=name, config=dict(XBLOCK=128, R0_BLOCK=1024), warps=4,
+                  instructions=dict(all=150, in_loops=100))
+    slower = binary | dict(config=dict(XBLOCK=1, R0_BLOCK=1024))
+    _, ms = price(made_up(name=name, sizes=sizes), [slower, binary])
+    assert ms == pytest.approx(1e3 * 8 * 4 * (50 + 3 * 100) / (4 * 132 * 1.755e9))
+
+
+def test_instructions_of_loops_are_those_up_to_a_branch_back():
+    code = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+    .L_x_0:
+        /*0010*/                   LDG.E R2, [R4] ;
+        /*0020*/                   IADD3 R4, R4, 4, RZ ;
+        /*0030*/              @!P0 BRA `(.L_x_0) ;
+        /*0040*/               @P1 BRA `(.L_x_2) ;
+    .L_x_2:
+        /*0050*/                   EXIT ;
+    .L_x_1:
+        /*0060*/                   BRA `(.L_x_1);
+    """
+    assert count_instructions(code) == dict(all=7, in_loops=3)

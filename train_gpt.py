@@ -141,9 +141,8 @@ def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparame
         raise UserError(f"{message}; --help lists the flags")
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.error, parser.format_help = error, help_text
-    parser.add_argument("--preset", choices=PRESETS, default=argparse.SUPPRESS)
-    for field in fields(Hyperparameters)[1:]:
-        kind = dict(type=field.type)
+    for field in fields(Hyperparameters):
+        kind = dict(type=field.type, choices=PRESETS if field.name == "preset" else None)
         if field.type is bool:
             kind = dict(type=boolean, nargs="?", const=True)
         parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **kind)
@@ -840,7 +839,8 @@ class Health:
         self.ranks, self.names, self.news = ranks, names, []
         self.signal, self.stopping, self.loss = 0, 0, math.nan
         for number in self.SIGNALS:
-            signal.signal(number, self.on_signal)
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: so do we
+                signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, frame) -> None:
         self.signal = number
@@ -1174,8 +1174,9 @@ def main(argv: list[str] | None = None) -> int:
         message = error
     except (MemoryError, RuntimeError) as error:
         message = str(error).partition("\n")[0]
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate" in message:
-            message = "out of memory; raise --head_chunks or lower --sequences_per_forward"
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate" in message:
+            message = ("out of memory; raise --head_chunks, or lower --sequences_per_forward or "
+                       "--model_dim")
         elif isinstance(error, dist.DistError) or "gloo" in message.lower():
             message = f"another rank is gone: {message}"
         else:

@@ -9,6 +9,7 @@ split follow from the sha256 of their paths, so that one release of torch gives 
 import hashlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,17 +21,33 @@ REFERENCE_TORCH = "2.13.0"
 REFERENCE_SHA256 = "0a3c0c471066299fd17d8835a19e78bb6322350b2ab9ded5a2c9cdf139fa0f4c"
 
 
-def read_corpus(package: Path) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return training tokens (N,), validation tokens (M,), both uint16, and the file count."""
+def find_torch() -> Path:
+    """Return the folder of the installed torch, without the seconds that importing it takes."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError("torch is not installed; pip install -r requirements.txt")
+    return Path(spec.submodule_search_locations[0])
+
+
+def read_files(package: Path) -> tuple[list[bytes], list[bytes]]:
+    """Return the package's Python files for training and for validation, in their order."""
     names = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
     names.discard("version.py")  # written by the build, so that builds of one release differ in it
     digests = {name: hashlib.sha256(name.encode()).digest() for name in names}
     train, val = [], []
     for name in sorted(names, key=digests.get):
         split = train if digests[name][0] % VALIDATION_ONE_IN else val
-        split.append(np.array([END_OF_TEXT], np.uint16))
-        split.append(np.fromfile(package / name, np.uint8).astype(np.uint16))
-    return np.concatenate(train), np.concatenate(val), len(names)
+        split.append((package / name).read_bytes())
+    return train, val
+
+
+def join_documents(documents: list[bytes]) -> np.ndarray:
+    """Return the tokens (N,), uint16: each document's bytes after an end-of-text token."""
+    parts = [np.empty(0, np.uint16)]
+    for document in documents:
+        parts.append(np.array([END_OF_TEXT], np.uint16))
+        parts.append(np.frombuffer(document, np.uint8).astype(np.uint16))
+    return np.concatenate(parts)
 
 
 def hash_shards(paths: list[Path]) -> str | None:
@@ -43,37 +60,36 @@ def hash_shards(paths: list[Path]) -> str | None:
     return digest.hexdigest()
 
 
-def find_torch() -> Path:
-    """Return the folder of the installed torch, without the seconds that importing it takes."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        raise DataError("torch is not installed; pip install -r requirements.txt")
-    return Path(spec.submodule_search_locations[0])
+def write_corpus(name: str, description: str, reference_sha256: str, kind: str,
+                 read: Callable[[Path], tuple[list[bytes], list[bytes]]]) -> None:
+    """Be the command that writes the shards of a corpus, kept where they are the reference's.
 
-
-def main() -> None:
-    parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "pocket",
+    `read` gives the documents, of which `kind` is the plural, of torch's folder for training and
+    for validation.
+    """
+    parser = Parser(description=description)
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / name,
                         help="folder of the shards (default: %(default)s)")
     out = parser.parse_args().out
-    shards = [out / f"pocket_{split}_000000.bin" for split in ("train", "val")]
+    shards = [out / f"{name}_{split}_000000.bin" for split in ("train", "val")]
 
     sha256 = hash_shards(shards)
-    if sha256 == REFERENCE_SHA256:
+    if sha256 == reference_sha256:
         made = "found whole"
     else:
-        train, val, num_files = read_corpus(find_torch())
-        for path, tokens in zip(shards, (train, val)):
-            write_shard(path, tokens)
+        splits = read(find_torch())
+        for path, documents in zip(shards, splits):
+            write_shard(path, join_documents(documents))
         sha256 = hash_shards(shards)
-        made = f"written from {num_files:,} files"
+        made = f"written from {sum(map(len, splits)):,} {kind}"
     num_train, num_val = map(read_header, shards)
     print(f"{out}: {num_train:,} training and {num_val:,} validation tokens, {made}")
     print(f"sha256 {sha256}")
-    if sha256 != REFERENCE_SHA256:
+    if sha256 != reference_sha256:
         print(f"This is not the corpus of torch {REFERENCE_TORCH} (installed: torch "
               f"{importlib.metadata.version('torch')}): losses on it do not compare with others.")
 
 
 if __name__ == "__main__":
-    run(main)
+    run(lambda: write_corpus("pocket", __doc__.split("\n")[0], REFERENCE_SHA256, "files",
+                             read_files))

@@ -2,16 +2,21 @@
 
     python data/text.py --tokenizer gpt2|bytes --out DIR PATH...
 
-A PATH is a text file, which is one document; a .jsonl file, of which each line is an object with
-the document in its field "text"; a folder, searched for .txt and .jsonl files; or - for the
-standard input, which is one document of plain text.
+A PATH is a text file, source code or Markdown as well, which is one document; a .jsonl file, of
+which each line is an object with the document in its field "text"; a .parquet file, with the
+documents in its column "text" (wants pyarrow); a text or .jsonl file compressed as .gz; a folder,
+of which all of these are read that are not hidden, and what is no UTF-8 text is skipped and
+counted; or - for the standard input, which is one document of plain text.
 """
 
 import argparse
 import codecs
 import functools
 import glob
+import gzip
 import hashlib
+import importlib.util
+import io
 import json
 import os
 import re
@@ -19,11 +24,12 @@ import shlex
 import signal
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -41,17 +47,41 @@ from shards import (
 )
 
 END_OF_TEXT = {"gpt2": 50256, "bytes": 256}  # also the last id of its vocabulary
-SUFFIXES = (".txt", ".jsonl")
+TEXT_FIELD = "text"  # of a line of .jsonl, and the column of .parquet
 STDIN = "-"
 BLOCK_BYTES = 1 << 20  # read at a time
 BATCH_CHARS = 1 << 20  # tokenized in one task
 MIN_SHARD_TOKENS = 1 << 19  # the trainer wants a step in each shard; the record's is smaller
+SKIPPED_SHOWN = 3  # skipped files that are named
 PRESET_VAL_TOKENS = 262_144  # what the pocket preset validates on
 BLOCK_TOKENS = 128  # val_tokens is a multiple of it
 
 # No GPT-2 token spans a place between a non-space and a space or newline, so that the tokens of
 # the parts are those of the whole. Greedy: the last such place.
 LAST_CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
+
+
+class Source(NamedTuple):
+    """A file to read, or the standard input."""
+
+    path: str
+    in_folder: bool  # found there, not named by the user: it may be anything
+
+    @property
+    def is_gzip(self) -> bool:
+        return self.path.endswith(".gz")
+
+    @property
+    def is_parquet(self) -> bool:
+        return self.path.endswith(".parquet")
+
+    @property
+    def is_jsonl(self) -> bool:
+        return self.path.removesuffix(".gz").endswith(".jsonl")
+
+    @property
+    def name(self) -> str:
+        return "standard input" if self.path == STDIN else self.path
 
 
 class Piece(NamedTuple):
@@ -68,6 +98,7 @@ class Progress:
     def __init__(self, total_bytes: int | None):
         self.total_bytes = total_bytes
         self.read_bytes = self.documents = self.tokens = 0
+        self.skipped: list[Source] = []
         self.start = self.shown = time.monotonic()
 
     def show(self) -> None:
@@ -87,6 +118,19 @@ class Progress:
         """Remove the line."""
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+class CountedFile(io.FileIO):
+    """A file that tells the progress what is read of it, before any decompression."""
+
+    def __init__(self, file: str | int, progress: Progress):
+        super().__init__(file, closefd=not isinstance(file, int))
+        self.progress = progress
+
+    def readinto(self, buffer) -> int:
+        count = super().readinto(buffer)
+        self.progress.read_bytes += count
+        return count
 
 
 class ShardWriter:
@@ -153,27 +197,84 @@ def load_tokenizer(name: str) -> Callable[[str], np.ndarray]:
     return functools.partial(encoding.encode_to_numpy, disallowed_special=())
 
 
-def find_sources(paths: list[str]) -> list[str]:
-    """Return the files of the paths, folders searched in sorted order, each file once.
+def find_in_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Return the folder's files in sorted order, without those that are hidden.
 
-    Raises: DataError where a path is not there or a folder has no file to read.
+    Where suffixes are given, a name has to end in one of them, before a .gz or with it.
+    Raises: DataError where there is none.
+    """
+    found = []
+    for path in Path(folder).rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        chosen = not suffixes or path.name.endswith(suffixes) or (
+            path.name.removesuffix(".gz").endswith(suffixes))
+        if chosen and not hidden and path.is_file():
+            found.append(str(path))
+    if not found:
+        kind = " or ".join(suffixes) + " " if suffixes else ""
+        raise DataError(f"{folder}: no {kind}file in this folder; name another, or files in it")
+    return sorted(found)
+
+
+def find_sources(paths: list[str], suffixes: tuple[str, ...]) -> list[Source]:
+    """Return the files of the paths, of folders those with the suffixes, each file once.
+
+    Raises: DataError where a path is not there, a folder has no file to read, or a file wants a
+    package that is not installed.
     """
     sources = {}
     for path in paths:
-        found = [path]
         if path != STDIN and not os.path.exists(path):
             raise DataError(f"{path}: no such file or folder")
-        if os.path.isdir(path):
-            found = sorted(str(file) for file in Path(path).rglob("*")
-                           if file.suffix in SUFFIXES and file.is_file())
-            if not found:
-                raise DataError(f"{path}: no {' or '.join(SUFFIXES)} file in this folder")
-        for source in found:
-            sources.setdefault(source if source == STDIN else os.path.realpath(source), source)
+        in_folder = os.path.isdir(path)
+        for file in find_in_folder(path, suffixes) if in_folder else [path]:
+            identity = file if file == STDIN else os.path.realpath(file)
+            sources.setdefault(identity, Source(file, in_folder))
+    for source in sources.values():
+        if source.is_parquet and importlib.util.find_spec("pyarrow") is None:
+            raise DataError(f"{source.path}: reading parquet wants pyarrow; pip install pyarrow, "
+                            "or choose a folder's other files with --suffix")
     return list(sources.values())
 
 
-def read_text(stream, source: str, progress: Progress) -> Iterator[str]:
+@contextmanager
+def open_source(source: Source, progress: Progress) -> Iterator[io.BufferedIOBase]:
+    """Give the source's bytes, decompressed where it is a .gz.
+
+    Raises: DataError where what is read in the context shows that the .gz is cut or damaged.
+    """
+    file = sys.stdin.fileno() if source.path == STDIN else source.path
+    with io.BufferedReader(CountedFile(file, progress), BLOCK_BYTES) as stream:
+        if not source.is_gzip:
+            yield stream
+            return
+        try:
+            with gzip.GzipFile(fileobj=stream) as decompressed:
+                yield decompressed
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(f"{source.path}: a .gz that is cut or damaged ({error}); "
+                            "make or fetch it again") from None
+
+
+def is_text(source: Source) -> bool:
+    """Read the source whole and return whether it is UTF-8 without a NUL.
+
+    Raises: DataError, as `open_source`.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open_source(source, Progress(None)) as stream:
+        try:
+            while block := stream.read(BLOCK_BYTES):
+                if b"\0" in block:
+                    return False
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return False
+    return True
+
+
+def read_text(stream: io.BufferedIOBase, name: str) -> Iterator[str]:
     """Yield the parts of a UTF-8 text: together they are the text, with the tokens of the text.
 
     Raises: DataError naming the first byte that is not UTF-8.
@@ -187,10 +288,9 @@ def read_text(stream, source: str, progress: Progress) -> Iterator[str]:
         try:
             text += decoder.decode(block, final=at_end)
         except UnicodeDecodeError as error:
-            raise DataError(f"{source}: not UTF-8 at byte {start + error.start}; convert it first, "
+            raise DataError(f"{name}: not UTF-8 at byte {start + error.start}; convert it first, "
                             "as with iconv -t utf-8") from None
         position += len(block)
-        progress.read_bytes += len(block)
         cut = LAST_CUT.match(text)
         if cut and not at_end:
             yield cut[0]
@@ -198,25 +298,54 @@ def read_text(stream, source: str, progress: Progress) -> Iterator[str]:
     yield text
 
 
-def read_jsonl(stream, source: str, progress: Progress) -> Iterator[str]:
+def read_jsonl(stream: io.BufferedIOBase, name: str) -> Iterator[str]:
     """Yield the field `text` of each line that is not blank.
 
     Raises: DataError naming the file and the line of what is no object with such a field.
     """
     for number, line in enumerate(stream, 1):
-        progress.read_bytes += len(line)
         if not line.strip():
             continue
         try:
-            text = json.loads(line.decode())["text"]
+            text = json.loads(line.decode())[TEXT_FIELD]
             text.encode()  # half of a surrogate pair is JSON, but no text
         except KeyError:
-            raise DataError(f'{source}:{number}: no field "text"') from None
+            raise DataError(f'{name}:{number}: no field "{TEXT_FIELD}"') from None
         except (TypeError, AttributeError):
-            raise DataError(f'{source}:{number}: not an object with a string "text"') from None
+            raise DataError(
+                f'{name}:{number}: not an object with a string "{TEXT_FIELD}"') from None
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{source}:{number}: {error}") from None
+            raise DataError(f"{name}:{number}: {error}") from None
         yield text
+
+
+def read_parquet(stream: io.BufferedIOBase, name: str) -> Iterator[str]:
+    """Yield the values of the column `text`, holding a row group at a time.
+
+    Raises: DataError naming the file where it is no parquet or has no such column of strings, and
+    the row, counted from 1, where a value is missing or not UTF-8.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(stream)
+        column = file.schema_arrow.field(TEXT_FIELD)
+        if str(column.type) not in ("string", "large_string", "string_view"):
+            raise DataError(f'{name}: its column "{TEXT_FIELD}" is of {column.type}, not of string')
+        # Without threads: the processes that tokenize may be forked while this is read.
+        batches = file.iter_batches(columns=[TEXT_FIELD], use_threads=False)
+        for row, value in enumerate((value for batch in batches for value in batch.column(0)), 1):
+            if not value.is_valid:
+                raise DataError(f'{name}: row {row} has no "{TEXT_FIELD}"; drop such rows')
+            yield value.as_py()
+    except KeyError:
+        raise DataError(f'{name}: no column "{TEXT_FIELD}"; rename the one that has it') from None
+    except UnicodeDecodeError:
+        raise DataError(f"{name}: row {row} is not UTF-8; convert it first") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{name}: not a whole parquet file ({str(error).splitlines()[0]}); "
+                        "make or fetch it again") from None
 
 
 def in_validation(document: int, val_fraction: float) -> bool:
@@ -225,15 +354,18 @@ def in_validation(document: int, val_fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
 
 
-def read_pieces(sources: list[str], val_fraction: float, progress: Progress) -> Iterator[Piece]:
-    """Yield every document of the sources, long ones in parts."""
+def read_pieces(sources: list[Source], val_fraction: float,
+                progress: Progress) -> Iterator[Piece]:
+    """Yield every document of the sources, long ones in parts; skip a folder's binary files."""
     for source in sources:
-        lines = source.endswith(".jsonl")
-        with sys.stdin.buffer if source == STDIN else open(source, "rb") as stream:
-            read = read_jsonl if lines else read_text
-            parts = read(stream, "standard input" if source == STDIN else source, progress)
-            for number, text in enumerate(parts):
-                opens_document = lines or number == 0
+        one_document = not (source.is_jsonl or source.is_parquet)
+        if source.in_folder and one_document and not is_text(source):
+            progress.skipped.append(source)
+            continue
+        read = read_parquet if source.is_parquet else read_jsonl if source.is_jsonl else read_text
+        with open_source(source, progress) as stream:
+            for number, text in enumerate(read(stream, source.name)):
+                opens_document = not one_document or number == 0
                 progress.documents += opens_document
                 yield Piece(text, opens_document,
                             in_validation(progress.documents - 1, val_fraction))
@@ -339,10 +471,19 @@ def training_command(out: Path, tokenizer: str, val_tokens: int) -> str:
     return shlex.join(words)
 
 
-def convert(args: argparse.Namespace, sources: list[str], staging: Path) -> list[Path]:
+def report_skipped(skipped: list[Source]) -> str:
+    """Return the sentence on a folder's files that are no text, empty where there are none."""
+    if not skipped:
+        return ""
+    names = ", ".join(source.path for source in skipped[:SKIPPED_SHOWN])
+    more = f" and {len(skipped) - SKIPPED_SHOWN:,} more" * (len(skipped) > SKIPPED_SHOWN)
+    return f"skipped {len(skipped):,} file(s) that are not UTF-8 text: {names}{more}"
+
+
+def convert(args: argparse.Namespace, sources: list[Source], staging: Path) -> list[Path]:
     """Write the shards of the sources into staging, say what there is; return their paths."""
-    sizes = [None if source == STDIN else os.path.getsize(source) for source in sources]
-    progress = Progress(None if None in sizes else sum(sizes))
+    paths = [source.path for source in sources]
+    progress = Progress(None if STDIN in paths else sum(map(os.path.getsize, paths)))
     pieces = read_pieces(sources, args.val_fraction, progress)
     batches = map_in_order(functools.partial(tokenize, tokenizer=args.tokenizer),
                            make_batches(pieces), args.processes)
@@ -351,7 +492,8 @@ def convert(args: argparse.Namespace, sources: list[str], staging: Path) -> list
     finally:
         progress.clear()
     if not progress.documents:
-        raise DataError(f"{', '.join(sources)}: no document in there")
+        read = "; ".join(filter(None, [report_skipped(progress.skipped), "no document in there"]))
+        raise DataError(f"{', '.join(args.paths)}: {read}")
     if 0 < args.val_fraction < 1 and not (train.num_tokens and val.num_tokens):
         print(f"{progress.documents} document(s) are too few to draw from: "
               f"the last {args.val_fraction:.2%} of the text is for validation")
@@ -359,7 +501,10 @@ def convert(args: argparse.Namespace, sources: list[str], staging: Path) -> list
         parts = cut_corpus(train if train.num_tokens else val, args.val_fraction,
                            END_OF_TEXT[args.tokenizer])
         train, val = write_shards(staging / "cut", parts, args.shard_tokens, progress)
-    print(f"{progress.documents:,} document(s) of {len(sources):,} file(s) in {args.out}: "
+    if progress.skipped:
+        print(report_skipped(progress.skipped))
+    num_files = len(sources) - len(progress.skipped)
+    print(f"{progress.documents:,} document(s) of {num_files:,} file(s) in {args.out}: "
           f"{train.num_tokens:,} training tokens in {len(train.paths)} shard(s), "
           f"{val.num_tokens:,} validation tokens in {len(val.paths)} shard(s)")
     return train.paths + val.paths
@@ -381,12 +526,23 @@ def positive(value: str) -> int:
     return number
 
 
+def suffix_list(value: str) -> tuple[str, ...]:
+    """Parse a flag's suffixes, which commas part."""
+    suffixes = tuple(value.split(","))
+    for suffix in suffixes:
+        if not re.fullmatch(r"\.[^/\s]+", suffix):
+            raise argparse.ArgumentTypeError(f"{suffix!r} is no suffix; write them as in .py,.md")
+    return suffixes
+
+
 def main() -> None:
     parser = Parser(description=__doc__.partition("\n\n")[0],
                     epilog=__doc__.partition("PATH...\n\n")[2])
     parser.add_argument("--tokenizer", choices=END_OF_TEXT, required=True)
     parser.add_argument("--out", type=Path, metavar="DIR", required=True,
                         help="folder of the shards, made where it is missing")
+    parser.add_argument("--suffix", type=suffix_list, default=(), metavar=".A,.B",
+                        help="read those files of folders only (default: all that are text)")
     parser.add_argument("--val_fraction", type=fraction, default=0.05, metavar="F",
                         help="share of the documents for validation (default: %(default)s)")
     parser.add_argument("--shard_tokens", type=positive, default=100_000_000, metavar="N",
@@ -398,7 +554,7 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", metavar="PATH")
     args = parser.parse_args()
 
-    sources = find_sources(args.paths)
+    sources = find_sources(args.paths, args.suffix)
     load_tokenizer(args.tokenizer)
     earlier = list(args.out.glob("text_*_*.bin"))
     if earlier and not args.overwrite:

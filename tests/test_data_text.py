@@ -2,10 +2,12 @@
 
     pytest tests/test_data_text.py
 
-The tests with the gpt2 tokenizer run where tiktoken finds its files (TIKTOKEN_CACHE_DIR).
+The tests with the gpt2 tokenizer run where tiktoken finds its files (TIKTOKEN_CACHE_DIR), those
+with parquet where pyarrow is installed.
 """
 
 import functools
+import gzip
 import importlib
 import io
 import itertools
@@ -149,10 +151,8 @@ def test_no_cut_falls_into_a_token(block):
 def assert_parts_are_the_text(tokenizer, string, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "BLOCK_BYTES", block)
-        progress = text.Progress(None)
-        parts = list(text.read_text(io.BytesIO(string.encode()), "-", progress))
+        parts = list(text.read_text(io.BytesIO(string.encode()), "-"))
     assert "".join(parts) == string
-    assert progress.read_bytes == len(string.encode())
     pieces = [text.Piece(part, number == 0, False) for number, part in enumerate(parts)]
     train, val = text.tokenize(pieces, tokenizer)
     assert train.dtype == np.uint16 and len(val) == 0
@@ -162,7 +162,7 @@ def assert_parts_are_the_text(tokenizer, string, block):
 
 def test_a_long_text_is_read_in_parts():
     words = b"some words of text\n" * 200_000
-    parts = list(text.read_text(io.BytesIO(words), "-", text.Progress(None)))
+    parts = list(text.read_text(io.BytesIO(words), "-"))
     assert len(parts) > 2 and max(map(len, parts)) <= text.BLOCK_BYTES + 20
 
 
@@ -174,10 +174,10 @@ def test_a_long_text_is_read_in_parts():
 def test_folders_files_and_lines_become_documents_in_order(tokenizer, run_text, tmp_path):
     folder = tmp_path / "my texts"
     documents = sample_documents(20)
+    documents[19] = documents[19].replace("\0", "")  # a file of a folder has none, a line may
     write_jsonl(folder / "b" / "a.jsonl", documents[1:19])
     (folder / "b" / "b.txt").write_bytes(documents[19].encode())
     (folder / "a.txt").write_bytes(documents[0].encode())
-    (folder / "b" / "notes.md").write_text("not read in a folder")
     (tmp_path / "notes.md").write_text("read where it is named")
     result = run_text("--tokenizer", tokenizer, "--val_fraction", 0, "--processes", 2,
                       folder, "notes.md", "-", stdin=b"typed in")
@@ -212,6 +212,203 @@ def test_blank_lines_are_no_documents_and_line_ends_are_kept(run_text, tmp_path)
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfx\r\ny\r")
     assert run_text("--val_fraction", 0, "a.jsonl", "b.txt").returncode == 0
     assert read_documents(tmp_path / "out", "train") == ["a\r\n", "", "\ufeffx\r\ny\r"]
+
+
+TEXTS_OF_A_FOLDER = {
+    "LICENSE": "no suffix",
+    "docs/a.md": "# Ü\n",
+    "docs/b.json": "{}",
+    "src/a.py": "print()\r\n",
+    "src/b.py.gz": "x = 1\n",
+    "src/c.txt": "a text\f",
+}
+SKIPPED_OF_A_FOLDER = {
+    "image.png": b"\x89PNG\r\n\x1a\n",
+    "late.txt": b"a" * 3_000_000 + b"\xff",  # after the blocks that are read first
+    "latin1.py": "é".encode("latin-1"),
+    "nul.tar.gz": b"ustar\0",
+    "utf16.txt": "ascii".encode("utf-16-le"),  # valid UTF-8, but for its NULs no text
+}
+HIDDEN_IN_A_FOLDER = [".git/config", ".hidden.txt", "src/.cache/a.py"]
+
+
+@pytest.fixture
+def mixed_folder(tmp_path):
+    """The folder `mixed`, with the texts, the files to skip, and hidden ones."""
+    files = {name: string.encode() for name, string in TEXTS_OF_A_FOLDER.items()}
+    files |= SKIPPED_OF_A_FOLDER | dict.fromkeys(HIDDEN_IN_A_FOLDER, b"hidden")
+    for name, content in files.items():
+        path = tmp_path / "mixed" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return tmp_path / "mixed"
+
+
+def test_all_text_of_a_folder_is_read_and_the_rest_counted(run_text, mixed_folder, tmp_path):
+    result = run_text("--val_fraction", 0, "mixed")
+    assert result.returncode == 0, result.stderr
+    expected = [TEXTS_OF_A_FOLDER[name] for name in sorted(TEXTS_OF_A_FOLDER)]
+    assert read_documents(tmp_path / "out", "train") == expected
+    assert "6 document(s) of 6 file(s)" in result.stdout
+    (line,) = [line for line in result.stdout.splitlines() if "skipped" in line]
+    assert line.startswith("skipped 5 file(s)") and line.endswith("and 2 more")
+    for name in sorted(SKIPPED_OF_A_FOLDER)[:3]:
+        assert str(Path("mixed", name)) in line
+
+
+@pytest.mark.parametrize(("suffix", "names", "skipped"), [
+    (".py", ["src/a.py", "src/b.py.gz"], ["latin1.py"]),
+    (".md,.json", ["docs/a.md", "docs/b.json"], []),
+    (".py.gz", ["src/b.py.gz"], []),
+])
+def test_suffixes_choose_of_a_folder_alone(run_text, mixed_folder, tmp_path, suffix, names,
+                                           skipped):
+    result = run_text("--val_fraction", 0, "--suffix", suffix, "mixed", "mixed/LICENSE")
+    assert result.returncode == 0, result.stderr
+    expected = [TEXTS_OF_A_FOLDER[name] for name in [*names, "LICENSE"]]
+    assert read_documents(tmp_path / "out", "train") == expected
+    assert ("skipped" in result.stdout) == bool(skipped)
+    assert all(name in result.stdout for name in skipped)
+
+
+def test_a_binary_file_that_is_named_is_an_error(run_text, mixed_folder, tmp_path):
+    assert_one_line(run_text("mixed/image.png"), "image.png", "byte 0")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_binary_files_alone_is_an_error(run_text, mixed_folder, tmp_path):
+    assert_one_line(run_text("--suffix", ".png", "mixed"), "skipped 1 file(s)", "image.png")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gz_is_read_as_what_is_in_it(tokenizer, run_text, tmp_path):
+    documents = sample_documents(30)
+    lines = write_jsonl(tmp_path / "plain.jsonl", documents).read_bytes()
+    members = gzip.compress(lines[:500]) + gzip.compress(lines[500:])
+    (tmp_path / "lines.jsonl.gz").write_bytes(members)
+    (tmp_path / "book.txt.gz").write_bytes(gzip.compress(b"one text\n"))
+    (tmp_path / "noname.gz").write_bytes(gzip.compress(b"another"))
+    result = run_text("--tokenizer", tokenizer, "--val_fraction", 0,
+                      "lines.jsonl.gz", "book.txt.gz", "noname.gz")
+    assert result.returncode == 0, result.stderr
+    expected = [*documents, "one text\n", "another"]
+    assert read_documents(tmp_path / "out", "train", tokenizer) == expected
+
+
+def damage_cut(content):
+    return content[:len(content) // 2]
+
+
+def damage_byte(content):
+    return content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]  # of the checksum
+
+
+def damage_stream(content):
+    return content[:10] + b"\xff" + content[11:]
+
+
+def damage_magic(content):
+    return b"text" + content
+
+
+@pytest.mark.parametrize("damage", [damage_cut, damage_byte, damage_stream, damage_magic])
+@pytest.mark.parametrize("name", ["folder/a.txt.gz", "folder/a.jsonl.gz"])
+def test_a_damaged_gz_is_one_line(run_text, tmp_path, name, damage):
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.write_bytes(damage(gzip.compress(b'{"text": "a"}\n' * 1000)))
+    for source in (name, "folder"):
+        assert_one_line(run_text(source), name, "cut or damaged")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_progress_counts_each_file_s_bytes(tmp_path):
+    content = b"some words of text\n" * 100_000
+    (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content))
+    for path in (tmp_path / "a.txt", tmp_path / "a.txt.gz"):
+        progress = text.Progress(None)
+        sources = [text.Source(str(path), in_folder=True)]  # looked at first, but counted once
+        pieces = list(text.read_pieces(sources, 0, progress))
+        assert "".join(piece.text for piece in pieces).encode() == content
+        assert progress.read_bytes == path.stat().st_size
+
+
+# -----------------------------------------------------------------------------
+# Parquet
+# -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def write_parquet(tmp_path):
+    """`write_parquet(name, columns, **options)` writes the columns, and skips without pyarrow."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    def write(name, columns, **options):
+        parquet.write_table(pyarrow.table(columns), tmp_path / name, **options)
+        return tmp_path / name
+
+    return write
+
+
+def test_a_parquet_file_s_rows_are_documents(tokenizer, write_parquet, run_text, tmp_path):
+    documents = sample_documents(500)
+    columns = {"id": list(range(500)), "text": documents}
+    write_parquet("a.parquet", columns, row_group_size=70, compression="gzip")
+    result = run_text("--tokenizer", tokenizer, "--val_fraction", 0, "--processes", 2, "a.parquet")
+    assert result.returncode == 0, result.stderr
+    assert read_documents(tmp_path / "out", "train", tokenizer) == documents
+
+
+def test_a_folder_s_parquet_is_read(write_parquet, run_text, tmp_path):
+    (tmp_path / "f").mkdir()
+    write_parquet("f/b.parquet", {"text": ["b", "c"]})
+    (tmp_path / "f" / "a.txt").write_text("a")
+    assert run_text("--val_fraction", 0, "f").returncode == 0
+    assert read_documents(tmp_path / "out", "train") == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(("columns", "parts"), [
+    ({"txt": ["a"]}, ['no column "text"']),
+    ({"text": [1, 2]}, ["int64"]),
+    ({"text": ["a", None]}, ["row 2"]),
+])
+def test_a_parquet_file_without_texts_is_one_line(write_parquet, run_text, tmp_path, columns,
+                                                  parts):
+    write_parquet("bad.parquet", columns)
+    assert_one_line(run_text("bad.parquet"), "bad.parquet", *parts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_row_that_is_not_utf_8_is_named(write_parquet, run_text):
+    import pyarrow
+
+    offsets, data = (pyarrow.py_buffer(np.array(values)) for values in
+                     (np.array([0, 1, 2], np.int32), np.frombuffer(b"a\xff", np.uint8)))
+    strings = pyarrow.StringArray.from_buffers(2, offsets, data)
+    write_parquet("bad.parquet", {"text": strings})
+    assert_one_line(run_text("bad.parquet"), "bad.parquet", "row 2", "UTF-8")
+
+
+@pytest.mark.parametrize("damage", [damage_cut, lambda content: b"PAR1",
+                                    lambda content: content[:30] + bytes(40) + content[70:]])
+def test_a_damaged_parquet_is_one_line(write_parquet, run_text, tmp_path, damage):
+    path = write_parquet("bad.parquet", {"text": sample_documents(200)})
+    path.write_bytes(damage(path.read_bytes()))
+    assert_one_line(run_text("bad.parquet"), "bad.parquet", "not a whole parquet file")
+    assert not (tmp_path / "out").exists()
+
+
+def test_parquet_without_pyarrow_is_one_line(monkeypatch, tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
+    for path in (tmp_path / "a.parquet", tmp_path):
+        with pytest.raises(text.DataError, match="a.parquet: .*pip install pyarrow"):
+            text.find_sources([str(path)], ())
+    (tmp_path / "b.txt").write_text("b")
+    (source,) = text.find_sources([str(tmp_path)], (".txt",))
+    assert source.path == str(tmp_path / "b.txt")
 
 
 # -----------------------------------------------------------------------------
@@ -343,7 +540,7 @@ def test_a_byte_that_is_not_utf_8_is_named(monkeypatch, content, block):
     with pytest.raises(UnicodeDecodeError) as error:
         content.decode()
     with pytest.raises(text.DataError, match=f"some.txt.*byte {error.value.start};"):
-        list(text.read_text(io.BytesIO(content), "some.txt", text.Progress(None)))
+        list(text.read_text(io.BytesIO(content), "some.txt"))
 
 
 def test_an_error_leaves_the_earlier_shards(run_text, tmp_path):
@@ -402,6 +599,9 @@ def test_a_stopped_run_leaves_nothing(tmp_path, number, code):
     (["a.txt", "--val_fraction", "1.5"], "1.5"),
     (["a.txt", "--val_fraction", "nan"], "nan"),
     (["a.txt", "--shard_tokens", "0"], "shard_tokens"),
+    (["a.txt", "--suffix", "py,.md"], "'py'"),
+    (["a.txt", "--suffix", ".py,"], "''"),
+    (["texts", "--suffix", ".py,.md"], "texts: no .py or .md file"),
     (["a.txt", "--processes", "two"], "two"),
     (["a.txt", "--wrong", "1"], "--wrong"),
     (["a.txt", "--out", "a.txt"], "a.txt"),
@@ -410,6 +610,8 @@ def test_a_stopped_run_leaves_nothing(tmp_path, number, code):
 def test_bad_input_is_one_line(run_text, tmp_path, args, part):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "py").write_text("text")
     (tmp_path / "blank.jsonl").write_text("\n\n")
     assert_one_line(run_text(*args), part)
     assert not (tmp_path / "out").exists()

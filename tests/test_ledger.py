@@ -547,7 +547,7 @@ def test_a_failing_run_is_named_and_the_rest_kept(tmp_path, capfd):
 def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     script = tmp_path / "slow.py"
     wait = "    if not Path('go').exists() and seed == 1:\n        __import__('time').sleep(60)\n"
-    script.write_text(SCRIPT.replace("    cfg, noise", wait + "    cfg, noise"))
+    script.write_text(SCRIPT.replace("    folder = Path", wait + "    folder = Path"))
     command = [sys.executable, REPO / "records/ledger.py", "run", script, "--seeds", "2",
                "--out", tmp_path]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -557,7 +557,7 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=30)[1]
-    assert process.returncode == 1 and "Traceback" not in err
+    assert process.returncode == 1 and "Traceback" not in err, err
     assert "slow seed 1: stopped" in err and "--out" in err
     (tmp_path / "go").touch()
     done = subprocess.run(command, capture_output=True, text=True)

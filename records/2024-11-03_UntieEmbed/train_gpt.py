@@ -187,7 +187,7 @@ def find_shards(pattern: str) -> list[Path]:
     """Files that match the glob, here or else in the repository, sorted. Raises UserError."""
     files = sorted(glob.glob(pattern) or glob.glob(str(ROOT / pattern)))
     if not files:
-        maker = next((name for name in ("pocket", "fineweb") if name in pattern), "text")
+        maker = next((x for x in ("pocket", "fineweb", "lab") if f"data/{x}" in pattern), "text")
         raise UserError(f"no file matches {pattern!r}; make the data with: python data/{maker}.py")
     return list(map(Path, files))
 

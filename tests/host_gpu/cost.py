@@ -2,8 +2,8 @@
 
 Each launch takes as long as the slowest of three would alone: the memory with its bytes, the matrix
 units with its FLOP, the schedulers with its instructions. There is nothing between two launches.
-`RATES` is all that is assumed. A launch's group comes from its name, which Inductor makes of the
-operators that it fuses.
+`RATES` is all that is assumed; a read that does not go along the memory costs what another does. A
+launch's group comes from its name, which Inductor makes of the operators that it fuses.
 """
 
 import dataclasses
@@ -48,6 +48,7 @@ RATES = {"h100": Rates(bandwidth=3.0e12, **_SM_90), "h200": Rates(bandwidth=4.3e
 RECORD_21_STEP_MS, NEWEST_48K_MS = 101.6, 79.0
 
 GROUPS = (  # the first whose pattern is in the launch's name
+    ("the script's own operators, unseen within", r"^(?!aten\.|triton_)"),
     ("attention", r"^triton_tem|aten\.\w*attention"),
     ("FP8 products", r"aten\._scaled_mm"),
     ("bf16 products", r"aten\.(badd)?b?mm"),
@@ -55,7 +56,7 @@ GROUPS = (  # the first whose pattern is in the launch's name
     ("QK norm, rotary", r"_roll|_cat"),
     ("attention", r"flex_attention"),  # sums that its backward pass begins with
     ("embeddings' gradients", r"embedding_dense|index_put"),
-    ("norms, residuals", r"vector_norm|rsqrt"),
+    ("norms, residuals", r"vector_norm|rsqrt|reciprocal"),
     ("gradients added up", r"aten\.add_"),
     ("casts of weights", r"_scaled_mm|fused__to_copy(_t|_view|_permute|_transpose)*$"),
     ("lambdas, value embeddings", r"_sum|select|split"),

@@ -230,7 +230,7 @@ def flop_of(name: str, tensors: list) -> float:
         B, H, T, K = tensors["backward" in name].shape  # q
         products = 5 if "backward" in name else 2
         return products * B * H * T * T * K  # under the causal mask: half of 2 T T K each
-    if "mm" not in name:
+    if not name.startswith("aten.") or "mm" not in name:
         return 0.0
     a, b = tensors[1:3] if "add" in name else tensors[:2]
     return 2.0 * math.prod(a.shape) * b.shape[-1]
@@ -529,7 +529,7 @@ def binary_row(autotuner, choice) -> dict:
 
 def count_instructions(code: str) -> dict:
     """Instructions of a disassembled kernel: all, and those between a label and a branch back."""
-    labels, total, in_loops = {}, 0, 0
+    labels, total, looped = {}, 0, set()
     for line in code.splitlines():
         if found := re.match(r"\s*(\.L_x_\d+):", line):
             labels[found[1]] = total
@@ -537,8 +537,8 @@ def count_instructions(code: str) -> dict:
             total += 1
             target = re.search(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)", line)
             if target and labels.get(target[1], total) < total - 1:  # else it is the end's trap
-                in_loops += total - labels[target[1]]
-    return dict(all=total, in_loops=in_loops)
+                looped.update(range(labels[target[1]], total))
+    return dict(all=total, in_loops=len(looped))
 
 
 def main(argv: list[str]) -> None:

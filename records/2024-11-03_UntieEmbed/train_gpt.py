@@ -591,7 +591,6 @@ class Ranks:
                                     rank=self.rank, world_size=self.world_size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(x)
         return x
@@ -839,8 +838,7 @@ def sample(model: nn.Module, cfg: Hyperparameters, device: torch.device, encode,
         inputs = torch.tensor([ids[-cfg.val_seq_len :]], dtype=torch.int32, device=device)
         logits = model.logits(model.hidden(inputs)[0, -1])[: cfg.vocab_size]
         if cfg.top_k:
-            least = logits.topk(min(cfg.top_k, cfg.vocab_size)).values[-1]
-            logits = logits.masked_fill(logits < least, -math.inf)
+            logits[logits < logits.topk(min(cfg.top_k, len(logits))).values[-1]] = -math.inf
         probabilities = (logits / max(cfg.temperature, 1e-6)).softmax(-1)
         ids.append(torch.multinomial(probabilities, 1).item())
         if ids[-1] == cfg.eot_token:

@@ -1,7 +1,9 @@
 """The GPU path at the record's width, compiled for each card and counted where there is no GPU.
 
 host_gpu/trace.py says how. Two layers, one of the long and one of the short window, have every
-kind of kernel that the record's twelve have; the twelve are among the slow tests.
+kind of kernel that the record's twelve have. What takes minutes for each card is marked `cards`:
+
+    python -m pytest -m cards
 """
 
 import dataclasses
@@ -44,10 +46,10 @@ def compiled(card: str) -> Trace:
     return traced(card, "--binaries", *TWO_LAYERS)
 
 
-slow_cards = [pytest.param(x, marks=pytest.mark.slow) for x in host_gpu.CARDS if x != "sm_90"]
-every_card = pytest.mark.parametrize("card", ["sm_90", *slow_cards])
+other_cards = [pytest.param(x, marks=pytest.mark.cards) for x in host_gpu.CARDS if x != "sm_90"]
+every_card = pytest.mark.parametrize("card", ["sm_90", *other_cards])
 every_compiled_card = pytest.mark.parametrize(
-    "card", [pytest.param("sm_90", marks=pytest.mark.slow), *slow_cards]
+    "card", [pytest.param("sm_90", marks=pytest.mark.slow), *other_cards]
 )
 
 
@@ -120,8 +122,10 @@ def test_no_logits_are_in_fp32_or_outside_a_compiled_kernel(card):
     assert types == ({"bfloat16", "float8_e5m2"} if found.facts["fp8"] else {"bfloat16"})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("head_chunks", [2, 4, 8, 16])
+@pytest.mark.parametrize("head_chunks", [
+    pytest.param(2, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow),
+    pytest.param(4, marks=pytest.mark.cards), pytest.param(8, marks=pytest.mark.cards),
+])  # fmt: skip
 def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
     flags = ("--phases", "train,windows", *TWO_LAYERS)
     found, whole = (traced("sm_90", *flags, "--head_chunks", str(n)) for n in (head_chunks, 1))
@@ -203,7 +207,7 @@ def test_launches_and_bytes_stay_within_todays(card):
     (FP8_HEAD if found.facts["fp8"] else BF16_HEAD).check(found)
 
 
-@pytest.mark.slow
+@pytest.mark.cards
 def test_the_records_twelve_layers():
     """Graphs, kernels and what a sequence takes, as of the two."""
     found = traced("sm_90", "--phases", "train,windows,validation", "--binaries")

@@ -141,7 +141,7 @@ def training_seconds(values):
 
 def pocket(args, flags):
     """Train on each seed in turns with another command; compare times, losses and memory."""
-    _, cfg = train_gpt.parse_args(["--preset", "pocket", *flags])
+    cfg = train_gpt.parse_args(["--preset", "pocket", *flags])
     commands = {"pocket": shlex.join([*SCRIPT, "--preset", "pocket", *flags, "--seed", "{seed}"])}
     if args.against:
         commands["against"] = args.against
@@ -280,15 +280,10 @@ class Trainer:
     """A model of the script with its optimizers, and the parts of its training step."""
 
     def __init__(self, preset, *flags):
-        _, self.cfg = train_gpt.parse_args(["--preset", preset, *map(str, flags)])
+        self.cfg = train_gpt.parse_args(["--preset", preset, *map(str, flags)])
         ranks = train_gpt.Ranks(self.cfg)
         self.device = ranks.device
-        with torch.device(self.device):
-            self.model = train_gpt.GPT(self.cfg)
-            self.model.init_weights(torch.Generator(self.device).manual_seed(self.cfg.seed))
-        if self.device.type == "cuda":
-            train_gpt.prepare_for_cuda(self.model, self.cfg, self.device)
-        self.optimizers = train_gpt.build_optimizers(self.model, self.cfg, ranks)
+        self.model, self.optimizers = train_gpt.build(self.cfg, ranks)
         self.set_window(self.cfg.window_tokens)
 
     def set_window(self, tokens):
@@ -439,7 +434,7 @@ def first_launch(flags, cache):
 def measure_steps(trainer, loader, num_steps, windows=(128, 896, 1792)):
     """Print time, rate and parts of a training step at each window, in tokens."""
     cfg, device = trainer.cfg, trainer.device
-    batches = loader.next_step()
+    batches = loader.next_step(cfg.train_seq_len)
     hidden, head = trainer.matrix_parameters()
     fp8 = bool(trainer.model.lm_head.fp8_scales)
     bf16_rate = matmul_tflops(device)
@@ -484,7 +479,7 @@ def gpu(args, flags):
     """Measure the record's configuration on this GPU: start, steps, parts, memory."""
     if not torch.cuda.is_available():
         raise train_gpt.UserError("there is no CUDA device; `phases` and `scaling` run on the CPU")
-    _, cfg = train_gpt.parse_args(flags)
+    cfg = train_gpt.parse_args(flags)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         write_documents(folder / "train_000000.bin", 8 * cfg.step_tokens, cfg)

@@ -136,8 +136,11 @@ def test_all_windows_take_two_graphs_and_equal_the_dense_formula(
         rtol = FP8_RTOL if fp8 else FP32_RTOL
         torch.testing.assert_close(flex_loss, loss, rtol=rtol, atol=0)
         torch.testing.assert_close(flex_val_loss, val_loss, rtol=FP32_RTOL, atol=0)
+        # A lambda's gradient is a sum of products that cancel: its error is that of the terms.
+        of_scalars = max(grad.norm() for grad in grads if grad.ndim < 2)
         for grad, flex_grad in zip(grads, flex_grads, strict=True):
-            assert (flex_grad - grad).norm() < 10 * rtol * grad.norm()
+            size = grad.norm() if grad.ndim > 1 else of_scalars
+            assert (flex_grad - grad).norm() < 10 * rtol * size
         losses.append(loss.item())
     assert len(set(losses)) == len(losses), "the window must matter, or the comparison says nothing"
 

@@ -376,10 +376,10 @@ def stop_in_step(monkeypatch, number):
     """SIGTERM while the data of that step are read."""
     next_step, steps = train_gpt.TokenLoader.next_step, iter(range(STEPS + 1))
 
-    def next_step_or_signal(self):
+    def next_step_or_signal(self, length):
         if next(steps) == number:
             os.kill(os.getpid(), signal.SIGTERM)
-        return next_step(self)
+        return next_step(self, length)
 
     monkeypatch.setattr(train_gpt.TokenLoader, "next_step", next_step_or_signal)
 

@@ -787,6 +787,8 @@ def test_it_trains_on_one_rank_and_two_and_resumes(
     def run(nproc, *flags):
         flags = ["--preset", "pocket", "--device", "cpu", "--num_iterations", 3, "--val_tokens",
                  4096, "--sample_tokens", 0, "--save_every", 1, *flags]  # fmt: skip
+        if number >= 3:  # at first a lambda's gradient is but rounding, of which Adam makes a step
+            flags += ["--scalar_lr", 0]
         done = run_script(flags, nproc, timeout=240, script=path)
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -139,7 +139,8 @@ def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
     logits = found.facts["tokens"] * found.facts["padded_vocab"]
     assert found.memory["kept"] < whole.memory["kept"] - 1.9 * logits
     saved = whole.memory["peak of backward"] - found.memory["peak of backward"]
-    assert saved >= 4 * logits * (1 - 1.5 / head_chunks)
+    # Of two layers; from some pieces on, their peak lies elsewhere than in the head.
+    assert saved >= min(4 * logits * (1 - 1.5 / head_chunks), 2.5 * logits)
 
 
 # ---- what one sequence takes ------------------------------------------------------------------

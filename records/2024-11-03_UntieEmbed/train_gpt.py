@@ -14,7 +14,6 @@ import argparse
 import ctypes
 import functools
 import glob
-import hashlib
 import inspect
 import itertools
 import math
@@ -25,6 +24,7 @@ import signal
 import sys
 import time
 import warnings
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -98,21 +98,18 @@ class Hyperparameters:
     run_id: str = ""  # folder under logs/; empty: made from time and chance
     warmup_steps: int = 10  # untimed steps on random tokens that warm the kernels up
     head_chunks: int = 0  # pieces in which head and loss are computed; 0: by free memory
-    compile_mode: str = ""  # mode of torch.compile; empty: its default
     save_every: int = 0  # steps between checkpoints; 0: none
     resume: str = ""  # checkpoint to go on from; auto: the newest whole one of --run_id
     sample_tokens: int = 0  # tokens of text to print after the last validation
     prompt: str = "\n"  # text that the sample continues
     temperature: float = 1.0  # divides the logits of the sample; 0: always the likeliest token
     top_k: int = 0  # the sample's next token is one of the likeliest k; 0: of all
-    profile: bool = False  # write a chrome trace of a few steps and a table by kernel
 
     @property
     def step_tokens(self) -> int:
         return self.sequences_per_step * self.train_seq_len
 
-PRESETS = {"record": {}, "pocket": dict(
-    preset="pocket", prompt="def ",
+PRESETS = {"record": {}, "pocket": dict(preset="pocket", prompt="def ",
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16,
     num_iterations=240, sequences_per_step=16, sequences_per_forward=16, train_seq_len=128,
@@ -176,8 +173,6 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     require("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536")
     require("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes")
     require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
-    modes = "default reduce-overhead max-autotune max-autotune-no-cudagraphs"
-    require("compile_mode", lambda x: x in ["", *modes.split()], f"be empty or one of {modes}")
     require("resume", lambda x: x != "auto" or cfg.run_id, "come with the --run_id of a run")
 
 # ---- Data (the same in every record) ----------------------------------------
@@ -197,12 +192,10 @@ def shard_size(path: Path) -> int:
         size, header = path.stat().st_size, np.fromfile(path, "<i4", HEADER_INTS).tolist()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it again") from None
-    if size < 4 * HEADER_INTS:
-        raise UserError(f"{path}: {size} bytes are too few for a shard's header; fetch it again")
     if header[:2] != [MAGIC, VERSION]:
         raise UserError(f"{path}: magic, version {header[:2]}, not {[MAGIC, VERSION]}; remake it")
-    if size != 4 * HEADER_INTS + 2 * header[2]:
-        raise UserError(f"{path}: {size} bytes do not hold {header[2]} tokens; fetch it again")
+    if len(header) < HEADER_INTS or size != 4 * HEADER_INTS + 2 * header[2]:
+        raise UserError(f"{path}: {size} bytes are not what its header says; fetch it again")
     return header[2]
 
 def read_shard(path: Path, vocab_size: int) -> np.ndarray:
@@ -213,11 +206,6 @@ def read_shard(path: Path, vocab_size: int) -> np.ndarray:
         raise UserError(f"{path}: token {tokens[at]} at position {at}; "
                         f"raise --vocab_size {vocab_size} or name other data")
     return tokens
-
-def fingerprint(files: list[Path]) -> list:
-    """Name, number of tokens and hash of the first MiB of each shard: tells other data apart."""
-    return [[path.name, shard_size(path), hashlib.sha256(
-        np.fromfile(path, np.uint8, 2**20)).hexdigest()] for path in files]
 
 # The three ways to cut a shard into sequences. Each gives the rows (N, length + 1) of the step that
 # begins at a position, and where the next one does, or None where the shard holds no such step.
@@ -277,21 +265,17 @@ class TokenLoader:
         self.per_forward = max(n for n in range(1, self.sequences + 1)
                                if self.sequences % n == 0 and n <= cfg.sequences_per_forward)
         self.micro_steps = self.sequences // self.per_forward  # forward passes of a rank in a step
-        self.seek(dict(epoch=0, shard=0, position=0))
-
-    def state(self) -> dict[str, int]:
-        """Where the next step begins, for any number of ranks."""
-        return dict(epoch=self.epoch, shard=self.shard, position=self.position)
+        self.seek(0, 0)
 
     def read(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
         """A shard's tokens, and where its documents begin."""
         tokens = read_shard(path, self.cfg.vocab_size)
         return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
 
-    def seek(self, state: dict[str, int]) -> None:
-        """Go to a `state`; the shard after its own is read ahead."""
-        self.epoch, self.shard, self.position = state["epoch"], state["shard"], state["position"]
-        here, following = (self.files[(self.shard + i) % len(self.files)] for i in (0, 1))
+    def seek(self, shard: int, position: int) -> None:
+        """Have the next step begin there, in a shard counted on from epoch to epoch."""
+        self.place = shard, position  # for any number of ranks
+        here, following = (self.files[i % len(self.files)] for i in (shard, shard + 1))
         self.ahead = {path: self.ahead.get(path) or self.reader.submit(self.read, path)
                       for path in (here, following)}
         self.tokens, self.documents = self.ahead[here].result()
@@ -302,14 +286,16 @@ class TokenLoader:
         cut = aligned_rows if self.cfg.align_documents else consecutive_rows
         cut = packed_rows if self.cfg.max_document_tokens else cut
         for _ in range(len(self.files) + 1):
-            if step := cut(self.tokens, self.documents, self.position, length, self.cfg):
-                rows, self.position = step
+            shard, position = self.place
+            if step := cut(self.tokens, self.documents, position, length, self.cfg):
+                rows, position = step
+                self.place = shard, position
                 mine = rows[self.rank * self.sequences :][: self.sequences]
                 return [to_batch(part, self.device) for part in np.split(mine, self.micro_steps)]
-            epoch, shard = divmod(self.epoch * len(self.files) + self.shard + 1, len(self.files))
-            if shard == 0:
-                self.say(f"data: its end is reached, epoch {epoch + 1} begins")
-            self.seek(dict(epoch=epoch, shard=shard, position=0))
+            self.seek(shard + 1, 0)
+            if (shard + 1) % len(self.files) == 0:
+                epoch = (shard + 1) // len(self.files) + 1
+                self.say(f"data: its end is reached, epoch {epoch} begins")
         raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for "
                         "a step; lower --train_seq_len or --sequences_per_step")
 
@@ -392,8 +378,6 @@ class GPT(nn.Module):
         theta = torch.outer(torch.arange(positions), frequency)[:, None]
         self.register_buffer("cos", theta.cos().bfloat16(), persistent=False)
         self.register_buffer("sin", theta.sin().bfloat16(), persistent=False)
-        # Pairs of blocks that attention has visited in training, all layers together.
-        self.register_buffer("visited", torch.zeros((), dtype=torch.int64), persistent=False)
         self.head_chunks = max(1, cfg.head_chunks)
         self.register_load_state_dict_pre_hook(translate_names)
 
@@ -590,11 +574,6 @@ class Ranks:
             dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store,
                                     rank=self.rank, world_size=self.world_size)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        if self.world_size > 1:
-            dist.all_reduce(x)
-        return x
-
     def all_gather(self, x: Tensor) -> Tensor:
         """(N,) of every rank, as (ranks, N)."""
         rows = x.repeat(self.world_size, 1)
@@ -663,20 +642,15 @@ class Log:
         if self.file:
             self.file.write(text + "\n")
         if self.enabled and console:
-            self.live("")
             print(text, flush=True)
 
     def step(self, step: int, last: int, ms: float, **losses: float) -> None:
-        """A step's line, marked where the log has that step already, from before a crash."""
+        """A step's line, marked where the log has that step from before a crash; the console shows
+        each tenth of the run and each validation."""
         shown = "".join(f"{k}:{loss:.4f} " for k, loss in losses.items() if math.isfinite(loss))
         redone = " redone:1" if step <= self.last_step else ""
         self(f"step:{step}/{last} {shown}train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"
-             + redone, console="val_loss" in losses)
-
-    def live(self, text: str) -> None:
-        """Show the text in place of the last one, on a terminal."""
-        if self.enabled and sys.stdout.isatty():
-            print(f"\r\x1b[K{text}", end="", flush=True)
+             + redone, console="val_loss" in losses or step * 10 // last > (step - 1) * 10 // last)
 
 class Health:
     """What ranks tell each other at every step: a signal to stop, a non-finite loss or gradient.
@@ -718,60 +692,52 @@ class Health:
             self.loss, self.stopping = rows[:, 0].mean().item(), int(rows[:, -1].max())
 
 # ---- Checkpoints (the same in every record) ---------------------------------
-def write_durably(path: Path, write) -> None:
-    """Have `write` fill a file that appears at `path` whole or not at all."""
+def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
+    """Rank 0 writes the state, whole or not at all, and keeps the newest. Raises UserError."""
+    path, failure = folder / f"step-{state['step']:06d}.pt", None
     temporary = path.with_suffix(".tmp")
     try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-def sha256(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest().encode()
-
-def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
-    """Rank 0 writes the state, then its sha256, and keeps the newest. Raises UserError."""
-    path, failure = folder / f"step-{state['step']:06d}.pt", None
-    try:
         if ranks.rank == 0:
-            write_durably(path, lambda file: torch.save(state, file))
-            write_durably(path.with_suffix(".sha256"), lambda file: file.write(sha256(path)))
+            with temporary.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
             for old in sorted(folder.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)[:-keep]:
                 old.unlink()
-                old.with_suffix(".sha256").unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
+        temporary.unlink(missing_ok=True)
         failure = f"{path}: not written ({error.__context__ or error}); make room, --resume auto"
     if failure := ranks.broadcast(failure):
         raise UserError(failure)
 
+def is_whole(path: Path) -> bool:
+    """Whether the file is there with all that torch.save wrote, by the checksums in it."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return file.testzip() is None
+    except Exception:  # by where the damage is, zipfile raises nearly anything
+        return False
+
 def find_checkpoint(cfg: Hyperparameters, ranks: Ranks, log: Log) -> Path | None:
     """The checkpoint that --resume asks for, the same one on all ranks. Raises UserError."""
-    found, auto = None, cfg.resume == "auto"
+    auto = cfg.resume == "auto"
     if not auto and not Path(cfg.resume).is_file():
         raise UserError(f"--resume {cfg.resume}: there is no such file; name another")
     paths = sorted(log.folder.glob("step-*.pt"), reverse=True) if auto else [Path(cfg.resume)]
-    for path in paths if ranks.rank == 0 else []:
-        digest = path.parent / f"{path.stem}.sha256"
-        if digest.is_file() and digest.read_bytes() == sha256(path):
-            found = path
-            break
-        log(f"skipped the checkpoint {path}: it is damaged, or its .sha256 is missing")
-    if found := ranks.broadcast(found):
-        return found
+    for path in ranks.broadcast(paths):
+        if ranks.broadcast(ranks.rank == 0 and is_whole(path)):
+            return path
+        log(f"skipped the checkpoint {path}: it is damaged")
     if not auto:
-        raise UserError(f"--resume {cfg.resume}: no whole checkpoint with .sha256; name another")
+        raise UserError(f"--resume {cfg.resume}: no whole checkpoint; name another")
     log(f"no checkpoint in {log.folder}: starting afresh")
 
 def load_checkpoint(path: Path) -> dict:
     """The state at `path`. Raises UserError where it is none."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        needed = "step model optimizers loader data train_time_ms visited"
+        needed = "step model optimizers loader data train_time_ms"
         types = {key: type(value) for key, value in state["hyperparameters"].items()}
         if (set(needed.split()) - state.keys() or state["step"] < 0
                 or types != {field.name: field.type for field in fields(Hyperparameters)}):
@@ -818,7 +784,7 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg: Hyperparameters, ranks: 
         targets.view(-1)[count - start :] = -1  # the last ones are padding
         total += model(inputs, targets)
     model.train()
-    return ranks.all_reduce(total).item() / count
+    return ranks.all_gather(total[None]).sum().item() / count
 
 def load_tokenizer(cfg: Hyperparameters) -> tuple:
     """Functions from text to token ids and back. Where its files are missing, tiktoken raises."""
@@ -850,25 +816,24 @@ def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> 
     """Attention kernel and compilation that suit the GPU at hand."""
     torch.backends.cuda.enable_flash_sdp(False)  # attention by cuDNN, where the GPU can
     torch.backends.cuda.enable_mem_efficient_sdp(False)
-    model.compile(dynamic=False, mode=cfg.compile_mode or None)
+    model.compile(dynamic=False)
 
 def choose_head_chunks(model: GPT, cfg: Hyperparameters, device: torch.device) -> int:
     """Pieces in which head and loss fit into the free memory; a power of two, 16 at most."""
-    if cfg.head_chunks:
-        return cfg.head_chunks
-    tokens, free = cfg.sequences_per_forward * cfg.train_seq_len, free_memory(device)
-    if device.type == "cuda":  # bytes: some 50 for each activation kept, 4 for each logit
-        room, size = free - 50 * tokens * cfg.model_dim * len(model.blocks), 4 * tokens
-    else:  # some 32 for each logit, for which a quarter of what is free will do
-        room, size = free / 4, 32 * tokens
-    pieces = size * len(model.lm_head.weight) / max(1e8, room)
-    return min(16, 2 ** max(0, math.ceil(math.log2(pieces))))
+    tokens = cfg.sequences_per_forward * cfg.train_seq_len
+    activations = 50 * tokens * cfg.model_dim * len(model.blocks)  # bytes kept, about
+    # Bytes for a logit: compiled, the loss keeps 4; else some 32, in a quarter of what is free.
+    size = (4 if device.type == "cuda" else 128) * tokens * len(model.lm_head.weight)
+    pieces = size / max(1e8, free_memory(device) - activations)
+    return cfg.head_chunks or min(16, 2 ** max(0, math.ceil(math.log2(pieces))))
 
-def training_flop(model: GPT, cfg: Hyperparameters, tokens: int, visited: int) -> float:
-    """FLOP of training on so many tokens: 6 a token for each weight that multiplies, and for each
-    pair of tokens in a visited block 12 for each channel, in 2 products forward and 4 backward."""
-    weights = [p for p in model.blocks.parameters() if p.ndim >= 2] + [model.lm_head.weight]
-    return 6 * tokens * sum(p.numel() for p in weights) + 12 * cfg.model_dim * BLOCK**2 * visited
+def training_flop(model: GPT, cfg: Hyperparameters) -> float:
+    """FLOP of the run: for each token 6 for each weight that multiplies it, and for each
+    token before it 12 for each channel, in 2 products forward and 4 backward."""
+    params = [*model.blocks.parameters(), model.lm_head.weight]
+    products = cfg.num_iterations * sum(p.numel() for p in params if p.ndim >= 2)
+    seen = cfg.num_iterations * len(model.blocks) * cfg.train_seq_len / 2  # half: it is causal
+    return cfg.step_tokens * (6 * products + 12 * cfg.model_dim * seen)
 
 def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -> None:
     """Run every kernel on random tokens, then put weights and optimizer state back."""
@@ -881,7 +846,6 @@ def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -
         model(*batch).backward()
         step_optimizers(optimizers, 0, cfg.step_tokens)
     validate(model, tokens, cfg, ranks)
-    model.visited.zero_()
     for x, value in zip(tensors, before, strict=True):
         x.copy_(value)
 
@@ -901,7 +865,7 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
     first, train_ms = (state["step"], state["train_time_ms"]) if state else (0, 0.0)
     val_tokens, tokenizer = read_val_tokens(cfg), None
     loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device, log) if first < last else None
-    data = fingerprint(loader.files) if loader else None
+    data = loader and [[path.name, shard_size(path)] for path in loader.files]
     if state:
         check_same_run(Path(cfg.resume), state, cfg, data)
     if cfg.sample_tokens and ranks.rank == 0:
@@ -930,12 +894,10 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
         model.load_state_dict(state["model"])
         for optimizer in optimizers:
             optimizer.load_full_state(state["optimizers"][optimizer.name])
-        if ranks.rank == 0:
-            model.visited.fill_(state["visited"])
         redone = f"; steps up to {log.last_step} are redone" if log.last_step > first else ""
         log(f"resumed at step:{first} from {cfg.resume}{redone}")
     if state and loader:
-        loader.seek(state["loader"])
+        loader.seek(*state["loader"])
     started = time.perf_counter() - train_ms / 1000  # the clock starts
     for step in range(first, last + 1):  # one round more than steps: the last only validates
         stopping = health.stopping if step < last else 0
@@ -951,10 +913,9 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
                 stopping or step == last or step % cfg.save_every == 0):
             health.read()
             save_checkpoint(log.folder, ranks=ranks, keep=2 + (step == last), state=dict(
-                step=step, hyperparameters=asdict(cfg), data=data, loader=loader.state(),
+                step=step, hyperparameters=asdict(cfg), data=data, loader=loader.place,
                 train_time_ms=1000 * (time.perf_counter() - started), model=model.state_dict(),
-                optimizers={o.name: o.full_state() for o in optimizers},
-                visited=ranks.all_reduce(model.visited.clone()).item()))
+                optimizers={o.name: o.full_state() for o in optimizers}))
         if stopping:
             name = signal.Signals(stopping).name
             log(f"stopped at step:{step} by {'Ctrl-C (SIGINT)' if name == 'SIGINT' else name}; "
@@ -970,21 +931,10 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
             loss += micro_loss.detach() / loader.micro_steps
         health.check(step, loss, [o.grads for o in optimizers])
         step_optimizers(optimizers, step, loader.micro_steps * ranks.world_size)
-        if cfg.profile and step == min(first + 2, last - 1):
-            (profiler := torch.profiler.profile()).start()
-        if cfg.profile and step == min(first + 5, last - 1):
-            profiler.stop()
-            profiler.export_chrome_trace(trace := str(log.folder / "trace.json"))
-            log(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
-                + f"profile: {trace}, for chrome://tracing or ui.perfetto.dev")
-        done, ms = step + 1, 1000 * (time.perf_counter() - started)
-        log.step(done, last, ms, train_loss=health.loss)
-        log.live(f"step {done}/{last}, loss {health.loss:.4f}, {done * cfg.step_tokens / ms:,.0f}K "
-                 f"tokens/s, {(last - done) * ms / done / 1000:.0f} s left")
+        log.step(step + 1, last, 1000 * (time.perf_counter() - started), train_loss=health.loss)
     if tokenizer:
         log("\n  ".join(["sample:", *sample(model, cfg, device, *tokenizer).splitlines()]))
-    tokens, visited = last * cfg.step_tokens, ranks.all_reduce(model.visited).item()
-    flop = training_flop(model, cfg, tokens, visited)
+    tokens, flop = last * cfg.step_tokens, training_flop(model, cfg)
     results = dict(val_loss=f"{val_loss:.6f}", train_time_ms=f"{train_ms:.0f}", steps=last,
                    tokens=tokens, **machine, flop=f"{flop:.4e}",
                    tokens_per_second=f"{1000 * tokens / train_ms:.0f}",
@@ -1009,8 +959,7 @@ def main(argv: list[str] | None = None) -> int:
         if cfg.resume and (path := find_checkpoint(cfg, ranks, log)):
             state = load_checkpoint(path)
             cfg = replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
-        finished = state and state["step"] == cfg.num_iterations
-        if cfg.preset == "record" and ranks.device.type != "cuda" and not finished:
+        if cfg.preset == "record" and ranks.device.type != "cuda" and not state:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         return train(cfg, ranks, log, state)
     except (UserError, OSError) as error:
@@ -1018,8 +967,7 @@ def main(argv: list[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         message = str(error).partition("\n")[0]
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate" in message:
-            message = ("out of memory; raise --head_chunks, or lower --sequences_per_forward or "
-                       "--model_dim")
+            message = "out of memory; raise --head_chunks, or lower --sequences_per_forward"
         elif isinstance(error, dist.DistError) or "gloo" in message.lower():
             message = f"another rank is gone: {message}"
         else:

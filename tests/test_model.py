@@ -175,9 +175,7 @@ def test_flex_mask_visits_no_block_that_nobody_sees(window, document_tokens):
     tokens = random_tokens(1, 6 * BLOCK, 4, document_tokens)
     seen = naive_mask(tokens[0], window).view(6, BLOCK, 6, BLOCK).permute(0, 2, 1, 3).flatten(2)
     mask = train_gpt.flex_mask(documents(tokens), blocks(window))
-    assert train_gpt.visited_blocks(mask) == seen.any(-1).sum()
-    dense = train_gpt.dense_mask(documents(tokens), blocks(window))
-    assert train_gpt.visited_blocks(dense) == 6 * window, "each block's window, whatever is in it"
+    assert mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum() == seen.any(-1).sum()
     assert mask.full_kv_num_blocks.sum() == seen.all(-1).sum()
 
 

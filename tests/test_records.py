@@ -719,8 +719,8 @@ def test_a_checkpoint_goes_on_to_the_bit(script, tmp_path):
     ranks, data = script.Ranks(cfg), [["train.bin", 1000, "3f"]]
     model, optimizers = trained(script, cfg, range(3))
     script.save_checkpoint(tmp_path, ranks=ranks, keep=2, state=dict(
-        step=3, hyperparameters=dataclasses.asdict(cfg), data=data, train_time_ms=1.5, visited=7,
-        loader=dict(epoch=0, shard=0, position=384), model=model.state_dict(),
+        step=3, hyperparameters=dataclasses.asdict(cfg), data=data, train_time_ms=1.5,
+        loader=(0, 384), model=model.state_dict(),
         optimizers={o.name: o.full_state() for o in optimizers}))
     path = script.find_checkpoint(cfg, ranks, SimpleNamespace(folder=tmp_path))
     state = script.load_checkpoint(path)

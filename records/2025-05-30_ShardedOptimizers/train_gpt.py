@@ -206,14 +206,15 @@ def find_shards(pattern: str) -> list[Path]:
 def shard_size(path: Path) -> int:
     """Number of tokens by the shard's header, held against the file's size. Raises UserError."""
     try:
-        size, header = path.stat().st_size, np.fromfile(path, "<i4", HEADER_INTS).tolist()
+        size, header = path.stat().st_size, [*np.fromfile(path, "<i4", HEADER_INTS), 0, 0, 0]
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it again") from None
-    if header[:2] != [MAGIC, VERSION]:
-        raise UserError(f"{path}: magic, version {header[:2]}, not {[MAGIC, VERSION]}; remake it")
-    if len(header) < HEADER_INTS or size != 4 * HEADER_INTS + 2 * header[2]:
-        raise UserError(f"{path}: {size} bytes are not what its header says; fetch it again")
-    return header[2]
+    *kind, count = map(int, header[:3])
+    if kind != [MAGIC, VERSION]:
+        raise UserError(f"{path}: magic, version {kind}, not {[MAGIC, VERSION]}; remake it")
+    if size != 4 * HEADER_INTS + 2 * count:
+        raise UserError(f"{path}: {size} bytes do not hold {count} tokens; fetch it again")
+    return count
 
 def read_shard(path: Path, vocab_size: int) -> np.ndarray:
     """The shard's tokens, uint16. Raises UserError where it is none, or of another vocabulary."""
@@ -964,10 +965,10 @@ def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> 
 def choose_head_chunks(model: GPT, cfg: Hyperparameters, device: torch.device) -> int:
     """Pieces in which head and loss fit into the free memory; a power of two, 16 at most."""
     tokens = cfg.sequences_per_forward * cfg.train_seq_len
-    activations = 50 * tokens * cfg.model_dim * len(model.blocks)  # bytes kept, about
-    # Bytes for a logit: compiled, the loss keeps 4; else some 32, in a quarter of what is free.
-    size = (4 if device.type == "cuda" else 128) * tokens * len(model.lm_head.weight)
-    pieces = size / max(1e8, free_memory(device) - activations)
+    # Bytes: some 50 for each activation kept; for a logit 4, or some 32 where nothing is compiled.
+    bytes_each, share = (4, 1) if device.type == "cuda" else (32, 1 / 4)  # share: of what is free
+    room = share * (free_memory(device) - 50 * tokens * cfg.model_dim * len(model.blocks))
+    pieces = bytes_each * tokens * len(model.lm_head.weight) / max(1e8, room)
     return cfg.head_chunks or min(16, 2 ** max(0, math.ceil(math.log2(pieces))))
 
 def training_flop(model: GPT, cfg: Hyperparameters) -> float:

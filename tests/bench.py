@@ -3,6 +3,7 @@
 
     python tests/bench.py pocket [--seeds 5] [--against CMD]   time to the target, in turns with CMD
     python tests/bench.py phases                               where a step's time goes
+    python tests/bench.py profile [--preset record]            a few steps by operator, with a trace
     python tests/bench.py scaling                              cost by tokens, length and width
     python tests/bench.py gpu [--steps 5]                      the record's step on this GPU
     python tests/bench.py kernels [--card h200] [--script F]   the same modelled, without a GPU
@@ -270,6 +271,34 @@ def phases(args, flags):
     print_table(["phase", "ms a step", "share"], [
         [phase, spread(ms[phase], 2), f"{statistics.median(ms[phase]) / step:.0%}"]
         for phase in ordered])
+
+
+# -----------------------------------------------------------------------------
+# profile: a run of the script, its steps 3 to 5 recorded
+
+
+def profile(args, flags):
+    """Run the script, and print a table by operator and kernel of three steps; beside it a trace.
+
+    Under torchrun every rank runs, and rank 0 records."""
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1))
+    script, check = train_gpt, train_gpt.Health.check
+
+    def check_then_advance(health, step, *rest):
+        check(health, step, *rest)
+        profiler.step()
+
+    script.Health.check = check_then_advance
+    rank = int(os.environ.get("RANK", 0))
+    with profiler if rank == 0 else contextlib.nullcontext():
+        if code := script.main(["--preset", "pocket", "--sample_tokens", "0", *flags]):
+            raise SystemExit(code)
+    if rank == 0:
+        trace = Path("logs") / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        say(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+        say(f"{trace}, for chrome://tracing or ui.perfetto.dev")
 
 
 # -----------------------------------------------------------------------------
@@ -602,8 +631,8 @@ def memory(args, flags):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = dict(pocket=pocket, phases=phases, scaling=scaling, gpu=gpu, kernels=kernels,
-                    memory=memory)
+    commands = dict(pocket=pocket, phases=phases, profile=profile, scaling=scaling, gpu=gpu,
+                    kernels=kernels, memory=memory)
     parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, default=5, help="of pocket: seeds, from 0 up")
     parser.add_argument("--against", metavar="CMD", default=YARDSTICK, help="of pocket: see above")

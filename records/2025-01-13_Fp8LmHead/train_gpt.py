@@ -129,13 +129,12 @@ PRESETS = {"record": {}, "pocket": dict(preset="pocket", prompt="def ",
     muon_momentum=0.85, embed_lr=0.5, head_lr=0.03, muon_lr=0.08, window_tokens=128,
     attention_pattern="L.", value_embed_pattern="0.", fp8_head=False)}
 
-def boolean(text: str) -> bool:
-    return ["false", "true"].index(text.lower()) == 1
-
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
     """The flags given, on top of the preset named or else of a checkpoint's saved values."""
     def error(message: str):
         raise UserError(f"{message}; --help lists the flags")
+    def boolean(text: str) -> bool:
+        return ["false", "true"].index(text.lower()) == 1
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.error, parser.format_help = error, help_text
     for field in fields(Hyperparameters):
@@ -799,8 +798,7 @@ class Log:
             print(text, flush=True)
 
     def step(self, step: int, last: int, ms: float, **losses: float) -> None:
-        """A step's line, marked where the log has that step from before a crash; the console shows
-        each tenth of the run and each validation."""
+        """A step's line, marked if the log has it from before a crash; the console shows tenths."""
         shown = "".join(f"{k}:{loss:.4f} " for k, loss in losses.items() if math.isfinite(loss))
         redone = " redone:1" if step <= self.last_step else ""
         self(f"step:{step}/{last} {shown}train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"

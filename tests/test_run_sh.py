@@ -32,7 +32,7 @@ def parse_args(argv):
     for name in ("resume", "run_id", "prompt"):
         parser.add_argument(f"--{name}", default="")
     cfg = parser.parse_args(argv)
-    if cfg.preset == "pocket": cfg.train_files = "data/pocket/pocket_train_*.bin"
+    if cfg.preset != "record": cfg.train_files = f"data/{cfg.preset}/{cfg.preset}_train_*.bin"
     return cfg
 if __name__ == "__main__":
     record.record("train_gpt", *sys.argv[1:])
@@ -61,7 +61,7 @@ class FakeRepo:
         self.write("requirements.txt", "torch==2.13.0\n")
         self.write("requirements-dev.txt", "-r requirements.txt\n")
         self.write("train_gpt.py", SCRIPT)
-        for name in ("pocket", "fineweb"):
+        for name in ("pocket", "lab", "fineweb"):
             self.write(f"data/{name}.py", f"import record; record.record({name!r})")
         self.stub("record.py", RECORD)
         self.stub("torch/__init__.py", "from torch import cuda")
@@ -142,6 +142,13 @@ def test_flags_are_handed_on_in_the_current_folder(fake):
 def test_a_named_preset_is_kept(fake, flags):
     fake.run(*flags, "--seed", "3")
     assert fake.called("train_gpt") == [[*flags, "--seed", "3"]]
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize("flags", [["--preset", "lab"], ["--seed", "1", "--preset=lab"]])
+def test_the_lab_has_its_own_corpus(fake, flags, gpus):
+    fake.run(*flags, gpus=gpus)
+    assert fake.calls == [["lab"], ["train_gpt", *flags]]
 
 
 @pytest.mark.parametrize("gpus", [0, 1])

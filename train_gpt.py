@@ -23,6 +23,7 @@ import sys
 import time
 import warnings
 import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -845,7 +846,8 @@ def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
             for old in sorted(folder.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)[:-keep]:
                 old.unlink()
     except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
-        temporary.unlink(missing_ok=True)
+        if temporary.is_file():
+            temporary.unlink()
         failure = f"{path}: not written ({error.__context__ or error}); make room, --resume auto"
     if failure := ranks.broadcast(failure):
         raise UserError(failure)
@@ -1009,7 +1011,8 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
     first, train_ms = (state["step"], state["train_time_ms"]) if state else (0, 0.0)
     val_tokens, tokenizer = read_val_tokens(cfg), None
     loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device, log) if first < last else None
-    data = loader and [[path.name, shard_size(path)] for path in loader.files]
+    data = loader and [[path.name, shard_size(path), zlib.crc32(np.fromfile(path, "u1", 2**20))]
+                       for path in loader.files]  # tells other data apart
     if state:
         check_same_run(Path(cfg.resume), state, cfg, data)
     if cfg.sample_tokens and ranks.rank == 0:

@@ -224,7 +224,8 @@ def test_validation_counts_every_token_once(world_size, val_tokens):
     for rank in range(world_size):
         model = TokenCounter().train()
         ranks = SimpleNamespace(
-            rank=rank, world_size=world_size, device=torch.device("cpu"), all_reduce=lambda x: x
+            rank=rank, world_size=world_size, device=torch.device("cpu"),
+            all_gather=lambda x: x[None],
         )
         totals.append(validate(model, tokens, cfg, ranks) * val_tokens)
         assert model.training, "as it was before"

@@ -34,6 +34,12 @@ def load(number, block=BLOCK):
     return module
 
 
+def record(number, block=BLOCK):
+    """The configuration that a record was measured with."""
+    script = load(number, block)
+    return script.Hyperparameters(**script.PRESETS["record"])
+
+
 @pytest.fixture(params=NUMBERS)
 def number(request):
     return request.param
@@ -84,7 +90,7 @@ def tiny(number, block=BLOCK, **changes):
     )  # fmt: skip
     if number >= 31:
         flags["max_document_tokens"] = clip
-    cfg = script.Hyperparameters()
+    cfg = record(number)
     flags = {k: v for k, v in (flags | changes).items() if hasattr(cfg, k)}
     return dataclasses.replace(station, **own), dataclasses.replace(cfg, **flags)
 
@@ -177,8 +183,8 @@ def set_window(script, model, step):
 # The published configuration
 
 
-def test_the_record_preset_is_the_published_configuration(number, script):
-    station, cfg = oracles.STATIONS[number], script.Hyperparameters()
+def test_the_record_preset_is_the_published_configuration(number):
+    station, cfg = oracles.STATIONS[number], record(number)
     assert cfg.num_iterations == oracles.total_steps(station)
     assert cfg.step_tokens * cfg.num_iterations == oracles.total_tokens(station)
     first = 1 if number >= 40 else 0
@@ -252,7 +258,7 @@ def test_parameters_begin_as_the_published_ones(number, script):
 
 def test_schedules_are_the_published_ones_at_every_step(number):
     script, station = load(number, block=128), oracles.STATIONS[number]
-    cfg = script.Hyperparameters()
+    cfg = record(number, block=128)
     for step in range(cfg.num_iterations):
         assert script.lr_scale(step, cfg) == pytest.approx(
             oracles.rate_factor(station, step), rel=1e-12), step  # fmt: skip
@@ -265,7 +271,7 @@ def test_schedules_are_the_published_ones_at_every_step(number):
 @pytest.mark.parametrize("number", [n for n in NUMBERS if n >= 31])
 def test_rotary_frequencies_and_scale_are_the_published_ones_in_each_stage(number):
     script, station = load(number, block=128), oracles.STATIONS[number]
-    cfg = script.Hyperparameters()
+    cfg = record(number, block=128)
     changes = [change for change, _, _ in oracles.window_changes(station)]
     with in_float64():
         for step in (0, *changes, *(s - 1 for s in changes), cfg.num_iterations):

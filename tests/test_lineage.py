@@ -73,7 +73,7 @@ def tiny(number, block=BLOCK, **changes):
 
     Windows of 1, 2 and 3 blocks, 4 at the end and 5 in the last validation, of sequences of 6.
     """
-    script, station = load(number), oracles.STATIONS[number]
+    station = oracles.STATIONS[number]
     length, clip = 6 * block, 3 * block // 2
     extension = EXTENSION if station.extension else 0
     sizes = dict(model_dim=32, head_dim=16, eot_token=EOT, momentum_warmup=4)

@@ -142,7 +142,7 @@ def matrices(state):
 
 
 def test_muon_agrees_with_torch_optim_muon_over_steps(monkeypatch):
-    """torch's own has other coefficients, and rounds to bf16: the polar factor is ours, of above."""
+    """torch's own has other coefficients and rounds to bf16: the polar factor is that of above."""
     theirs = torch.optim._muon
     monkeypatch.setattr(theirs, "_zeropower_via_newtonschulz", lambda G, *_: polar(G).float())
     model = make_model()

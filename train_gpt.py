@@ -5,7 +5,8 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
-Parent: 2025-01-26_BatchSize. Change: gradients are reduce-scattered, optimizer state is sharded.
+Parent: 2025-09-10_Yarn. Change: smaller and more steps, Adam at every second; smear, backout,
+bounded skips; no first block; Polar Express; a longer window in the last validation.
 """
 
 # ---- Setup ------------------------------------------------------------------
@@ -62,7 +63,7 @@ class Hyperparameters:
     vocab_size: int = 50257  # token ids lie below it
     eot_token: int = 50256  # end-of-text, the token that opens each document
     sequences_per_step: int = 8  # sequences in one step, all ranks together
-    train_seq_len: int = 48 * 1024  # tokens of a training sequence, a multiple of 128
+    train_seq_len: int = 32 * 1024  # tokens of a training sequence, a multiple of 128
     sequence_stride: int = 1  # sequence k of a shard's N is the one at k · stride mod N
     align_documents: bool = False  # each sequence begins with a document
     max_document_tokens: int = 0  # sequences are packed with the beginnings of documents; 0: not
@@ -72,40 +73,44 @@ class Hyperparameters:
     model_dim: int = 768  # width of the residual stream
     head_dim: int = 128  # width of an attention head
     mlp_ratio: int = 4  # hidden width of the MLP, in model_dim
-    attention_pattern: str = "LSSSLSS.SSSL"  # a letter a layer: Long window, Short, . none
-    value_embed_pattern: str = "012......012"  # value embedding table of each layer, . none
-    attention_scale: float = 0.12  # factor of the attention scores
+    attention_pattern: str = "SSSLSS.SSSL"  # a letter a layer: Long window, Short, . none
+    value_embed_pattern: str = "12......012"  # value embedding table of each layer, . none
+    backout_layer: int = 7  # layer whose output is taken from the last one's
+    attention_scale: float = 0.1  # factor of the attention scores in the first stage of windows
     rope_base: int = 1024  # inverse of the lowest rotary frequency
     logit_cap: float = 30.0  # logits lie between 0 and it
     logit_slope: float = 7.5  # divides the raw logits inside the sigmoid
-    vocab_multiple: int = 128  # the head's rows are padded to a multiple of it
+    vocab_multiple: int = 128  # rows of embeddings and head are padded to a multiple of it
     fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
-    fp8_x_scale: float = 2.0  # factor of the activations before the cast to e4m3
+    fp8_x_scale: float = 448 / 768**0.5  # factor of the activations before the cast to e4m3
     fp8_w_scale: float = 2.0**9  # factor of the weights before the cast to e4m3
-    fp8_grad_scale: float = 2.0**19  # factor of the gradients before the cast to e5m2
+    fp8_grad_scale: float = 448.0  # factor of the gradients before the cast to e5m2
     # Optimizers and schedules
     embed_lr: float = 0.6  # Adam, token and value embeddings
     head_lr: float = 0.008  # Adam, output head
     scalar_lr: float = 0.04  # Adam, lambdas and skip weights
-    adam_beta1: float = 0.8  # decay of Adam's mean of gradients
+    adam_every: int = 2  # steps between Adam's, which take the sum of their gradients
+    adam_beta1: float = 0.65  # decay of Adam's mean of gradients
     adam_beta2: float = 0.95  # decay of Adam's mean of squared gradients
-    adam_eps: float = 1e-10  # added to Adam's denominator
-    muon_lr: float = 0.05  # Muon, hidden matrices; spectral norm per step
+    adam_eps: float = 1e-8  # added to Adam's denominator
+    muon_lr: float = 0.06  # Muon, hidden matrices; spectral norm per step
     muon_momentum: float = 0.95  # decay of Muon's mean of gradients, after the warm-up
-    ns_steps: int = 5  # Newton-Schulz iterations
-    cooldown_frac: float = 0.4  # last part of the run, over which the rates fall
+    extension_steps: int = 40  # last steps, after the schedules of rates and windows have ended
+    cooldown_frac: float = 0.45  # last part of these schedules, over which the rates fall
     final_lr_frac: float = 0.1  # fraction of the rates at the end of the run
-    window_tokens: int = 1728  # long attention window at the end, rounded up to whole blocks
+    window_stages: str = "3 7 11 13"  # long windows in blocks, a third of the run each; at its end
+    final_window: int = 20  # long window of the last validation, in blocks
     momentum_start: float = 0.85  # Muon's momentum at step 0
     momentum_warmup: int = 300  # steps until muon_momentum is reached
+    momentum_cooldown: int = 50  # last steps of the run, over which momentum falls back
     # Run: a checkpoint may be resumed with other values of all that follows
-    num_iterations: int = 1770  # optimizer steps
+    num_iterations: int = 2330  # optimizer steps
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
     val_tokens: int = 10_485_760  # validation tokens, each counted once
     sequences_per_forward: int = 1  # sequences that a rank runs at once, at most
     target_loss: float = 3.28  # validation loss to reach, nats per token
-    val_every: int = 125  # steps between validations; 0: only the last
+    val_every: int = 250  # steps between validations; 0: only the last
     device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
     run_id: str = ""  # folder under logs/; empty: made from time and chance
     warmup_steps: int = 10  # untimed steps on random tokens that warm the kernels up
@@ -121,14 +126,15 @@ class Hyperparameters:
     def step_tokens(self) -> int:
         return self.sequences_per_step * self.train_seq_len
 
-PRESETS = {"record": {}, "pocket": dict(preset="pocket", prompt="def ",
+PRESETS = {"record": dict(max_document_tokens=2048), "pocket": dict(preset="pocket", prompt="def ",
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16,
     num_iterations=240, sequences_per_step=16, sequences_per_forward=16, train_seq_len=128,
     sequence_stride=1_000_003, val_seq_len=4096, val_tokens=262_144, val_every=0, warmup_steps=1,
     target_loss=1.64, sample_tokens=200, model_dim=64, head_dim=16, rope_base=32, cooldown_frac=0.7,
-    muon_momentum=0.85, embed_lr=0.5, head_lr=0.03, muon_lr=0.08, window_tokens=128,
-    attention_pattern="L.", value_embed_pattern="0.", attention_scale=0.5)}
+    muon_momentum=0.85, embed_lr=0.5, head_lr=0.03, muon_lr=0.08,
+    window_stages="1 1 1 1", attention_pattern="L.", value_embed_pattern="0.", backout_layer=0,
+    final_window=1, extension_steps=4, momentum_cooldown=5, attention_scale=0.5)}
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
     """The flags given, on top of the preset named or else of a checkpoint's saved values."""
@@ -173,7 +179,8 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     numbers = " ".join(f.name for f in fields(cfg) if f.type in (int, float))
     require(numbers, lambda x: 0 <= x < math.inf, "be finite and not negative")
     require("""num_iterations sequences_per_step train_seq_len sequences_per_forward val_tokens
-        val_seq_len model_dim head_dim mlp_ratio rope_base logit_cap logit_slope vocab_multiple""",
+        val_seq_len model_dim head_dim mlp_ratio rope_base logit_cap logit_slope vocab_multiple
+        adam_every final_window""",
             lambda x: x > 0, "be positive")
     require("train_seq_len val_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}")
     require("adam_beta1 adam_beta2 muon_momentum momentum_start", lambda x: x < 1, "be below 1")
@@ -187,6 +194,8 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     tables, layers = "".join(sorted({*cfg.value_embed_pattern} - {"."})), len(cfg.attention_pattern)
     require("value_embed_pattern", lambda x: "0123456789".startswith(tables) and len(x) == layers,
             "have . or 0, 1, … a layer")
+    require("backout_layer", lambda x: x < layers, "be a layer's number")
+    require("window_stages", lambda x: re.fullmatch(r"[1-9]\d*( [1-9]\d*){3}", x), "be 4 numbers")
     require("logit_cap", lambda x: x <= 64, "be at most 64, as its exponential is summed in fp32")
     require("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes")
     require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
@@ -372,30 +381,33 @@ class CastedLinear(nn.Linear):
         return y.unflatten(0, x.shape[:-1])
 
 # Attention: token i sees token j where j <= i, both are of one document (@KoszarskyB), and
-# block(i) - block(j) < window (@YouJiacheng). FlexAttention has no backward pass but on CUDA, and
-# is slow where nothing is compiled, as in `sample`.
-def flex_mask(docs_S: Tensor, window: Tensor) -> BlockMask:
+# i - j <= 128 · window. FlexAttention has no backward pass but on CUDA, and is slow where nothing
+# is compiled, as in `sample`.
+def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
     """The mask by tensor operations alone, so that the window's growth compiles nothing anew."""
     def document_causal(b, h, q, k):
-        return (q >= k) & (docs_S[q] == docs_S[k]) & (q // BLOCK - k // BLOCK < window)
+        return (q >= k) & (docs_S[q] == docs_S[k]) & (q - k <= BLOCK * window)
     def ordered(seen_QK: Tensor) -> tuple[Tensor, Tensor]:  # how many blocks are seen, which first
         count, others = seen_QK.cumsum(-1), (~seen_QK).cumsum(-1)  # a sort compiles for minutes
         place = torch.where(seen_QK, count, count[:, -1:] + others) - 1
         return count[:, -1].int(), place.scatter(-1, place, block.expand_as(place)).int()
-    docs, block = docs_S.view(-1, BLOCK), torch.arange(len(docs_S) // BLOCK, device=docs_S.device)
-    distance, first, last = block[:, None] - block, docs[:, 0], docs[:, -1]
-    seen = (distance >= 0) & (distance < window) & (first[:, None] <= last)
-    full = seen & (distance > 0) & (last[:, None] == first)
+    docs_S, docs = docs_BT.flatten(), docs_BT.view(-1, BLOCK)
+    block, first, last = torch.arange(len(docs), device=docs.device), docs[:, 0], docs[:, -1]
+    distance = block[:, None] - block
+    seen = (distance >= 0) & (distance <= window) & (first[:, None] <= last)
+    full = seen & (distance > 0) & (distance < window) & (last[:, None] == first)
     views = seen & ~full, full, (seen & ~full).T.contiguous(), full.T.contiguous()  # back: by key
     return BlockMask((len(docs_S),) * 2, *(x[None, None] for view in views for x in ordered(view)),
                      BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=document_causal)
 
-def dense_mask(docs_S: Tensor, window: Tensor) -> Tensor:
-    """What is added to the scores of each block of queries with the `window` blocks up to it."""
-    docs = docs_S.view(-1, BLOCK)
-    window = min(int(window), len(docs))
-    seen = docs[:, :, None] == gather_window(docs, window)[:, None, :]
-    seen &= seen.new_ones(BLOCK, window * BLOCK).tril((window - 1) * BLOCK)
+def dense_mask(docs_BT: Tensor, window: Tensor) -> Tensor:
+    """What is added to the scores of each block of queries with the blocks up to it."""
+    before = min(int(window), docs_BT.size(1) // BLOCK - 1)  # blocks that a window reaches back
+    docs = docs_BT.view(-1, BLOCK)
+    seen = docs[:, :, None] == gather_window(docs, before + 1)[:, None, :]
+    token = torch.arange(-before * BLOCK, BLOCK, device=docs.device)
+    distance = token[-BLOCK:, None] - token
+    seen &= (distance >= 0) & (distance <= BLOCK * window)
     return torch.where(seen, 0.0, -math.inf)[:, None]
 
 def gather_window(blocks: Tensor, window: int) -> Tensor:
@@ -426,11 +438,12 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class CausalSelfAttention(nn.Module):
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
-        self.heads, self.scale = cfg.model_dim // cfg.head_dim, cfg.attention_scale
+        self.heads = cfg.model_dim // cfg.head_dim
         # Merged QKV: @fernbear.bsky.social, @YouJiacheng
         self.qkv_w = nn.Parameter(torch.empty(3, cfg.model_dim, cfg.model_dim))
         self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))  # of values and their embedding
         self.c_proj = CastedLinear(cfg.model_dim, cfg.model_dim)
+        self.attn_gate = CastedLinear(min(12, cfg.model_dim), self.heads)
 
     def forward(self, x: Tensor, value_embed: Tensor | None, turn: tuple, *mask) -> Tensor:
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x)).unflatten(-1, (3 * self.heads, -1))
@@ -439,16 +452,21 @@ class CausalSelfAttention(nn.Module):
         v = self.lambdas[0] * v
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             v = v + self.lambdas[1] * value_embed.view_as(v)
-        return self.c_proj(attend(q, k, v, self.scale, *mask).flatten(2))
+        y = attend(q, k, v, 1.0, *mask)  # the tables of `turn` hold the scale
+        # Each head may stay silent, where it has nothing to say: @classiclarryd
+        gate = torch.sigmoid(self.attn_gate(x[..., : self.attn_gate.in_features]))
+        return self.c_proj((y * gate[..., None]).flatten(2))
 
 class MLP(nn.Module):
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
-        self.c_fc = CastedLinear(cfg.model_dim, cfg.mlp_ratio * cfg.model_dim)
-        self.c_proj = CastedLinear(cfg.mlp_ratio * cfg.model_dim, cfg.model_dim)
+        # Of one shape, so that one batch of Muon's has all of them: @byronxu99
+        self.c_fc = nn.Parameter(torch.empty(cfg.model_dim, cfg.mlp_ratio * cfg.model_dim))
+        self.c_proj = nn.Parameter(torch.empty(cfg.model_dim, cfg.mlp_ratio * cfg.model_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.relu(self.c_fc(x)).square())  # ReLU²: https://arxiv.org/abs/2109.08668
+        x = F.relu(x @ self.c_fc.type_as(x)).square()  # ReLU²: https://arxiv.org/abs/2109.08668
+        return F.linear(x, self.c_proj.type_as(x))
 
 class Block(nn.Module):
     def __init__(self, cfg: Hyperparameters, layer: int):
@@ -463,35 +481,41 @@ class Block(nn.Module):
             x = x + self.attn(norm(x), *attention)
         return x + self.mlp(norm(x))
 
-def translate_names(model: nn.Module, state: dict[str, Tensor], *_) -> None:
-    """Names of a compiled model, and of records published before record #22, become ours."""
-    for old in list(state):
-        new = old.removeprefix("_orig_mod.").replace("value_embeds.embed.", "value_embeds.")
-        state[new] = state.pop(old)
-
 class GPT(nn.Module):
     """The model, under the published parameter names. Its forward gives the summed cross-entropy of
-    targets (B, T; -1: none) after inputs (B, T), rows apart. Its buffer `window` counts blocks."""
+    targets (B, T; -1: none) after inputs (B, T), rows apart."""
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.cfg, self.pairs = cfg, len(cfg.attention_pattern) // 2
-        self.embed = nn.Embedding(cfg.vocab_size, cfg.model_dim)
-        self.value_embeds = nn.ModuleList(nn.Embedding(cfg.vocab_size, cfg.model_dim)
+        vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+        self.embed = nn.Embedding(vocab, cfg.model_dim)
+        self.value_embeds = nn.ModuleList(nn.Embedding(vocab, cfg.model_dim)
                                           for _ in set(cfg.value_embed_pattern) - {"."})
         self.blocks = nn.ModuleList(Block(cfg, i) for i in range(len(cfg.attention_pattern)))
-        self.skip_weights = nn.Parameter(torch.ones(self.pairs))  # U-Net skips: @brendanh0gan
-        self.lm_head = CastedLinear(cfg.model_dim, round_up(cfg.vocab_size, cfg.vocab_multiple))
-        # Half-truncated rotary embedding, that is, half of the pairs do not turn: @YouJiacheng
-        quarter, positions = cfg.head_dim // 4, max(cfg.train_seq_len, cfg.val_seq_len)
-        frequency = (1 / cfg.rope_base) ** torch.linspace(0, 1, steps=quarter)
-        theta = torch.outer(torch.arange(positions), F.pad(frequency, (0, quarter)))[:, None]
-        self.register_buffer("cos", theta.cos(), persistent=False)
-        self.register_buffer("sin", theta.sin(), persistent=False)
-        # The long window in blocks: the run's last one, until training or validation sets it.
-        last_window = torch.tensor(window_blocks(cfg.num_iterations, cfg), dtype=torch.int32)
-        self.register_buffer("window", last_window, persistent=False)
+        # U-Net skips: @brendanh0gan; weighted within a sigmoid: @bernard24, hiverge.ai
+        self.skip_weights = nn.Parameter(torch.full((self.pairs,), -1.5))
+        self.smear_gate = CastedLinear(min(12, cfg.model_dim), 1)
+        self.smear_lambda = nn.Parameter(torch.tensor(0.0))
+        self.backout_lambda = nn.Parameter(torch.tensor(0.5))
+        self.lm_head = CastedLinear(cfg.model_dim, vocab)
+        # Long and short window in blocks; cosines and sines, times the root of the attention scale.
+        tables = torch.zeros(2, max(cfg.train_seq_len, cfg.val_seq_len), 1, cfg.head_dim // 2)
+        self.register_buffer("windows", torch.zeros(2, dtype=torch.int32), persistent=False)
+        self.register_buffer("turns", tables, persistent=False)
+        self.set_window(cfg.num_iterations)
         self.head_chunks, self.kernel_options = max(1, cfg.head_chunks), None
-        self.register_load_state_dict_pre_hook(translate_names)
+
+    def set_window(self, step: int) -> None:
+        """Take the windows of a step, after the last of the final validation: @classiclarryd."""
+        with self.turns.device:
+            frequency, scale = yarn(step, self.cfg)
+            # Half-truncated rotary embedding, that is, half of the pairs do not turn: @YouJiacheng
+            frequency = F.pad(frequency, (0, self.cfg.head_dim // 4))
+            theta = torch.outer(torch.arange(self.turns.size(1)), frequency)[:, None]
+        self.turns.copy_(scale**0.5 * torch.stack([theta.cos(), theta.sin()]))
+        long = window_blocks(step, self.cfg)
+        self.windows[1] = max(1, long // 2)
+        self.windows[0] = self.cfg.final_window if step == self.cfg.num_iterations else long
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -499,12 +523,12 @@ class GPT(nn.Module):
         for name, param in self.named_parameters():
             if "embed" in name:
                 param.normal_(generator=generator)
-            elif name.endswith(("qkv_w", "c_fc.weight")):
-                bound = (0.75 / param.size(-1)) ** 0.5  # std 0.5 / sqrt(fan_in): @YouJiacheng
+            elif name.endswith(("qkv_w", "c_fc")):
+                bound = (0.75 / self.cfg.model_dim) ** 0.5  # std 0.5 / sqrt(fan_in): @YouJiacheng
                 param.uniform_(-bound, bound, generator=generator)
-            elif name.endswith(("c_proj.weight", "lm_head.weight")):
+            elif name.endswith(("c_proj.weight", "c_proj", "gate.weight", "lm_head.weight")):
                 param.zero_()  # zero-initialised projections: @Grad62304977
-            elif not name.endswith(("lambdas", "skip_weights")):  # these are made as they begin
+            elif "lambda" not in name and name != "skip_weights":  # these are made as they begin
                 raise KeyError(f"no initialisation for the parameter {name}")
 
     def hidden(self, inputs_BT: Tensor) -> Tensor:
@@ -513,21 +537,30 @@ class GPT(nn.Module):
         inputs_BT = F.pad(inputs_BT, (0, -length % BLOCK), value=self.cfg.eot_token)
         starts = inputs_BT == self.cfg.eot_token
         starts |= torch.arange(starts.size(1), device=starts.device) == 0
-        docs_S = starts.flatten().cumsum(0, dtype=torch.int32)
-        build = flex_mask if docs_S.is_cuda and torch.compiler.is_compiling() else dense_mask
-        windows = {"L": self.window, "S": (self.window // 2).clamp_min(1)}
-        masks = {x: build(docs_S, windows[x]) for x in "LS" if x in self.cfg.attention_pattern}
-        turn = self.cos[: inputs_BT.size(1)], self.sin[: inputs_BT.size(1)]
+        docs_BT = starts.flatten().cumsum(0, dtype=torch.int32).view_as(starts)
+        build = flex_mask if docs_BT.is_cuda and torch.compiler.is_compiling() else dense_mask
+        windows = dict(zip("LS", self.windows, strict=True))
+        masks = {x: build(docs_BT, windows[x]) for x in "LS" if x in self.cfg.attention_pattern}
+        turn = self.turns[:, : inputs_BT.size(1)]
         values, skips = {str(i): table(inputs_BT) for i, table in enumerate(self.value_embeds)}, []
-        x = x0 = norm(self.embed(inputs_BT))  # norm after the embedding: @Grad62304977
+        x = x0 = norm(self.smear(self.embed(inputs_BT)))  # norm there: @Grad62304977
         for layer, block in enumerate(self.blocks):
-            if layer >= len(self.blocks) - self.pairs:
-                x = x + self.skip_weights[layer - len(self.blocks)] * skips.pop()
+            if self.pairs <= layer < 2 * self.pairs:
+                x = x + torch.sigmoid(self.skip_weights[layer - self.pairs]) * skips.pop()
             x = block(x, x0, values.get(self.cfg.value_embed_pattern[layer]), turn,
                       masks.get(self.cfg.attention_pattern[layer]), self.kernel_options)
             if layer < self.pairs:
                 skips.append(x)
+            if layer == self.cfg.backout_layer:
+                backout = x
+        x = x - self.backout_lambda * backout  # what only layers up to there need: @snimu
         return norm(x[:, :length])
+
+    def smear(self, x_BTD: Tensor) -> Tensor:
+        """Each token's embedding and some of the one before it: @classiclarryd."""
+        now, before = x_BTD[:, 1:], x_BTD[:, :-1]
+        gate = torch.sigmoid(self.smear_gate(now[..., : self.smear_gate.in_features]))
+        return torch.cat([x_BTD[:, :1], now + self.smear_lambda * gate * before], dim=1)
 
     def logits(self, x: Tensor) -> Tensor:
         """Soft-capped (Gemma 2) logits, fp32, (…, V): @Grad62304977, @KoszarskyB, @YouJiacheng."""
@@ -553,31 +586,39 @@ class GPT(nn.Module):
         return sum(checkpoint(self.head_loss, *part, ids, use_reentrant=False) for part in parts)
 
 # ---- Optimizers -------------------------------------------------------------
-def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Nearly the closest semi-orthogonal matrix to each of (B, M, N). Source: Keller Jordan et al.,
-    https://kellerjordan.github.io/posts/muon/; batched: @scottjmaddox, @YouJiacheng."""
-    a, b, c = 3.4445, -4.7750, 2.0315
+POLAR_EXPRESS = [  # of X, A X and A² X in each iteration; found for a spectral norm of at most 1.02
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]
+
+def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """Nearly the closest semi-orthogonal matrix to each of (B, M, N), by Newton-Schulz iterations:
+    Keller Jordan et al., https://kellerjordan.github.io/posts/muon/, with the coefficients of Polar
+    Express, https://arxiv.org/abs/2505.16932: @varunneal; batched: @scottjmaddox, @YouJiacheng."""
     tall = grad_MN.size(-2) > grad_MN.size(-1)
     X = (grad_MN.mT if tall else grad_MN).to(dtype)
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    X = X / (1.02 * X.norm(dim=(-2, -1), keepdim=True) + 1e-6)
+    for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.mT if tall else X
 
-def muon_update(weight_MN, grad_MN, mean_MN, lr, momentum, ns_steps: int, dtype) -> None:
+def muon_update(weight_MN, grad_MN, mean_MN, lr, momentum, dtype) -> None:
     """Muon's step, in place, for a batch of matrices; orthogonalised in `dtype`."""
     mean_MN.lerp_(grad_MN, 1 - momentum)
-    update = orthogonalize(grad_MN.lerp(mean_MN, momentum), ns_steps, dtype)
+    update = orthogonalize(grad_MN.lerp(mean_MN, momentum), dtype)
     weight_MN.sub_(update * (lr * max(1, weight_MN.size(-2) / weight_MN.size(-1)) ** 0.5))
 
 def adam_update(weight, grad, mean, square, step, lr: Tensor, beta1, beta2, eps) -> None:
-    """Adam's step, https://arxiv.org/abs/1412.6980, in place, computed in fp32."""
+    """Adam's step in the order of section 2 of https://arxiv.org/abs/1412.6980, where epsilon is
+    not corrected for the step; in place, computed in fp32."""
     step += 1
     new_mean = mean.float().lerp(grad.float(), 1 - beta1)
     new_square = square.float().lerp(grad.float().square(), 1 - beta2)
-    denominator = (new_square / (1 - beta2**step)).sqrt() + eps
-    weight.copy_(weight.float() - lr / (1 - beta1**step) * new_mean / denominator)
+    lr = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
+    weight.copy_(weight.float() - lr * new_mean / (new_square.sqrt() + eps))
     mean.copy_(new_mean)
     square.copy_(new_square)
 
@@ -609,6 +650,12 @@ class ShardedOptimizer:
         if self.handle:
             self.handle.wait()
         self.grad.div_(divisor)
+        if "sum" in self.state:  # of the gradients since the last step: @classiclarryd
+            self.state["sum"] += self.grad
+            if (step + 1) % self.cfg.adam_every:
+                return
+            self.grad.copy_(self.state["sum"])
+            self.state["sum"].zero_()
         self.lr.fill_(self.base_lr * lr_scale(step, self.cfg))
         self.update_share(share := self.weights[self.mine], step)
         if self.ranks.world_size > 1:
@@ -634,11 +681,13 @@ class Adam(ShardedOptimizer):
     def __init__(self, *args):
         super().__init__(*args)
         self.state |= dict(square=torch.zeros_like(self.grad), step=torch.zeros_like(self.lr))
+        self.state |= dict(sum=torch.zeros_like(self.grad))
         self.rule = torch.compile(adam_update, dynamic=False) if self.lr.is_cuda else adam_update
 
     def update_share(self, weight: Tensor, step: int) -> None:
         betas_eps = self.cfg.adam_beta1, self.cfg.adam_beta2, self.cfg.adam_eps
-        self.rule(weight, self.grad, *self.state.values(), self.lr, *betas_eps)
+        state = (self.state[key] for key in ("mean", "square", "step"))
+        self.rule(weight, self.grad, *state, self.lr, *betas_eps)
 
 class Muon(ShardedOptimizer):
     """Muon on matrices of one shape, and stacks of such. lr: spectral norm of a step."""
@@ -652,12 +701,12 @@ class Muon(ShardedOptimizer):
     def update_share(self, weight: Tensor, step: int) -> None:
         self.momentum.fill_(muon_momentum(step, self.cfg))
         batch = (x.view(-1, *self.shape) for x in (weight, self.grad, self.state["mean"]))
-        self.rule(*batch, self.lr, self.momentum, self.cfg.ns_steps, self.dtype)
+        self.rule(*batch, self.lr, self.momentum, self.dtype)
 
 def build_optimizers(model: GPT, cfg: Hyperparameters, ranks: "Ranks") -> list[ShardedOptimizer]:
     """An optimizer for each row of the table, which covers every parameter once."""
     params = list(model.parameters())
-    matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
+    matrices = [p for p in model.blocks.parameters() if p.ndim >= 2] + [model.smear_gate.weight]
     table = [(Muon, f"matrices of {M}x{N}", [p for p in matrices if p.shape[-2:] == (M, N)],
               cfg.muon_lr) for M, N in sorted({p.shape[-2:] for p in matrices})]
     table += [(Adam, "embed", [model.embed.weight, *model.value_embeds.parameters()], cfg.embed_lr),
@@ -680,17 +729,37 @@ def step_optimizers(optimizers: list[ShardedOptimizer], step: int, divisor: int)
 
 # ---- Schedules --------------------------------------------------------------
 def lr_scale(step: int, cfg: Hyperparameters) -> float:
-    """Factor of every learning rate: 1, then falling linearly to final_lr_frac at the end."""
-    frac = min(1.0, (1 - step / cfg.num_iterations) / (cfg.cooldown_frac or 1e-9))
+    """Factor of every learning rate: 1, then falling linearly to nearly final_lr_frac."""
+    progress = min(0.9999, step / max(1, cfg.num_iterations - cfg.extension_steps))
+    frac = min(1.0, (1 - progress) / (cfg.cooldown_frac or 1e-9))
     return frac + (1 - frac) * cfg.final_lr_frac
 
 def window_blocks(step: int, cfg: Hyperparameters) -> int:
-    """Long attention window in blocks: linear in the step, rounded up, at least one."""
-    return max(1, math.ceil(cfg.window_tokens * step / cfg.num_iterations / BLOCK))
+    """Long attention window in blocks: a stage for each third of the run, the last one after it."""
+    progress = min(0.9999, step / max(1, cfg.num_iterations - cfg.extension_steps + 1))
+    stage = int(3 * progress) if step < cfg.num_iterations else 3
+    return int(cfg.window_stages.split()[stage])
+
+def yarn(step: int, cfg: Hyperparameters) -> tuple[Tensor, float]:
+    """Rotary frequencies and attention scale. Where the window grows, what hardly turned in it is
+    slowed in proportion: https://arxiv.org/abs/2309.00071, and the scale rises: @classiclarryd."""
+    frequency = (1 / cfg.rope_base) ** torch.linspace(0, 1, steps=cfg.head_dim // 4)
+    stages, scale = [int(x) for x in cfg.window_stages.split()], cfg.attention_scale
+    reached = stages.index(window_blocks(step, cfg))
+    for old, new in itertools.pairwise(stages[: reached + 1]):
+        turns = BLOCK * old * frequency / (2 * math.pi)
+        kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of what turns 32 times, none of once
+        frequency = frequency * (old / new + kept * (1 - old / new))
+        scale *= 1 + 0.2 * math.log(new / old)
+    return frequency, scale
 
 def muon_momentum(step: int, cfg: Hyperparameters) -> float:
-    """Muon's momentum: linear from momentum_start to muon_momentum, then constant."""
-    frac = min(1.0, step / cfg.momentum_warmup) if cfg.momentum_warmup else 1.0
+    """Muon's momentum: linear from momentum_start to a step short of muon_momentum, constant, and
+    at the end back from muon_momentum. The step is missing in the published script as well."""
+    warmup, left = cfg.momentum_warmup, cfg.num_iterations - step
+    frac = min(step, warmup - 1) / warmup if warmup else 1.0
+    if step >= warmup and left < cfg.momentum_cooldown:
+        frac = left / cfg.momentum_cooldown
     return (1 - frac) * cfg.momentum_start + frac * cfg.muon_momentum
 
 # ---- Distributed and logging (the same in every record) ---------------------
@@ -955,7 +1024,8 @@ def sample(model: nn.Module, cfg: Hyperparameters, device: torch.device, encode,
 # ---- Training ---------------------------------------------------------------
 def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> None:
     """Types, head, kernel options and compilation that suit the GPU at hand."""
-    nn.ModuleList([model.embed, *model.value_embeds]).bfloat16()
+    bf16 = [module for name, module in model.named_modules() if re.search("embed|gate|head", name)]
+    nn.ModuleList(bf16).bfloat16()
     if cfg.fp8_head and torch.cuda.get_device_capability(device) >= (8, 9):
         model.lm_head.fp8_scales = cfg.fp8_x_scale, cfg.fp8_w_scale, cfg.fp8_grad_scale
     if torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160 * 1024:
@@ -973,7 +1043,7 @@ def choose_head_chunks(model: GPT, cfg: Hyperparameters, device: torch.device) -
 
 def training_flop(model: GPT, cfg: Hyperparameters) -> float:
     """FLOP of the run: for each token 6 for each weight that multiplies it, and for each
-    token in its windows' blocks 12 for each channel, in 2 products forward and 4 backward."""
+    token in its window 12 for each channel, in 2 products forward and 4 backward."""
     params = [*model.blocks.parameters(), model.lm_head.weight]
     products = cfg.num_iterations * sum(p.numel() for p in params if p.ndim >= 2)
     longs, shorts = map(cfg.attention_pattern.count, "LS")
@@ -988,9 +1058,9 @@ def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -
     size = ranks.world_size * max(cfg.val_seq_len, per_forward * (length + 1))
     tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=size)
     batch = to_batch(tokens[: per_forward * (length + 1)].reshape(per_forward, -1), ranks.device)
-    for _ in range(cfg.warmup_steps):
+    for step in range(cfg.warmup_steps):
         model(*batch).backward()
-        step_optimizers(optimizers, 0, cfg.step_tokens)
+        step_optimizers(optimizers, step, cfg.step_tokens)
     validate(model, tokens, cfg, ranks)
     for x, value in zip(tensors, before, strict=True):
         x.copy_(value)
@@ -1047,7 +1117,8 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
         loader.seek(*state["loader"])
     started = time.perf_counter() - train_ms / 1000  # the clock starts
     for step in range(first, last + 1):  # one round more than steps: the last only validates
-        model.window.fill_(window_blocks(step, cfg))
+        if step in (first, last) or window_blocks(step, cfg) != window_blocks(step - 1, cfg):
+            model.set_window(step)
         stopping = health.stopping if step < last else 0
         if step == last or cfg.val_every and step % cfg.val_every == 0 and not stopping:
             optimizers[0].lr.item()  # waits for the device
@@ -1074,11 +1145,11 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
             break
         loss = torch.zeros((), device=device)
         for inputs, targets in loader.next_step(cfg.train_seq_len):
-            micro_loss = model(inputs, targets) / targets.numel()
+            micro_loss = model(inputs, targets)
             micro_loss.backward()
-            loss += micro_loss.detach() / loader.micro_steps
+            loss += micro_loss.detach() / (loader.sequences * cfg.train_seq_len)
         health.check(step, loss, [o.grads for o in optimizers])
-        step_optimizers(optimizers, step, loader.micro_steps * ranks.world_size)
+        step_optimizers(optimizers, step, cfg.sequences_per_step)
         log.step(step + 1, last, 1000 * (time.perf_counter() - started), train_loss=health.loss)
     if tokenizer:
         log("\n  ".join(["sample:", *sample(model, cfg, device, *tokenizer).splitlines()]))

@@ -28,7 +28,9 @@ import pytest
 from host_gpu.session import HostGpuSession, is_for_gpu
 
 REPO = Path(__file__).resolve().parent.parent
-TINY_MODEL = dict(vocab_size=257, eot_token=256, model_dim=32, head_dim=16)  # of bytes
+TINY_MODEL = dict(  # of bytes, for any number of layers
+    vocab_size=257, eot_token=256, model_dim=32, head_dim=16, backout_layer=0
+)  # fmt: skip
 sys.path.insert(0, str(REPO))
 
 

@@ -204,8 +204,9 @@ def test_full_disk_leaves_earlier_checkpoints(folder, state, ranks, find, monkey
 
 
 DIFFERENT = dict(
-    seed=1, muon_lr=0.06, model_dim=64, attention_pattern="LL", vocab_multiple=64, ns_steps=4,
-    train_seq_len=256, sequences_per_step=8, cooldown_frac=0.5, window_tokens=256,
+    seed=1, muon_lr=0.06, model_dim=64, attention_pattern="LL", vocab_multiple=64, adam_every=3,
+    train_seq_len=256, sequences_per_step=8, cooldown_frac=0.5, window_stages="1 2 2 2",
+    backout_layer=1, final_window=2, extension_steps=5,
     final_lr_frac=0.2, logit_cap=15.0, momentum_warmup=10, num_iterations=19,
     align_documents=True, max_document_tokens=512)
 ALLOWED = dict(

@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 
-RECORD = train_gpt.Hyperparameters()
+RECORD = train_gpt.Hyperparameters(**train_gpt.PRESETS["record"])
 TINY = dataclasses.replace(
     RECORD, **TINY_MODEL, attention_pattern="LS", value_embed_pattern="0.",
-    train_seq_len=512, val_seq_len=640,
-)
+    train_seq_len=512, val_seq_len=640, num_iterations=8, extension_steps=0,
+    window_stages="1 2 3 4", final_window=5,
+)  # fmt: skip
+STAGES = (0, 3, 6, 8)  # a step of each of its windows
 # Sums of fp32 in another order; by FP8, a value between two steps may round to the other one.
 FP32_RTOL, FP8_RTOL = 1e-5, 1e-3
 
@@ -72,8 +74,8 @@ def make_model(head_chunks=1, fp8=False):
     generator = torch.Generator().manual_seed(0)
     model.init_weights(generator)
     with torch.no_grad():
-        for name, param in model.named_parameters():
-            if name.endswith(("c_proj.weight", "lm_head.weight")):  # zero before training
+        for param in model.parameters():
+            if not param.any():  # before training
                 param.normal_(std=0.1, generator=generator)
     model.head_chunks = head_chunks
     if fp8:
@@ -89,9 +91,9 @@ def make_batch(length, seed=1):
     return tokens[:, :-1].int(), tokens[:, 1:].clone()
 
 
-def train_and_validate(model, blocks):
+def train_and_validate(model, step):
     """Loss and gradients of a training sequence, and the loss of a validation sequence."""
-    model.window.fill_(blocks)
+    model.set_window(step)
     model.zero_grad()
     loss = model(*make_batch(TINY.train_seq_len))
     loss.backward()
@@ -102,11 +104,6 @@ def train_and_validate(model, blocks):
 
 
 # ---- one graph --------------------------------------------------------------
-
-
-def test_the_records_windows_are_1_to_14():
-    windows = {train_gpt.window_blocks(step, RECORD) for step in range(RECORD.num_iterations + 1)}
-    assert windows == set(range(1, 15))
 
 
 @pytest.mark.parametrize(
@@ -124,15 +121,15 @@ def test_all_windows_take_two_graphs_and_equal_the_dense_formula(
     counter = CompileCounterWithBackend(backend)
     compiled = make_model(head_chunks, fp8)
     compiled.compile(fullgraph=True, dynamic=False, backend=counter)
-    results = {blocks: train_and_validate(compiled, blocks) for blocks in range(1, 15)}
+    results = {step: train_and_validate(compiled, step) for step in STAGES}
     assert counter.frame_count == 2
 
     monkeypatch.undo()
     eager = make_model(head_chunks, fp8)
     losses = []
-    for blocks in (1, 2, 4):
-        loss, val_loss, grads = train_and_validate(eager, blocks)
-        flex_loss, flex_val_loss, flex_grads = results[blocks]
+    for step in STAGES:
+        loss, val_loss, grads = train_and_validate(eager, step)
+        flex_loss, flex_val_loss, flex_grads = results[step]
         rtol = FP8_RTOL if fp8 else FP32_RTOL
         torch.testing.assert_close(flex_loss, loss, rtol=rtol, atol=0)
         torch.testing.assert_close(flex_val_loss, val_loss, rtol=FP32_RTOL, atol=0)
@@ -171,7 +168,7 @@ def test_adam_update_compiles_once_for_all_steps_and_rates():
         weight, grad, mean, square = (x.clone() for x in start)
         step = torch.zeros(())
         for rate in (0.1, 0.05, 0.01):
-            update(weight, grad, mean, square, step, lr.fill_(rate), 0.8, 0.95, 1e-10)
+            update(weight, grad, mean, square, step, lr.fill_(rate), 0.65, 0.95, 1e-8)
         ended.append((weight, mean, square, step))
     assert counter.frame_count == 1
     torch.testing.assert_close(*ended, rtol=1e-6, atol=1e-7)
@@ -188,7 +185,7 @@ def test_muon_update_compiles_once_for_all_rates_and_momenta():
     for update in (compiled, train_gpt.muon_update):
         weight, grad, mean = (x.clone() for x in start)
         for rate, value in ((0.05, 0.85), (0.04, 0.9), (0.03, 0.95)):
-            update(weight, grad, mean, lr.fill_(rate), momentum.fill_(value), 5, torch.float32)
+            update(weight, grad, mean, lr.fill_(rate), momentum.fill_(value), torch.float32)
         ended.append((weight, mean))
     assert counter.frame_count == 1
     # Five quintic iterations amplify differences in the last bit.
@@ -240,11 +237,10 @@ def test_a_training_step_never_waits_for_the_device(
     optimizers = train_gpt.build_optimizers(model, TINY, one_rank())
     before = [p.detach().clone() for p in model.parameters()]
     batch = make_batch(TINY.train_seq_len)
+    model.set_window(0)
     with NoHostWait():
-        for step in range(2):
-            model.window.fill_(step + 1)
-            loss = model(*batch) / TINY.train_seq_len
-            loss.backward()
+        for step in range(2):  # Adam steps at the second
+            model(*batch).backward()
             train_gpt.step_optimizers(optimizers, step, 1)
     changed = [not torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True)]
     assert all(changed), "nothing was trained"

@@ -30,11 +30,12 @@ STEPS, WORLD_SIZES = 20, (1, 2, 3, 4)
 # difference, since Muon brings what is next to nothing up to size. The runs compute in float64, in
 # which that is about 1e-11 of a loss, and anything but rounding would show.
 LOSS_RTOL, STATE_RTOL = 1e-9, 1e-6
-FLAGS = f"""--preset pocket --device cpu --model_dim 32 --head_dim 16 --attention_pattern L.S
-    --value_embed_pattern 0.0 --window_tokens 256 --sequences_per_step 12 --train_seq_len 128
+FLAGS = [*f"""--preset pocket --device cpu --model_dim 32 --head_dim 16 --attention_pattern L.S
+    --value_embed_pattern 0.0 --backout_layer 1 --sequences_per_step 12 --train_seq_len 256
     --sequences_per_forward 4 --num_iterations {STEPS} --val_every 5 --val_tokens 1500
     --val_seq_len 256 --warmup_steps 1 --momentum_warmup 5 --sample_tokens 0 --run_id x
-    --sequence_stride 5 --vocab_multiple 128 --embed_lr 0.6 --cooldown_frac 0.4""".split()
+    --sequence_stride 5 --vocab_multiple 128 --embed_lr 0.6 --cooldown_frac 0.4
+    --final_window 2""".split(), "--window_stages", "1 2 2 2"]
 
 
 def free_port():
@@ -92,7 +93,7 @@ def runs(tmp_path_factory, write_shard):
         multiprocessing.forkserver.ensure_running()
     data, generator = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     # Text of a kind, so that there is something to learn; 4 steps, then 7, then again.
-    for name, count in (("train_0", 7000), ("train_1", 11000), ("val_0", 1700)):
+    for name, count in (("train_0", 14_000), ("train_1", 22_000), ("val_0", 1700)):
         tokens = generator.choice(257, size=count, p=np.arange(257) / np.arange(257).sum())
         write_shard(data / f"{name}.bin", tokens)
     flags = [*FLAGS, "--train_files", f"{data}/train_*.bin", "--val_files", f"{data}/val_*.bin"]

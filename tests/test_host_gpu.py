@@ -28,10 +28,9 @@ pytestmark = pytest.mark.gpu
 TINY = dataclasses.replace(
     train_gpt.Hyperparameters(),
     vocab_size=257, eot_token=256, vocab_multiple=16, model_dim=32, head_dim=16,
-    attention_pattern="LS", value_embed_pattern="0.", train_seq_len=384, val_seq_len=384,
-    sequences_per_step=1, num_iterations=10, head_chunks=1, fp8_head=False,
-    # The record's are those of its width, of its vocabulary and of a sum over its tokens.
-    fp8_x_scale=16.0, fp8_w_scale=64.0, fp8_grad_scale=2.0**14,
+    attention_pattern="LS", value_embed_pattern="0.", backout_layer=0, train_seq_len=384,
+    val_seq_len=384, sequences_per_step=1, num_iterations=10, head_chunks=1, fp8_head=False,
+    fp8_x_scale=16.0, fp8_w_scale=64.0,  # the record's are those of its width
 )  # fmt: skip
 # Those of the record, in bf16 on sm_90: in fp32 torch would take blocks of 16, and minutes here.
 BLOCKS = dict(BLOCK_M=128, BLOCK_N=64, BLOCK_M1=64, BLOCK_N1=128, BLOCK_M2=128, BLOCK_N2=64)
@@ -111,10 +110,11 @@ def make_model(cfg):
     model.init_weights(generator)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if name.endswith(("c_proj.weight", "lm_head.weight")):
-                param.normal_(std=param.size(-1) ** -0.5, generator=generator)
-            elif param.ndim < 2:
+            if param.ndim < 2:
                 param.uniform_(0.3, 1.2, generator=generator)
+            elif not param.any():
+                size = param.size(0) if name.endswith("mlp.c_proj") else param.size(1)
+                param.normal_(std=size**-0.5, generator=generator)
     return model
 
 
@@ -151,11 +151,16 @@ def plain(name):
     return name.removeprefix("_orig_mod.")
 
 
+def set_window(model, window):
+    """Of so many blocks, in the layers of the long window; the tables stay as they are."""
+    model.windows.copy_(torch.tensor([window, max(1, window // 2)]))
+
+
 def loss_and_gradients(model, batch, window):
-    device = model.window.device
-    model.window.fill_(window)
+    device = model.windows.device
+    set_window(model, window)
     model.zero_grad()
-    loss = model(*(x.to(device) for x in batch)) / batch[1].numel()
+    loss = model(*(x.to(device) for x in batch))
     loss.backward()
     return loss.item(), {plain(n): p.grad.cpu().clone() for n, p in model.named_parameters()}
 
@@ -171,7 +176,7 @@ def assert_same_step(gpu, cpu, batch, window):
 
 def two_optimizer_steps(model, cfg):
     """How much each weight changed in two steps on gradients of noise, in fp32."""
-    device = model.window.device
+    device = model.windows.device
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizers = train_gpt.build_optimizers(model, cfg, one_rank(device))
     for optimizer in optimizers:
@@ -193,7 +198,7 @@ def test_a_step_in_fp32_is_that_of_the_cpu():
     assert_same_step(gpu, cpu, make_batch(TINY), window=2)
     changes, cpu_changes = two_optimizer_steps(gpu, TINY), two_optimizer_steps(cpu, TINY)
     for name, change in cpu_changes.items():
-        matrix = name.startswith("blocks") and change.ndim >= 2
+        matrix = name.startswith(("blocks", "smear_gate")) and change.ndim >= 2
         rtol = MUON_RTOL if matrix else FP32_RTOL
         assert relative_error(changes[name], change) < rtol, name
 
@@ -223,11 +228,10 @@ def test_a_step_in_few_bits_is_as_near_to_fp32_as_the_cpus_in_the_same(fp8):
     assert (gpu.lm_head.fp8_scales is not None) == fp8
     same_types = copy.deepcopy(cpu)
     same_types.lm_head.fp8_scales = gpu.lm_head.fp8_scales
-    for low, reference in zip(
-        [same_types.embed, *same_types.value_embeds], [cpu.embed, *cpu.value_embeds]
-    ):
-        low.bfloat16()
-        reference.weight.data = low.weight.data.float()  # as the GPU has them
+    types = {plain(name): p.dtype for name, p in gpu.named_parameters()}
+    for (name, low), reference in zip(same_types.named_parameters(), cpu.parameters()):
+        low.data = low.data.to(types[name])
+        reference.data = low.data.float()  # as the GPU has them
     batch = make_batch(cfg)
     loss, grads = loss_and_gradients(gpu, batch, 2)
     low_loss, low_grads = loss_and_gradients(same_types, batch, 2)
@@ -248,7 +252,7 @@ def attention_error(flex_mask, window):
     generator = torch.Generator().manual_seed(0)
     q, k, v, y_grad = torch.randn(4, 1, TINY.train_seq_len, 1, 16, generator=generator).unbind()
     inputs, _ = make_batch(TINY)
-    docs = (inputs.flatten() == TINY.eot_token).cumsum(0, dtype=torch.int32) + 1
+    docs = (inputs == TINY.eot_token).cumsum(1, dtype=torch.int32) + 1
 
     def attention(q, k, v, docs, window, build):
         mask = build(docs, window)
@@ -331,7 +335,7 @@ def test_validation_is_that_of_the_cpu():
     tokens = np.random.default_rng(0).integers(TINY.vocab_size, size=500).astype(np.uint16)
     losses = []
     for model, device in ((gpu, "cuda"), (cpu, "cpu")):
-        model.window.fill_(2)
+        set_window(model, 2)
         ranks = train_gpt.Ranks(dataclasses.replace(TINY, device=device))
         losses.append(train_gpt.validate(model, tokens, TINY, ranks))
     assert losses[0] == pytest.approx(losses[1], rel=FP32_RTOL)

@@ -8,40 +8,46 @@ import pytest
 import train_gpt
 from train_gpt import PRESETS, Hyperparameters, UserError, main, parse_args
 
-POCKET = Hyperparameters(**PRESETS["pocket"])
+RECORD, POCKET = (Hyperparameters(**PRESETS[name]) for name in ("record", "pocket"))
 FIELDS = dataclasses.fields(Hyperparameters)
-# What the published record #21 was run with, by its own log.
+# What the published record #40 was run with, by its own log.
 PUBLISHED = {
     "vocab_size": 50257,
     "eot_token": 50256,
-    "num_iterations": 1770,
-    "train_seq_len": 49152,
+    "num_iterations": 2330,
+    "extension_steps": 40,
+    "train_seq_len": 32768,
+    "align_documents": False,
+    "max_document_tokens": 2048,
     "val_tokens": 10485760,
     "val_seq_len": 262144,
-    "val_every": 125,
+    "val_every": 250,
     "model_dim": 768,
     "head_dim": 128,
     "sequences_per_step": 8,
     "vocab_multiple": 128,
-    "attention_scale": 0.12,
+    "attention_scale": 0.1,
+    "backout_layer": 7,
     "rope_base": 1024,
     "embed_lr": 0.6,
     "head_lr": 0.008,
     "scalar_lr": 0.04,
-    "adam_beta1": 0.8,
+    "adam_every": 2,
+    "adam_beta1": 0.65,
     "adam_beta2": 0.95,
-    "adam_eps": 1e-10,
-    "muon_lr": 0.05,
+    "adam_eps": 1e-8,
+    "muon_lr": 0.06,
     "muon_momentum": 0.95,
     "momentum_start": 0.85,
     "momentum_warmup": 300,
-    "ns_steps": 5,
-    "cooldown_frac": 0.4,
+    "momentum_cooldown": 50,
+    "cooldown_frac": 0.45,
     "final_lr_frac": 0.1,
-    "window_tokens": 1728,
-    "fp8_x_scale": 2,
+    "window_stages": "3 7 11 13",
+    "final_window": 20,
+    "fp8_x_scale": 448 / 768**0.5,
     "fp8_w_scale": 512,
-    "fp8_grad_scale": 524288,
+    "fp8_grad_scale": 448,
 }
 BAD_FLAGS = [
     ("--no_such_flag 1", "--no_such_flag"),
@@ -76,6 +82,11 @@ BAD_FLAGS = [
     ("--logit_cap 0", "--logit_cap 0.0: must be positive"),
     ("--logit_cap 65", "--logit_cap 65.0: must be at most 64"),
     ("--value_embed_pattern 1.", "--value_embed_pattern 1.: must have . or 0, 1, … a layer"),
+    ("--window_stages 3", "--window_stages 3: must be 4 numbers"),
+    ("--window_stages=0,1,2,3", "--window_stages 0,1,2,3: must be 4 numbers"),
+    ("--final_window 0", "--final_window 0: must be positive"),
+    ("--backout_layer 2", "--backout_layer 2: must be a layer's number"),
+    ("--adam_every 0", "--adam_every 0: must be positive"),
     ("--cooldown_frac 5", "--cooldown_frac 5.0: must be at most 1"),
     ("--final_lr_frac 1.1", "--final_lr_frac 1.1: must be at most 1"),
     ("--resume auto", "--resume auto: must come with the --run_id of a run"),
@@ -104,7 +115,7 @@ def test_hyperparameters_are_frozen():
 def test_default_is_the_published_record():
     cfg = parse_args([])
     assert cfg.preset == "record"
-    assert cfg == Hyperparameters()
+    assert cfg == RECORD
     assert {name: getattr(cfg, name) for name in PUBLISHED} == PUBLISHED
 
 
@@ -204,7 +215,7 @@ def test_a_checkpoint_brings_its_hyperparameters_and_flags_win():
 
 def test_a_preset_that_is_named_wins_over_the_checkpoint():
     assert parse_args(["--preset", "pocket"], SAVED) == POCKET
-    assert parse_args(["--preset", "record"], SAVED) == Hyperparameters()
+    assert parse_args(["--preset", "record"], SAVED) == RECORD
 
 
 def test_the_record_without_cuda_names_the_pocket_preset(capsys, tmp_path, monkeypatch):

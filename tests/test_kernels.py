@@ -23,8 +23,7 @@ pytestmark = pytest.mark.skipif(
     host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle())
 )
 
-RECORD = train_gpt.Hyperparameters()
-TWO_LAYERS = ("--attention_pattern", "LS", "--value_embed_pattern", "0.")
+TWO_LAYERS = "--attention_pattern LS --value_embed_pattern 0. --backout_layer 0".split()
 TRAINING = ("forward", "backward")
 
 # Bytes of a thread's stack that a kernel spills, at most: one of attention's backward pass, and any
@@ -153,20 +152,24 @@ def weights_model() -> train_gpt.GPT:
 
 
 def test_products_are_those_that_the_weights_ask_for():
-    """6 FLOP for each weight and token, as in the formula of the script's log."""
+    """6 FLOP for each weight and token, as in the formula of the script's log; and what that leaves
+    out, of the smear's gate, 4 a token but the first. The rest of it is no product."""
     found, model = two_layers("sm_90"), weights_model()
-    products = sum(x["flop"] for x in launches(found, *TRAINING))
+    products, tokens = sum(x["flop"] for x in launches(found, *TRAINING)), found.facts["tokens"]
     weights = [model.lm_head.weight, *(p for p in model.blocks.parameters() if p.ndim >= 2)]
-    assert products == 6 * found.facts["tokens"] * sum(p.numel() for p in weights)
+    smear = 4 * model.smear_gate.weight.numel() * (tokens - 1)
+    assert products == 6 * tokens * sum(p.numel() for p in weights) + smear
 
 
 def test_state_is_weights_gradients_and_moments():
-    model = weights_model()
-    embeds = sum(p.numel() for name, p in model.named_parameters() if "embed" in name)
-    head = model.lm_head.weight.numel()
-    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim >= 2)
-    buffers = sum(x.nbytes for x in model.buffers())
-    expected = 4 * 2 * embeds + 4 * 4 * head + 3 * 4 * matrices + buffers
+    """Of Adam's also the sum of the gradients that it has yet to take."""
+    model, expected = weights_model(), 0
+    for name, p in model.named_parameters():
+        if "embed" in name or name == "lm_head.weight":
+            expected += 5 * 2 * p.numel()
+        elif p.ndim >= 2:
+            expected += 3 * (2 if "gate" in name else 4) * p.numel()
+    expected += sum(x.nbytes for x in model.buffers())
     assert two_layers("sm_90").memory["state"] == pytest.approx(expected, abs=1e4)  # the scalars
 
 
@@ -199,8 +202,8 @@ class Budget:
         assert found.memory["kept"] <= 1e9 * self.kept_gigabytes
 
 
-FP8_HEAD = Budget(launches=114, gigabytes=27.3, kept_gigabytes=8.0)
-BF16_HEAD = Budget(launches=112, gigabytes=27.2, kept_gigabytes=8.2)
+FP8_HEAD = Budget(launches=125, gigabytes=20.1, kept_gigabytes=5.5)
+BF16_HEAD = Budget(launches=120, gigabytes=19.6, kept_gigabytes=5.6)
 TWELVE_LAYERS = Budget(launches=417, gigabytes=76.6, kept_gigabytes=22.8)
 
 
@@ -233,7 +236,7 @@ def made_up(**changes) -> dict:
 
 def price(launch: dict, binaries=()) -> tuple[str, float]:
     facts = dict(tokens=64, padded_vocab=128, head_chunks=1, model_dim=8, block_pairs=3.0,
-                 step_tokens=512)
+                 step_tokens=512, optimizer_steps=2)
     found = Trace("sm_90", "", facts, {}, 0, [], {}, {}, [launch], {}, list(binaries))
     ((_, group, row),) = cost.price(found, cost.RATES["h100"])
     return group, row.ms
@@ -248,11 +251,11 @@ def price(launch: dict, binaries=()) -> tuple[str, float]:
         (dict(tensors=[["bfloat16", [64, 128]]]), "softcap, cross-entropy, FP8 copies", 0.0),
         (dict(tensors=[["int32", [64]]]), "masks", 0.0),
         (dict(name="1:triton_poi_fused_zeros_1"), "other", 0.0),
-        (dict(phase="optimizers", kind="aten", name="aten.bmm.out", flop=4e11), "optimizers", 1.0),
+        (dict(phase="optimizers", kind="aten", name="aten.bmm.out", flop=4e11), "optimizers", 0.5),
         (dict(phase="optimizers of 8 ranks", kind="wire", name="all_reduce", bytes=370e6),
-         "on the wire", 1.75),
+         "on the wire", 0.875),
         (dict(phase="optimizers of 8 ranks", kind="wire", name="all_gather_into_tensor",
-              bytes=370e6), "on the wire", 0.875),
+              bytes=370e6), "on the wire", 0.4375),
     ],
 )
 def test_a_launch_takes_as_long_as_its_slowest_part(changes, group, ms):

@@ -15,15 +15,17 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as flex
 
 import train_gpt
-from train_gpt import BLOCK, GPT, Hyperparameters
+from train_gpt import BLOCK, GPT, PRESETS, Hyperparameters
 
-RECORD = Hyperparameters()
+RECORD = Hyperparameters(**PRESETS["record"])
 EOT = TINY_MODEL["eot_token"]
 TINY = dataclasses.replace(
     RECORD,
     **TINY_MODEL,
     attention_pattern="LSSL",
     value_embed_pattern="0..0",
+    window_stages="2 2 2 2",  # the same in each stage: rotary table and scale stay as they begin
+    final_window=2,
     train_seq_len=256,
     val_seq_len=256,
 )
@@ -38,9 +40,9 @@ def make_model(cfg=TINY, seed=0):
     model.init_weights(generator)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if "lambdas" in name or name == "skip_weights":
+            if "lambda" in name or name == "skip_weights":
                 param.uniform_(0.3, 1.2, generator=generator)
-            elif name.endswith(("c_proj.weight", "lm_head.weight")):
+            elif name.endswith(("c_proj", "c_proj.weight", "gate.weight", "lm_head.weight")):
                 param.normal_(std=0.3, generator=generator)
     return model
 
@@ -57,9 +59,15 @@ def random_tokens(rows, length, seed, document_tokens=60):
     return torch.from_numpy(tokens.astype(np.int32))
 
 
+def set_window(model, window):
+    """Long windows of so many blocks, as the script sets them for a step."""
+    model.cfg = dataclasses.replace(model.cfg, window_stages=" ".join([str(window)] * 4))
+    model.set_window(0)
+
+
 @torch.no_grad()
 def all_logits(model, tokens, window):
-    model.window.fill_(window)
+    set_window(model, window)
     return model.logits(model.hidden(tokens))
 
 
@@ -95,11 +103,11 @@ def flex_mask(docs, window):
 
 
 def naive_mask(tokens_row, window):
-    """Token i sees token j where j <= i, both in one document, fewer than `window` blocks apart."""
+    """Token i sees token j where j <= i, both in one document, `window` · 128 apart at most."""
     tokens = tokens_row.numpy()
     i, j = np.indices((len(tokens), len(tokens)))
     document = np.cumsum(tokens == EOT)
-    seen = (j <= i) & (document[i] == document[j]) & (i // BLOCK - j // BLOCK < window)
+    seen = (j <= i) & (document[i] == document[j]) & (i - j <= BLOCK * window)
     return torch.from_numpy(seen)
 
 
@@ -116,7 +124,7 @@ def documents(tokens_BT):
     """Number of the document of each token, as the masks take it: no two rows share one."""
     starts = tokens_BT == EOT
     starts[:, 0] = True
-    return starts.flatten().cumsum(0).int()
+    return starts.flatten().cumsum(0).int().view_as(tokens_BT)
 
 
 def random_qkv(rows, length, seed, heads=2, head_dim=16, dtype=torch.float32):
@@ -180,7 +188,7 @@ def test_flex_mask_visits_no_block_that_nobody_sees(window, document_tokens):
 
 
 def test_flex_mask_takes_the_window_as_a_tensor():
-    docs, window = documents(random_tokens(1, 4 * BLOCK, 0)), blocks(1)
+    docs, window = documents(random_tokens(1, 4 * BLOCK, 0, document_tokens=math.inf)), blocks(1)
     short = train_gpt.flex_mask(docs, window).to_dense()
     window.fill_(3)
     assert train_gpt.flex_mask(docs, window).to_dense().sum() > short.sum()
@@ -189,21 +197,27 @@ def test_flex_mask_takes_the_window_as_a_tensor():
 def test_dense_mask_grows_with_tokens_times_window():
     docs = documents(random_tokens(1, 8 * BLOCK, 0))
     sizes = {w: train_gpt.dense_mask(docs, blocks(w)).numel() for w in (1, 2, 4)}
-    assert sizes == {w: 8 * BLOCK * w * BLOCK for w in (1, 2, 4)}
+    assert sizes == {w: 8 * BLOCK * (w + 1) * BLOCK for w in (1, 2, 4)}
+
+
+def test_dense_mask_is_no_longer_than_the_sequence():
+    docs = documents(random_tokens(2, 2 * BLOCK, 0))
+    sizes = [train_gpt.dense_mask(docs, blocks(w)).numel() for w in (1, 2, 100)]
+    assert sizes == [4 * BLOCK * 2 * BLOCK] * 3
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_the_window_binds_at_block_edges(window):
-    """Per layer: a token changes what sees it, and nothing one block beyond the window."""
+def test_the_window_binds_to_the_token(window):
+    """Per layer: a token changes what sees it, and nothing one token beyond the window."""
     length, changed = 5 * BLOCK, BLOCK + 17
     q, k, v = random_qkv(1, length, 0)
-    mask = train_gpt.dense_mask(torch.ones(length, dtype=torch.int32), blocks(window))
+    mask = train_gpt.dense_mask(torch.ones(1, length, dtype=torch.int32), blocks(window))
     before = attend(q, k, v, mask)
     v = v.clone()
     v[:, changed] += 1
     differs = (attend(q, k, v, mask) != before).flatten(2).any(-1)[0]
-    last_seen = (1 + window) * BLOCK - 1  # the last token of the last block that sees block 1
-    assert differs.nonzero().flatten().tolist() == list(range(changed, last_seen + 1))
+    last = changed + window * BLOCK
+    assert differs.nonzero().flatten().tolist() == list(range(changed, last + 1))
 
 
 # What a logit may depend on
@@ -234,6 +248,16 @@ def test_a_token_of_another_document_changes_nothing():
     assert [t for _, t in changed] == list(range(120, 200))
 
 
+def test_the_smear_alone_looks_over_the_edge_of_a_document():
+    """And then by one token: the next document's first takes up the last one's embedding."""
+    tokens = random_tokens(1, 256, 2, document_tokens=math.inf)
+    tokens[0, 0] = tokens[0, 200] = EOT
+    changed = changed_positions(tokens, 199, window=2)
+    assert [t for _, t in changed] == list(range(199, 256))
+    changed = changed_positions(tokens, 198, window=2)
+    assert [t for _, t in changed] == [198, 199]
+
+
 def test_rows_do_not_see_each_other():
     tokens = random_tokens(2, 128, 3)
     model = make_model()
@@ -250,31 +274,39 @@ def test_a_text_of_any_length_is_seen_as_the_beginning_of_a_longer_one(length):
 
 
 def test_each_layer_has_the_window_of_its_letter():
-    """With the window at 4 blocks, one S layer reaches 2 blocks and one L layer 4."""
+    """With the window at 4 blocks, one S layer reaches 2 blocks and one L layer 4. What they reach
+    has taken up the embedding of the token before it."""
     tokens = random_tokens(1, 6 * BLOCK, 5, document_tokens=math.inf)
     for letter, reach in (("S", 2), ("L", 4), (".", 0)):
         cfg = dataclasses.replace(
             TINY, attention_pattern=letter, value_embed_pattern=".", val_seq_len=6 * BLOCK
         )
         changed = changed_positions(tokens, 10, window=4, cfg=cfg)
-        assert max(t for _, t in changed) == (reach * BLOCK - 1 if reach else 10)
+        assert max(t for _, t in changed) == 11 + reach * BLOCK
 
 
 def test_the_short_window_is_never_below_one_block():
     cfg = dataclasses.replace(TINY, attention_pattern="S", value_embed_pattern=".")
     tokens = random_tokens(1, 256, 5, document_tokens=math.inf)
     changed = changed_positions(tokens, 10, window=1, cfg=cfg)
-    assert [t for _, t in changed] == list(range(10, 128))
+    assert [t for _, t in changed] == list(range(10, 11 + BLOCK + 1))
 
 
 # Rotary embedding
 
 
-def rotate(x_BTHK):
+def rotate(x_BTHK, attention_scale=1.0):
     head_dim, length = x_BTHK.size(-1), x_BTHK.size(1)
-    cfg = dataclasses.replace(TINY, head_dim=head_dim, model_dim=head_dim, train_seq_len=1024)
-    model = GPT(cfg)
-    return train_gpt.rotate(x_BTHK, model.cos[:length], model.sin[:length])
+    cfg = dataclasses.replace(
+        TINY, head_dim=head_dim, model_dim=head_dim, train_seq_len=1024,
+        attention_scale=attention_scale,
+    )  # fmt: skip
+    return train_gpt.rotate(x_BTHK, *GPT(cfg).turns[:, :length])
+
+
+def test_the_tables_hold_the_root_of_the_attention_scale():
+    x = torch.randn(1, 300, 2, 32, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(rotate(x, 0.0625), 0.25 * rotate(x), rtol=1e-6, atol=1e-7)
 
 
 def test_half_of_the_rotary_dimensions_are_untouched():
@@ -334,15 +366,22 @@ def naive_logits(state, tokens_BT, window, cfg):
             [a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()], dim=-1
         )
 
+    def gate(x, name):
+        return torch.sigmoid(x[..., :12] @ W[f"{name}.weight"].T)
+
     tokens = tokens_BT.long()
-    x0 = x = rms(W["embed.weight"][tokens])
-    skips = {}
-    num_layers = len(cfg.attention_pattern)
-    for layer in range(num_layers):
-        # U-Net: the k-th layer from the end takes up what the k-th layer gave.
-        mirror = num_layers - 1 - layer
-        if mirror in skips:
-            x = x + W["skip_weights"][layer - (num_layers - num_layers // 2)] * skips[mirror]
+    embeds = W["embed.weight"][tokens]
+    x = embeds.clone()
+    for t in range(1, T):
+        x[:, t] += W["smear_lambda"] * gate(embeds[:, t], "smear_gate") * embeds[:, t - 1]
+    x0 = x = rms(x)
+    outputs = []
+    pairs = len(cfg.attention_pattern) // 2
+    for layer in range(len(cfg.attention_pattern)):
+        # U-Net: after `pairs` layers, the next ones take up what these gave, the last one's first.
+        if pairs <= layer < 2 * pairs:
+            weight = torch.sigmoid(W["skip_weights"][layer - pairs])
+            x = x + weight * outputs[2 * pairs - 1 - layer]
         name = f"blocks.{layer}"
         x = W[f"{name}.lambdas"][0] * x + W[f"{name}.lambdas"][1] * x0
         if cfg.attention_pattern[layer] != ".":
@@ -355,31 +394,36 @@ def naive_logits(state, tokens_BT, window, cfg):
                 v = v + W[f"{name}.attn.lambdas"][1] * table[tokens].view_as(v)
             seen = masks[cfg.attention_pattern[layer]]
             y = naive_attention(rotate(rms(q)), rotate(rms(k)), v, seen, cfg.attention_scale)
+            y = y * gate(rms(x), f"{name}.attn.attn_gate")[..., None]
             x = x + y.reshape(B, T, -1) @ W[f"{name}.attn.c_proj.weight"].T
-        h = (rms(x) @ W[f"{name}.mlp.c_fc.weight"].T).clamp(min=0) ** 2
-        x = x + h @ W[f"{name}.mlp.c_proj.weight"].T
-        if layer < num_layers // 2:
-            skips[layer] = x
+        h = (rms(x) @ W[f"{name}.mlp.c_fc"]).clamp(min=0) ** 2
+        x = x + h @ W[f"{name}.mlp.c_proj"].T
+        outputs.append(x)
+    x = x - W["backout_lambda"] * outputs[cfg.backout_layer]
     return 30 / (1 + torch.exp(-(rms(x) @ W["lm_head.weight"].T) / 7.5))
 
 
 @pytest.mark.parametrize(
-    ("attention_pattern", "value_embed_pattern"),
+    ("attention_pattern", "value_embed_pattern", "backout_layer"),
     [
-        ("LSSL", "0..0"),
-        ("LSL", "0.0"),  # an odd number of layers: the middle one has no skip
-        ("LS.SSL", "01..10"),
-        ("S", "."),
+        ("LSSL", "0..0", 2),
+        ("LSL", "0.0", 0),  # an odd number of layers: the last one has no skip
+        ("LS.SSL", "01..10", 4),
+        ("SL", "..", 0),
+        ("S", ".", 0),
     ],
 )
-def test_the_model_is_the_published_formulas(attention_pattern, value_embed_pattern):
+def test_the_model_is_the_published_formulas(
+    attention_pattern, value_embed_pattern, backout_layer
+):
     cfg = dataclasses.replace(
-        TINY, attention_pattern=attention_pattern, value_embed_pattern=value_embed_pattern
-    )
+        TINY, attention_pattern=attention_pattern, value_embed_pattern=value_embed_pattern,
+        backout_layer=backout_layer, attention_scale=0.3,
+    )  # fmt: skip
     model = make_model(cfg)
     with torch.no_grad():  # keeps the residual stream, and so the rounding, near one
         for block in model.blocks:
-            block.mlp.c_proj.weight.mul_(0.1)
+            block.mlp.c_proj.mul_(0.1)
     tokens = random_tokens(2, 256, 7)
     for window in (1, 2):
         expected = naive_logits(model.state_dict(), tokens, window, cfg)
@@ -439,7 +483,6 @@ def test_a_head_in_chunks_has_the_same_loss_and_gradients(head_chunks):
         model = make_model(dataclasses.replace(cfg, head_chunks=chunks))
         sizes, head_loss = [], model.head_loss
         model.head_loss = lambda x, *rest, s=sizes, f=head_loss: (s.append(len(x)), f(x, *rest))[1]
-        model.window.fill_(2)
         loss = model(tokens, targets)
         sizes = sizes.copy()
         loss.backward()
@@ -502,18 +545,20 @@ def test_validation_cuts_the_head_into_whole_training_sequences_only():
 # Weights
 
 
-def published_shapes(cfg):
-    """Names and shapes of the published checkpoint of record #21, as its facts state them."""
-    D, V = cfg.model_dim, 50304
-    shapes = {"embed.weight": (50257, D), "skip_weights": (6,), "lm_head.weight": (V, D)}
-    shapes |= {f"value_embeds.{i}.weight": (50257, D) for i in range(3)}
-    for layer in range(12):
-        if layer != 7:
+def expected_shapes(cfg):
+    """Names and shapes of the parameters of record #40, as its facts state them, in our names."""
+    D, H, V = cfg.model_dim, cfg.model_dim // cfg.head_dim, 50304
+    shapes = {"embed.weight": (V, D), "skip_weights": (5,), "lm_head.weight": (V, D)}
+    shapes |= {"smear_gate.weight": (1, 12), "smear_lambda": (), "backout_lambda": ()}
+    shapes |= {f"value_embeds.{i}.weight": (V, D) for i in range(3)}
+    for layer in range(11):
+        if layer != 6:
             shapes[f"blocks.{layer}.attn.qkv_w"] = (3, D, D)
             shapes[f"blocks.{layer}.attn.lambdas"] = (2,)
             shapes[f"blocks.{layer}.attn.c_proj.weight"] = (D, D)
-        shapes[f"blocks.{layer}.mlp.c_fc.weight"] = (4 * D, D)
-        shapes[f"blocks.{layer}.mlp.c_proj.weight"] = (D, 4 * D)
+            shapes[f"blocks.{layer}.attn.attn_gate.weight"] = (H, 12)
+        shapes[f"blocks.{layer}.mlp.c_fc"] = (D, 4 * D)
+        shapes[f"blocks.{layer}.mlp.c_proj"] = (D, 4 * D)
         shapes[f"blocks.{layer}.lambdas"] = (2,)
     return shapes
 
@@ -522,46 +567,50 @@ def test_the_record_has_the_published_parameters():
     with torch.device("meta"):
         model = GPT(RECORD)
     found = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    assert found == published_shapes(RECORD)
-    assert sum(p.numel() for p in model.parameters()) == 275_598_388
+    assert found == expected_shapes(RECORD)
+    assert sum(p.numel() for p in model.parameters()) == 268_665_613
 
 
-@pytest.mark.parametrize("tables", ["value_embeds.", "value_embeds.embed."])  # the latter till #21
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_a_published_checkpoint_loads(prefix, tables):
-    cfg = dataclasses.replace(RECORD, model_dim=16, head_dim=16, train_seq_len=128, val_seq_len=128)
-    generator = torch.Generator().manual_seed(0)
-    published = {name: prefix + name.replace("value_embeds.", tables) for name in
-                 published_shapes(cfg)}  # fmt: skip
-    state = {
-        published[name]: torch.randn(shape, generator=generator)
-        for name, shape in published_shapes(cfg).items()
-    }
-    names = list(state)
-    model = GPT(cfg)
-    model.load_state_dict(state)
-    assert list(state) == names, "the caller's dict is left alone"
-    for name, x in model.state_dict().items():
-        assert torch.equal(x, state[published[name]]), name
+@pytest.mark.parametrize(("stages", "windows"), [("3 7 11 13", (20, 6)), ("1 1 1 1", (20, 1))])
+def test_a_model_attends_with_the_runs_last_windows_until_it_is_told_others(stages, windows):
+    model = GPT(dataclasses.replace(TINY, window_stages=stages, final_window=20))
+    assert tuple(model.windows.tolist()) == windows
 
 
-@pytest.mark.parametrize(("window_tokens", "window"), [(0, 1), (128, 1), (1728, 14)])
-def test_a_model_attends_with_the_runs_last_window_until_it_is_told_another(window_tokens, window):
-    assert GPT(dataclasses.replace(TINY, window_tokens=window_tokens)).window == window
+def test_windows_and_tables_are_those_of_the_step():
+    """Also of an earlier one: a stage's tables do not depend on what was set before."""
+    cfg = dataclasses.replace(
+        TINY, window_stages="3 7 11 13", final_window=20, num_iterations=12, extension_steps=0
+    )
+    model, tables = GPT(cfg), []
+    for step, windows in ((0, (3, 1)), (5, (7, 3)), (11, (11, 5)), (12, (20, 6))):
+        model.set_window(step)
+        assert tuple(model.windows.tolist()) == windows
+        tables.append(model.turns.clone())
+        frequency, scale = train_gpt.yarn(step, cfg)
+        angle = 100 * frequency.double()
+        expected = scale**0.5 * torch.stack([angle.cos(), angle.sin()])
+        torch.testing.assert_close(
+            model.turns[:, 100, 0, : len(angle)].double(), expected, rtol=0, atol=1e-5
+        )
+    model.set_window(0)
+    assert torch.equal(model.turns, tables[0])
+    assert not torch.equal(tables[0], tables[1])
 
 
 def test_initial_weights_follow_the_published_rules():
     cfg = dataclasses.replace(TINY, model_dim=128, head_dim=32)
     model = GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(0))
+    numbers = {"skip_weights": [-1.5, -1.5], "smear_lambda": 0, "backout_lambda": 0.5}
     for name, param in model.state_dict().items():
         if "embed" in name:
             assert param.std().item() == pytest.approx(1, abs=0.02)
             assert abs(param.mean().item()) < 0.02
-        elif name.endswith(("c_proj.weight", "lm_head.weight")):
+        elif name.endswith(("c_proj.weight", "mlp.c_proj", "gate.weight", "lm_head.weight")):
             assert not param.any()
-        elif name.endswith(("qkv_w", "c_fc.weight")):
-            std = 0.5 / math.sqrt(param.size(-1))
+        elif name.endswith(("qkv_w", "c_fc")):
+            std = 0.5 / math.sqrt(cfg.model_dim)
             assert param.std().item() == pytest.approx(std, rel=0.02)
             assert param.abs().max().item() <= math.sqrt(3) * std * (1 + 1e-6)
         elif name.endswith("attn.lambdas"):
@@ -569,7 +618,8 @@ def test_initial_weights_follow_the_published_rules():
         elif name.endswith("lambdas"):
             assert param.tolist() == [1, 0]
         else:
-            assert name == "skip_weights" and param.tolist() == [1, 1]
+            assert param.tolist() == numbers.pop(name)
+    assert not numbers
 
 
 def test_a_parameter_without_a_rule_is_an_error():

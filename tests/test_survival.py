@@ -33,10 +33,10 @@ import train_gpt
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["test_survival"])
 
-MODEL = """--preset pocket --model_dim 32 --head_dim 16 --attention_pattern LSL
-    --value_embed_pattern 0.0 --window_tokens 256 --sequences_per_step 4 --train_seq_len 128
+MODEL = [*"""--preset pocket --model_dim 32 --head_dim 16 --attention_pattern LSL
+    --value_embed_pattern 0.0 --backout_layer 1 --sequences_per_step 4 --train_seq_len 128
     --sequences_per_forward 2 --val_tokens 1000 --val_seq_len 256 --val_every 2 --warmup_steps 1
-    --sample_tokens 0 --momentum_warmup 5""".split()
+    --sample_tokens 0 --momentum_warmup 5 --final_window 2""".split(), "--window_stages", "1 2 2 2"]
 STEPS = 9
 SHARDS = [2100, 1600]  # tokens: four steps, three steps, then the second epoch
 # gloo sums in another order than one process does.
@@ -518,7 +518,7 @@ def drift(rank):
 
     def check_after_flip(ranks, step, model):
         if step == 6 and rank == 1:
-            model.blocks[1].mlp.c_fc.weight.data.view(torch.int32)[3, 5] ^= 1
+            model.blocks[1].mlp.c_fc.data.view(torch.int32)[3, 5] ^= 1
         check_parity(ranks, step, model)
 
     train_gpt.Ranks.check_parity = check_after_flip

@@ -30,7 +30,10 @@ FLAGS = {
     "attention_pattern": "LS.L",
     "value_embed_pattern": "0..0",
     "vocab_multiple": 128,
-    "window_tokens": 256,
+    "backout_layer": 2,
+    "window_stages": "1 2 2 2",  # from step 2 on, two blocks
+    "final_window": 2,
+    "extension_steps": 1,
     "sequences_per_step": 4,
     "train_seq_len": 128,
     "sequences_per_forward": 2,
@@ -184,7 +187,7 @@ def test_warm_up_puts_everything_back(data_flags):
             train_gpt, "step_optimizers", lambda *args: (step(*args), stepped.append(everything()))
         )
         warm_up(model, optimizers, loader.per_forward, cfg, optimizers[0].ranks)
-    assert len(stepped) == 3 and not torch.equal(stepped[0][0], before[0]), "it does run steps"
+    assert len(stepped) == 3 and not torch.equal(stepped[-1][0], before[0]), "it does run steps"
     assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
     assert model.training
 
@@ -458,7 +461,7 @@ def test_a_finished_run_takes_other_validation_data_and_prompts(run, finished, t
 def test_a_model_made_from_a_checkpoint_attends_with_the_runs_last_window(run, finished):
     state = torch.load(finished[1], weights_only=True)
     model = train_gpt.GPT(Hyperparameters(**state["hyperparameters"]))
-    assert model.window == 2, "256 tokens"
+    assert model.windows.tolist() == [2, 1]
     model.load_state_dict(state["model"])
     tokens = torch.randint(256, (1, 256), generator=torch.Generator().manual_seed(0)).int()
     with torch.no_grad():
@@ -520,31 +523,34 @@ def test_each_steps_line_has_the_loss_of_its_tokens(run, data_flags, monkeypatch
     assert max(expected) - min(expected) > 0.05
 
 
-def naive_flop(per_forward=2):
-    """Of FLAGS' run: 2 FLOP forward and 4 backward a token and weight in matrix products, and for
-    each pair of blocks the same of the two products, 128 x 128 x model_dim each, of attention."""
+THREE_BLOCKS = dict(sequences_per_step=2, train_seq_len=384)  # in each sequence
+
+
+def naive_flop():
+    """Of FLAGS' run with THREE_BLOCKS: 2 FLOP forward and 4 backward a token and weight in matrix
+    products, and for each pair of blocks the same of the two products, 128 x 128 x model_dim each,
+    of attention."""
     width, flop = 32, 0
     weights = 384 * width  # the head's, of the padded vocabulary
     for letter in "LS.L":
-        weights += 8 * width * width + (4 * width * width if letter != "." else 0)
+        weights += 8 * width * width  # MLP, then attention and the gates of two heads
+        weights += 4 * width * width + 2 * 12 if letter != "." else 0
     for step in range(STEPS):
-        flop += 6 * weights * 4 * 128
+        flop += 6 * weights * 2 * 384
         for letter in "LSL":
-            window = max(1, math.ceil(256 * step / STEPS / 128))
-            window = max(1, window // 2) if letter == "S" else window
-            for _ in range(4 // per_forward):
-                for _ in range(per_forward):  # a block of queries, with the window's blocks of keys
-                    for _ in range(window):
-                        flop += 6 * 2 * 128 * 128 * width
+            window = 2 if letter == "L" and step >= 2 else 1
+            for _ in range(2 * 3):  # blocks of queries, each with the tokens of its window
+                for _ in range(window):
+                    flop += 6 * 2 * 128 * 128 * width
     return flop
 
 
 def test_flop_is_that_of_the_formula(run):
-    assert run().values["flop"] == f"{naive_flop():.4e}"
+    assert run(**THREE_BLOCKS).values["flop"] == f"{naive_flop():.4e}"
 
 
 def test_flop_goes_on_where_a_run_is_resumed(run):
-    run(save_every=2)
+    run(save_every=2, **THREE_BLOCKS)
     again = run(["--resume", "logs/x/step-000004.pt"])
     assert len(again.losses) == 2
     assert again.values["flop"] == f"{naive_flop():.4e}"
@@ -553,7 +559,7 @@ def test_flop_goes_on_where_a_run_is_resumed(run):
 def test_mfu_is_given_where_the_devices_peak_is_known(run, monkeypatch):
     name = train_gpt.device_facts(torch.device("cpu"))[0]
     monkeypatch.setitem(train_gpt.PEAK_FLOPS, name, 7e9)
-    values = run().values
+    values = run(**THREE_BLOCKS).values
     seconds = int(values["train_time_ms"]) / 1000
     expected = naive_flop() / (7e9 * seconds)
     assert float(values["mfu"]) == pytest.approx(expected, rel=1e-3 + 0.5e-3 / seconds, abs=6e-5)

@@ -65,9 +65,10 @@ GROUPS = (  # the first whose pattern is in the launch's name
 
 @dataclasses.dataclass
 class Row:
-    """Launches of one group, together. Times in milliseconds."""
+    """Launches of one group, together, those of the optimizers in the mean of their steps. Times in
+    milliseconds."""
 
-    launches: int = 0
+    launches: float = 0
     bytes: float = 0.0
     flop: float = 0.0
     ms: float = 0.0
@@ -140,7 +141,7 @@ def wire_seconds(launch: dict, ranks: int, rates: Rates) -> float:
 
 
 def price(trace: Trace, rates: Rates) -> list[tuple[dict, str, Row]]:
-    """Each launch but validation's, its group and what it costs."""
+    """Each launch but validation's, its group and what it costs in a step, or a forward pass."""
     binaries = defaultdict(list)
     for binary in trace.binaries:
         binaries[binary["name"]].append(binary)
@@ -166,7 +167,11 @@ def price(trace: Trace, rates: Rates) -> list[tuple[dict, str, Row]]:
         if launch["kind"] == "wire":
             ranks = int(re.search(r"\d+", launch["phase"])[0])
             seconds = wire_seconds(launch, ranks, rates)
-        priced.append((launch, group, Row(1, launch["bytes"], flop, 1000 * seconds)))
+        share = 1
+        if launch["phase"].startswith("optimizers"):
+            share = 1 / trace.facts["optimizer_steps"]
+        costs = 1, launch["bytes"], flop, 1000 * seconds
+        priced.append((launch, group, Row(*(share * x for x in costs))))
     return priced
 
 

@@ -30,10 +30,21 @@ def install(name: str = "sm_90", execute: bool = True) -> None:
     use_card(name)
     stand_in_for_triton_driver()
     stand_in_for_nccl(device)
+    do_not_time_products()
     if execute:
         from host_gpu import interpreter
 
         interpreter.install()
+
+
+def do_not_time_products() -> None:
+    """Before sm_90, Inductor times whether products of odd sizes, as gates have, shall be padded.
+
+    From sm_90 on it does not pad them, as they wait for memory; here it never does.
+    """
+    from torch._inductor import config
+
+    config.shape_padding = False
 
 
 def use_card(name: str) -> None:

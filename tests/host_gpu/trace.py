@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent.parent
@@ -31,8 +32,9 @@ class Trace:
     """What a script does on one GPU of a card. Sizes in bytes.
 
     facts: what the script chose: fp8, head_chunks, kernel_options; tokens of a forward pass,
-        sequences and forward passes of a step, padded_vocab, num_iterations; and block_pairs,
-        visited by attention in a forward pass, all layers together, the mean over a run.
+        sequences and forward passes of a step, padded_vocab, num_iterations, steps of the
+        optimizers until all of them have stepped; and block_pairs, visited by attention in a
+        forward pass, all layers together, the mean over a run.
     graphs: how many Inductor compiled, by stage: train (forward and backward), windows (all that
         follow the first), validation, optimizers, optimizers of N ranks.
     frames, breaks: how many Dynamo captured in all, and the reasons of its graph breaks.
@@ -399,11 +401,11 @@ class Tracer:
         inputs, targets = self.batch(cfg.sequences_per_forward, cfg.train_seq_len)
 
         def forward():
-            return model(inputs, targets) / targets.numel()
+            return model(inputs, targets)
 
         self.staged("train", self.staged("train", forward).backward)
-        for window in windows(self.script, cfg)[1:] if grow else []:
-            model.window.fill_(window)
+        for step in stages(self.script, cfg)[1:] if grow else []:
+            set_window(self.script, model, step)
             self.staged("windows", lambda: forward().backward())
         state = self.notes.live_bytes()
         loss = self.noted("forward", forward)
@@ -423,13 +425,18 @@ class Tracer:
         self.model.train()
 
     def update(self, world_size: int) -> None:
-        """Step the optimizers as one rank of so many does."""
+        """Step the optimizers as one rank of so many does, until each has stepped."""
         phase, optimizers = "optimizers", self.optimizers
         if world_size > 1:
             phase, self.script.dist = f"optimizers of {world_size} ranks", Wire(self.notes)
             optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks(world_size))
+
+        def steps():
+            for step in range(getattr(self.cfg, "adam_every", 1)):
+                self.script.step_optimizers(optimizers, step, 1)
+
         for act in self.staged, self.noted:
-            act(phase, lambda: self.script.step_optimizers(optimizers, 0, 1))
+            act(phase, steps)
 
     def facts(self) -> dict:
         model, cfg = self.model, self.cfg
@@ -442,23 +449,33 @@ class Tracer:
             step_tokens=cfg.step_tokens,
             model_dim=cfg.model_dim,
             num_iterations=cfg.num_iterations,
+            optimizer_steps=getattr(cfg, "adam_every", 1),
             block_pairs=block_pairs(self.script, cfg),
         )
 
 
-def windows(script, cfg) -> list[int]:
-    """In blocks, those of a run, growing; [] of a script whose window does not."""
+def stages(script, cfg) -> list[int]:
+    """Steps of a run, the one after its last included, from which on its window is another."""
     if not hasattr(script, "window_blocks"):
         return []
-    return sorted({script.window_blocks(step, cfg) for step in range(cfg.num_iterations + 1)})
+    windows = [script.window_blocks(step, cfg) for step in range(cfg.num_iterations + 1)]
+    return [s for s, window in enumerate(windows) if not s or window != windows[s - 1]]
+
+
+def set_window(script, model, step: int) -> None:
+    """What a script's training loop does before a step."""
+    if hasattr(model, "set_window"):
+        model.set_window(step)
+    else:
+        model.window.fill_(script.window_blocks(step, model.cfg))
 
 
 def block_pairs(script, cfg) -> float | None:
-    """Pairs of blocks that FlexAttention visits in a forward pass, the mean over a run's windows.
+    """Pairs of blocks that FlexAttention visits in a forward pass, the mean over a run's steps.
 
     By the script's own masks, on documents as long as FineWeb's: log-normal, median 403, mean 690,
-    and 32 at least (statistics of 1.45 M of them in modded-nanogpt's record of 2026-03-22). None of
-    a script without such masks.
+    and 32 at least (statistics of 1.45 M of them in modded-nanogpt's record of 2026-03-22), cut
+    where the script cuts them. None of a script without such masks.
     """
     import numpy as np
     import torch
@@ -467,16 +484,23 @@ def block_pairs(script, cfg) -> float | None:
         return None
     tokens, generator = cfg.sequences_per_forward * cfg.train_seq_len, np.random.default_rng(0)
     spread = math.sqrt(2 * math.log(690 / 403))
-    lengths = generator.lognormal(math.log(403), spread, size=tokens // 32).clip(32).astype(int)
+    longest = getattr(cfg, "max_document_tokens", 0) or math.inf
+    lengths = generator.lognormal(math.log(403), spread, size=tokens // 32).clip(32, longest)
+    lengths = lengths.astype(int)
     starts = torch.zeros(tokens, dtype=torch.int32)
     starts[np.cumsum(lengths)[np.cumsum(lengths) < tokens]] = 1
-    total, grown = 0, windows(script, cfg) or [int(cfg.window_tokens) // script.BLOCK]
-    for window in grown:
+    if stages(script, cfg):
+        steps = range(cfg.num_iterations)
+        taken = Counter(script.window_blocks(step, cfg) for step in steps)
+    else:
+        taken = {int(cfg.window_tokens) // script.BLOCK: 1}
+    total = 0
+    for window, steps in taken.items():
         for letter, blocks in (("L", window), ("S", max(1, window // 2))):
             mask = script.flex_mask(starts.cumsum(0, dtype=torch.int32), torch.tensor(blocks))
             visited = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
-            total += cfg.attention_pattern.count(letter) * int(visited)
-    return total / len(grown)
+            total += steps * cfg.attention_pattern.count(letter) * int(visited)
+    return total / sum(taken.values())
 
 
 # ---- Machine code -----------------------------------------------------------------------------

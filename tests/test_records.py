@@ -538,7 +538,7 @@ def test_what_a_record_asks_of_a_gpu(number, script, capability, monkeypatch):
     model.compile = lambda **kwargs: calls.update(kwargs)
     script.prepare_for_cuda(model, cfg, torch.device("cuda", 0))
     no_other = dict(flash=False, mem_efficient=False) if number == 2 else {}
-    assert calls == dict(dynamic=False, mode=None) | no_other  # cuDNN's attention is left
+    assert calls == dict(dynamic=False) | no_other  # cuDNN's attention is left
     bf16 = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
     expected = {"embed.weight", *(f"value_embeds.{i}.weight" for i in range(3))}
     if number >= 9:

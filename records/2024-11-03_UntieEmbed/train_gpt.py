@@ -522,7 +522,8 @@ class Muon(Optimizer):
         batch = (x.view(-1, *self.shape) for x in (share, grads, self.state["mean"]))
         for update, grad, mean in zip(*batch, strict=True):
             self.rule(update, grad, mean, self.cfg.muon_momentum, self.cfg.ns_steps)
-        self.ranks.all_reduce(self.updates)
+        if self.ranks.world_size > 1:
+            dist.all_reduce(self.updates)
         rows, columns = self.shape
         self.weights.sub_(self.updates * (self.lr * max(1, rows / columns) ** 0.5))
 

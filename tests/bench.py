@@ -41,7 +41,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "data")]
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
-from host_gpu.trace import cached_trace  # noqa: E402
+from host_gpu.trace import cached_trace, stages  # noqa: E402
 from shards import write_shard  # noqa: E402
 
 import train_gpt  # noqa: E402
@@ -313,16 +313,19 @@ class Trainer:
         ranks = train_gpt.Ranks(self.cfg)
         self.device = ranks.device
         self.model, self.optimizers = train_gpt.build(self.cfg, ranks)
-        self.set_window(self.cfg.window_tokens)
-
-    def set_window(self, tokens):
-        self.model.window.fill_(math.ceil(tokens / train_gpt.BLOCK))
+        self.steps = itertools.count()
 
     def forward(self, inputs, targets):
         return self.model(inputs, targets)
 
     def optimize(self):
-        train_gpt.step_optimizers(self.optimizers, 0, self.cfg.step_tokens)
+        """Step the optimizers, as at the next step of a run."""
+        train_gpt.step_optimizers(self.optimizers, next(self.steps), self.cfg.step_tokens)
+
+    def optimizer_seconds(self):
+        """Of a step of theirs, the mean until all have stepped."""
+        seconds = [self.seconds(self.optimize)[1] for _ in range(self.cfg.adam_every)]
+        return statistics.mean(seconds)
 
     def seconds(self, function, *args):
         """Result and seconds of a call, waiting for the device before and after."""
@@ -348,7 +351,7 @@ def time_steps(rows, length, *flags, repeats=5):
     for repeat in range(repeats + 1):  # the first one warms up
         show(f"{rows} x {length} tokens, model_dim {trainer.cfg.model_dim}: {repeat} of {repeats}")
         passes.append(trainer.seconds(lambda: trainer.forward(*batch).backward())[1])
-        steps.append(trainer.seconds(trainer.optimize)[1])
+        steps.append(trainer.optimizer_seconds())
     return trainer, [1e6 * s / (rows * length) for s in passes[1:]], [1e3 * s for s in steps[1:]]
 
 
@@ -422,8 +425,7 @@ def attention_flops(trainer, inputs):
     cfg, flops = trainer.cfg, 0
     starts = (inputs == cfg.eot_token).flatten()
     docs = starts.cumsum(0, dtype=torch.int32)
-    long_window = trainer.model.window
-    for letter, window in (("L", long_window), ("S", (long_window // 2).clamp_min(1))):
+    for letter, window in zip("LS", trainer.model.windows):
         mask = train_gpt.flex_mask(docs, window)
         blocks = (mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()).item()
         layers = cfg.attention_pattern.count(letter)
@@ -460,8 +462,8 @@ def first_launch(flags, cache):
     print_table(["launch", "compile_seconds", "command to first step, s"], launches())
 
 
-def measure_steps(trainer, loader, num_steps, windows=(128, 896, 1792)):
-    """Print time, rate and parts of a training step at each window, in tokens."""
+def measure_steps(trainer, loader, num_steps):
+    """Print time, rate and parts of a training step at each window of a run, in tokens."""
     cfg, device = trainer.cfg, trainer.device
     batches = loader.next_step(cfg.train_seq_len)
     hidden, head = trainer.matrix_parameters()
@@ -477,8 +479,8 @@ def measure_steps(trainer, loader, num_steps, windows=(128, 896, 1792)):
         trainer.optimize()
 
     rows = []
-    for window in windows:
-        trainer.set_window(window)
+    for first in stages(train_gpt, cfg)[:-1]:  # at the last one there is no step
+        trainer.model.set_window(first)
         step()
         ms = [1000 * trainer.seconds(step)[1] for _ in range(num_steps)]
         parts = Counter()
@@ -486,13 +488,14 @@ def measure_steps(trainer, loader, num_steps, windows=(128, 896, 1792)):
             loss, seconds = trainer.seconds(trainer.forward, *batch)
             parts["forward"] += 1000 * seconds
             parts["backward"] += 1000 * trainer.seconds(loss.backward)[1]
-        parts["optimizers"] += 1000 * trainer.seconds(trainer.optimize)[1]
+        parts["optimizers"] += 1000 * trainer.optimizer_seconds()
         median, model_flops = statistics.median(ms), 6 * cfg.step_tokens * (hidden + head)
         attention = sum(attention_flops(trainer, inputs) for inputs, _ in batches)
         floor = ((6 * cfg.step_tokens * hidden + attention) / bf16_rate
                  + 6 * cfg.step_tokens * head / head_rate) / 1e9  # ms at the measured rates
         rows.append([
-            str(window), spread(ms), f"{median / cfg.sequences_per_step:.1f}",
+            str(train_gpt.BLOCK * train_gpt.window_blocks(first, cfg)), spread(ms),
+            f"{median / cfg.sequences_per_step:.1f}",
             f"{1000 * cfg.step_tokens / median:,.0f}",
             f"{model_flops / median / spec / 1e9:.1%}" if spec else "unknown peak",
             f"{median / floor:.2f}", *(f"{parts[part]:.1f}" for part in parts),
@@ -583,7 +586,7 @@ def print_costs(groups):
     for row in groups.values():
         total += row
     print_table(["group", "launches", "GB", "TFLOP", "ms", "share"], [
-        [name, f"{row.launches}", f"{row.bytes / 1e9:.1f}", f"{row.flop / 1e12:.2f}",
+        [name, f"{row.launches:g}", f"{row.bytes / 1e9:.1f}", f"{row.flop / 1e12:.2f}",
          f"{row.ms:.1f}", f"{row.ms / total.ms:.0%}"]
         for name, row in [*groups.items(), ("sum", total)]
     ])
@@ -601,9 +604,17 @@ def print_eight_h100s(traced):
           f"{total_ms(shared):.1f} ms of optimizers, {wire.ms:.1f} ms of {wire.bytes / 1e9:.2f} GB "
           f"on the wire; {step:.1f} ms a step, {facts['num_iterations']} steps in "
           f"{step * facts['num_iterations'] / 60_000:.2f} minutes")
-    print(f"published: record #21, {cost.RECORD_21_STEP_MS} ms a step on {ranks} H100s; the "
-          f"lineage's newest script, a later model, {cost.NEWEST_48K_MS:.0f} ms for 48K tokens on "
-          "one H100")
+    steps = ", ".join(f"record #{n}, {ms} ms" for n, ms in cost.PUBLISHED_STEP_MS.items())
+    print(f"published: {steps} a step on {ranks} H100s; the lineage's newest script, a later "
+          f"model, {cost.NEWEST_48K_MS:.0f} ms for 48K tokens on one H100")
+
+
+def two_layers_of(script):
+    """The flags that leave a script two layers, one of each window."""
+    values = dict(attention_pattern="LS", value_embed_pattern="0.", mlp_pattern="MM",
+                  backout_layer="0")  # fmt: skip
+    source = Path(script).read_text()
+    return [x for k, v in values.items() if f"\n    {k}: " in source for x in (f"--{k}", v)]
 
 
 def memory(args, flags):
@@ -616,8 +627,8 @@ def memory(args, flags):
     peaks = {}
     for head_chunks in (1, 2, 4, 8, 16):
         two_layers = trace_here(
-            args.script, "--phases", "train", *flags, "--attention_pattern", "LS",
-            "--value_embed_pattern", "0.", "--head_chunks", str(head_chunks))  # fmt: skip
+            args.script, "--phases", "train", *flags, *two_layers_of(args.script),
+            "--head_chunks", str(head_chunks))  # fmt: skip
         peaks[head_chunks] = two_layers.memory["peak of backward"]
     print("counted in generated code, not measured; one GPU, without CUDA's own and gaps\n")
     others = whole["peak of backward"] - peaks[1]

@@ -649,8 +649,10 @@ def main():
     parser.add_argument("--against", metavar="CMD", default=YARDSTICK, help="of pocket: see above")
     parser.add_argument("--steps", type=int, default=5, help="of gpu: timed steps at each window")
     parser.add_argument("--card", choices=cost.RATES, default="h200", help="of kernels")
-    parser.add_argument("--script", default=str(REPO / "train_gpt.py"), help="of kernels, memory")
+    parser.add_argument("--script", type=Path, default=REPO / "train_gpt.py",
+                        help="of kernels, memory")
     args, flags = parser.parse_known_args()
+    args.script = str(args.script.resolve())
     try:
         commands[args.what](args, flags)
     except (train_gpt.UserError, RunFailed) as error:

@@ -612,8 +612,7 @@ def muon_update(weight_MN, grad_MN, mean_MN, lr, momentum, dtype) -> None:
     weight_MN.sub_(update * (lr * max(1, weight_MN.size(-2) / weight_MN.size(-1)) ** 0.5))
 
 def adam_update(weight, grad, mean, square, step, lr: Tensor, beta1, beta2, eps) -> None:
-    """Adam's step in the order of section 2 of https://arxiv.org/abs/1412.6980, where epsilon is
-    not corrected for the step; in place, computed in fp32."""
+    """Adam's step in the order of section 2, https://arxiv.org/abs/1412.6980, in place, in fp32."""
     step += 1
     new_mean = mean.float().lerp(grad.float(), 1 - beta1)
     new_square = square.float().lerp(grad.float().square(), 1 - beta2)
@@ -1015,8 +1014,7 @@ def sample(model: nn.Module, cfg: Hyperparameters, device: torch.device, encode,
         logits = model.logits(model.hidden(inputs)[0, -1])[: cfg.vocab_size]
         if cfg.top_k:
             logits[logits < logits.topk(min(cfg.top_k, len(logits))).values[-1]] = -math.inf
-        probabilities = (logits / max(cfg.temperature, 1e-6)).softmax(-1)
-        ids.append(torch.multinomial(probabilities, 1).item())
+        ids.append(torch.multinomial((logits / max(cfg.temperature, 1e-6)).softmax(-1), 1).item())
         if ids[-1] == cfg.eot_token:
             break
     return decode([i for i in ids if i != cfg.eot_token])

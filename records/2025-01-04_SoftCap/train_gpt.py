@@ -923,8 +923,7 @@ def sample(model: nn.Module, cfg: Hyperparameters, device: torch.device, encode,
         logits = model.logits(model.hidden(inputs)[0, -1])[: cfg.vocab_size]
         if cfg.top_k:
             logits[logits < logits.topk(min(cfg.top_k, len(logits))).values[-1]] = -math.inf
-        probabilities = (logits / max(cfg.temperature, 1e-6)).softmax(-1)
-        ids.append(torch.multinomial(probabilities, 1).item())
+        ids.append(torch.multinomial((logits / max(cfg.temperature, 1e-6)).softmax(-1), 1).item())
         if ids[-1] == cfg.eot_token:
             break
     return decode([i for i in ids if i != cfg.eot_token])

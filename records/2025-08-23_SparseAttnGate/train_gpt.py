@@ -124,12 +124,18 @@ class Hyperparameters:
 
 PRESETS = {"record": dict(align_documents=True), "pocket": dict(preset="pocket", prompt="def ",
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
-    tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16,
-    num_iterations=240, sequences_per_step=16, sequences_per_forward=16, train_seq_len=128,
-    sequence_stride=1_000_003, val_seq_len=4096, val_tokens=262_144, val_every=0, warmup_steps=1,
-    target_loss=1.64, sample_tokens=200, model_dim=64, head_dim=16, rope_base=32, cooldown_frac=0.7,
+    tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, num_iterations=240,
+    sequences_per_step=16, sequences_per_forward=16, train_seq_len=128, sequence_stride=1_000_003,
+    val_seq_len=4096, val_tokens=262_144, val_every=0, warmup_steps=1, target_loss=1.64,
+    sample_tokens=200, model_dim=64, head_dim=16, rope_base=32, cooldown_frac=0.7,
     muon_momentum=0.85, embed_lr=0.5, head_lr=0.03, muon_lr=0.08, window_tokens=128,
     attention_pattern="L.", value_embed_pattern="0.", attention_scale=0.5)}
+PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/lab_train_*.bin",
+    val_files="data/lab/lab_val_*.bin", num_iterations=190, sequences_per_step=8,
+    sequences_per_forward=4, train_seq_len=1024, target_loss=1.3, head_dim=32, rope_base=1024,
+    cooldown_frac=0.6, muon_momentum=0.95, momentum_warmup=60, embed_lr=0.6, head_lr=0.04,
+    muon_lr=0.04, align_documents=True, window_tokens=512, attention_pattern="LSS.SL",
+    value_embed_pattern="01..01", attention_scale=0.35)
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
     """The flags given, on top of the preset named or else of a checkpoint's saved values."""
@@ -226,8 +232,7 @@ def read_shard(path: Path, vocab_size: int) -> np.ndarray:
                         f"raise --vocab_size {vocab_size} or name other data")
     return tokens
 
-# The three ways to cut a shard into sequences. Each gives the rows (N, length + 1) of the step that
-# begins at a position, and where the next one does, or None where the shard holds no such step.
+# Three ways to cut a shard: a step's rows (N, length + 1) at a position and the next one, or None.
 def consecutive_rows(tokens, documents, position: int, length: int, cfg: Hyperparameters):
     """Tokens as they follow one another; a stride spreads the step's sequences over the shard."""
     step_tokens = cfg.sequences_per_step * length

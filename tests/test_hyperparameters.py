@@ -169,7 +169,7 @@ def test_help_has_the_groups_of_the_dataclass_and_presets_in_columns(capsys):
     assert [re.match(r"  (--\w+|\w.*?)(  |$)", row)[1] for row in rows] == headings
     for row, (group, name) in zip(rows, order, strict=True):
         if group:
-            assert row.split("  ")[1] == group and row.split()[-2:] == list(PRESETS)
+            assert row.split("  ")[1] == group and row.split()[-len(PRESETS) :] == list(PRESETS)
             columns = [row.index(f" {preset}") + len(preset) + 1 for preset in PRESETS]
             continue
         values = [repr(getattr(Hyperparameters(**preset), name)) for preset in PRESETS.values()]
@@ -181,7 +181,7 @@ def test_help_has_the_groups_of_the_dataclass_and_presets_in_columns(capsys):
 
 def test_help_begins_with_a_short_usage_line(capsys):
     usage = help_of(capsys).splitlines()[0]
-    assert usage == "usage: train_gpt.py [--preset {record,pocket}] [--FLAG VALUE ...]"
+    assert usage == "usage: train_gpt.py [--preset {record,pocket,lab}] [--FLAG VALUE ...]"
 
 
 @pytest.mark.parametrize(("flags", "named"), BAD_FLAGS, ids=[flags for flags, _ in BAD_FLAGS])

@@ -9,6 +9,7 @@ import struct
 import tracemalloc
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_checkpoints import equal
@@ -104,6 +105,7 @@ def ranks():
 def checkpoint(ranks, tmp_path_factory):
     """A small checkpoint as bytes."""
     model = train_gpt.GPT(TINY)
+    model.init_weights(torch.Generator().manual_seed(0))
     optimizers = train_gpt.build_optimizers(model, TINY, ranks)
     state = dict(step=20, hyperparameters=dataclasses.asdict(TINY), data=DATA,
                  loader=(0, 512), train_time_ms=1234.5, model=model.state_dict(),

@@ -253,7 +253,7 @@ def test_two_processes_agree_with_one_on_every_validation_of_a_pocket_run(
     one, two = losses
     assert len(one) == len(two) == 5
     assert one[-1] < one[0] - 20_000
-    # Sums in another order differ in the last bits of fp32, and Polar Express, whose first iteration
+    # Sums in another order differ in the last bits of fp32. Polar Express, whose first iteration
     # takes small singular values by eight, hands on more of them than Newton-Schulz did.
     np.testing.assert_allclose(two, one, rtol=0, atol=20)
 

@@ -28,11 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-if __name__ == "__main__":  # Ctrl-C gives a line, no traceback, in imports that take seconds too
-    def end_at_once(*_) -> None:
-        os.write(2, b"train_gpt.py: stopped by Ctrl-C (SIGINT)\n")
-        os._exit(128 + signal.SIGINT)
-    signal.signal(signal.SIGINT, end_at_once)
+if __name__ == "__main__":  # Ctrl-C ends the imports, which take seconds, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import numpy as np
 import torch
@@ -58,7 +55,6 @@ class Hyperparameters:
     """Everything a run can be asked to do differently; each field is a flag of the same name."""
     # Data, step and validation
     preset: str = "record"  # the set of values that the other flags change
-    tokenizer: str = "gpt2"  # what made the tokens, gpt2 or bytes; decodes the sample
     vocab_size: int = 50257  # token ids lie below it
     eot_token: int = 50256  # end-of-text, the token that opens each document
     sequences_per_step: int = 8  # sequences in one step, all ranks together
@@ -66,7 +62,7 @@ class Hyperparameters:
     sequence_stride: int = 1  # sequence k of a shard's N is the one at k · stride mod N
     align_documents: bool = False  # each sequence begins with a document
     max_document_tokens: int = 0  # sequences are packed with the beginnings of documents; 0: not
-    seed: int = 0  # of the initial weights and of the sample
+    seed: int = 0  # of the initial weights
     val_seq_len: int = 4 * 64 * 1024  # tokens of a validation sequence, a multiple of 128
     # Model
     model_dim: int = 768  # width of the residual stream
@@ -112,23 +108,14 @@ class Hyperparameters:
     head_chunks: int = 0  # pieces in which head and loss are computed; 0: by free memory
     save_every: int = 0  # steps between checkpoints; 0: none
     resume: str = ""  # checkpoint to go on from; auto: the newest whole one of --run_id
-    sample_tokens: int = 0  # tokens of text to print after the last validation
-    prompt: str = "\n"  # text that the sample continues
-    temperature: float = 1.0  # divides the logits of the sample; 0: always the likeliest token
-    top_k: int = 0  # the sample's next token is one of the likeliest k; 0: of all
 
-    @property
-    def step_tokens(self) -> int:
-        return self.sequences_per_step * self.train_seq_len
-
-PRESETS = {"record": {}, "pocket": dict(preset="pocket", prompt="def ",
+PRESETS = {"record": {}, "pocket": dict(preset="pocket",
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
-    tokenizer="bytes", vocab_size=257, eot_token=256, vocab_multiple=16, num_iterations=240,
-    sequences_per_step=16, sequences_per_forward=16, train_seq_len=128, sequence_stride=1_000_003,
-    val_seq_len=4096, val_tokens=262_144, val_every=0, warmup_steps=1, target_loss=1.64,
-    sample_tokens=200, model_dim=64, head_dim=16, rope_base=32, cooldown_frac=0.7,
-    muon_momentum=0.85, embed_lr=0.5, head_lr=0.03, muon_lr=0.08, window_tokens=128,
-    attention_pattern="L.", value_embed_pattern="0.", attention_scale=0.5)}
+    vocab_size=257, eot_token=256, vocab_multiple=16, num_iterations=240, sequences_per_step=16,
+    sequences_per_forward=16, train_seq_len=128, sequence_stride=1_000_003, val_seq_len=4096,
+    val_tokens=262_144, val_every=0, warmup_steps=1, target_loss=1.64, model_dim=64, head_dim=16,
+    rope_base=32, cooldown_frac=0.7, muon_momentum=0.85, embed_lr=0.5, head_lr=0.03, muon_lr=0.08,
+    window_tokens=128, attention_pattern="L.", value_embed_pattern="0.", attention_scale=0.5)}
 PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/lab_train_*.bin",
     val_files="data/lab/lab_val_*.bin", num_iterations=190, sequences_per_step=8,
     sequences_per_forward=4, train_seq_len=1024, target_loss=1.3, head_dim=32, rope_base=1024,
@@ -142,13 +129,21 @@ def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparame
         raise UserError(f"{message}; --help lists the flags")
     def boolean(text: str) -> bool:
         return ["false", "true"].index(text.lower()) == 1
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.error, parser.format_help = error, help_text
-    for field in fields(Hyperparameters):
-        kind = dict(type=field.type, choices=PRESETS if field.name == "preset" else None)
-        if field.type is bool:
-            kind = dict(type=boolean, nargs="?", const=True)
-        parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **kind)
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--FLAG VALUE ...]", description=__doc__.split("\n")[0], allow_abbrev=False,
+        epilog=f"In brackets: {', '.join(PRESETS)}.", argument_default=argparse.SUPPRESS)
+    parser.error = error
+    presets = [Hyperparameters(**values) for values in PRESETS.values()]
+    types = {field.name: field.type for field in fields(Hyperparameters)}
+    for line in inspect.getsource(Hyperparameters).splitlines():  # a field's comment is its help
+        if title := re.match(r"    # ([^:]*)", line):
+            group = parser.add_argument_group(title[1])
+        elif flag := re.match(r"    (\w+): .*  # (.*)", line):
+            kind = dict(type=types[flag[1]], choices=PRESETS if flag[1] == "preset" else None)
+            if types[flag[1]] is bool:
+                kind = dict(type=boolean, nargs="?", const=True)
+            values = ", ".join(repr(getattr(preset, flag[1])) for preset in presets)
+            group.add_argument(f"--{flag[1]}", help=f"{flag[2]} [{values}]", metavar="X", **kind)
     flags = vars(parser.parse_args(argv))
     values = PRESETS[flags.get("preset", "record")]
     if saved and "preset" not in flags:
@@ -156,19 +151,6 @@ def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparame
     cfg = Hyperparameters(**values | flags)
     check_hyperparameters(cfg)
     return cfg
-
-def help_text() -> str:
-    """Every flag under its group, with its value in each preset and its meaning."""
-    lines = [f"usage: {SCRIPT.name} [--preset {{{','.join(PRESETS)}}}] [--FLAG VALUE ...]", ""]
-    lines += [__doc__.split("\n")[0], "Defaults are the record's; a preset changes some."]
-    row = "  {:<26}" + " {:>15}" * len(PRESETS) + "  {}"
-    for line in inspect.getsource(Hyperparameters).splitlines():
-        if group := re.match(r"    # ([^:]*)", line):
-            lines += ["", row.format(group[1], *PRESETS, "").rstrip()]
-        elif flag := re.match(r"    (\w+): .*  # (.*)", line):
-            values = [repr(getattr(Hyperparameters(**x), flag[1])) for x in PRESETS.values()]
-            lines.append(row.format(f"--{flag[1]}", *values, flag[2]))
-    return "\n".join(lines) + "\n"
 
 def check_hyperparameters(cfg: Hyperparameters) -> None:
     """Raise UserError for a value that no run can be made of: flag, value and rule."""
@@ -194,7 +176,6 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     require("value_embed_pattern", lambda x: "0123456789".startswith(tables) and len(x) == layers,
             "have . or 0, 1, … a layer")
     require("logit_cap", lambda x: x <= 64, "be at most 64, as its exponential is summed in fp32")
-    require("tokenizer", lambda x: x in ("gpt2", "bytes"), "be gpt2 or bytes")
     require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
     require("resume", lambda x: x != "auto" or cfg.run_id, "come with the --run_id of a run")
 
@@ -278,8 +259,8 @@ class TokenLoader:
         self.cfg, self.rank, self.device, self.say, self.ahead = cfg, rank, device, say, {}
         self.files, self.reader = find_shards(cfg.train_files), ThreadPoolExecutor(1)
         size, path = min((shard_size(path), path) for path in self.files)
-        if size <= cfg.step_tokens:
-            raise UserError(f"{path}: {size} tokens, a step takes {cfg.step_tokens} and one more; "
+        if size <= (taken := cfg.sequences_per_step * cfg.train_seq_len):
+            raise UserError(f"{path}: {size} tokens, a step takes {taken} and one more; "
                             "lower --train_seq_len")
         if cfg.sequences_per_step % world_size:
             raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
@@ -749,18 +730,6 @@ def device_facts(device: torch.device) -> tuple[str, int]:
     name = f"cpu ({name[1] if name else os.uname().machine})"
     return name, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // mib
 
-PEAK_FLOPS = {  # a second, of dense products in bf16 added up in fp32, by NVIDIA's data sheets
-    "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12, "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA B200": 2250e12, "NVIDIA GeForce RTX 4090": 165.2e12, "NVIDIA GeForce RTX 3090": 71e12}
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the GPU, or in the machine."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if sys.platform != "linux":  # all there is
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
-
 class Log:
     """Rank 0's log file and console; the other ranks stay silent. A new log begins with its header;
     an old one goes on where its run is resumed. Raises UserError where it is not."""
@@ -851,8 +820,7 @@ def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
             for old in sorted(folder.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)[:-keep]:
                 old.unlink()
     except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
-        if temporary.is_file():
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
         failure = f"{path}: not written ({error.__context__ or error}); make room, --resume auto"
     if failure := ranks.broadcast(failure):
         raise UserError(failure)
@@ -932,30 +900,6 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg: Hyperparameters, ranks: 
     model.train()
     return ranks.all_gather(total[None]).sum().item() / count
 
-def load_tokenizer(cfg: Hyperparameters) -> tuple:
-    """Functions from text to token ids and back. Where its files are missing, tiktoken raises."""
-    if cfg.tokenizer == "bytes":
-        return str.encode, lambda ids: bytes(ids).decode(errors="replace")
-    import tiktoken  # only here: it may have to fetch its files
-    encoding = tiktoken.get_encoding("gpt2")
-    return encoding.encode_ordinary, encoding.decode
-
-@torch.no_grad()
-def sample(model: nn.Module, cfg: Hyperparameters, device: torch.device, encode, decode) -> str:
-    """The prompt and what the model says after it, up to sample_tokens or the document's end."""
-    model.eval()
-    torch.manual_seed(cfg.seed)
-    ids = [cfg.eot_token, *encode(cfg.prompt)]
-    for _ in range(cfg.sample_tokens):
-        inputs = torch.tensor([ids[-cfg.val_seq_len :]], dtype=torch.int32, device=device)
-        logits = model.logits(model.hidden(inputs)[0, -1])[: cfg.vocab_size]
-        if cfg.top_k:
-            logits[logits < logits.topk(min(cfg.top_k, len(logits))).values[-1]] = -math.inf
-        ids.append(torch.multinomial((logits / max(cfg.temperature, 1e-6)).softmax(-1), 1).item())
-        if ids[-1] == cfg.eot_token:
-            break
-    return decode([i for i in ids if i != cfg.eot_token])
-
 # ---- Training ---------------------------------------------------------------
 def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> None:
     """Types, head, kernel options and compilation that suit the GPU at hand."""
@@ -967,23 +911,15 @@ def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> 
     model.compile(dynamic=False)
 
 def choose_head_chunks(model: GPT, cfg: Hyperparameters, device: torch.device) -> int:
-    """Pieces in which head and loss fit into the free memory; a power of two, 16 at most."""
+    """Pieces in which head and loss fit into a GPU's free memory, or a GiB where nothing is
+    compiled; a power of two, 16 at most."""
     tokens = cfg.sequences_per_forward * cfg.train_seq_len
-    # Bytes: some 50 for each activation kept; for a logit 4, or some 32 where nothing is compiled.
-    bytes_each, share = (4, 1) if device.type == "cuda" else (32, 1 / 4)  # share: of what is free
-    room = share * (free_memory(device) - 50 * tokens * cfg.model_dim * len(model.blocks))
-    pieces = bytes_each * tokens * len(model.lm_head.weight) / max(1e8, room)
+    bytes_each, room = 32, 2**30  # bytes for a logit
+    if device.type == "cuda":  # some 50 bytes for each activation that is kept
+        kept = 50 * tokens * cfg.model_dim * len(model.blocks)
+        bytes_each, room = 4, max(1e8, torch.cuda.mem_get_info(device)[0] - kept)
+    pieces = bytes_each * tokens * len(model.lm_head.weight) / room
     return cfg.head_chunks or min(16, 2 ** max(0, math.ceil(math.log2(pieces))))
-
-def training_flop(model: GPT, cfg: Hyperparameters) -> float:
-    """FLOP of the run: for each token 6 for each weight that multiplies it, and for each
-    token in its windows' blocks 12 for each channel, in 2 products forward and 4 backward."""
-    params = [*model.blocks.parameters(), model.lm_head.weight]
-    products = cfg.num_iterations * sum(p.numel() for p in params if p.ndim >= 2)
-    longs, shorts = map(cfg.attention_pattern.count, "LS")
-    windows = (window_blocks(step, cfg) for step in range(cfg.num_iterations))
-    seen = BLOCK * sum(longs * x + shorts * max(1, x // 2) for x in windows)
-    return cfg.step_tokens * (6 * products + 12 * cfg.model_dim * seen)
 
 def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -> None:
     """Run every kernel on random tokens, then put weights and optimizer state back."""
@@ -994,7 +930,7 @@ def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -
     batch = to_batch(tokens[: per_forward * (length + 1)].reshape(per_forward, -1), ranks.device)
     for _ in range(cfg.warmup_steps):
         model(*batch).backward()
-        step_optimizers(optimizers, 0, cfg.step_tokens)
+        step_optimizers(optimizers, 0, len(tokens))
     validate(model, tokens, cfg, ranks)
     for x, value in zip(tensors, before, strict=True):
         x.copy_(value)
@@ -1013,25 +949,19 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
     """Train, validate and log as `cfg` says, on from `state`; the exit code."""
     device, last, on_gpu = ranks.device, cfg.num_iterations, ranks.device.type == "cuda"
     first, train_ms = (state["step"], state["train_time_ms"]) if state else (0, 0.0)
-    val_tokens, tokenizer = read_val_tokens(cfg), None
+    val_tokens = read_val_tokens(cfg)
     loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device, log) if first < last else None
     data = loader and [[path.name, shard_size(path), zlib.crc32(np.fromfile(path, "u1", 2**20))]
                        for path in loader.files]  # tells other data apart
     if state:
         check_same_run(Path(cfg.resume), state, cfg, data)
-    if cfg.sample_tokens and ranks.rank == 0:
-        try:
-            tokenizer = load_tokenizer(cfg)
-        except Exception as error:  # whatever a network may raise
-            log(f"no text will be printed: no gpt2 tokenizer, {error}".partition("\n")[0])
     model, optimizers = build(cfg, ranks)
     health = Health(ranks, ["loss", *(f"gradient of {o.name}" for o in optimizers)])
     machine = dict(device=device_facts(device)[0], torch=torch.__version__, seed=cfg.seed,
                    world_size=ranks.world_size, parameters=sum(o.numel for o in optimizers))
     head = "fp8" if model.lm_head.fp8_scales else "bf16" if on_gpu else "fp32"
-    facts = asdict(cfg) | machine | dict(
-        run_id=log.run_id, python=sys.version.split()[0], head=head,
-        head_chunks=model.head_chunks, threads=torch.get_num_threads())
+    setup = dict(run_id=log.run_id, python=sys.version.split()[0], threads=torch.get_num_threads())
+    facts = asdict(cfg) | machine | setup | dict(head=head, head_chunks=model.head_chunks)
     lines = (f"{key}: {value}" for key, value in facts.items())
     log.begin("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]))
     log("{device}, {world_size} rank(s), {parameters:,} parameters, {head} head in {head_chunks} "
@@ -1069,8 +999,7 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
                 train_time_ms=1000 * (time.perf_counter() - started), model=model.state_dict(),
                 optimizers={o.name: o.full_state() for o in optimizers}))
         if stopping:
-            name = signal.Signals(stopping).name
-            log(f"stopped at step:{step} by {'Ctrl-C (SIGINT)' if name == 'SIGINT' else name}; "
+            log(f"stopped at step:{step} by {signal.Signals(stopping).name}; "
                 + (f"to go on: --run_id {log.run_id} --resume auto" if cfg.save_every
                    else "nothing is saved, as --save_every is 0"))
             return 128 + stopping
@@ -1084,15 +1013,10 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
         health.check(step, loss, [o.grads for o in optimizers])
         step_optimizers(optimizers, step, loader.micro_steps * ranks.world_size)
         log.step(step + 1, last, 1000 * (time.perf_counter() - started), train_loss=health.loss)
-    if tokenizer:
-        log("\n  ".join(["sample:", *sample(model, cfg, device, *tokenizer).splitlines()]))
-    tokens, flop = last * cfg.step_tokens, training_flop(model, cfg)
+    tokens = last * cfg.sequences_per_step * cfg.train_seq_len
     results = dict(val_loss=f"{val_loss:.6f}", train_time_ms=f"{train_ms:.0f}", steps=last,
-                   tokens=tokens, **machine, flop=f"{flop:.4e}",
-                   tokens_per_second=f"{1000 * tokens / train_ms:.0f}",
-                   peak_memory_mib=device_facts(device)[1])
-    if peak := PEAK_FLOPS.get(machine["device"]):
-        results["mfu"] = f"{1000 * flop / train_ms / peak / ranks.world_size:.4f}"
+                   tokens=tokens, tokens_per_second=f"{1000 * tokens / train_ms:.0f}",
+                   peak_memory_mib=device_facts(device)[1], **machine)
     log("\n".join(["---", *(f"{key}: {value}" for key, value in results.items())]))
     return 0
 
@@ -1111,7 +1035,8 @@ def main(argv: list[str] | None = None) -> int:
         if cfg.resume and (path := find_checkpoint(cfg, ranks, log)):
             state = load_checkpoint(path)
             cfg = replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
-        if cfg.preset == "record" and ranks.device.type != "cuda" and not state:
+        unfinished = not state or state["step"] < cfg.num_iterations
+        if unfinished and cfg.preset == "record" and ranks.device.type != "cuda":
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         return train(cfg, ranks, log, state)
     except (UserError, OSError) as error:

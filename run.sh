@@ -5,6 +5,8 @@ set -euo pipefail
 
 usage='usage: ./run.sh [flags of train_gpt.py]    train: the record on all CUDA devices, or the
                                            pocket preset on the CPU where there is none
+       ./run.sh sample [flags of data/sample.py]
+                                           print text from the newest checkpoint
        ./run.sh test [flags of pytest]     run the tests
 
 What is missing is set up first: the data, and the packages, in .venv, unless the active Python
@@ -87,6 +89,12 @@ if [ "${1-}" = test ]; then
     exec "$python" -m pytest "$@"
 fi
 
+if [ "${1-}" = sample ]; then
+    shift
+    set_up "$repo/requirements.txt"
+    exec "$python" "$repo/data/sample.py" "$@"
+fi
+
 preset='' data=pocket previous=''
 for word in "$@"; do
     case $previous in --resume | --preset) word=$previous=$word ;; esac
@@ -125,7 +133,7 @@ except train_gpt.UserError:
 fi
 if [ "$gpus" = 0 ]; then
     processes=1
-    [ "$preset" = named ] || set -- --preset pocket "$@"
+    [ "$preset" = named ] || set -- --preset pocket --save_every 240 "$@"
 else
     [ "$data" = own ] || data=$plan_data
 fi

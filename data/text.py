@@ -460,7 +460,6 @@ def training_command(out: Path, tokenizer: str, val_tokens: int) -> str:
         "preset": "pocket",
         "train_files": f"{files}/text_train_*.bin",
         "val_files": f"{files}/text_val_*.bin",
-        "tokenizer": tokenizer,
         "vocab_size": END_OF_TEXT[tokenizer] + 1,
         "eot_token": END_OF_TEXT[tokenizer],
         "val_tokens": min(val_tokens, PRESET_VAL_TOKENS),

@@ -261,7 +261,7 @@ def phases(args, flags):
     watch.wrap(script.Muon, "update", "Muon, the rest of it")
     watch.wrap(script.Adam, "update", "Adam")
     watch.wrap(script.Health, "check", "check of loss and gradients")
-    for name in ("warm_up", "validate", "sample"):
+    for name in ("warm_up", "validate"):
         watch.wrap(script, name, None)
     say("a pocket run, measured step by step ...")
     run_here(flags)
@@ -292,7 +292,7 @@ def profile(args, flags):
     script.Health.check = check_then_advance
     rank = int(os.environ.get("RANK", 0))
     with profiler if rank == 0 else contextlib.nullcontext():
-        if code := script.main(["--preset", "pocket", "--sample_tokens", "0", *flags]):
+        if code := script.main(["--preset", "pocket", *flags]):
             raise SystemExit(code)
     if rank == 0:
         trace = Path("logs") / "trace.json"
@@ -320,7 +320,7 @@ class Trainer:
 
     def optimize(self):
         """Step the optimizers, as at the next step of a run."""
-        train_gpt.step_optimizers(self.optimizers, next(self.steps), self.cfg.step_tokens)
+        train_gpt.step_optimizers(self.optimizers, next(self.steps), self.cfg.sequences_per_step)
 
     def optimizer_seconds(self):
         """Of a step of theirs, the mean until all have stepped."""
@@ -373,7 +373,7 @@ def scaling(args, flags):
                    spread(ms, 2)]
 
     say("one step of the pocket first: main also says how memory is kept ...")
-    run_here(["--num_iterations", "1", "--val_tokens", "1", "--sample_tokens", "0", *flags])
+    run_here(["--num_iterations", "1", "--val_tokens", "1", *flags])
     print_table(["tokens a step, in sequences of 1,024", passes_header, steps_header],
                 by_shape((size // 1024, 1024) for size in sizes))
     say("")
@@ -467,6 +467,7 @@ def measure_steps(trainer, loader, num_steps):
     cfg, device = trainer.cfg, trainer.device
     batches = loader.next_step(cfg.train_seq_len)
     hidden, head = trainer.matrix_parameters()
+    step_tokens = cfg.sequences_per_step * cfg.train_seq_len
     fp8 = bool(trainer.model.lm_head.fp8_scales)
     bf16_rate = matmul_tflops(device)
     head_rate = matmul_tflops(device, fp8=True) if fp8 else bf16_rate
@@ -489,14 +490,14 @@ def measure_steps(trainer, loader, num_steps):
             parts["forward"] += 1000 * seconds
             parts["backward"] += 1000 * trainer.seconds(loss.backward)[1]
         parts["optimizers"] += 1000 * trainer.optimizer_seconds()
-        median, model_flops = statistics.median(ms), 6 * cfg.step_tokens * (hidden + head)
+        median, model_flops = statistics.median(ms), 6 * step_tokens * (hidden + head)
         attention = sum(attention_flops(trainer, inputs) for inputs, _ in batches)
-        floor = ((6 * cfg.step_tokens * hidden + attention) / bf16_rate
-                 + 6 * cfg.step_tokens * head / head_rate) / 1e9  # ms at the measured rates
+        floor = ((6 * step_tokens * hidden + attention) / bf16_rate
+                 + 6 * step_tokens * head / head_rate) / 1e9  # ms at the measured rates
         rows.append([
             str(train_gpt.BLOCK * train_gpt.window_blocks(first, cfg)), spread(ms),
             f"{median / cfg.sequences_per_step:.1f}",
-            f"{1000 * cfg.step_tokens / median:,.0f}",
+            f"{1000 * step_tokens / median:,.0f}",
             f"{model_flops / median / spec / 1e9:.1%}" if spec else "unknown peak",
             f"{median / floor:.2f}", *(f"{parts[part]:.1f}" for part in parts),
         ])  # fmt: skip
@@ -514,7 +515,8 @@ def gpu(args, flags):
     cfg = train_gpt.parse_args(flags)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        write_documents(folder / "train_000000.bin", 8 * cfg.step_tokens, cfg)
+        eight_steps = 8 * cfg.sequences_per_step * cfg.train_seq_len
+        write_documents(folder / "train_000000.bin", eight_steps, cfg)
         write_documents(folder / "val_000000.bin", cfg.val_seq_len + 1, cfg)
         flags = ["--train_files", str(folder / "train_*.bin"), "--val_files",
                  str(folder / "val_*.bin"), "--val_tokens", str(cfg.val_seq_len), *flags]

@@ -211,9 +211,8 @@ DIFFERENT = dict(
     align_documents=True, max_document_tokens=512)
 ALLOWED = dict(
     num_iterations=200, val_every=7, save_every=3, run_id="y", resume="step-000020.pt",
-    sample_tokens=10, prompt="x", warmup_steps=0, head_chunks=2, target_loss=3.0,
-    train_files="elsewhere/*.bin", sequences_per_forward=2, val_tokens=1, val_files="else/*.bin",
-    temperature=0.5, top_k=3)
+    warmup_steps=0, head_chunks=2, target_loss=3.0,
+    train_files="elsewhere/*.bin", sequences_per_forward=2, val_tokens=1, val_files="else/*.bin")
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

@@ -33,7 +33,7 @@ LOSS_RTOL, STATE_RTOL = 1e-9, 1e-6
 FLAGS = [*f"""--preset pocket --device cpu --model_dim 32 --head_dim 16 --attention_pattern L.S
     --value_embed_pattern 0.0 --backout_layer 1 --sequences_per_step 12 --train_seq_len 256
     --sequences_per_forward 4 --num_iterations {STEPS} --val_every 5 --val_tokens 1500
-    --val_seq_len 256 --warmup_steps 1 --momentum_warmup 5 --sample_tokens 0 --run_id x
+    --val_seq_len 256 --warmup_steps 1 --momentum_warmup 5 --run_id x
     --sequence_stride 5 --vocab_multiple 128 --embed_lr 0.6 --cooldown_frac 0.4
     --final_window 2""".split(), "--window_stages", "1 2 2 2"]
 
@@ -149,12 +149,6 @@ def test_the_log_has_the_training_loss_of_all_ranks(runs, world_size):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_any_number_of_ranks_has_the_flop_of_one(runs, world_size):
-    one, many = (re.findall(r"^flop: (\S+)$", runs[n].log, re.M) for n in (1, world_size))
-    assert len(one) == 1 and float(one[0]) > 1e8 and many == one
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_parameters_are_bit_identical_on_all_ranks(runs, world_size):
     first, *others = (rank["model"] for rank in runs[world_size].ranks)
     for other in others:
@@ -243,7 +237,7 @@ def test_two_processes_agree_with_one_on_every_validation_of_a_pocket_run(
     pocket_data, run_script, tmp_path
 ):
     flags = """--preset pocket --device cpu --num_iterations 60 --val_every 15 --val_tokens 16384
-        --sample_tokens 0""".split()
+        """.split()
     losses = []
     for nproc in (1, 2):
         done = run_script(flags, nproc=nproc, timeout=300)

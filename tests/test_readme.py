@@ -141,7 +141,7 @@ def test_flags_named_in_the_text_exist():
     from torch.distributed.run import get_args_parser
 
     known = {f"--{name}" for name in train_gpt.Hyperparameters.__dataclass_fields__}
-    known |= {"--help", "--preset", "--tokenizer", "--seeds"}
+    known |= {"--help", "--preset", "--seeds"}
     known |= set(get_args_parser()._option_string_actions)
     text = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"<!--.*?-->", "", text)))
@@ -179,30 +179,33 @@ def test_each_generated_part_is_marked_once():
     assert len(rows) >= 2 and set(rows) == {rows[0]}
 
 
-def test_a_checkpoint_is_sampled_and_loaded_as_it_says(
+def test_a_checkpoint_is_sampled_evaluated_and_loaded_as_it_says(
     pocket_data, tmp_path, monkeypatch, capsys, final_values
 ):
-    """Its command and its lines of Python, as they stand, on the checkpoint of a short run."""
+    """Its commands and its lines of Python, as they stand, on the checkpoint of a short run."""
     section = README.partition("\n## After the run\n")[2].partition("\n## ")[0]
-    command = shlex.split(re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1])
+    block = re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1]
+    sampling, evaluating = map(shlex.split, block.splitlines())
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
-    path = Path(command[command.index("--resume") + 1])
+    path = Path(sampling[2])
     monkeypatch.chdir(tmp_path)
     handlers = {number: signal.getsignal(number) for number in train_gpt.Health.SIGNALS}
     flags = f"""--preset pocket --device cpu --num_iterations 2 --val_seq_len 128 --val_tokens 128
-        --sequences_per_step 4 --save_every 2 --sample_tokens 0 --run_id {path.parent.name}"""
+        --sequences_per_step 4 --save_every 2 --run_id {path.parent.name}"""
     try:
         assert train_gpt.main(flags.split()) == 0
         (path.parent / "step-000002.pt").rename(path)
         trained = final_values(capsys.readouterr().out)
-        assert command[:2] == ["python", "train_gpt.py"]
-        assert train_gpt.main(command[2:]) == 0
+        assert evaluating[:2] == ["python", "train_gpt.py"]
+        assert train_gpt.main(evaluating[2:]) == 0
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    out = capsys.readouterr().out
-    assert re.search(r"^sample:\n  def main", out, re.MULTILINE)
-    assert final_values(out)["val_loss"] == trained["val_loss"]
+    assert final_values(capsys.readouterr().out)["val_loss"] == trained["val_loss"]
+    assert sampling[:2] == ["python", "data/sample.py"]
+    done = subprocess.run([sys.executable, REPO / sampling[1], *sampling[2:]], text=True,
+                          capture_output=True, check=True)  # fmt: skip
+    assert done.stdout.startswith("def main")
 
     names = {}
     exec(code, names)
@@ -219,8 +222,8 @@ def test_the_flags_that_may_change_are_the_group_that_it_names(capsys):
     assert "The flags from `--num_iterations` on, which `--help` lists\n  under `Run`" in README
     with pytest.raises(SystemExit):
         train_gpt.main(["--help"])
-    last_group = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
-    assert last_group[0].split()[0] == "Run" and last_group[1].split()[0] == "--num_iterations"
+    groups = re.findall(r"^(\w[^\n]*):\n  (--\w+)", capsys.readouterr().out, re.MULTILINE)
+    assert groups[-1] == ("Run", "--num_iterations")
 
 
 @pytest.mark.slow
@@ -237,7 +240,7 @@ def test_own_text_in_three_commands(tmp_path):
         (tmp_path / "papers" / f"{number}.txt").write_text(f"{number} is a number. " * 2000)
     (tmp_path / "novel.txt").write_text("It was a night like any other. " * 2000)
     prepare = prepare.replace("data/mine", str(own))
-    short = " --num_iterations 2 --train_seq_len 128 --val_seq_len 128 --sample_tokens 3"
+    short = " --num_iterations 2 --train_seq_len 128 --val_seq_len 128"
     train = train.replace("data/mine", str(own)) + short
     environment = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
     for command in (prepare, train):

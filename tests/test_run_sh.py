@@ -29,7 +29,7 @@ def parse_args(argv):
     parser.add_argument("--sequences_per_step", type=int, default=8)
     parser.add_argument("--train_files", default="data/fineweb10B/fineweb_train_*.bin")
     parser.add_argument("--seed", type=int)
-    for name in ("resume", "run_id", "prompt"):
+    for name in ("resume", "run_id", "val_files"):
         parser.add_argument(f"--{name}", default="")
     cfg = parser.parse_args(argv)
     if cfg.preset != "record": cfg.train_files = f"data/{cfg.preset}/{cfg.preset}_train_*.bin"
@@ -63,6 +63,7 @@ class FakeRepo:
         self.write("train_gpt.py", SCRIPT)
         for name in ("pocket", "lab", "fineweb"):
             self.write(f"data/{name}.py", f"import record; record.record({name!r})")
+        self.write("data/sample.py", "import record, sys; record.record('sample', *sys.argv[1:])")
         self.stub("record.py", RECORD)
         self.stub("torch/__init__.py", "from torch import cuda")
         self.stub("torch/cuda.py", "import os\ndef device_count(): return int(os.environ['GPUS'])")
@@ -122,6 +123,9 @@ class FakeRepo:
         return [args for args in self.called("venv") if args[:3] == ["-m", "pip", "install"]]
 
 
+POCKET = ["--preset", "pocket", "--save_every", "240"]
+
+
 @pytest.fixture
 def fake(tmp_path):
     return FakeRepo(tmp_path)
@@ -131,11 +135,17 @@ def fake(tmp_path):
 
 
 def test_flags_are_handed_on_in_the_current_folder(fake):
-    flags = ["--seed", "3", "--prompt", "two  words", "--run_id=a b"]
+    flags = ["--seed", "3", "--val_files", "two  words", "--run_id=a b"]
     process = fake.run(*flags)
     assert process.returncode == 0, process.stderr
-    assert fake.calls == [["pocket"], ["train_gpt", "--preset", "pocket", *flags]]
+    assert fake.calls == [["pocket"], ["train_gpt", *POCKET, *flags]]
     assert process.stdout.strip() == str(fake.elsewhere)
+
+
+def test_sampling_makes_no_data_and_takes_the_flags_as_they_are(fake):
+    process = fake.run("sample", "--prompt", "two  words")
+    assert process.returncode == 0, process.stderr
+    assert fake.calls == [["sample", "--prompt", "two  words"]]
 
 
 @pytest.mark.parametrize("flags", [["--preset", "pocket"], ["--preset=record"]])
@@ -154,7 +164,7 @@ def test_the_lab_has_its_own_corpus(fake, flags, gpus):
 @pytest.mark.parametrize("gpus", [0, 1])
 @pytest.mark.parametrize("flags", [
     ["--resume", "logs/x/step-000240.pt"],
-    ["--resume=logs/x/step-000240.pt", "--prompt", "def main"],
+    ["--resume=logs/x/step-000240.pt", "--val_files", "a val"],
     ["--seed", "3", "--resume", "a checkpoint.pt"],
 ])  # fmt: skip
 def test_a_checkpoint_brings_its_preset_and_its_data(fake, flags, gpus):
@@ -166,7 +176,7 @@ def test_a_checkpoint_brings_its_preset_and_its_data(fake, flags, gpus):
 @pytest.mark.parametrize("resume", [["--resume", "auto"], ["--resume=auto"]])
 def test_a_run_that_goes_on_keeps_its_preset(fake, resume):
     fake.run("--run_id", "x", *resume)
-    assert fake.calls == [["pocket"], ["train_gpt", "--preset", "pocket", "--run_id", "x", *resume]]
+    assert fake.calls == [["pocket"], ["train_gpt", *POCKET, "--run_id", "x", *resume]]
 
 
 def test_exit_code_is_handed_on(fake):
@@ -233,8 +243,8 @@ def test_plan_reads_the_script():
     assert "fineweb" in cfg.train_files
     cfg = train_gpt.parse_args(["--preset", "pocket"])
     assert cfg.preset == "pocket" and "pocket" in cfg.train_files
-    cfg = train_gpt.parse_args(["--resume", "a.pt", "--run_id", "x", "--prompt", "y"])
-    assert (cfg.resume, cfg.run_id, cfg.prompt) == ("a.pt", "x", "y")
+    cfg = train_gpt.parse_args(["--resume", "a.pt", "--run_id", "x", "--val_files", "y"])
+    assert (cfg.resume, cfg.run_id, cfg.val_files) == ("a.pt", "x", "y")
     with pytest.raises(train_gpt.UserError):
         train_gpt.parse_args(["--sede", "3"])
 

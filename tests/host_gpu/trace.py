@@ -446,7 +446,7 @@ class Tracer:
             fp8=bool(getattr(model.lm_head, "fp8_scales", None)),
             padded_vocab=len(model.lm_head.weight),
             tokens=cfg.sequences_per_forward * cfg.train_seq_len,
-            step_tokens=cfg.step_tokens,
+            step_tokens=cfg.sequences_per_step * cfg.train_seq_len,
             model_dim=cfg.model_dim,
             num_iterations=cfg.num_iterations,
             optimizer_steps=getattr(cfg, "adam_every", 1),

@@ -160,7 +160,7 @@ def help_of(capsys):
 def test_help_has_each_flag_in_its_group_with_its_meaning_and_the_presets_values(capsys):
     text, source = help_of(capsys), train_gpt.SCRIPT.read_text()
     body = source.partition("class Hyperparameters:")[2].partition("PRESETS = ")[0]
-    assert text.startswith("usage: train_gpt.py [--FLAG VALUE ...]\n")
+    assert re.match(r"usage: \S+\.py \[--FLAG VALUE \.\.\.\]\n", text)
     assert f"In brackets: {', '.join(PRESETS)}." in text
     expected = ["options"]
     for group, name, meaning in re.findall(r"^    (?:# ([^:\n]*)|(\w+): .*  # (.*)$)", body, re.M):

@@ -80,6 +80,8 @@ def check_command(words, monkeypatch, config):
         assert os.access(REPO / program, os.X_OK)
         if rest[:1] == ["test"]:
             check_pytest(rest[1:], config)
+        elif rest[:1] == ["sample"]:
+            check_command(["python", "data/sample.py", *rest[1:]], monkeypatch, config)
         else:
             train_gpt.parse_args(rest)
     elif program == "torchrun":
@@ -141,7 +143,7 @@ def test_flags_named_in_the_text_exist():
     from torch.distributed.run import get_args_parser
 
     known = {f"--{name}" for name in train_gpt.Hyperparameters.__dataclass_fields__}
-    known |= {"--help", "--preset", "--seeds"}
+    known |= {"--help", "--preset", "--seeds", "--tokenizer"}
     known |= set(get_args_parser()._option_string_actions)
     text = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"<!--.*?-->", "", text)))

@@ -266,7 +266,7 @@ def test_missing_packages_are_installed_once(fake):
     fake.run()
     assert fake.called("venv") == [
         [str(fake.root / "data" / "pocket.py")],
-        [str(fake.root / "train_gpt.py"), "--preset", "pocket"],
+        [str(fake.root / "train_gpt.py"), *POCKET],
     ]
 
     fake.write("requirements.txt", "torch==2.14.0\n")

@@ -33,9 +33,10 @@ LOSS_RTOL, STATE_RTOL = 1e-9, 1e-6
 FLAGS = [*f"""--preset pocket --device cpu --model_dim 32 --head_dim 16 --attention_pattern L.S
     --value_embed_pattern 0.0 --backout_layer 1 --sequences_per_step 12 --train_seq_len 256
     --sequences_per_forward 4 --num_iterations {STEPS} --val_every 5 --val_tokens 1500
-    --val_seq_len 256 --warmup_steps 1 --momentum_warmup 5 --sample_tokens 0 --run_id x
-    --sequence_stride 5 --vocab_multiple 128 --embed_lr 0.6 --cooldown_frac 0.4
-    --final_window 2""".split(), "--window_stages", "1 2 2 2"]
+    --val_seq_len 256 --warmup_steps 1 --momentum_warmup 5 --run_id x
+    --sequence_stride 5 --vocab_multiple 128 --embed_lr 0.6 --cooldown_frac 0.4 --freeze_steps 2
+    --final_window 2""".split(), "--window_stages", "1 2 2 2", "--length_stages", "1 2",
+    "--lr_stages", "80 100"]  # stages begin at steps 6, 11 and 16
 
 
 def free_port():
@@ -77,6 +78,7 @@ def run_rank(rank, world_size, port, folder, flags):
         "model": built["model"].state_dict(),
         "numel": {o.name: o.numel for o in optimizers},
         "owned": {o.name: (o.mine.start, o.mine.stop) for o in optimizers},
+        "columns": {o.name: getattr(o, "shape", [1])[-1] for o in optimizers},
         "state": {o.name: o.state for o in optimizers},
         "full_state": {o.name: o.full_state() for o in optimizers},
         "memory": {o.name: sum(x.numel() for x in o.state.values()) for o in optimizers},
@@ -92,7 +94,8 @@ def runs(tmp_path_factory, write_shard):
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         multiprocessing.forkserver.ensure_running()
     data, generator = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    # Text of a kind, so that there is something to learn; 4 steps, then 7, then again.
+    # Text of a kind, so that there is something to learn; 9 short steps and a long one of the
+    # first and 3 of the second shard, then again.
     for name, count in (("train_0", 14_000), ("train_1", 22_000), ("val_0", 1700)):
         tokens = generator.choice(257, size=count, p=np.arange(257) / np.arange(257).sum())
         write_shard(data / f"{name}.bin", tokens)
@@ -149,12 +152,6 @@ def test_the_log_has_the_training_loss_of_all_ranks(runs, world_size):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_any_number_of_ranks_has_the_flop_of_one(runs, world_size):
-    one, many = (re.findall(r"^flop: (\S+)$", runs[n].log, re.M) for n in (1, world_size))
-    assert len(one) == 1 and float(one[0]) > 1e8 and many == one
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_parameters_are_bit_identical_on_all_ranks(runs, world_size):
     first, *others = (rank["model"] for rank in runs[world_size].ranks)
     for other in others:
@@ -175,9 +172,12 @@ def test_optimizer_state_is_disjoint_and_sums_to_the_whole(runs, world_size):
         for key, full in ranks[0]["full_state"][name].items():
             parts = [rank["state"][name][key] for rank in ranks]
             if parts[0].ndim:
-                assert [len(part) for part in parts] == [stop - start for start, stop in owned]
-                assert torch.equal(torch.cat(parts)[:numel], full)
-                assert not torch.cat(parts)[numel:].any(), "padding stays zero"
+                # An entry an element, or, of the mean squares of Muon's updates, one a row.
+                a_row = ranks[0]["columns"][name] if key == "square" else 1
+                assert [part.numel() * a_row for part in parts] == [b - a for a, b in owned]
+                whole = torch.cat(parts).flatten()
+                assert torch.equal(whole[: numel // a_row], full)
+                assert not whole[numel // a_row :].any(), "padding stays zero"
             expected = runs[1].ranks[0]["full_state"][name][key]
             assert (full - expected).norm() <= STATE_RTOL * expected.norm(), (name, key)
     whole = sum(runs[1].ranks[0]["memory"].values())

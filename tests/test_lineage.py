@@ -221,7 +221,8 @@ def test_the_record_preset_is_the_published_configuration(number):
     station, cfg = oracles.STATIONS[number], record(number)
     assert cfg.num_iterations == oracles.total_steps(station)
     if len(station.seq_lens) == 1:
-        assert cfg.step_tokens * cfg.num_iterations == oracles.total_tokens(station)
+        step_tokens = cfg.sequences_per_step * cfg.train_seq_len
+        assert step_tokens * cfg.num_iterations == oracles.total_tokens(station)
     first = first_layer(number)
     expected = dict(
         sequences_per_step=8,

@@ -46,7 +46,7 @@ def load(number):
     if number == len(SCRIPTS):
         return train_gpt
     spec = importlib.util.spec_from_file_location(f"record{number}", SCRIPTS[number - 1])
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its source is
     spec.loader.exec_module(module)
     return module
 

@@ -155,14 +155,16 @@ def in_float64(monkeypatch):
 
 @pytest.mark.usefixtures("in_float64")
 def test_sequences_run_at_once_or_accumulated_have_the_same_losses(run):
-    whole, parts = run(sequences_per_forward=4), run(sequences_per_forward=1, run_id="y")
+    whole = run(sequences_per_forward=4, **GROWING)
+    parts = run(sequences_per_forward=1, run_id="y", **GROWING)
     assert len(whole.losses) == STEPS and whole.losses != parts.losses
     np.testing.assert_allclose(parts.losses, whole.losses, rtol=1e-10)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_warm_up_leaves_no_trace_in_a_run(run, steps):
-    without, warmed = run(warmup_steps=0), run(warmup_steps=steps, run_id="y")
+    without = run(warmup_steps=0, **GROWING)
+    warmed = run(warmup_steps=steps, run_id="y", **GROWING)
     assert without.losses == warmed.losses
     assert without.values["val_loss"] == warmed.values["val_loss"]
     assert all(torch.equal(x, weights(warmed)[name]) for name, x in weights(without).items())

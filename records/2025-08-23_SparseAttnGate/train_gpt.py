@@ -134,7 +134,6 @@ def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparame
         usage="%(prog)s [--FLAG VALUE ...]", description=__doc__.split("\n")[0], allow_abbrev=False,
         epilog=f"In brackets: {', '.join(PRESETS)}.", argument_default=argparse.SUPPRESS)
     parser.error = error
-    presets = [Hyperparameters(**values) for values in PRESETS.values()]
     types = {field.name: field.type for field in fields(Hyperparameters)}
     for line in inspect.getsource(Hyperparameters).splitlines():  # a field's comment is its help
         if title := re.match(r"    # ([^:]*)", line):
@@ -143,8 +142,8 @@ def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparame
             kind = dict(type=types[flag[1]], choices=PRESETS if flag[1] == "preset" else None)
             if types[flag[1]] is bool:
                 kind = dict(type=boolean, nargs="?", const=True)
-            values = ", ".join(repr(getattr(preset, flag[1])) for preset in presets)
-            group.add_argument(f"--{flag[1]}", help=f"{flag[2]} [{values}]", metavar="X", **kind)
+            values = [getattr(Hyperparameters(**preset), flag[1]) for preset in PRESETS.values()]
+            group.add_argument(f"--{flag[1]}", help=f"{flag[2]} {values}", metavar="X", **kind)
     flags = vars(parser.parse_args(argv))
     values = PRESETS[flags.get("preset", "record")]
     if saved and "preset" not in flags:
@@ -821,7 +820,8 @@ def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
             for old in sorted(folder.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)[:-keep]:
                 old.unlink()
     except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
-        temporary.unlink(missing_ok=True)
+        if temporary.is_file():
+            temporary.unlink()
         failure = f"{path}: not written ({error.__context__ or error}); make room, --resume auto"
     if failure := ranks.broadcast(failure):
         raise UserError(failure)

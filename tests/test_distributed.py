@@ -242,8 +242,8 @@ def test_validation_counts_every_token_once(world_size, val_tokens):
 def test_two_processes_agree_with_one_on_every_validation_of_a_pocket_run(
     pocket_data, run_script, tmp_path
 ):
-    flags = """--preset pocket --device cpu --num_iterations 60 --val_every 15 --val_tokens 16384
-        --sample_tokens 0""".split()
+    flags = """--preset pocket --device cpu --num_iterations 60 --val_every 15
+        --val_tokens 16384""".split()
     losses = []
     for nproc in (1, 2):
         done = run_script(flags, nproc=nproc, timeout=300)

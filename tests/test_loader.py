@@ -394,7 +394,7 @@ def test_data_without_enough_documents_are_refused(tmp_path, write_shard, cut, d
 def test_documents_of_the_pocket_train(pocket_data, run_script, final_values, flags):
     done = run_script([
         "--preset", "pocket", "--device", "cpu", "--num_iterations", 5, "--val_tokens", 4096,
-        "--sample_tokens", 0, *flags,
+        *flags,
     ])
     assert done.returncode == 0, done.stderr
     assert final_values(done.stdout)["steps"] == "5"

@@ -120,8 +120,8 @@ def make_model(cfg):
 
 def padded_bytes(cfg, model, world_size):
     """By arithmetic alone: bytes of each kind of parameter, padded to whole units on each rank."""
-    matrices, gates = {}, {}
-    elements = dict.fromkeys(ADAM, 0)
+    names = {"lm_head": "head", "value_embeds": "value embeds", "smear_gate": "smear gate"}
+    matrices, gates, elements = {}, {}, dict.fromkeys(ADAM, 0)
     for name, param in model.named_parameters():
         if name.startswith("blocks.") and param.ndim >= 2:
             stack = param.numel() // param.shape[-2:].numel()
@@ -133,16 +133,14 @@ def padded_bytes(cfg, model, world_size):
             elements["scalars"] += param.numel()
         else:
             kind = name.partition(".")[0]
-            kind = {"lm_head": "head", "value_embeds": "value embeds", "smear_gate": "smear gate"
-                    }.get(kind, kind)
-            elements[kind] += param.numel()
+            elements[names.get(kind, kind)] += param.numel()
 
     def up(count):
         return -(-count // world_size) * world_size
 
     muon = sum(4 * up(count) * shape.numel() for shape, count in matrices.items())
     muon += sum(2 * up(count) * shape.numel() for shape, count in gates.items())
-    sizes = {kind: 4 if "lambdas" in kind or kind == "scalars" else 2 for kind in ADAM}
+    sizes = {kind: 4 if kind in ("x0 lambdas", "scalars") else 2 for kind in ADAM}
     return dict(muon=muon) | {kind: sizes[kind] * up(elements[kind]) for kind in ADAM}
 
 

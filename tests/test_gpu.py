@@ -24,6 +24,7 @@ SMALL = dataclasses.replace(
     vocab_size=1000, eot_token=999, model_dim=256, head_dim=128, attention_pattern="LS.L",
     value_embed_pattern="0..0", skip_layer=0, backout_layer=2, train_seq_len=3 * 1024,
     val_seq_len=4096, num_iterations=16, extension_steps=1, sequences_per_step=1, head_chunks=1,
+    embed_std=0.02,
 )  # fmt: skip
 if ON_HOST:  # its kernels are interpreted
     SMALL = dataclasses.replace(

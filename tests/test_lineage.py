@@ -484,6 +484,7 @@ def test_a_whole_run_takes_the_published_steps(number, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [28, 40, 53])  # whose loops differ; a minute each
 def test_a_run_by_the_script_ends_at_the_loss_of_the_oracle(
     number, tmp_path, write_shard, run_script, final_values
 ):

@@ -1,8 +1,8 @@
 """The GPU path executed without a GPU: losses, gradients, steps and whole runs against the CPU's.
 
 Each kernel that torch.compile makes for the card is run by Triton's interpreter (host_gpu/), on a
-model of three layers. All run in one session of their own, beside the others; a real GPU rounds other
-than the host does and has test_gpu.py.
+model of three layers. All run in one session of their own, beside the others; a real GPU rounds
+other than the host does and has test_gpu.py.
 """
 
 import copy

@@ -5,8 +5,8 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
-Parent: 2025-09-10_Yarn. Change: smaller and more steps, Adam at every second; smear, backout,
-bounded skips; no first block; Polar Express; a longer window in the last validation.
+Parent: 2025-12-18_CautiousWDAdam. Change: up to three tokens ahead are predicted; the head is the
+embedding too, until the last third; scalars are smoothed, and rest where a stage begins.
 """
 
 # ---- Setup ------------------------------------------------------------------
@@ -59,7 +59,8 @@ class Hyperparameters:
     vocab_size: int = 50257  # token ids lie below it
     eot_token: int = 50256  # end-of-text, the token that opens each document
     sequences_per_step: int = 8  # sequences in one step, all ranks together
-    train_seq_len: int = 32 * 1024  # tokens of a training sequence, a multiple of 128
+    train_seq_len: int = 48 * 1024  # tokens of a training sequence, at its longest
+    length_stages: str = "1"  # relative lengths, a third of the schedules each; or one
     sequence_stride: int = 1  # sequence k of a shard's N is the one at k · stride mod N
     align_documents: bool = False  # each sequence begins with a document
     max_document_tokens: int = 0  # sequences are packed with the beginnings of documents; 0: not
@@ -71,36 +72,44 @@ class Hyperparameters:
     mlp_ratio: int = 4  # hidden width of the MLP, in model_dim
     attention_pattern: str = "SSSLSS.SSSL"  # a letter a layer: Long window, Short, . none
     value_embed_pattern: str = "12......012"  # value embedding table of each layer, . none
+    skip_layer: int = 3  # layer whose output is added where there is no attention
     backout_layer: int = 7  # layer whose output is taken from the last one's
     attention_scale: float = 0.1  # factor of the attention scores in the first stage of windows
     rope_base: int = 1024  # inverse of the lowest rotary frequency
+    embed_std: float = 0.005  # standard deviation of embedding and head, which begin as one matrix
+    targets_ahead: int = 3  # tokens predicted after each; one less from each third to the next
     logit_cap: float = 30.0  # logits lie between 0 and it
     logit_slope: float = 7.5  # divides the raw logits inside the sigmoid
     vocab_multiple: int = 128  # rows of embeddings and head are padded to a multiple of it
     fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
-    fp8_x_scale: float = 448 / 768**0.5  # factor of the activations before the cast to e4m3
-    fp8_w_scale: float = 2.0**9  # factor of the weights before the cast to e4m3
-    fp8_grad_scale: float = 448.0  # factor of the gradients before the cast to e5m2
+    fp8_x_scale: float = 448 / 100  # factor of the activations before the cast to e4m3
+    fp8_w_scale: float = 448 / 1.5  # factor of the weights before the cast to e4m3
+    fp8_grad_scale: float = 448 / 0.75  # factor of the gradients before the cast to e5m2
     # Optimizers and schedules
-    embed_lr: float = 0.6  # Adam, token and value embeddings
-    head_lr: float = 0.008  # Adam, output head
-    scalar_lr: float = 0.04  # Adam, lambdas and skip weights
+    embed_lr: float = 0.6  # Adam, value embeddings
+    head_lr: float = 0.008  # Adam, output head and token embedding
+    smear_lr: float = 8e-5  # Adam, the gate that mixes embeddings
+    scalar_lr: float = 0.04  # Adam, lambdas
+    freeze_steps: int = 40  # first steps of a stage, in which all lambdas but those of x0 rest
     adam_every: int = 2  # steps between Adam's, which take the sum of their gradients
     adam_beta1: float = 0.65  # decay of Adam's mean of gradients
     adam_beta2: float = 0.95  # decay of Adam's mean of squared gradients
     adam_eps: float = 1e-8  # added to Adam's denominator
-    muon_lr: float = 0.06  # Muon, hidden matrices; spectral norm per step
+    adam_decay: float = 0.005  # weight decay in a step of embeddings and head, in squares of rates
+    muon_lr: float = 0.023  # Muon, hidden matrices; about the spectral norm of a step
     muon_momentum: float = 0.95  # decay of Muon's mean of gradients, after the warm-up
+    muon_decay: float = 1.2  # weight decay in a step, in squares of muon_lr
     extension_steps: int = 40  # last steps, after the schedules of rates and windows have ended
-    cooldown_frac: float = 0.45  # last part of these schedules, over which the rates fall
+    lr_stages: str = "100"  # percent of all rates, a third of these schedules each; or one
+    cooldown_frac: float = 0.55  # last part of these schedules, over which the rates fall
     final_lr_frac: float = 0.1  # fraction of the rates at the end of the run
-    window_stages: str = "3 7 11 13"  # long windows in blocks, a third of the run each; at its end
+    window_stages: str = "3 7 11 13"  # long windows in blocks, a third of these each; after
     final_window: int = 20  # long window of the last validation, in blocks
     momentum_start: float = 0.85  # Muon's momentum at step 0
     momentum_warmup: int = 300  # steps until muon_momentum is reached
     momentum_cooldown: int = 50  # last steps of the run, over which momentum falls back
     # Run: a checkpoint may be resumed with other values of all that follows
-    num_iterations: int = 2330  # optimizer steps
+    num_iterations: int = 1920  # optimizer steps
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
     val_tokens: int = 10_485_760  # validation tokens, each counted once
@@ -114,20 +123,22 @@ class Hyperparameters:
     save_every: int = 0  # steps between checkpoints; 0: none
     resume: str = ""  # checkpoint to go on from; auto: the newest whole one of --run_id
 
-PRESETS = {"record": dict(max_document_tokens=2048), "pocket": dict(preset="pocket",
-    train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
-    vocab_size=257, eot_token=256, vocab_multiple=16, num_iterations=240, sequences_per_step=16,
-    sequences_per_forward=16, train_seq_len=128, sequence_stride=1_000_003, val_seq_len=4096,
-    val_tokens=262_144, val_every=0, warmup_steps=1, target_loss=1.64, model_dim=64, head_dim=16,
-    rope_base=32, cooldown_frac=0.7, muon_momentum=0.85, embed_lr=0.5, head_lr=0.03, muon_lr=0.08,
-    window_stages="1 1 1 1", attention_pattern="L.", value_embed_pattern="0.", backout_layer=0,
-    final_window=1, extension_steps=4, momentum_cooldown=5, attention_scale=0.5)}
+PRESETS = {"record": dict(max_document_tokens=2048, length_stages="1 2 3", lr_stages="100 152 173"),
+    "pocket": dict(preset="pocket", train_files="data/pocket/pocket_train_*.bin",
+    val_files="data/pocket/pocket_val_*.bin", vocab_size=257, eot_token=256, vocab_multiple=16,
+    num_iterations=240, sequences_per_step=16, sequences_per_forward=16, train_seq_len=128,
+    sequence_stride=1_000_003, val_seq_len=4096, val_tokens=262_144, val_every=0, warmup_steps=1,
+    target_loss=1.64, model_dim=64, head_dim=16, rope_base=32, cooldown_frac=0.7,
+    muon_momentum=0.85, embed_lr=0.5, head_lr=0.03, muon_lr=0.04, window_stages="1 1 1 1",
+    attention_pattern="L.", value_embed_pattern="0.", skip_layer=0, backout_layer=0, final_window=1,
+    extension_steps=4, momentum_cooldown=5, freeze_steps=5, attention_scale=0.5)}
 PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/lab_train_*.bin",
     val_files="data/lab/lab_val_*.bin", num_iterations=190, sequences_per_step=8,
-    sequences_per_forward=4, train_seq_len=1024, target_loss=1.3, head_dim=32, rope_base=1024,
-    cooldown_frac=0.6, muon_momentum=0.95, momentum_warmup=60, embed_lr=0.6, head_lr=0.04,
-    muon_lr=0.04, max_document_tokens=768, window_stages="1 2 3 4", attention_pattern="SS.SL",
-    value_embed_pattern="1..01", backout_layer=2, final_window=6, attention_scale=0.3)
+    sequences_per_forward=4, train_seq_len=1536, length_stages="1 2 3", lr_stages="100 152 173",
+    target_loss=1.3, head_dim=32, rope_base=1024, cooldown_frac=0.6, muon_momentum=0.95,
+    momentum_warmup=60, embed_lr=0.6, head_lr=0.04, muon_lr=0.02, max_document_tokens=768,
+    window_stages="1 2 3 4", attention_pattern="SS.SL", value_embed_pattern="1..01",
+    backout_layer=2, final_window=6, attention_scale=0.3)
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
     """The flags given, on top of the preset named or else of a checkpoint's saved values."""
@@ -167,8 +178,7 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     require(numbers, lambda x: 0 <= x < math.inf, "be finite and not negative")
     require("""num_iterations sequences_per_step train_seq_len sequences_per_forward val_tokens
         val_seq_len model_dim head_dim mlp_ratio rope_base logit_cap logit_slope vocab_multiple
-        adam_every final_window""",
-            lambda x: x > 0, "be positive")
+        adam_every final_window targets_ahead""", lambda x: x > 0, "be positive")
     require("train_seq_len val_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}")
     require("adam_beta1 adam_beta2 muon_momentum momentum_start", lambda x: x < 1, "be below 1")
     require("cooldown_frac final_lr_frac", lambda x: x <= 1, "be at most 1")
@@ -182,7 +192,9 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     require("value_embed_pattern", lambda x: "0123456789".startswith(tables) and len(x) == layers,
             "have . or 0, 1, … a layer")
     require("backout_layer", lambda x: x < layers, "be a layer's number")
-    require("window_stages", lambda x: re.fullmatch(r"[1-9]\d*( [1-9]\d*){3}", x), "be 4 numbers")
+    require("skip_layer", lambda x: x < f"{cfg.attention_pattern}.".index("."), "be below any '.'")
+    require("window_stages length_stages lr_stages", lambda x: re.fullmatch(
+        r"[1-9]\d{,3}( [1-9]\d{,3}){,3}", x), "be up to 4 numbers from 1 to 9999")
     require("logit_cap", lambda x: x <= 64, "be at most 64, as its exponential is summed in fp32")
     require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
     require("resume", lambda x: x != "auto" or cfg.run_id, "come with the --run_id of a run")
@@ -420,64 +432,72 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).type_as(x_BTHK)
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, cfg: Hyperparameters):
+    def __init__(self, cfg: Hyperparameters, layer: int):
         super().__init__()
         self.heads = cfg.model_dim // cfg.head_dim
+        self.shifts_keys = cfg.attention_pattern[layer] == "L"
         # Merged QKV: @fernbear.bsky.social, @YouJiacheng
         self.qkv_w = nn.Parameter(torch.empty(3, cfg.model_dim, cfg.model_dim))
-        self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))  # of values and their embedding
+        self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # of the weights of QKV and output
         self.c_proj = CastedLinear(cfg.model_dim, cfg.model_dim)
+        self.qkv_w.lr_factor = self.c_proj.weight.lr_factor = 2.0  # of Muon's
         self.attn_gate = CastedLinear(min(12, cfg.model_dim), self.heads)
 
     def forward(self, x: Tensor, value_embed: Tensor | None, turn: tuple, *mask) -> Tensor:
-        qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x)).unflatten(-1, (3 * self.heads, -1))
-        qk, v = qkv.split([2 * self.heads, self.heads], dim=2)
+        qkv = F.linear(x, (self.lambdas[0] * self.qkv_w).flatten(0, 1).type_as(x))
+        qk, v = qkv.unflatten(-1, (3 * self.heads, -1)).split([2 * self.heads, self.heads], dim=2)
         q, k = rotate(norm(qk), *turn).chunk(2, dim=2)  # QK-norm: @Grad62304977
-        v = self.lambdas[0] * v
+        if self.shifts_keys:  # what does not turn is of the token before: @classiclarryd
+            k = k.unflatten(-1, (2, 2, -1))  # both of a pair; those that turn, those that do not
+            before = torch.cat([k[:, :1], k[:, :-1]], dim=1)
+            k = torch.stack([k[..., 0, :], before[..., 1, :]], dim=-2).flatten(-3)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
-            v = v + self.lambdas[1] * value_embed.view_as(v)
+            v = v + value_embed.view_as(v)
         y = attend(q, k, v, 1.0, *mask)  # the tables of `turn` hold the scale
         # Each head may stay silent, where it has nothing to say: @classiclarryd
         gate = torch.sigmoid(self.attn_gate(x[..., : self.attn_gate.in_features]))
-        return self.c_proj((y * gate[..., None]).flatten(2))
+        c_proj = (self.lambdas[1] * self.c_proj.weight).type_as(x)
+        return F.linear((y * gate[..., None]).flatten(2), c_proj)
 
 class MLP(nn.Module):
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         # Of one shape, so that one batch of Muon's has all of them: @byronxu99
-        self.c_fc = nn.Parameter(torch.empty(cfg.model_dim, cfg.mlp_ratio * cfg.model_dim))
-        self.c_proj = nn.Parameter(torch.empty(cfg.model_dim, cfg.mlp_ratio * cfg.model_dim))
+        self.c_fc = nn.Parameter(torch.empty(cfg.mlp_ratio * cfg.model_dim, cfg.model_dim))
+        self.c_proj = nn.Parameter(torch.empty(cfg.mlp_ratio * cfg.model_dim, cfg.model_dim))
+        self.c_fc.lr_factor, self.c_proj.lr_factor = 2.0, 4.0
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(x @ self.c_fc.type_as(x)).square()  # ReLU²: https://arxiv.org/abs/2109.08668
-        return F.linear(x, self.c_proj.type_as(x))
+        x = F.linear(x, self.c_fc.type_as(x))
+        return F.relu(x).square() @ self.c_proj.type_as(x)  # ReLU²: arxiv.org/abs/2109.08668
 
 class Block(nn.Module):
     def __init__(self, cfg: Hyperparameters, layer: int):
         super().__init__()
-        self.attn = CausalSelfAttention(cfg) if cfg.attention_pattern[layer] != "." else None
+        self.attn = CausalSelfAttention(cfg, layer) if cfg.attention_pattern[layer] != "." else None
         self.mlp = MLP(cfg)
-        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # of x and of the embedding x0
+        self.x_lambda = nn.Parameter(torch.tensor(1.1))
+        self.x0_lambda = nn.Parameter(torch.tensor(0.0))  # of the embedding
 
     def forward(self, x: Tensor, x0: Tensor, *attention) -> Tensor:
-        x = self.lambdas[0] * x + self.lambdas[1] * x0  # @KoszarskyB, @Grad62304977
+        x = self.x_lambda * x + self.x0_lambda * x0  # @KoszarskyB, @Grad62304977
         if self.attn is not None:
             x = x + self.attn(norm(x), *attention)
         return x + self.mlp(norm(x))
 
 class GPT(nn.Module):
     """The model, under the published parameter names. Its forward gives the summed cross-entropy of
-    targets (B, T; -1: none) after inputs (B, T), rows apart."""
+    targets (B, T; -1: none) after inputs (B, T), rows apart; of the next N, times weights (N,)."""
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
-        self.cfg, self.pairs = cfg, len(cfg.attention_pattern) // 2
+        self.cfg = cfg
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
         self.embed = nn.Embedding(vocab, cfg.model_dim)
         self.value_embeds = nn.ModuleList(nn.Embedding(vocab, cfg.model_dim)
                                           for _ in set(cfg.value_embed_pattern) - {"."})
         self.blocks = nn.ModuleList(Block(cfg, i) for i in range(len(cfg.attention_pattern)))
         # U-Net skips: @brendanh0gan; weighted within a sigmoid: @bernard24, hiverge.ai
-        self.skip_weights = nn.Parameter(torch.full((self.pairs,), -1.5))
+        self.skip_lambda = nn.Parameter(torch.tensor(-1.5))
         self.smear_gate = CastedLinear(min(12, cfg.model_dim), 1)
         self.smear_lambda = nn.Parameter(torch.tensor(0.0))
         self.backout_lambda = nn.Parameter(torch.tensor(0.5))
@@ -505,15 +525,16 @@ class GPT(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Initialise every matrix by its name. Raises KeyError for one it does not know."""
         for name, param in self.named_parameters():
-            if "embed" in name:
-                param.normal_(generator=generator)
+            if name in ("embed.weight", "lm_head.weight"):
+                param.normal_(std=self.cfg.embed_std, generator=generator)
             elif name.endswith(("qkv_w", "c_fc")):
-                bound = (0.75 / self.cfg.model_dim) ** 0.5  # std 0.5 / sqrt(fan_in): @YouJiacheng
-                param.uniform_(-bound, bound, generator=generator)
-            elif name.endswith(("c_proj.weight", "c_proj", "gate.weight", "lm_head.weight")):
+                std = self.cfg.model_dim**-0.5 * (0.5 if name.endswith("c_fc") else 1.0)
+                param.uniform_(-(3**0.5) * std, 3**0.5 * std, generator=generator)  # @YouJiacheng
+            elif name.endswith(("c_proj", ".weight")):
                 param.zero_()  # zero-initialised projections: @Grad62304977
-            elif "lambda" not in name and name != "skip_weights":  # these are made as they begin
+            elif "lambda" not in name:  # these are made as they begin
                 raise KeyError(f"no initialisation for the parameter {name}")
+        self.embed.weight.copy_(self.lm_head.weight)
 
     def hidden(self, inputs_BT: Tensor) -> Tensor:
         """The normed output of the last layer, (B, T, D)."""
@@ -526,18 +547,15 @@ class GPT(nn.Module):
         windows = dict(zip("LS", self.windows, strict=True))
         masks = {x: build(docs_BT, windows[x]) for x in "LS" if x in self.cfg.attention_pattern}
         turn = self.turns[:, : inputs_BT.size(1)]
-        values, skips = {str(i): table(inputs_BT) for i, table in enumerate(self.value_embeds)}, []
+        values, outputs = {str(i): e(inputs_BT) for i, e in enumerate(self.value_embeds)}, []
         x = x0 = norm(self.smear(self.embed(inputs_BT)))  # norm there: @Grad62304977
         for layer, block in enumerate(self.blocks):
-            if self.pairs <= layer < 2 * self.pairs:
-                x = x + torch.sigmoid(self.skip_weights[layer - self.pairs]) * skips.pop()
+            if block.attn is None:
+                x = x + torch.sigmoid(self.skip_lambda) * outputs[self.cfg.skip_layer]
             x = block(x, x0, values.get(self.cfg.value_embed_pattern[layer]), turn,
                       masks.get(self.cfg.attention_pattern[layer]), self.kernel_options)
-            if layer < self.pairs:
-                skips.append(x)
-            if layer == self.cfg.backout_layer:
-                backout = x
-        x = x - self.backout_lambda * backout  # what only layers up to there need: @snimu
+            outputs.append(x)
+        x = x - self.backout_lambda * outputs[self.cfg.backout_layer]  # backout: @snimu
         return norm(x[:, :length])
 
     def smear(self, x_BTD: Tensor) -> Tensor:
@@ -550,24 +568,29 @@ class GPT(nn.Module):
         """Soft-capped (Gemma 2) logits, fp32, (…, V): @Grad62304977, @KoszarskyB, @YouJiacheng."""
         return self.cfg.logit_cap * torch.sigmoid(self.lm_head(x).float() / self.cfg.logit_slope)
 
-    def head_loss(self, x_SD: Tensor, targets_S: Tensor, ids_V: Tensor) -> Tensor:
-        """Summed cross-entropy; on a GPU in one pass over the logits each way: capped, they need no
-        maximum; and the target's is found by its id, as to gather it scatters its gradient."""
-        logits = self.logits(x_SD)
-        if not logits.is_cuda:
-            return F.cross_entropy(logits, targets_S, ignore_index=-1, reduction="sum")
-        losses = logits.exp().sum(-1).log() - (logits * (targets_S[:, None] == ids_V)).sum(-1)
-        return (losses * (targets_S >= 0)).sum()
+    def head_loss(self, x_SD: Tensor, targets_SN: Tensor, weights_N: Tensor, ids_V: Tensor):
+        """Summed and weighted cross-entropies with N targets; on a GPU in one pass over the logits
+        each way: capped, they need no maximum, and targets found by their ids scatter nothing."""
+        logits, weights_SN = self.logits(x_SD), weights_N * (targets_SN >= 0)
+        if logits.is_cuda:
+            right_SV = ((targets_SN[..., None] == ids_V) * weights_SN[..., None]).sum(1)
+            right_S = (logits * right_SV).sum(-1)
+        else:
+            right_S = (logits.gather(-1, targets_SN.clamp_min(0)) * weights_SN).sum(-1)
+        return (logits.exp().sum(-1).log() * weights_SN.sum(-1) - right_S).sum()
 
-    def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        x, targets = self.hidden(inputs_BT).flatten(0, 1), targets_BT.flatten()
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor, weights: Tensor = None) -> Tensor:
+        x = self.hidden(inputs_BT).flatten(0, 1)
+        weights = x.new_ones(1) if weights is None else weights  # of the next tokens
+        padded, N = F.pad(targets_BT, (0, len(weights) - 1), value=-1), len(weights)
+        targets = padded.unfold(1, N, 1).flatten(0, 1)
         ids = torch.arange(len(self.lm_head.weight), device=x.device)  # here: pieces share nothing
         chunks = self.head_chunks if self.training else 1  # without gradients there is room enough
         size = self.cfg.sequences_per_forward * self.cfg.train_seq_len // chunks
         if size >= len(x):
-            return self.head_loss(x, targets, ids)
+            return self.head_loss(x, targets, weights, ids)
         parts = zip(*(t.split(round_up(max(size, 1), BLOCK)) for t in (x, targets)), strict=True)
-        return sum(checkpoint(self.head_loss, *part, ids, use_reentrant=False) for part in parts)
+        return sum(checkpoint(self.head_loss, *p, weights, ids, use_reentrant=False) for p in parts)
 
 # ---- Optimizers -------------------------------------------------------------
 POLAR_EXPRESS = [  # of X, A X and A² X in each iteration; found for a spectral norm of at most 1.02
@@ -589,19 +612,27 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.mT if tall else X
 
-def muon_update(weight_MN, grad_MN, mean_MN, lr, momentum, dtype) -> None:
-    """Muon's step, in place, for a batch of matrices; orthogonalised in `dtype`."""
-    mean_MN.lerp_(grad_MN, 1 - momentum)
-    update = orthogonalize(grad_MN.lerp(mean_MN, momentum), dtype)
-    weight_MN.sub_(update * (lr * max(1, weight_MN.size(-2) / weight_MN.size(-1)) ** 0.5))
+def muon_update(weight, grad, mean, square, factor, lr, momentum, decay, dtype) -> None:
+    """NorMuon's step, Muon's with rows made even: https://arxiv.org/abs/2510.05491, @li_zichong.
+    What it shrinks decays: https://arxiv.org/abs/2510.12402, @varunneal. In place, for a batch."""
+    mean.lerp_(grad, 1 - momentum)
+    update = orthogonalize(grad.lerp(mean, momentum), dtype).type_as(weight)
+    size = update.norm(dim=(-2, -1), keepdim=True)
+    square.lerp_(update.square().mean(-1, keepdim=True), 0.05)
+    evened = update / square.clamp_min(1e-10).sqrt()
+    update = F.normalize(evened, dim=(-2, -1), eps=1e-10) * size
+    decaying = torch.where(update * weight >= 0, weight, 0)
+    weight.sub_(lr * factor * (update + lr * decay * decaying))
 
-def adam_update(weight, grad, mean, square, step, lr: Tensor, beta1, beta2, eps) -> None:
+def adam_update(weight, grad, mean, square, step, lr: Tensor, beta1, beta2, eps, decay) -> None:
     """Adam's step in the order of section 2, https://arxiv.org/abs/1412.6980, in place, in fp32."""
     step += 1
+    decay, old = decay * lr**2, weight.float()
     new_mean = mean.float().lerp(grad.float(), 1 - beta1)
     new_square = square.float().lerp(grad.float().square(), 1 - beta2)
     lr = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
-    weight.copy_(weight.float() - lr * new_mean / (new_square.sqrt() + eps))
+    change = lr * new_mean / (new_square.sqrt() + eps)
+    weight.copy_(old - change - decay * torch.where(change * old > 0, old, 0))  # @roeeshenberg
     mean.copy_(new_mean)
     square.copy_(new_square)
 
@@ -635,6 +666,10 @@ class ShardedOptimizer:
         self.grad.div_(divisor)
         if "sum" in self.state:  # of the gradients since the last step: @classiclarryd
             self.state["sum"] += self.grad
+            frozen = stage(step, self.cfg) > stage(max(0, step - self.cfg.freeze_steps), self.cfg)
+            if frozen and self.name == "scalars":  # at first in a stage: @ChrisJMcCormick
+                self.state["sum"].zero_()
+                return
             if (step + 1) % self.cfg.adam_every:
                 return
             self.grad.copy_(self.state["sum"])
@@ -647,20 +682,20 @@ class ShardedOptimizer:
     def full_state(self) -> dict[str, Tensor]:
         """The state of all ranks, without padding, on rank 0. All ranks call it."""
         full = {}
-        for key, whole in self.state.items():
-            if (share := whole).ndim and self.ranks.world_size > 1:
-                dist.all_gather_into_tensor(whole := torch.empty_like(self.weights), share)
-            full[key] = whole.flatten()[: self.numel].cpu() if self.ranks.rank == 0 else None
+        for key, share in self.state.items():
+            whole = self.ranks.all_gather(share.flatten()).flatten() if share.ndim else share[None]
+            size = max(1, self.numel * len(whole) // len(self.weights))
+            full[key] = whole[:size].cpu() if self.ranks.rank == 0 else None
         return full
 
     def load_full_state(self, full: dict[str, Tensor]) -> None:
         """Take this rank's share of what `full_state` gave, by any number of ranks."""
         for key, value in self.state.items():
-            whole = F.pad(full[key], (0, len(self.weights) - len(full[key])))
-            value.copy_(whole[self.mine] if value.ndim else whole[0])
+            whole = F.pad(full[key], (0, self.ranks.world_size * value.numel() - len(full[key])))
+            value.copy_(whole.view(-1, *value.shape)[self.ranks.rank if value.ndim else 0])
 
 class Adam(ShardedOptimizer):
-    """Adam on any tensors. lr: about the change of each weight in a step."""
+    """Adam on any tensors; on scalars slow: @ChrisJMcCormick. lr: about a weight's change."""
     def __init__(self, *args):
         super().__init__(*args)
         self.state |= dict(square=torch.zeros_like(self.grad), step=torch.zeros_like(self.lr))
@@ -668,15 +703,21 @@ class Adam(ShardedOptimizer):
         self.rule = torch.compile(adam_update, dynamic=False) if self.lr.is_cuda else adam_update
 
     def update_share(self, weight: Tensor, step: int) -> None:
-        betas_eps = self.cfg.adam_beta1, self.cfg.adam_beta2, self.cfg.adam_eps
+        cfg = self.cfg
+        betas = (0.9, 0.99) if self.name == "scalars" else (cfg.adam_beta1, cfg.adam_beta2)
+        decay = cfg.adam_decay if self.name in ("embed", "head", "value embeds") else 0.0
         state = (self.state[key] for key in ("mean", "square", "step"))
-        self.rule(weight, self.grad, *state, self.lr, *betas_eps)
+        self.rule(weight, self.grad, *state, self.lr, *betas, cfg.adam_eps, decay)
 
 class Muon(ShardedOptimizer):
-    """Muon on matrices of one shape, and stacks of such. lr: spectral norm of a step."""
+    """NorMuon on matrices of one shape, and stacks. lr · lr_factor: a step's spectral norm."""
     def __init__(self, name: str, params: list[nn.Parameter], *args):
         self.shape = params[0].shape[-2:]
-        super().__init__(name, params, *args, self.shape.numel())
+        super().__init__(name, params, *args, size := self.shape.numel())
+        self.state["square"] = self.grad.new_zeros(len(self.grad) // size, self.shape[0], 1)
+        factors = [p.new_full((p.numel() // size,), getattr(p, "lr_factor", 1.0)) for p in params]
+        factors = F.pad(torch.cat(factors), (0, (len(self.weights) - self.numel) // size))
+        self.factors = factors.view(self.ranks.world_size, -1, 1, 1)[self.ranks.rank]
         self.momentum = torch.zeros_like(self.lr)
         self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
         self.rule = torch.compile(muon_update, dynamic=False) if self.lr.is_cuda else muon_update
@@ -684,23 +725,34 @@ class Muon(ShardedOptimizer):
     def update_share(self, weight: Tensor, step: int) -> None:
         self.momentum.fill_(muon_momentum(step, self.cfg))
         batch = (x.view(-1, *self.shape) for x in (weight, self.grad, self.state["mean"]))
-        self.rule(*batch, self.lr, self.momentum, self.dtype)
+        rates = self.factors, self.lr, self.momentum, self.cfg.muon_decay
+        self.rule(*batch, self.state["square"], *rates, self.dtype)
 
 def build_optimizers(model: GPT, cfg: Hyperparameters, ranks: "Ranks") -> list[ShardedOptimizer]:
     """An optimizer for each row of the table, which covers every parameter once."""
     params = list(model.parameters())
-    matrices = [p for p in model.blocks.parameters() if p.ndim >= 2] + [model.smear_gate.weight]
+    matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
+    scalars = [p for name, p in model.named_parameters() if p.ndim < 2 and "x0" not in name]
     table = [(Muon, f"matrices of {M}x{N}", [p for p in matrices if p.shape[-2:] == (M, N)],
               cfg.muon_lr) for M, N in sorted({p.shape[-2:] for p in matrices})]
-    table += [(Adam, "embed", [model.embed.weight, *model.value_embeds.parameters()], cfg.embed_lr),
+    table += [(Adam, "embed", [model.embed.weight], cfg.head_lr),
               (Adam, "head", [model.lm_head.weight], cfg.head_lr),
-              (Adam, "scalars", [p for p in params if p.ndim < 2], cfg.scalar_lr)]
+              (Adam, "value embeds", list(model.value_embeds.parameters()), cfg.embed_lr),
+              (Adam, "smear gate", [model.smear_gate.weight], cfg.smear_lr),
+              (Adam, "x0 lambdas", [block.x0_lambda for block in model.blocks], cfg.scalar_lr),
+              (Adam, "scalars", scalars, cfg.scalar_lr)]
     covered = sorted(id(p) for _, _, rows, _ in table for p in rows)
     assert covered == sorted(map(id, params)), "every parameter needs one row of the table"
-    return [kind(name, rows, lr, cfg, ranks) for kind, name, rows, lr in table]
+    return [kind(name, rows, lr, cfg, ranks) for kind, name, rows, lr in table if rows]
 
 def step_optimizers(optimizers: list[ShardedOptimizer], step: int, divisor: int) -> None:
-    """One step of all; what one computes overlaps what the others communicate."""
+    """One step of all; what one computes overlaps what the others communicate. For two thirds of
+    the run the embedding is the head, which steps by the gradients of both: @classiclarryd."""
+    embed, head = (o for o in optimizers if o.name in ("embed", "head"))
+    if tied := stage(step, head.cfg) < 2:
+        head.grads += embed.grads
+        embed.grads.zero_()
+        optimizers = [o for o in optimizers if o is not embed]
     for optimizer in optimizers:
         optimizer.reduce()
     for optimizer in optimizers:
@@ -709,27 +761,49 @@ def step_optimizers(optimizers: list[ShardedOptimizer], step: int, divisor: int)
         if optimizer.handle:
             optimizer.handle.wait()
         optimizer.grads.zero_()
+    if tied:
+        embed.weights.copy_(head.weights)
+        for key in ("mean", "square", "step"):
+            embed.state[key].copy_(head.state[key])
 
 # ---- Schedules --------------------------------------------------------------
+def stage(step: int, cfg: Hyperparameters) -> int:
+    """The third of the schedules that a step is in, from 0; 3 after them."""
+    return min(3, 3 * step // max(1, cfg.num_iterations - cfg.extension_steps))
+
+def stage_value(stages: str, step: int, cfg: Hyperparameters) -> int:
+    """A step's, of up to four numbers, which are for a stage each."""
+    numbers = [int(x) for x in stages.split()]
+    return numbers[min(stage(step, cfg), len(numbers) - 1)]
+
 def lr_scale(step: int, cfg: Hyperparameters) -> float:
-    """Factor of every learning rate: 1, then falling linearly to nearly final_lr_frac."""
-    progress = min(0.9999, step / max(1, cfg.num_iterations - cfg.extension_steps))
-    frac = min(1.0, (1 - progress) / (cfg.cooldown_frac or 1e-9))
-    return frac + (1 - frac) * cfg.final_lr_frac
+    """Factor of every learning rate: the stage's, falling linearly to final_lr_frac."""
+    progress = min(1.0, step / max(1, cfg.num_iterations - cfg.extension_steps))
+    frac = min(1.0, (1 - progress) / cfg.cooldown_frac) if cfg.cooldown_frac else 1.0
+    return frac * stage_value(cfg.lr_stages, step, cfg) / 100 + (1 - frac) * cfg.final_lr_frac
 
 def window_blocks(step: int, cfg: Hyperparameters) -> int:
-    """Long attention window in blocks: a stage for each third of the run, the last one after it."""
-    progress = min(0.9999, step / max(1, cfg.num_iterations - cfg.extension_steps + 1))
-    stage = int(3 * progress) if step < cfg.num_iterations else 3
-    return int(cfg.window_stages.split()[stage])
+    """Long attention window in blocks."""
+    return stage_value(cfg.window_stages, step, cfg)
+
+def sequence_length(step: int, cfg: Hyperparameters) -> int:
+    """Tokens of each of a step's sequences. Small batches do at first: @varunneal."""
+    unit, stages = BLOCK * max(map(int, cfg.length_stages.split())), cfg.length_stages
+    return BLOCK * (round_up(cfg.train_seq_len * stage_value(stages, step, cfg), unit) // unit)
+
+def target_weights(step: int, cfg: Hyperparameters, device=None) -> Tensor:
+    """Weights in the loss of the next tokens: 1, ½, ¼, …, of which all but the first fade out, one
+    in each third of the schedules: @varunneal, after https://arxiv.org/abs/2404.19737."""
+    thirds = 3 * step / max(1, cfg.num_iterations - cfg.extension_steps)
+    later = (0.5**k * min(1, cfg.targets_ahead - k - thirds) for k in range(1, cfg.targets_ahead))
+    return torch.stack([torch.full((), x, device=device) for x in (1.0, *later) if x > 0])
 
 def yarn(step: int, cfg: Hyperparameters) -> tuple[Tensor, float]:
     """Rotary frequencies and attention scale. Where the window grows, what hardly turned in it is
     slowed in proportion: https://arxiv.org/abs/2309.00071, and the scale rises: @classiclarryd."""
     frequency = (1 / cfg.rope_base) ** torch.linspace(0, 1, steps=cfg.head_dim // 4)
-    stages, scale = [int(x) for x in cfg.window_stages.split()], cfg.attention_scale
-    reached = stages.index(window_blocks(step, cfg))
-    for old, new in itertools.pairwise(stages[: reached + 1]):
+    windows, scale = [int(x) for x in cfg.window_stages.split()], cfg.attention_scale
+    for old, new in itertools.pairwise(windows[: stage(step, cfg) + 1]):
         turns = BLOCK * old * frequency / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of what turns 32 times, none of once
         frequency = frequency * (old / new + kept * (1 - old / new))
@@ -737,11 +811,10 @@ def yarn(step: int, cfg: Hyperparameters) -> tuple[Tensor, float]:
     return frequency, scale
 
 def muon_momentum(step: int, cfg: Hyperparameters) -> float:
-    """Muon's momentum: up to a step short of muon_momentum, as published, and at the end back."""
-    warmup, left = cfg.momentum_warmup, cfg.num_iterations - step
-    frac = min(step, warmup - 1) / warmup if warmup else 1.0
-    if step >= warmup and left < cfg.momentum_cooldown:
-        frac = left / cfg.momentum_cooldown
+    """Muon's momentum: linear from momentum_start to muon_momentum, constant, at the end back."""
+    frac = min(1.0, (cfg.num_iterations - step) / max(1, cfg.momentum_cooldown))
+    if step < cfg.momentum_warmup:
+        frac = step / cfg.momentum_warmup
     return (1 - frac) * cfg.momentum_start + frac * cfg.muon_momentum
 
 # ---- Distributed and logging (the same in every record) ---------------------
@@ -988,15 +1061,15 @@ def choose_head_chunks(model: GPT, cfg: Hyperparameters, device: torch.device) -
     pieces = bytes_each * tokens * len(model.lm_head.weight) / room
     return cfg.head_chunks or min(16, 2 ** max(0, math.ceil(math.log2(pieces))))
 
-def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -> None:
-    """Run every kernel on random tokens, then put weights and optimizer state back."""
+def warm_up(model: GPT, optimizers: list, per_forward: int, first: int, cfg, ranks) -> None:
+    """Run every kernel of a stage on random tokens, then put weights and optimizer state back."""
     tensors = [x for o in optimizers for x in (o.weights, *o.state.values())]
-    before, length = [x.to("cpu", copy=True) for x in tensors], cfg.train_seq_len
+    before, length = [x.to("cpu", copy=True) for x in tensors], sequence_length(first, cfg)
     size = ranks.world_size * max(cfg.val_seq_len, per_forward * (length + 1))
     tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=size)
     batch = to_batch(tokens[: per_forward * (length + 1)].reshape(per_forward, -1), ranks.device)
-    for step in range(cfg.warmup_steps):
-        model(*batch).backward()
+    for step in range(first, first + cfg.warmup_steps):
+        model(*batch, target_weights(step, cfg, ranks.device)).backward()
         step_optimizers(optimizers, step, len(tokens))
     validate(model, tokens, cfg, ranks)
     for x, value in zip(tensors, before, strict=True):
@@ -1036,7 +1109,8 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
     if loader:
         log("warming up; a GPU compiles for 1 to 3 minutes the first time ...", console=on_gpu)
         started = time.perf_counter()
-        warm_up(model, optimizers, loader.per_forward, cfg, ranks)  # its copies wait for the device
+        for stage_start in {stage(step, cfg): step for step in reversed(range(last))}.values():
+            warm_up(model, optimizers, loader.per_forward, stage_start, cfg, ranks)
         log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=on_gpu)
     if state:
         model.load_state_dict(state["model"])
@@ -1073,15 +1147,16 @@ def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> i
             return 128 + stopping
         if step == last:
             break
-        loss = torch.zeros((), device=device)
-        for inputs, targets in loader.next_step(cfg.train_seq_len):
-            micro_loss = model(inputs, targets)
+        loss, length = torch.zeros((), device=device), sequence_length(step, cfg)
+        weights = target_weights(step, cfg, device)
+        for inputs, targets in loader.next_step(length):
+            micro_loss = model(inputs, targets, weights)
             micro_loss.backward()
-            loss += micro_loss.detach() / (loader.sequences * cfg.train_seq_len)
+            loss += micro_loss.detach() / (loader.sequences * length)
         health.check(step, loss, [o.grads for o in optimizers])
         step_optimizers(optimizers, step, cfg.sequences_per_step)
         log.step(step + 1, last, 1000 * (time.perf_counter() - started), train_loss=health.loss)
-    tokens = last * cfg.sequences_per_step * cfg.train_seq_len
+    tokens = cfg.sequences_per_step * sum(sequence_length(step, cfg) for step in range(last))
     results = dict(val_loss=f"{val_loss:.6f}", train_time_ms=f"{train_ms:.0f}", steps=last,
                    tokens=tokens, tokens_per_second=f"{1000 * tokens / train_ms:.0f}",
                    peak_memory_mib=device_facts(device)[1], **machine)

@@ -41,7 +41,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "data")]
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
-from host_gpu.trace import cached_trace, stages  # noqa: E402
+from host_gpu.trace import cached_trace, two_layers_of  # noqa: E402
 from shards import write_shard  # noqa: E402
 
 import train_gpt  # noqa: E402
@@ -313,19 +313,19 @@ class Trainer:
         ranks = train_gpt.Ranks(self.cfg)
         self.device = ranks.device
         self.model, self.optimizers = train_gpt.build(self.cfg, ranks)
-        self.steps = itertools.count()
 
-    def forward(self, inputs, targets):
-        return self.model(inputs, targets)
+    def forward(self, inputs, targets, step=0):
+        weights = train_gpt.target_weights(step, self.cfg, self.device)
+        return self.model(inputs, targets, weights)
 
-    def optimize(self):
-        """Step the optimizers, as at the next step of a run."""
-        train_gpt.step_optimizers(self.optimizers, next(self.steps), self.cfg.sequences_per_step)
+    def optimize(self, step):
+        """Step the optimizers, as at that step of a run."""
+        train_gpt.step_optimizers(self.optimizers, step, self.cfg.sequences_per_step)
 
-    def optimizer_seconds(self):
-        """Of a step of theirs, the mean until all have stepped."""
-        seconds = [self.seconds(self.optimize)[1] for _ in range(self.cfg.adam_every)]
-        return statistics.mean(seconds)
+    def optimizer_seconds(self, first=0):
+        """Of a step of theirs, the mean of those from `first` on until all have stepped."""
+        steps = range(first, first + self.cfg.adam_every)
+        return statistics.mean(self.seconds(self.optimize, step)[1] for step in steps)
 
     def seconds(self, function, *args):
         """Result and seconds of a call, waiting for the device before and after."""
@@ -452,9 +452,11 @@ def kernel_shares(trainer, step):
 
 def first_launch(flags, cache):
     """Print what a launch costs without and with compiled code in the cache."""
+    one_step_a_stage = ["--num_iterations", "4", "--extension_steps", "1"]
+
     def launches():
         for name in ("cold", "warm"):
-            values = run_command([*SCRIPT, *flags, "--num_iterations", "1"], name,
+            values = run_command([*SCRIPT, *flags, *one_step_a_stage], name,
                                  env=dict(TORCHINDUCTOR_CACHE_DIR=cache))
             ready = next(at for at, text in values["lines"] if text.startswith("compile_seconds"))
             yield [name, values["compile_seconds"], f"{ready:.1f}"]
@@ -462,50 +464,60 @@ def first_launch(flags, cache):
     print_table(["launch", "compile_seconds", "command to first step, s"], launches())
 
 
+def stages(cfg):
+    """The steps of each stage of a run."""
+    return [list(steps) for _, steps in itertools.groupby(
+        range(cfg.num_iterations), lambda step: train_gpt.stage(step, cfg))]
+
+
 def measure_steps(trainer, loader, num_steps):
-    """Print time, rate and parts of a training step at each window of a run, in tokens."""
+    """Print time, rate and parts of a training step in each stage of a run, in tokens.
+
+    Returns a function that makes a step of the last stage."""
     cfg, device = trainer.cfg, trainer.device
-    batches = loader.next_step(cfg.train_seq_len)
     hidden, head = trainer.matrix_parameters()
-    step_tokens = cfg.sequences_per_step * cfg.train_seq_len
     fp8 = bool(trainer.model.lm_head.fp8_scales)
     bf16_rate = matmul_tflops(device)
     head_rate = matmul_tflops(device, fp8=True) if fp8 else bf16_rate
     name = train_gpt.device_facts(device)[0]
     spec = next((tflops for part, tflops in SPEC_TFLOPS.items() if part in name), None)
 
-    def step():
+    def step(number, batches):
         for batch in batches:
-            trainer.forward(*batch).backward()
-        trainer.optimize()
+            trainer.forward(*batch, number).backward()
+        trainer.optimize(number)
 
     rows = []
-    for first in stages(train_gpt, cfg)[:-1]:  # at the last one there is no step
-        trainer.model.set_window(first)
-        step()
-        ms = [1000 * trainer.seconds(step)[1] for _ in range(num_steps)]
+    for steps in stages(cfg):
+        first = steps[len(steps) // 2] // cfg.adam_every * cfg.adam_every  # scalars step there
+        length = train_gpt.sequence_length(first, cfg)
+        trainer.model.set_window(steps[0])
+        batches = loader.next_step(length)
+        step(first, batches)
+        ms = [1000 * trainer.seconds(step, first + n, batches)[1] for n in range(num_steps)]
         parts = Counter()
         for batch in batches:  # apart from the timed steps: waiting for the device costs time
-            loss, seconds = trainer.seconds(trainer.forward, *batch)
+            loss, seconds = trainer.seconds(trainer.forward, *batch, first)
             parts["forward"] += 1000 * seconds
             parts["backward"] += 1000 * trainer.seconds(loss.backward)[1]
-        parts["optimizers"] += 1000 * trainer.optimizer_seconds()
-        median, model_flops = statistics.median(ms), 6 * step_tokens * (hidden + head)
+        parts["optimizers"] += 1000 * trainer.optimizer_seconds(first)
+        tokens = cfg.sequences_per_step * length
+        median, model_flops = statistics.median(ms), 6 * tokens * (hidden + head)
         attention = sum(attention_flops(trainer, inputs) for inputs, _ in batches)
-        floor = ((6 * step_tokens * hidden + attention) / bf16_rate
-                 + 6 * step_tokens * head / head_rate) / 1e9  # ms at the measured rates
+        floor = ((6 * tokens * hidden + attention) / bf16_rate
+                 + 6 * tokens * head / head_rate) / 1e9  # ms at the measured rates
         rows.append([
+            f"{len(steps)}", f"{length:,}", str(len(train_gpt.target_weights(first, cfg))),
             str(train_gpt.BLOCK * train_gpt.window_blocks(first, cfg)), spread(ms),
-            f"{median / cfg.sequences_per_step:.1f}",
-            f"{1000 * step_tokens / median:,.0f}",
+            f"{1000 * tokens / median:,.0f}",
             f"{model_flops / median / spec / 1e9:.1%}" if spec else "unknown peak",
             f"{median / floor:.2f}", *(f"{parts[part]:.1f}" for part in parts),
         ])  # fmt: skip
     say(f"{name}: matrix products at {bf16_rate:.0f} TFLOP/s in bf16"
         + f", {head_rate:.0f} in FP8" * fp8)
-    print_table(["window", "ms a step", "ms a sequence", "tokens/s", "MFU", "of the floor",
-                 "forward, ms", "backward, ms", "optimizers, ms"], rows)
-    return step
+    print_table(["steps", "tokens a sequence", "targets", "window", "ms a step", "tokens/s", "MFU",
+                 "of the floor", "forward, ms", "backward, ms", "optimizers, ms"], rows)
+    return functools.partial(step, first, batches)
 
 
 def gpu(args, flags):
@@ -515,8 +527,8 @@ def gpu(args, flags):
     cfg = train_gpt.parse_args(flags)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        eight_steps = 8 * cfg.sequences_per_step * cfg.train_seq_len
-        write_documents(folder / "train_000000.bin", eight_steps, cfg)
+        step_tokens = cfg.sequences_per_step * cfg.train_seq_len
+        write_documents(folder / "train_000000.bin", 16 * step_tokens, cfg)
         write_documents(folder / "val_000000.bin", cfg.val_seq_len + 1, cfg)
         flags = ["--train_files", str(folder / "train_*.bin"), "--val_files",
                  str(folder / "val_*.bin"), "--val_tokens", str(cfg.val_seq_len), *flags]
@@ -526,14 +538,15 @@ def gpu(args, flags):
         trainer = Trainer("record", *flags)
         loader = train_gpt.TokenLoader(trainer.cfg, 0, 1, trainer.device)
         show("compiling ...")
-        train_gpt.warm_up(trainer.model, trainer.optimizers, loader.per_forward, trainer.cfg,
-                          trainer.optimizers[0].ranks)
+        for steps in stages(trainer.cfg)[::-1]:
+            train_gpt.warm_up(trainer.model, trainer.optimizers, loader.per_forward, steps[0],
+                              trainer.cfg, trainer.optimizers[0].ranks)
         torch.cuda.reset_peak_memory_stats()
         step = measure_steps(trainer, loader, args.steps)
         print(f"peak memory of the training steps: "
               f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, head in "
               f"{trainer.model.head_chunks} piece(s)")
-        print_table(["kernels, at the last window", "ms a step"],
+        print_table(["kernels, in the last stage", "ms a step"],
                     [[kind, f"{ms:.1f}"] for kind, ms in kernel_shares(trainer, step)])
 
 
@@ -542,25 +555,50 @@ def gpu(args, flags):
 
 
 def kernels(args, flags):
-    """Model the script's step on a GPU, and a run on eight H100s, by its launches."""
+    """Model the script's step on a GPU in each stage, and a run on eight H100s, by its launches."""
     rates = cost.RATES[args.card]
-    traced = trace_step(args.script, flags)
-    facts = traced.facts
-    priced = cost.price(traced, rates)
+    traces = trace_stages(args.script, flags)
+    facts = traces[-1].facts
+    priced = cost.price(traces[-1], rates)
     print(f"{cost.HEADLINE}\n{args.script}: forward and backward pass of {facts['tokens']:,} "
-          f"tokens on one {args.card.upper()}\n")
+          f"tokens{' in the last stage' * (len(traces) > 1)}, on one {args.card.upper()}\n")
     print_costs(cost.by_group(priced, ("forward", "backward")))
-    update = total_ms(cost.by_group(priced, ("optimizers",)))
-    print(f"\na step on one {args.card.upper()}: {facts['step_tokens'] // facts['tokens']} passes, "
-          f"and {update:.1f} ms of optimizers: {cost.step_ms(traced, rates):,.0f} ms")
-    print_eight_h100s(traced)
-    stages = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in traced.cpu_seconds.items())
-    print(f"\nCPU seconds of compiling, before Triton, on this machine: {stages}")
+    print()
+    print_steps(traces, rates)
+    print_eight_h100s(traces)
+    seconds = Counter()
+    for traced in traces:
+        seconds.update(traced.cpu_seconds)
+    parts = ", ".join(f"{part} {each:.0f}" for part, each in seconds.items())
+    print(f"\nCPU seconds of compiling, before Triton, on this machine: {parts}")
 
 
-def trace_step(script, flags):
-    """The trace of a script's whole step, on one rank and on one of eight."""
-    return trace_here(script, "--phases", "train,optimizers", "--binaries", "--ranks", "8", *flags)
+def trace_stages(script, flags):
+    """A trace of each stage, by which a script's whole steps differ in shape."""
+    last = trace_step(script, flags)
+    return [*(trace_step(script, flags, n) for n in range(last.facts["stage"])), last]
+
+
+def trace_step(script, flags, stage=-1):
+    """The trace of a script's whole step, on one rank and on one of eight; -1: the last stage's."""
+    return trace_here(script, "--phases", "train,optimizers", "--binaries", "--ranks", "8",
+                      "--stage", str(stage), *flags)  # fmt: skip
+
+
+def print_steps(traces, rates):
+    """A table of a whole step on one GPU, by stage."""
+    rows = []
+    for traced in traces:
+        facts, priced = traced.facts, cost.price(traced, rates)
+        one_pass, update = (total_ms(cost.by_group(priced, phases))
+                            for phases in (("forward", "backward"), ("optimizers",)))
+        rows.append([
+            f"{facts['stages'][facts['stage']]:,}", f"{facts['tokens']:,}", f"{facts['targets']}",
+            f"{one_pass:.1f}", f"{facts['step_tokens'] // facts['tokens']}", f"{update:.1f}",
+            f"{cost.step_ms(traced, rates):,.0f}",
+        ])  # fmt: skip
+    print_table(["steps", "tokens a pass", "targets", "ms a pass", "passes", "optimizers, ms",
+                 "ms a step"], rows)
 
 
 def trace_here(script, *arguments):
@@ -594,33 +632,28 @@ def print_costs(groups):
     ])
 
 
-def print_eight_h100s(traced):
+def print_eight_h100s(traces):
     """The step and the run of the script's preset on eight H100s, beside what is published."""
-    rates, ranks, facts = cost.RATES["h100"], 8, traced.facts
-    priced = cost.price(traced, rates)
-    one_pass = total_ms(cost.by_group(priced, ("forward", "backward")))
-    shared = cost.by_group(priced, (f"optimizers of {ranks} ranks",))
-    wire = shared.pop("on the wire")
-    step = cost.step_ms(traced, rates, ranks)
-    print(f"\non {ranks} H100s, nothing overlapping: {one_pass:.1f} ms a pass, "
-          f"{total_ms(shared):.1f} ms of optimizers, {wire.ms:.1f} ms of {wire.bytes / 1e9:.2f} GB "
-          f"on the wire; {step:.1f} ms a step, {facts['num_iterations']} steps in "
-          f"{step * facts['num_iterations'] / 60_000:.2f} minutes")
-    steps = ", ".join(f"record #{n}, {ms} ms" for n, ms in cost.PUBLISHED_STEP_MS.items())
-    print(f"published: {steps} a step on {ranks} H100s; the lineage's newest script, a later "
+    rates, ranks, run_ms = cost.RATES["h100"], 8, 0
+    print(f"\non {ranks} H100s, nothing overlapping:")
+    for traced in traces:
+        facts, priced = traced.facts, cost.price(traced, rates)
+        one_pass = total_ms(cost.by_group(priced, ("forward", "backward")))
+        shared = cost.by_group(priced, (f"optimizers of {ranks} ranks",))
+        wire, steps = shared.pop("on the wire"), facts["stages"][facts["stage"]]
+        step = cost.step_ms(traced, rates, ranks)
+        run_ms += steps * step
+        print(f"{steps} steps of {step:.1f} ms: {one_pass:.1f} ms a pass, "
+              f"{total_ms(shared):.1f} ms of optimizers, "
+              f"{wire.ms:.1f} ms of {wire.bytes / 1e9:.2f} GB on the wire")
+    print(f"a run in {run_ms / 60_000:.2f} minutes")
+    published = ", ".join(f"record #{n}, {ms} ms" for n, ms in cost.PUBLISHED_STEP_MS.items())
+    print(f"published: {published} a step on {ranks} H100s; the lineage's newest script, a later "
           f"model, {cost.NEWEST_48K_MS:.0f} ms for 48K tokens on one H100")
 
 
-def two_layers_of(script):
-    """The flags that leave a script two layers, one of each window."""
-    values = dict(attention_pattern="LS", value_embed_pattern="0.", mlp_pattern="MM",
-                  backout_layer="0")  # fmt: skip
-    source = Path(script).read_text()
-    return [x for k, v in values.items() if f"\n    {k}: " in source for x in (f"--{k}", v)]
-
-
 def memory(args, flags):
-    """Count what the script's training holds at once, by pieces of the head.
+    """Count what the script's training holds at once in the last stage, by pieces of the head.
 
     At the peak, in the head's backward pass, everything else is there whatever the pieces. So they
     are compiled with two layers, and what the others add is counted once.

@@ -207,12 +207,14 @@ DIFFERENT = dict(
     seed=1, muon_lr=0.06, model_dim=64, attention_pattern="LL", vocab_multiple=64, adam_every=3,
     train_seq_len=256, sequences_per_step=8, cooldown_frac=0.5, window_stages="1 2 2 2",
     backout_layer=1, final_window=2, extension_steps=5,
-    final_lr_frac=0.2, logit_cap=15.0, momentum_warmup=10, num_iterations=19,
+    final_lr_frac=0.2, logit_cap=15.0, momentum_warmup=10, num_iterations=19, skip_layer=1,
+    length_stages="1 2", lr_stages="100 150", targets_ahead=2, freeze_steps=6, embed_std=0.1,
+    smear_lr=1e-4, muon_decay=1.0, adam_decay=0.1,
     align_documents=True, max_document_tokens=512)
 ALLOWED = dict(
     num_iterations=200, val_every=7, save_every=3, run_id="y", resume="step-000020.pt",
-    warmup_steps=0, head_chunks=2, target_loss=3.0,
-    train_files="elsewhere/*.bin", sequences_per_forward=2, val_tokens=1, val_files="else/*.bin")
+    warmup_steps=0, head_chunks=2, target_loss=3.0, train_files="elsewhere/*.bin",
+    sequences_per_forward=2, val_tokens=1, val_files="else/*.bin")
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

@@ -1,4 +1,4 @@
-"""What a GPU needs of the script, checked without one: one graph, and a host that never waits.
+"""What a GPU needs of the script, checked without one: a graph a stage, a host that never waits.
 
 FlexAttention has no backward pass on a CPU only because torch refuses it there; where that check is
 lifted, the attention and the masks that CUDA takes are traced and computed as they are, slowly.
@@ -21,11 +21,12 @@ import train_gpt
 
 RECORD = train_gpt.Hyperparameters(**train_gpt.PRESETS["record"])
 TINY = dataclasses.replace(
-    RECORD, **TINY_MODEL, attention_pattern="LS", value_embed_pattern="0.",
-    train_seq_len=512, val_seq_len=640, num_iterations=8, extension_steps=0,
-    window_stages="1 2 3 4", final_window=5,
+    RECORD, **TINY_MODEL, attention_pattern="L.S", value_embed_pattern="0..", skip_layer=0,
+    train_seq_len=768, val_seq_len=640, num_iterations=8, extension_steps=0,
+    window_stages="1 2 3 4", final_window=5, embed_std=0.1,
 )  # fmt: skip
-STAGES = (0, 3, 6, 8)  # a step of each of its windows
+STEPS = (0, 2, 3, 6, 8)  # the first two of one stage, the last with a window of its own
+SHAPES = 3  # of a forward pass: three, two and one targets; a third, two and all of the length
 # Sums of fp32 in another order; by FP8, a value between two steps may round to the other one.
 FP32_RTOL, FP8_RTOL = 1e-5, 1e-3
 
@@ -84,18 +85,24 @@ def make_model(head_chunks=1, fp8=False):
 
 
 def make_batch(length, seed=1):
-    """One sequence of documents of some 200 tokens, as inputs and targets."""
+    """One sequence as inputs and targets: two short documents, and one that exceeds the windows."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(TINY.eot_token, (1, length + 1), generator=generator)
-    tokens[torch.rand(1, length + 1, generator=generator) < 1 / 200] = TINY.eot_token
+    tokens[:, 50] = tokens[:, 100] = TINY.eot_token
     return tokens[:, :-1].int(), tokens[:, 1:].clone()
+
+
+def training_batch(step):
+    """One sequence of that step's length, and the weights of its targets."""
+    length = train_gpt.sequence_length(step, TINY)
+    return *make_batch(length), train_gpt.target_weights(step, TINY)
 
 
 def train_and_validate(model, step):
     """Loss and gradients of a training sequence, and the loss of a validation sequence."""
     model.set_window(step)
     model.zero_grad()
-    loss = model(*make_batch(TINY.train_seq_len))
+    loss = model(*training_batch(step))
     loss.backward()
     with torch.no_grad():
         val_loss = model.eval()(*make_batch(TINY.val_seq_len, seed=2))
@@ -114,20 +121,20 @@ def train_and_validate(model, step):
         pytest.param(1, False, "aot_eager", id="aot", marks=pytest.mark.slow),
     ],
 )
-def test_all_windows_take_two_graphs_and_equal_the_dense_formula(
+def test_a_stage_takes_one_graph_and_equals_the_dense_formula(
     flex_everywhere, monkeypatch, head_chunks, fp8, backend
 ):
-    """One graph for training, one for validation; a graph break is an error by `fullgraph`."""
+    """One graph for each shape of training, whatever the window and the targets' weights, and one
+    for validation; a graph break is an error by `fullgraph`."""
     counter = CompileCounterWithBackend(backend)
     compiled = make_model(head_chunks, fp8)
     compiled.compile(fullgraph=True, dynamic=False, backend=counter)
-    results = {step: train_and_validate(compiled, step) for step in STAGES}
-    assert counter.frame_count == 2
+    results = {step: train_and_validate(compiled, step) for step in STEPS}
+    assert counter.frame_count == SHAPES + 1
 
     monkeypatch.undo()
     eager = make_model(head_chunks, fp8)
-    losses = []
-    for step in STAGES:
+    for step in STEPS:
         loss, val_loss, grads = train_and_validate(eager, step)
         flex_loss, flex_val_loss, flex_grads = results[step]
         rtol = FP8_RTOL if fp8 else FP32_RTOL
@@ -138,8 +145,47 @@ def test_all_windows_take_two_graphs_and_equal_the_dense_formula(
         for grad, flex_grad in zip(grads, flex_grads, strict=True):
             size = grad.norm() if grad.ndim > 1 else of_scalars
             assert (flex_grad - grad).norm() < 10 * rtol * size
-        losses.append(loss.item())
-    assert len(set(losses)) == len(losses), "the window must matter, or the comparison says nothing"
+        eager.zero_grad()
+        eager.windows -= 1
+        eager(*training_batch(step)).backward()
+        for (name, p), grad in zip(eager.named_parameters(), grads, strict=True):
+            if "qkv" in name:  # or the comparison says nothing of the window
+                assert (p.grad - grad).norm() > 10 * rtol * grad.norm(), name
+
+
+@pytest.mark.parametrize(
+    "all_stages", [True, pytest.param(False, id="planted", marks=pytest.mark.slow)]
+)
+def test_a_run_compiles_while_it_warms_up_alone(
+    all_stages, flex_everywhere, monkeypatch, tmp_path, tiny_shards
+):
+    """The loop itself: all stages, their windows and their targets' weights, and validations."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt.signal, "signal", lambda *args: None)
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    counter, counts = CompileCounterWithBackend("eager"), []
+    build, warm_up = train_gpt.build, train_gpt.warm_up
+
+    def build_compiled(cfg, ranks):
+        model, optimizers = build(cfg, ranks)
+        model.compile(fullgraph=True, dynamic=False, backend=counter)
+        return model, optimizers
+
+    def warm_up_and_count(model, optimizers, per_forward, first, cfg, ranks):
+        warm_up(model, optimizers, per_forward, first if all_stages else 0, cfg, ranks)
+        counts.append(counter.frame_count)
+
+    monkeypatch.setattr(train_gpt, "build", build_compiled)
+    monkeypatch.setattr(train_gpt, "warm_up", warm_up_and_count)
+    flags = dataclasses.asdict(TINY) | dict(
+        preset="pocket", device="cpu", run_id="x", attention_pattern="L", value_embed_pattern=".",
+        train_seq_len=384, val_seq_len=512, val_tokens=500, val_every=3, extension_steps=2,
+        sequences_per_step=1, warmup_steps=1, train_files=tiny_shards([9000]),
+        val_files=tiny_shards([600], name="tiny_val"),
+    )  # fmt: skip
+    assert train_gpt.main([f"--{key}={value}" for key, value in flags.items()]) == 0
+    assert counts == ([2, 2, 3, 4] if all_stages else [2] * 4)  # from the last one; a validation's
+    assert (counter.frame_count == counts[-1]) == all_stages
 
 
 def test_a_window_in_python_breaks_the_graph(monkeypatch):
@@ -168,7 +214,7 @@ def test_adam_update_compiles_once_for_all_steps_and_rates():
         weight, grad, mean, square = (x.clone() for x in start)
         step = torch.zeros(())
         for rate in (0.1, 0.05, 0.01):
-            update(weight, grad, mean, square, step, lr.fill_(rate), 0.65, 0.95, 1e-8)
+            update(weight, grad, mean, square, step, lr.fill_(rate), 0.65, 0.95, 1e-8, 0.005)
         ended.append((weight, mean, square, step))
     assert counter.frame_count == 1
     torch.testing.assert_close(*ended, rtol=1e-6, atol=1e-7)
@@ -176,17 +222,20 @@ def test_adam_update_compiles_once_for_all_steps_and_rates():
 
 def test_muon_update_compiles_once_for_all_rates_and_momenta():
     generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(3, 32, 16, generator=generator) for _ in range(3)]
+    start = [torch.randn(3, 32, size, generator=generator) for size in (16, 16, 16, 1)]
+    factors = torch.tensor([1.0, 2.0, 4.0]).view(-1, 1, 1)
     lr, momentum, counter = torch.zeros(()), torch.zeros(()), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         train_gpt.muon_update, fullgraph=True, dynamic=False, backend=counter
     )
     ended = []
     for update in (compiled, train_gpt.muon_update):
-        weight, grad, mean = (x.clone() for x in start)
+        weight, grad, mean, square = (x.clone() for x in start)
+        square.abs_()
         for rate, value in ((0.05, 0.85), (0.04, 0.9), (0.03, 0.95)):
-            update(weight, grad, mean, lr.fill_(rate), momentum.fill_(value), torch.float32)
-        ended.append((weight, mean))
+            rates = factors, lr.fill_(rate), momentum.fill_(value), 1.2
+            update(weight, grad, mean, square, *rates, torch.float32)
+        ended.append((weight, mean, square))
     assert counter.frame_count == 1
     # Five quintic iterations amplify differences in the last bit.
     torch.testing.assert_close(*ended, rtol=1e-3, atol=1e-5)
@@ -236,12 +285,14 @@ def test_a_training_step_never_waits_for_the_device(
     model = make_model(head_chunks, fp8)
     optimizers = train_gpt.build_optimizers(model, TINY, one_rank())
     before = [p.detach().clone() for p in model.parameters()]
-    batch = make_batch(TINY.train_seq_len)
-    model.set_window(0)
-    with NoHostWait():
-        for step in range(2):  # Adam steps at the second
-            model(*batch).backward()
-            train_gpt.step_optimizers(optimizers, step, 1)
+    for steps in (range(2), range(6, 8)):  # Adam steps at the second; the head is tied, and not
+        model.set_window(steps[0])
+        inputs, targets, _ = training_batch(steps[0])
+        with NoHostWait():
+            for step in steps:
+                weights = train_gpt.target_weights(step, TINY, inputs.device)
+                model(inputs, targets, weights).backward()
+                train_gpt.step_optimizers(optimizers, step, 1)
     changed = [not torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True)]
     assert all(changed), "nothing was trained"
 

@@ -40,9 +40,10 @@ GRIDS = {E4M3: grid(4, 3, 448.0), E5M2: grid(5, 2, 57344.0)}
 
 
 def rounded(x, scale, dtype):
-    """x · scale rounded to the nearest value of the grid, ties to even, as float64."""
+    """x · scale, an fp32, rounded to the nearest value of the grid, ties to even, as float64."""
     values = GRIDS[dtype]
-    size = np.minimum(np.abs(x.double().numpy() * scale), values[-1])
+    scaled = x.float().numpy() * np.float32(scale)
+    size = np.minimum(np.abs(scaled.astype(np.float64)), values[-1])
     right = np.searchsorted(values, size).clip(1, len(values) - 1)
     low, high = values[right - 1], values[right]
     up = (size - low > high - size) | ((size - low == high - size) & (right % 2 == 0))

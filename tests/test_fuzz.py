@@ -93,7 +93,8 @@ TINY = dataclasses.replace(
     resume="auto")
 DATA = [["train_0.bin", 5000, "3f"]]
 MATHEMATICS = """seed model_dim head_dim attention_pattern value_embed_pattern vocab_size
-    train_seq_len sequences_per_step muon_lr embed_lr adam_beta2 cooldown_frac""".split()
+    train_seq_len sequences_per_step muon_lr embed_lr adam_beta2 cooldown_frac length_stages
+    lr_stages targets_ahead freeze_steps""".split()
 
 
 @pytest.fixture(scope="module")

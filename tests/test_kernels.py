@@ -1,7 +1,9 @@
 """The GPU path at the record's width, compiled for each card and counted where there is no GPU.
 
 host_gpu/trace.py says how. Two layers, one of the long and one of the short window, have every
-kind of kernel that the record's eleven have. What takes minutes for each card is marked `cards`:
+kind of kernel that the record's eleven have; the first stage has the most targets and the shortest
+sequences, the last the least of the one and the most of the other. What takes minutes for each card
+is marked `cards`:
 
     python -m pytest -m cards
 """
@@ -15,7 +17,7 @@ import host_gpu
 import pytest
 import torch
 from host_gpu import cost
-from host_gpu.trace import Trace, count_instructions, trace
+from host_gpu.trace import Trace, count_instructions, trace, two_layers_of
 
 import train_gpt
 
@@ -23,7 +25,9 @@ pytestmark = pytest.mark.skipif(
     host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle())
 )
 
-TWO_LAYERS = "--attention_pattern LS --value_embed_pattern 0. --backout_layer 0".split()
+TWO_LAYERS = two_layers_of(train_gpt.SCRIPT)
+FIRST_STAGE = ("--stage", "0", "--phases", "train,validation,optimizers")
+ALL_STAGES = ("--phases", "train,stages")  # the last is noted
 TRAINING = ("forward", "backward")
 
 # Bytes of a thread's stack that a kernel spills, at most: one of attention's backward pass, and any
@@ -38,12 +42,17 @@ def traced(card: str, *arguments: str) -> Trace:
 
 
 def two_layers(card: str) -> Trace:
-    """Without machine code for sm_90, whose quick tests it would make twice as long."""
-    return traced(card, *TWO_LAYERS) if card == "sm_90" else compiled(card)
+    """The first stage. Without machine code for sm_90, whose quick tests it would make twice as
+    long."""
+    return traced(card, *FIRST_STAGE, *TWO_LAYERS) if card == "sm_90" else compiled(card)
 
 
 def compiled(card: str) -> Trace:
-    return traced(card, "--binaries", *TWO_LAYERS)
+    return traced(card, *FIRST_STAGE, "--binaries", *TWO_LAYERS)
+
+
+def last_stage() -> Trace:
+    return traced("sm_90", *ALL_STAGES, *TWO_LAYERS)
 
 
 other_cards = [pytest.param(x, marks=pytest.mark.cards) for x in host_gpu.CARDS if x != "sm_90"]
@@ -51,6 +60,12 @@ every_card = pytest.mark.parametrize("card", ["sm_90", *other_cards])
 every_compiled_card = pytest.mark.parametrize(
     "card", [pytest.param("sm_90", marks=pytest.mark.slow), *other_cards]
 )
+every_trace = pytest.mark.parametrize("get_trace", [
+    pytest.param(functools.partial(two_layers, "sm_90"), id="first-stage-sm_90"),
+    pytest.param(last_stage, id="last-stage-sm_90", marks=pytest.mark.slow),
+    *(pytest.param(functools.partial(two_layers, card), id=f"first-stage-{card}",
+                   marks=pytest.mark.cards) for card in host_gpu.CARDS if card != "sm_90"),
+])  # fmt: skip
 
 
 def launches(found: Trace, *phases: str) -> list[dict]:
@@ -66,12 +81,24 @@ def touching_logits(found: Trace, *phases: str) -> list[dict]:
 
 
 @every_card
-def test_training_and_validation_are_one_graph_each_and_windows_add_none(card):
+def test_a_stage_and_validation_take_one_graph_each(card):
+    """Training's has two parts, forward and backward."""
     found = two_layers(card)
     assert found.breaks == []
-    assert {stage: found.graphs[stage] for stage in ("train", "windows", "validation")} == dict(
-        train=2, windows=0, validation=1  # training's: one forward, one backward
-    )
+    graphs = {part: n for part, n in found.graphs.items() if part != "optimizers"}
+    assert graphs == {"stage 0": 2, "within stages": 0, "validation": 1}
+
+
+@pytest.mark.slow
+def test_stages_of_another_shape_take_a_graph_each_and_windows_none():
+    """The window grows within the last, whose sequences are as long and whose target is one."""
+    found = last_stage()
+    assert found.breaks == []
+    cfg = train_gpt.parse_args([])
+    shapes = {(train_gpt.sequence_length(step, cfg), len(train_gpt.target_weights(step, cfg)))
+              for step in range(cfg.num_iterations)}
+    expected = {f"stage {n}": 2 for n in range(len(shapes))} | {"within stages": 0}
+    assert len(shapes) > 1 and found.graphs == expected
 
 
 @every_compiled_card
@@ -97,12 +124,13 @@ def test_kernels_spill_no_more_than_today(card):
 # ---- logits -------------------------------------------------------------------------------------
 
 
-@every_card
-def test_logits_are_read_once_forward_and_once_backward(card):
-    """Backward, where they are read, their gradient is written: twice in FP8, as it is and
-    transposed, or once in bf16."""
-    found = two_layers(card)
-    assert found.facts["fp8"] == (host_gpu.CARDS[card].capability >= (8, 9))
+@every_trace
+def test_logits_are_read_once_forward_and_once_backward(get_trace):
+    """However many the targets. Backward, where they are read, their gradient is written: twice in
+    FP8, as it is and transposed, or once in bf16."""
+    found = get_trace()
+    assert found.facts["fp8"] == (host_gpu.CARDS[found.card].capability >= (8, 9))
+    assert found.facts["targets"] == (3 if found.facts["stage"] == 0 else 1)
     logits = found.facts["tokens"] * found.facts["padded_vocab"]
     bytes_of_a_logit = dict(forward=2, backward=2 + (1 + 1 if found.facts["fp8"] else 2))
     for phase in TRAINING:
@@ -110,9 +138,9 @@ def test_logits_are_read_once_forward_and_once_backward(card):
         assert kernel["bytes"] == pytest.approx(bytes_of_a_logit[phase] * logits, rel=1e-3)
 
 
-@every_card
-def test_no_logits_are_in_fp32_or_outside_a_compiled_kernel(card):
-    found = two_layers(card)
+@every_trace
+def test_no_logits_are_in_fp32_or_outside_a_compiled_kernel(get_trace):
+    found = get_trace()
     touching = touching_logits(found, *TRAINING, "validation")
     products = [x for x in touching if x["kind"] != "triton"]
     assert all(x["flop"] > 0 for x in products)
@@ -127,10 +155,10 @@ def test_no_logits_are_in_fp32_or_outside_a_compiled_kernel(card):
     pytest.param(4, marks=pytest.mark.cards), pytest.param(8, marks=pytest.mark.cards),
 ])  # fmt: skip
 def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
-    flags = ("--phases", "train,windows", *TWO_LAYERS)
+    flags = ("--phases", "train", *TWO_LAYERS)
     found, whole = (traced("sm_90", *flags, "--head_chunks", str(n)) for n in (head_chunks, 1))
     assert found.breaks == []
-    assert found.graphs == whole.graphs == dict(train=2, windows=0)
+    assert found.graphs == whole.graphs == {"stage 2": 2, "within stages": 0}
     assert found.facts["head_chunks"] == head_chunks
     kernels = [x["phase"] for x in touching_logits(found, *TRAINING) if x["kind"] == "triton"]
     assert kernels.count("forward") == head_chunks
@@ -146,14 +174,14 @@ def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
 
 
 def weights_model() -> train_gpt.GPT:
-    cfg = train_gpt.parse_args(list(TWO_LAYERS))
+    cfg = train_gpt.parse_args(TWO_LAYERS)
     with torch.device("meta"):
         return train_gpt.GPT(cfg)
 
 
 def test_products_are_those_that_the_weights_ask_for():
-    """6 FLOP for each weight and token, as in the formula of the script's log; and what that leaves
-    out, of the smear's gate, 4 a token but the first. The rest of it is no product."""
+    """For each token and weight 2 FLOP forward, and 4 backward, for the gradients of both; and of
+    the smear's gate, 4 a token but the first. The rest of it is no product."""
     found, model = two_layers("sm_90"), weights_model()
     products, tokens = sum(x["flop"] for x in launches(found, *TRAINING)), found.facts["tokens"]
     weights = [model.lm_head.weight, *(p for p in model.blocks.parameters() if p.ndim >= 2)]
@@ -162,13 +190,15 @@ def test_products_are_those_that_the_weights_ask_for():
 
 
 def test_state_is_weights_gradients_and_moments():
-    """Of Adam's also the sum of the gradients that it has yet to take."""
+    """Of Adam's also the sum of the gradients that it has yet to take; of Muon's also a mean square
+    of each row."""
     model, expected = weights_model(), 0
     for name, p in model.named_parameters():
-        if "embed" in name or name == "lm_head.weight":
-            expected += 5 * 2 * p.numel()
+        itemsize = 2 if re.search("embed|gate|head", name) else 4
+        if p.ndim >= 2 and name.startswith("blocks"):
+            expected += itemsize * (3 * p.numel() + p.numel() // p.size(-1))
         elif p.ndim >= 2:
-            expected += 3 * (2 if "gate" in name else 4) * p.numel()
+            expected += itemsize * 5 * p.numel()
     expected += sum(x.nbytes for x in model.buffers())
     assert two_layers("sm_90").memory["state"] == pytest.approx(expected, abs=1e4)  # the scalars
 
@@ -202,8 +232,9 @@ class Budget:
         assert found.memory["kept"] <= 1e9 * self.kept_gigabytes
 
 
-FP8_HEAD = Budget(launches=128, gigabytes=20.1, kept_gigabytes=5.5)
+FP8_HEAD = Budget(launches=144, gigabytes=11.3, kept_gigabytes=2.8)
 BF16_HEAD = Budget(launches=120, gigabytes=19.6, kept_gigabytes=5.6)
+LAST_STAGE = Budget(launches=139, gigabytes=29.0, kept_gigabytes=8.2)
 ELEVEN_LAYERS = Budget(launches=412, gigabytes=51.7, kept_gigabytes=14.8)
 
 
@@ -213,12 +244,17 @@ def test_launches_and_bytes_stay_within_todays(card):
     (FP8_HEAD if found.facts["fp8"] else BF16_HEAD).check(found)
 
 
+@pytest.mark.slow
+def test_launches_and_bytes_of_the_last_stage_stay_within_todays():
+    LAST_STAGE.check(last_stage())
+
+
 @pytest.mark.cards
 def test_the_records_eleven_layers():
     """Graphs, kernels and what a sequence takes, as of the two."""
-    found = traced("sm_90", "--phases", "train,windows,validation", "--binaries")
+    found = traced("sm_90", "--phases", "train,validation", "--binaries")
     assert found.breaks == []
-    assert found.graphs == dict(train=2, windows=0, validation=1)
+    assert found.graphs == {"stage 2": 2, "within stages": 0, "validation": 1}
     assert [x for x in found.binaries if "error" in x] == []
     limit = host_gpu.CARDS["sm_90"].shared_memory_per_block
     assert max(x["shared"] for x in found.binaries) <= limit
@@ -235,7 +271,7 @@ def made_up(**changes) -> dict:
 
 
 def price(launch: dict, binaries=()) -> tuple[str, float]:
-    facts = dict(tokens=64, padded_vocab=128, head_chunks=1, model_dim=8, block_pairs=3.0,
+    facts = dict(tokens=64, head_tokens=64, padded_vocab=128, model_dim=8, block_pairs=3.0,
                  step_tokens=512, optimizer_steps=2)
     found = Trace("sm_90", "", facts, {}, 0, [], {}, {}, [launch], {}, list(binaries))
     ((_, group, row),) = cost.price(found, cost.RATES["h100"])

@@ -16,7 +16,14 @@ import pytest
 import torch
 from conftest import REPO
 
-FOLDERS = {28: "2025-08-23_SparseAttnGate", 31: "2025-09-10_Yarn", 40: "2025-10-04_Backout"}
+FOLDERS = {
+    28: "2025-08-23_SparseAttnGate",
+    31: "2025-09-10_Yarn",
+    40: "2025-10-04_Backout",
+    43: "2025-11-10_CautiousWD",
+    50: "2025-12-18_CautiousWDAdam",
+    53: "2025-12-22_MultiTokenPrediction",
+}
 NUMBERS = list(FOLDERS)
 EOT = 256
 BLOCK = 16  # instead of the scripts' 128: as many blocks of fewer tokens
@@ -65,25 +72,28 @@ def in_float64():
 
 # Sizes
 
-STEPS, EXTENSION = 9, 3  # of a tiny run: each stage, and steps after the schedules
+EXTENSION = 3  # steps of a tiny run after the schedules
 
 
-def tiny(number, block=BLOCK, **changes):
+def tiny(number, block=BLOCK, steps=10, **changes):
     """Station and hyperparameters of a model that takes milliseconds; its pattern is the record's.
 
-    Windows of 1, 2 and 3 blocks, 4 at the end and 5 in the last validation, of sequences of 6.
+    Windows of 1, 2 and 3 blocks, 4 at the end and 5 in the last validation, of sequences of 6, or
+    of 2, 4 and 6 where batches grow. `steps` are those of the schedules, no multiple of 3.
     """
     station = oracles.STATIONS[number]
     length, clip = 6 * block, 3 * block // 2
     extension = EXTENSION if station.extension else 0
     sizes = dict(model_dim=32, head_dim=16, eot_token=EOT, momentum_warmup=4)
+    sizes |= dict(freeze_steps=min(1, station.freeze_steps))
+    lengths = tuple(length * x // station.seq_lens[-1] for x in station.seq_lens)
     own = dict(
-        num_iterations=STEPS, extension=extension, seq_lens=(length,), vocab_size=272, block=block,
+        num_iterations=steps, extension=extension, seq_lens=lengths, vocab_size=272, block=block,
         windows=(1, 2, 3, 4), final_window=5 if number >= 40 else 4, window_tokens=3 * block,
         momentum_cooldown=2, max_document=clip, val_seq_len=length, val_tokens=2 * length, **sizes,
     )  # fmt: skip
     flags = dict(
-        num_iterations=STEPS + extension, extension_steps=extension, train_seq_len=length,
+        num_iterations=steps + extension, extension_steps=extension, train_seq_len=length,
         vocab_size=EOT + 1, vocab_multiple=16, window_stages="1 2 3 4", final_window=5,
         window_tokens=3 * block, momentum_cooldown=2, val_seq_len=length, val_tokens=2 * length,
         sequences_per_forward=2, device="cpu", **sizes,
@@ -113,22 +123,33 @@ def write_shards(write_shard, folder, shards, name="train"):
     return str(folder / f"{name}_*.bin")
 
 
+def first_layer(number):
+    """The public number of the first block that is there; ours are counted from 0."""
+    return oracles.layers_of(oracles.STATIONS[number])[0] if number >= 40 else 0
+
+
 def public(number, model, of=lambda p: p.detach()):
     """Weights, or what `of` makes of each parameter, under the public names, in float64."""
     station, own = oracles.STATIONS[number], dict(model.named_parameters())
     x = {name: of(p).double().clone() for name, p in own.items()}
-    first = 1 if number >= 40 else 0  # blocks are counted from the first that is there
+    first = first_layer(number)
     layers = len(model.blocks)
     weights = {name: x[name] for name in x if "embed" in name or name == "lm_head.weight"}
     scalars = torch.tensor(oracles.initial_scalars(station)).double()
-    if of(own["skip_weights"]) is own["skip_weights"].grad:
+    if all(of(p) is p.grad for p in own.values()):
         scalars = torch.zeros_like(scalars)
     where = oracles.scalar_indices(station)
-    scalars[where["skip"][: len(x["skip_weights"])]] = x["skip_weights"]
+    skips = x["skip_lambda"][None] if number >= 50 else x["skip_weights"]
+    scalars[where["skip"][: len(skips)]] = skips
+    if number >= 53:
+        weights["x0_lambdas"] = torch.stack([x[f"blocks.{i}.x0_lambda"] for i in range(layers)])
     for i in range(layers):
         ours, theirs = f"blocks.{i}.", f"blocks.{i + first}."
-        both = torch.tensor([where["a"][i + first], where["b"][i + first]])
-        scalars[both] = x[ours + "lambdas"]
+        if number >= 53:
+            scalars[where["a"][i]] = x[ours + "x_lambda"]
+        else:
+            both = torch.tensor([where["a"][i + first], where["b"][i + first]])
+            scalars[both] = x[ours + "lambdas"]
         if ours + "attn.qkv_w" in x:
             both = torch.tensor([where["lambda0"][i + first], where["lambda1"][i + first]])
             scalars[both] = x[ours + "attn.lambdas"]
@@ -172,6 +193,19 @@ def batch_of(streams):
     return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
+def loss_of(script, model, step, pair):
+    """The summed loss of two streams in a training step."""
+    if not hasattr(script, "target_weights"):
+        return model(*batch_of(pair))
+    return model(*batch_of(pair), script.target_weights(step, model.cfg))
+
+
+def lengths_of(station, count=None):
+    """Tokens of each stream of the steps of a run, or of so many of its first ones."""
+    steps = range(oracles.total_steps(station) if count is None else count)
+    return [oracles.seq_len(station, step) for step in steps]
+
+
 def set_window(script, model, step):
     """What the training loop does before a step."""
     if hasattr(model, "set_window"):
@@ -186,12 +220,13 @@ def set_window(script, model, step):
 def test_the_record_preset_is_the_published_configuration(number):
     station, cfg = oracles.STATIONS[number], record(number)
     assert cfg.num_iterations == oracles.total_steps(station)
-    step_tokens = cfg.sequences_per_step * cfg.train_seq_len
-    assert step_tokens * cfg.num_iterations == oracles.total_tokens(station)
-    first = 1 if number >= 40 else 0
+    if len(station.seq_lens) == 1:
+        step_tokens = cfg.sequences_per_step * cfg.train_seq_len
+        assert step_tokens * cfg.num_iterations == oracles.total_tokens(station)
+    first = first_layer(number)
     expected = dict(
         sequences_per_step=8,
-        train_seq_len=station.seq_lens[0],
+        train_seq_len=station.seq_lens[-1],
         val_seq_len=station.val_seq_len,
         val_tokens=station.val_tokens,
         val_every=station.val_every,
@@ -220,8 +255,16 @@ def test_the_record_preset_is_the_published_configuration(number):
             momentum_cooldown=station.momentum_cooldown,
             adam_every=2,
         )
+    if number >= 43:
+        expected |= dict(muon_decay=station.muon_decay)
+    if number >= 50:
+        expected |= dict(skip_layer=station.skips[0][1], adam_decay=station.adam_decay)
+    if number >= 53:
+        expected |= dict(freeze_steps=station.freeze_steps, embed_std=station.embed_std)
     assert {name: getattr(cfg, name) for name in expected} == expected
-    rates = dict(embed_lr="embed", head_lr="lm_head", scalar_lr="scalars")
+    rates = dict(embed_lr="value_embeds", head_lr="lm_head", scalar_lr="scalars")
+    if number >= 53:
+        rates |= dict(smear_lr="smear_gate")
     for field, name in rates.items():
         multiplier = oracles.ADAM_MULTIPLIERS[number][name]
         assert getattr(cfg, field) == pytest.approx(station.adam_lr * multiplier)
@@ -238,7 +281,7 @@ def test_parameters_begin_as_the_published_ones(number, script):
     assert {k: tuple(v.shape) for k, v in found.items()} == oracles.parameter_shapes(station)
     for name, p in found.items():
         if name == "scalars":
-            assert p.tolist() == oracles.initial_scalars(station)
+            assert p.float().equal(torch.tensor(oracles.initial_scalars(station)))
             continue
         kind, size = oracles.initial_distribution(station, name)
         parts = oracles.matrices(name, p)
@@ -264,8 +307,32 @@ def test_schedules_are_the_published_ones_at_every_step(number):
             oracles.rate_factor(station, step), rel=1e-12), step  # fmt: skip
         assert script.muon_momentum(step, cfg) == pytest.approx(
             oracles.muon_momentum(station, step), rel=1e-12), step  # fmt: skip
+        if len(station.seq_lens) > 1:
+            assert script.sequence_length(step, cfg) == oracles.seq_len(station, step), step
+        if number >= 53:
+            with in_float64():
+                found = script.target_weights(step, cfg).tolist()
+            assert found == pytest.approx(oracles.target_weights(station, step), rel=1e-12), step
+            assert (script.stage(step, cfg) < 2) == oracles.tied(station, step), step
     for step in range(cfg.num_iterations + 1):
         assert script.window_blocks(step, cfg) == oracles.long_window(station, step), step
+
+
+def test_scalars_rest_at_the_beginning_of_each_stage_of_the_published_run():
+    """Every step of #53: where a gradient of one moves them, and by how many steps' sum."""
+    script, station, cfg = load(53), oracles.STATIONS[53], record(53)
+    p = torch.nn.Parameter(torch.zeros(1))
+    optimizer = script.Adam("scalars", [p], 1.0, cfg, script.Ranks(record(53)))
+    pending = 0
+    for step in range(cfg.num_iterations):
+        before = p.item()
+        optimizer.grads.fill_(1.0)
+        optimizer.update(step, 1)
+        frozen = oracles.scalars_frozen(station, step)
+        moves = oracles.adam_steps(station, step) and not frozen
+        assert (p.item() != before) == moves, step
+        pending = 0 if frozen or moves else pending + 1
+        assert optimizer.state["sum"].item() == pending, step
 
 
 @pytest.mark.parametrize("number", [n for n in NUMBERS if n >= 31])
@@ -294,16 +361,17 @@ def test_sequence_k_of_a_step_is_that_of_the_published_rank_k(
     shards = random_shards(3, size=9_000, seed=number)
     pattern = write_shards(write_shard, tmp_path, shards)
     cfg = dataclasses.replace(cfg, train_files=pattern)
-    expected = list(oracles.streams_of(station, shards, [6 * BLOCK] * 40))
+    lengths = lengths_of(station, 40) if number >= 40 else [6 * BLOCK] * 40
+    expected = list(oracles.streams_of(station, shards, lengths))
     assert len(expected) > 12
     loaders = [script.TokenLoader(cfg, r, ranks, torch.device("cpu")) for r in range(ranks)]
     for step, streams in enumerate(expected):
-        batches = [batch for loader in loaders for batch in loader.next_step(6 * BLOCK)]
+        batches = [batch for loader in loaders for batch in loader.next_step(lengths[step])]
         for k, ((inputs, targets), stream) in enumerate(zip(batches, streams, strict=True)):
             assert inputs[0].tolist() == stream.inputs.tolist(), (step, k)
             assert targets[0].tolist() == stream.targets.tolist(), (step, k)
             begins = (inputs[0] == EOT).nonzero().flatten().tolist()
-            assert begins == [b for b in stream.boundaries[:-1] if b < 6 * BLOCK and (
+            assert begins == [b for b in stream.boundaries[:-1] if b < lengths[step] and (
                 b or inputs[0, 0] == EOT)], (step, k)  # fmt: skip
 
 
@@ -348,21 +416,26 @@ def test_loss_and_gradients_are_the_published_ones(number, step):
     if step not in steps_to_try(number):
         pytest.skip("the record has no such step")
     with in_float64():
-        station, script, cfg, model = make(number)
+        station, script, cfg, model = make(number, head_chunks=3 if step == 4 else 1)
         streams = next(iter(oracles.streams_of(station, random_shards(1, 8_000), [6 * BLOCK])))[:4]
+        if not oracles.tied(station, step):
+            model.embed.weight.data += 0.01  # what was one matrix no longer is
         weights = public(number, model)
         expected = oracles.gradients(station, weights, streams, step)
         loss = sum(oracles.training_loss(station, weights, s, step) for s in streams).item()
         set_window(script, model, step)
         found = 0.0
         for pair in (streams[:2], streams[2:]):
-            pair_loss = model(*batch_of(pair))
+            pair_loss = loss_of(script, model, step, pair)
             pair_loss.backward()
             found += pair_loss.item()
         assert found == pytest.approx(loss, rel=1e-12)
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         grads = public(number, model, of=lambda p: p.grad)
+        if oracles.tied(station, step):
+            grads["lm_head.weight"] += grads["embed.weight"]
+            grads["embed.weight"].zero_()
         for name, grad in expected.items():
             grad = torch.zeros_like(weights[name]) if grad is None else grad
             error = (grads[name] / 4 - grad).norm()
@@ -383,29 +456,35 @@ def test_validation_is_the_published_one(number, chunks):
             assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_whole_run_takes_the_published_steps(number):
-    """Every step of a run: windows, batches, rates, both optimizers, and what each remembers."""
+@pytest.mark.parametrize(("number", "steps"), [*((n, 10) for n in NUMBERS), (53, 11)])
+def test_a_whole_run_takes_the_published_steps(number, steps):
+    """Every step of a run: windows, batches, rates, both optimizers, and what each remembers.
+
+    Of 10 steps the embedding leaves the head at an odd one, of 11 at an even one.
+    """
     with in_float64():
-        station, script, cfg, model = make(number)
+        station, script, cfg, model = make(number, steps=steps)
         optimizers = script.build_optimizers(model, cfg, script.Ranks(cfg))
         for optimizer in optimizers:
             optimizer.dtype = torch.float64
         weights = public(number, model)
         state = oracles.optimizer_state(station, weights)
-        lengths = [oracles.seq_len(station, s) for s in range(oracles.total_steps(station))]
-        batches = oracles.streams_of(station, random_shards(3, 8_000), lengths)
+        batches = oracles.streams_of(station, random_shards(3, 8_000), lengths_of(station))
         for step, streams in enumerate(batches):
             oracles.training_step(station, weights, state, streams[:2], step)
             set_window(script, model, step)
-            model(*batch_of(streams[:2])).backward()
+            loss_of(script, model, step, streams[:2]).backward()
             script.step_optimizers(optimizers, step, 2)
             for name, found in public(number, model).items():
+                if name == "embed.weight" and oracles.tied(station, step + 1):
+                    weights[name].copy_(weights["lm_head.weight"])  # what it is to begin with
                 error = (found - weights[name]).norm()
                 assert error <= EXACT * weights[name].norm(), f"step {step}: {name}"
         assert step == oracles.total_steps(station) - 1
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [28, 40, 53])  # whose loops differ; a minute each
 def test_a_run_by_the_script_ends_at_the_loss_of_the_oracle(
     number, tmp_path, write_shard, run_script, final_values
 ):
@@ -425,8 +504,8 @@ def test_a_run_by_the_script_ends_at_the_loss_of_the_oracle(
     model.init_weights(torch.Generator().manual_seed(cfg.seed))
     weights = public(number, model)
     state = oracles.optimizer_state(station, weights)
-    lengths = [oracles.seq_len(station, s) for s in range(oracles.total_steps(station))]
-    for step, streams in enumerate(oracles.streams_of(station, shards, lengths)):
+    batches = oracles.streams_of(station, shards, lengths_of(station))
+    for step, streams in enumerate(batches):
         oracles.training_step(station, weights, state, streams, step)
     tokens = np.fromfile(tmp_path / "val_000.bin", "<u2")[512:]
     streams = oracles.validation_streams(station, tokens)

@@ -192,10 +192,11 @@ def test_a_stride_deals_the_sequences_of_a_shard_each_once(tiny_shards, world_si
 # Documents in sequences: the rules of the public records, one token at a time
 
 
-def aligned_steps(shards, sequences, length):
+def aligned_steps(shards, sequences, lengths):
     """Each sequence begins with the first document that begins `length` tokens or more after the
     beginning of the one before. A step needs its last sequence's successor to begin in the shard,
-    and twice its tokens left in it."""
+    and twice its tokens left in it. Each step has the next of the lengths."""
+    length = next(lengths)
     while True:
         for tokens in shards:
             position = 0
@@ -212,11 +213,14 @@ def aligned_steps(shards, sequences, length):
                     break
                 position = start
                 yield np.array(rows)
+                length = next(lengths)
 
 
-def packed_steps(shards, sequences, length, most):
+def packed_steps(shards, sequences, lengths, most):
     """Sequences are filled by the first `most` tokens of each document in turn; the rest of one
-    that is cut is never used. What the shard's end leaves unfilled is dropped with its step."""
+    that is cut is never used. What the shard's end leaves unfilled is dropped with its step. Each
+    step has the next of the lengths."""
+    length = next(lengths)
     while True:
         for tokens in shards:
             documents = []
@@ -233,7 +237,7 @@ def packed_steps(shards, sequences, length, most):
                     row = []
                 if len(rows) == sequences:
                     yield np.array(rows)
-                    rows = []
+                    rows, length = [], next(lengths)
 
 
 CUTS = {
@@ -266,7 +270,7 @@ def test_documents_are_cut_as_a_loop_over_tokens_does(documents_in_shards, cut, 
     (pattern, shards), (changes, oracle) = documents_in_shards, CUTS[cut]
     said = []
     loaders = make_loaders(make_cfg(pattern, **changes), world_size, said)
-    for expected in itertools.islice(oracle(shards, 8, 128), 30):
+    for expected in itertools.islice(oracle(shards, 8, itertools.repeat(128)), 30):
         inputs, targets = joined_rows(loaders, 128)
         np.testing.assert_array_equal(inputs, expected[:, :-1])
         np.testing.assert_array_equal(targets, expected[:, 1:])
@@ -307,6 +311,25 @@ def test_documents_go_on_from_any_state(documents_in_shards, cut, ranks_before, 
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("ranks_before", "ranks_after"), [(1, 2), (2, 1)])
+def test_sequences_grow_while_a_run_goes_on(documents_in_shards, cut, ranks_before, ranks_after):
+    """Each step is also taken by other ranks, from the place of the one before."""
+    (pattern, shards), (changes, oracle) = documents_in_shards, CUTS[cut]
+    cfg = make_cfg(pattern, sequences_per_step=2, train_seq_len=384, **changes)
+    before, after = make_loaders(cfg, ranks_before), make_loaders(cfg, ranks_after)
+    lengths = [*[128] * 5, *[256] * 9, *[384] * 30]  # twice through the data
+    steps = oracle(shards, 2, itertools.chain(lengths, [384]))
+    for length, expected in zip(lengths, steps, strict=False):
+        for loader in after:
+            loader.seek(*before[0].place)
+        for loaders in (before, after):
+            inputs, targets = joined_rows(loaders, length)
+            np.testing.assert_array_equal(inputs, expected[:, :-1])
+            np.testing.assert_array_equal(targets, expected[:, 1:])
+    assert before[0].place[0] > 5, "the second time through the five shards"
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data(), cut=st.sampled_from(["aligned", "packed", "packed whole"]))
 def test_any_documents_give_the_same_stream(data, cut, tmp_path_factory, write_shard):
@@ -328,7 +351,7 @@ def test_any_documents_give_the_same_stream(data, cut, tmp_path_factory, write_s
         with pytest.raises(UserError, match="no shard has documents"):
             loaders[0].next_step(128)
         return
-    for expected in itertools.islice(oracle(shards, 2, 128), 8):
+    for expected in itertools.islice(oracle(shards, 2, itertools.repeat(128)), 8):
         np.testing.assert_array_equal(joined_rows(loaders, 128)[0], expected[:, :-1])
 
 
@@ -347,7 +370,7 @@ def one_epoch(oracle, shards):
     once = Once(shards)
     once.begun = False
     with contextlib.suppress(Ended):
-        yield from oracle(once, 2, 128)
+        yield from oracle(once, 2, itertools.repeat(128))
 
 
 @pytest.mark.parametrize("cut", CUTS)

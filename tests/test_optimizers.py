@@ -1,6 +1,7 @@
 """Muon and Adam against torch.optim and float64, and how parameters lie in their flat buffers."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -28,14 +29,24 @@ FLAT = dataclasses.replace(  # rates and momentum that do not change, as torch.o
     val_seq_len=128,
     attention_pattern="LS.L",
     value_embed_pattern="01.0",
+    skip_layer=0,
     cooldown_frac=0.0,
     momentum_start=0.95,
     momentum_cooldown=0,
+    muon_decay=0.0,
+    adam_decay=0.0,
     device="cpu",
 )
+FACTORS = {"qkv_w": 2, "attn.c_proj.weight": 2, "mlp.c_fc": 2, "mlp.c_proj": 4}  # of Muon's rate
 BAND = (0.85, 1.15)  # singular values of the result, for those of the input from 1/500 up
 SHAPES = {"wide": (32, 128), "tall": (128, 32), "square": (64, 64)}
 FP32 = {"rtol": 1e-4, "atol": 1e-6}  # some hundred fp32 operations in different orders
+
+
+@pytest.fixture(autouse=True)
+def last_third(monkeypatch):
+    """Embedding and head are apart, and no scalar rests; test_lineage.py has all stages."""
+    monkeypatch.setattr(train_gpt, "stage", lambda step, cfg: 2)
 
 
 def make_model(cfg=FLAT, seed=0):
@@ -76,6 +87,17 @@ def polar(G):
     for a, b, c in POLAR_EXPRESS:
         values = a * values + b * values**3 + c * values**5
     return left @ torch.diag(values) @ right
+
+
+def normuon(update, squares):
+    """An update with rows made even at its old norm, by the means of their squares so far: [x]."""
+    squares[0] = 0.95 * squares[0] + 0.05 * update.square().mean(1, keepdim=True)
+    even = update / squares[0].sqrt()
+    return even * update.norm() / even.norm()
+
+
+def factor(name):
+    return next((x for ending, x in FACTORS.items() if name.partition("[")[0].endswith(ending)), 1)
 
 
 def train_steps(model, optimizers, num_steps, divisor=1, first=0):
@@ -134,22 +156,26 @@ def test_a_zero_gradient_gives_a_zero_update():
 
 
 def matrices(state):
-    """Each matrix of the blocks and of the smear on its own, stacks taken apart."""
+    """Each matrix of the blocks on its own, stacks taken apart."""
     for name, x in state.items():
-        if name.startswith(("blocks.", "smear_gate")) and x.ndim >= 2:
+        if name.startswith("blocks.") and x.ndim >= 2:
             for index, matrix in enumerate(x.reshape(-1, *x.shape[-2:])):
                 yield f"{name}[{index}]", matrix
 
 
 def test_muon_agrees_with_torch_optim_muon_over_steps(monkeypatch):
-    """torch's own has other coefficients and rounds to bf16: the polar factor is that of above."""
-    theirs = torch.optim._muon
-    monkeypatch.setattr(theirs, "_zeropower_via_newtonschulz", lambda G, *_: polar(G).float())
+    """torch's own has other coefficients and rounds to bf16, and leaves rows as they are: what it
+    orthogonalises with is replaced. It also has a longer step for a tall matrix."""
     model = make_model()
     oracle = {name: nn.Parameter(x.clone()) for name, x in matrices(model.state_dict())}
-    theirs = torch.optim.Muon(
-        oracle.values(), lr=FLAT.muon_lr, weight_decay=0, momentum=0.95, adjust_lr_fn="original"
-    )
+    squares, order = {name: [0.0] for name in oracle}, itertools.cycle(oracle)
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz",
+                        lambda G, *_: normuon(polar(G), squares[next(order)]).float())  # fmt: skip
+    groups = [
+        {"params": [p], "lr": FLAT.muon_lr * factor(name) / max(1, len(p) / p.size(1)) ** 0.5}
+        for name, p in oracle.items()
+    ]
+    theirs = torch.optim.Muon(groups, weight_decay=0, momentum=0.95, adjust_lr_fn="original")
     optimizers = make_optimizers(model)
     for step in range(5):
         grads = random_grads(model, step)
@@ -160,26 +186,46 @@ def test_muon_agrees_with_torch_optim_muon_over_steps(monkeypatch):
         theirs.step()
         step_optimizers(optimizers, step, 1)
         for name, x in matrices(model.state_dict()):
-            torch.testing.assert_close(x, oracle[name].detach(), rtol=0, atol=2e-5, msg=name)
+            torch.testing.assert_close(x, oracle[name].detach(), rtol=0, atol=4e-5, msg=name)
 
 
-def test_muon_step_is_the_learning_rate_in_spectral_norm_of_a_square_matrix():
-    model = make_model()
-    before = dict(matrices({k: v.clone() for k, v in model.state_dict().items()}))
-    train_steps(model, make_optimizers(model), 1)
-    for name, x in matrices(model.state_dict()):
-        norm = torch.linalg.matrix_norm(x - before[name], 2).item() / FLAT.muon_lr
-        assert BAND[0] < norm < BAND[1], name
-
-
-def test_a_tall_matrix_has_a_longer_step():
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_first_step_has_even_rows_and_the_norm_of_muons(shape):
     generator = torch.Generator().manual_seed(0)
-    for rows, factor in ((64, 2), (16, 1), (4, 1)):
-        weight, mean = torch.zeros(1, rows, 16), torch.zeros(1, rows, 16)
-        grad = torch.randn(1, rows, 16, generator=generator)
-        train_gpt.muon_update(weight, grad, mean, 0.1, 0.95, torch.float32)
-        expected = -0.1 * factor * polar((1 - 0.95**2) * grad[0])
-        torch.testing.assert_close(weight[0].double(), expected, rtol=0, atol=2e-5)
+    weight, mean, square = (
+        torch.zeros(2, *shape),
+        torch.zeros(2, *shape),
+        torch.zeros(2, shape[0], 1),
+    )
+    grad = torch.randn(2, *shape, generator=generator) * torch.rand(
+        2, shape[0], 1, generator=generator
+    )
+    factors = torch.tensor([1.0, 3.0])[:, None, None]
+    train_gpt.muon_update(weight, grad, mean, square, factors, 0.1, 0.95, 1.2, torch.float32)
+    for step, g, times in zip(weight, grad, (1, 3), strict=True):
+        norm = 0.1 * times * polar((1 - 0.95**2) * g).norm().item()
+        assert step.norm().item() == pytest.approx(norm, rel=1e-4)
+        rows = step.norm(dim=1)
+        torch.testing.assert_close(rows, rows.mean().expand_as(rows), rtol=1e-3, atol=0)
+
+
+def test_weights_that_a_step_of_muon_shrinks_decay_by_the_square_of_the_rate():
+    generator = torch.Generator().manual_seed(0)
+    weight, grad = torch.randn(2, 3, 32, 64, generator=generator).unbind()
+    mean, square, factors = (
+        torch.zeros(3, 32, 64),
+        torch.zeros(3, 32, 1),
+        torch.full((3, 1, 1), 2.0),
+    )
+    plain, before = weight.clone(), weight.clone()
+    for x, decay in ((plain, 0.0), (weight, 1.2)):
+        train_gpt.muon_update(
+            x, grad, mean.clone(), square.clone(), factors, 0.1, 0.95, decay, torch.float32
+        )
+    shrunk = (before - plain) * before >= 0
+    assert 0.3 < shrunk.float().mean() < 0.7
+    expected = plain - torch.where(shrunk, 2 * 0.1**2 * 1.2 * before, 0)
+    torch.testing.assert_close(weight, expected, **FP32)
 
 
 @pytest.mark.parametrize("name", ["blocks.0.mlp.c_fc", "blocks.1.attn.attn_gate.weight"])
@@ -198,14 +244,14 @@ def test_muon_momentum_and_rates_follow_the_schedules(name):
     model = make_model(cfg)
     optimizers = make_optimizers(model, cfg)
     weight = model.get_parameter(name).detach().double()
-    mean = torch.zeros_like(weight)
+    mean, squares = torch.zeros_like(weight), [0.0]
     for step in range(10):
         grad = random_grads(model, step)[name].double()
-        momentum = 0.85 + 0.1 * (min(step, 5) / 6 if step < 8 else (10 - step) / 3)
-        left = 1 - min(0.9999, step / 8)
-        rate = 0.1 * min(1, 0.1 + 0.9 * left / 0.4)
+        momentum = 0.85 + 0.1 * (min(step, 6) / 6 if step < 8 else (10 - step) / 3)
+        left = 1 - min(1, step / 8)
+        rate = factor(name) * 0.1 * min(1, 0.1 + 0.9 * left / 0.4)
         mean = momentum * mean + (1 - momentum) * grad
-        weight -= rate * polar(momentum * mean + (1 - momentum) * grad)
+        weight -= rate * normuon(polar(momentum * mean + (1 - momentum) * grad), squares)
         for key, value in random_grads(model, step).items():
             model.get_parameter(key).grad.copy_(value)
         step_optimizers(optimizers, step, 1)
@@ -226,16 +272,23 @@ def adam_parameters(model):
 def published_rate(name, p):
     if p.ndim < 2:
         return 0.04
-    return 0.008 if "lm_head" in name else 0.6
+    if name == "smear_gate.weight":
+        return 8e-5
+    return 0.6 if name.startswith("value_embeds") else 0.008
+
+
+def published_betas(name, p):
+    return (0.9, 0.99) if p.ndim < 2 and "x0" not in name else (0.65, 0.95)
 
 
 def test_adam_agrees_with_torch_optim_adam_over_steps():
     model = make_model()
-    oracle = {
-        name: nn.Parameter(p.detach().clone()) for name, p in adam_parameters(model).items()
-    }
-    groups = [{"params": [p], "lr": published_rate(name, p)} for name, p in oracle.items()]
-    theirs = torch.optim.Adam(groups, betas=(0.65, 0.95))
+    oracle = {name: nn.Parameter(p.detach().clone()) for name, p in adam_parameters(model).items()}
+    groups = [
+        {"params": [p], "lr": published_rate(name, p), "betas": published_betas(name, p)}
+        for name, p in oracle.items()
+    ]
+    theirs = torch.optim.Adam(groups)
     optimizers = make_optimizers(model)
     for step in range(12):
         for name, grad in random_grads(model, step).items():
@@ -244,7 +297,7 @@ def test_adam_agrees_with_torch_optim_adam_over_steps():
                 oracle[name].grad = grad + (oracle[name].grad if step % 2 else 0)
         if step % 2:  # by the sum of two steps' gradients
             for group in theirs.param_groups:  # torch's is corrected for the step, ours is not
-                group["eps"] = 1e-8 / (1 - 0.95 ** ((step + 1) / 2)) ** 0.5
+                group["eps"] = 1e-8 / (1 - group["betas"][1] ** ((step + 1) / 2)) ** 0.5
             theirs.step()
         step_optimizers(optimizers, step, 1)
         for name, p in adam_parameters(model).items():
@@ -273,7 +326,8 @@ def test_adam_takes_the_sum_of_the_gradients_since_its_last_step(adam_every):
         for name, p in adam_parameters(model).items():
             assert torch.equal(p, once.get_parameter(name)), name
             assert steps or torch.equal(p, before[name]), name
-        assert not torch.equal(model.smear_gate.weight, before["smear_gate.weight"]), "by Muon"
+        name = "blocks.0.attn.qkv_w"
+        assert not torch.equal(model.get_parameter(name), before[name]), "by Muon"
 
 
 def test_adam_on_bf16_weights_computes_in_fp32_and_rounds_once():
@@ -283,10 +337,12 @@ def test_adam_on_bf16_weights_computes_in_fp32_and_rounds_once():
     m = 0.65 * mean.double() + 0.35 * grad.double()
     v = 0.95 * square.double() + 0.05 * grad.double() ** 2
     rate = 0.6 * (1 - 0.95**4) ** 0.5 / (1 - 0.65**4)
-    expected = weight.double() - rate * m / (v.sqrt() + 1e-8)
+    change = rate * m / (v.sqrt() + 1e-8)
+    shrunk = change * weight.double() > 0
+    expected = weight.double() - change - torch.where(shrunk, 0.6**2 * 0.3 * weight.double(), 0)
     step = torch.tensor(3.0)
     train_gpt.adam_update(
-        weight, grad, mean, square, step, torch.tensor(0.6), 0.65, 0.95, 1e-8
+        weight, grad, mean, square, step, torch.tensor(0.6), 0.65, 0.95, 1e-8, 0.3
     )
     assert step == 4
     for found, exact in ((weight, expected), (mean, m), (square, v)):
@@ -311,7 +367,7 @@ def test_every_parameter_belongs_to_one_optimizer_with_the_published_rate():
     for name, p in model.named_parameters():
         (owner,) = owners[name]
         if name not in adam_parameters(model):
-            assert type(owner) is Muon and owner.base_lr == 0.06
+            assert type(owner) is Muon and owner.base_lr == 0.023
         else:
             assert type(owner) is Adam and owner.base_lr == published_rate(name, p)
     assert sum(o.numel for o in optimizers) == sum(p.numel() for p in model.parameters())
@@ -375,7 +431,7 @@ def test_state_goes_through_full_state_and_back():
     saved = [o.full_state() for o in optimizers]
     assert all(len(full["mean"]) == o.numel for o, full in zip(optimizers, saved, strict=True))
     waiting = [full["sum"] for full in saved if "sum" in full]
-    assert len(waiting) == 3 and all(x.any() for x in waiting), "Adam's sum between its steps"
+    assert len(waiting) == 6 and all(x.any() for x in waiting), "Adam's sum between its steps"
     other = make_model()
     other.load_state_dict(model.state_dict())
     others = make_optimizers(other)

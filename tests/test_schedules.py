@@ -6,13 +6,22 @@ from fractions import Fraction
 
 import pytest
 
-import train_gpt
-from train_gpt import PRESETS, Hyperparameters, lr_scale, muon_momentum, window_blocks, yarn
+from train_gpt import (
+    PRESETS,
+    Hyperparameters,
+    lr_scale,
+    muon_momentum,
+    sequence_length,
+    stage,
+    target_weights,
+    window_blocks,
+    yarn,
+)
 
 RECORD = Hyperparameters(**PRESETS["record"])
 POCKET = Hyperparameters(**PRESETS["pocket"])
-# The steps at which the published run's long window grows, and to how many blocks (record #40).
-PUBLISHED_GROWTH = {0: 3, 764: 7, 1528: 11, 2330: 13}
+# The steps at which the published run's long window grows, and to how many blocks (record #53).
+PUBLISHED_GROWTH = {0: 3, 627: 7, 1254: 11, 1880: 13}
 ROUNDING = 1e-12  # a few float64 operations
 
 
@@ -21,33 +30,78 @@ def scheduled(cfg):
     return max(1, cfg.num_iterations - cfg.extension_steps)
 
 
+def third(step, cfg):
+    """0, 1 or 2, the third of the schedules that a step is in, and 3 after them."""
+    return min(3, math.floor(3 * Fraction(step, scheduled(cfg))))
+
+
+@pytest.mark.parametrize("extension_steps", [0, 1, 40])
+@pytest.mark.parametrize("num_iterations", [1, 9, 41, 200, 1770])
+def test_stages_are_thirds_of_the_schedules_and_what_follows(num_iterations, extension_steps):
+    cfg = replace(RECORD, num_iterations=num_iterations, extension_steps=extension_steps)
+    for step in range(num_iterations + 1):
+        assert stage(step, cfg) == third(step, cfg)
+        assert window_blocks(step, cfg) == (3, 7, 11, 13)[third(step, cfg)]
+    assert window_blocks(num_iterations, cfg) == 13
+
+
 @pytest.mark.parametrize(
     "cfg", [RECORD, POCKET, replace(RECORD, num_iterations=7, extension_steps=2)]
 )
-def test_rate_is_stable_then_falls_linearly_and_stays(cfg):
-    """It stays a ten thousandth of the way above the floor, as the published one."""
-    floor = Fraction(str(cfg.final_lr_frac))
+def test_rate_has_a_peak_a_stage_falls_linearly_and_stays(cfg):
+    floor, peaks = Fraction(str(cfg.final_lr_frac)), [int(x) for x in cfg.lr_stages.split()]
     for step in range(cfg.num_iterations + 1):
-        progress = min(Fraction(9999, 10_000), Fraction(step, scheduled(cfg)))
+        progress = min(Fraction(1), Fraction(step, scheduled(cfg)))
         in_cooldown = min(Fraction(1), (1 - progress) / Fraction(str(cfg.cooldown_frac)))
-        exact = floor + in_cooldown * (1 - floor)
+        peak = Fraction(peaks[min(third(step, cfg), len(peaks) - 1)], 100)
+        exact = in_cooldown * peak + (1 - in_cooldown) * floor
         assert lr_scale(step, cfg) == pytest.approx(float(exact), rel=ROUNDING)
     assert lr_scale(0, cfg) == 1
     at_the_end = {lr_scale(step, cfg) for step in range(scheduled(cfg), cfg.num_iterations + 1)}
-    assert len(at_the_end) == 1 and max(at_the_end) == pytest.approx(0.1, rel=3e-3)
+    assert at_the_end == {0.1}
 
 
-def test_rate_falls_over_the_last_forty_five_hundredths():
-    cfg = replace(RECORD, num_iterations=1040)
-    assert [lr_scale(step, cfg) for step in (0, 300, 549)] == [1, 1, 1]
-    assert lr_scale(551, cfg) < 1
-    assert lr_scale(775, cfg) == pytest.approx(0.55, rel=ROUNDING)
-    assert lr_scale(1000, cfg) == lr_scale(1039, cfg) == pytest.approx(0.1002, rel=ROUNDING)
+def test_rate_falls_over_the_last_fifty_five_hundredths():
+    cfg = replace(RECORD, num_iterations=1040, lr_stages="100")
+    assert [lr_scale(step, cfg) for step in (0, 300, 449)] == [1, 1, 1]
+    assert lr_scale(451, cfg) < 1
+    assert lr_scale(725, cfg) == pytest.approx(0.55, rel=ROUNDING)
+    assert lr_scale(1000, cfg) == lr_scale(1039, cfg) == pytest.approx(0.1, rel=ROUNDING)
 
 
-def test_rate_without_cooldown_is_constant():
+def test_rate_without_cooldown_is_the_stages():
     cfg = replace(RECORD, cooldown_frac=0)
-    assert {lr_scale(step, cfg) for step in range(RECORD.num_iterations)} == {1}
+    expected = {0: 1, 626: 1, 627: 1.52, 1253: 1.52, 1254: 1.73, 1919: 1.73}
+    assert {step: lr_scale(step, cfg) for step in expected} == expected
+
+
+def test_sequences_grow_at_the_published_steps():
+    expected = {0: 16384, 626: 16384, 627: 32768, 1253: 32768, 1254: 49152, 1919: 49152}
+    assert {step: sequence_length(step, RECORD) for step in expected} == expected
+    assert {sequence_length(step, POCKET) for step in range(240)} == {POCKET.train_seq_len}
+
+
+@pytest.mark.parametrize("stages", ["1", "3 2 1", "1 7 3", "5 5 5 9"])
+def test_sequences_are_whole_blocks_and_never_longer_than_the_longest(stages):
+    cfg = replace(RECORD, length_stages=stages, train_seq_len=1280)
+    lengths = [sequence_length(step, cfg) for step in range(cfg.num_iterations + 1)]
+    parts = [int(x) for x in stages.split()]
+    for step, length in enumerate(lengths):
+        part = parts[min(third(step, cfg), len(parts) - 1)]
+        assert length % 128 == 0 and 0 <= length - 1280 * part / max(parts) < 128
+    assert max(lengths) == 1280
+
+
+@pytest.mark.parametrize("targets_ahead", [1, 2, 3])
+def test_weights_of_further_targets_fade_out_one_in_each_third(targets_ahead):
+    cfg = replace(RECORD, targets_ahead=targets_ahead)
+    for step in range(cfg.num_iterations):
+        thirds = 3 * Fraction(step, scheduled(cfg))
+        left = [
+            min(Fraction(1), targets_ahead - k - thirds) / 2**k for k in range(1, targets_ahead)
+        ]
+        exact = [1.0, *(float(x) for x in left if x > 0)]
+        assert target_weights(step, cfg).tolist() == pytest.approx(exact, rel=1e-6)
 
 
 def test_window_grows_at_the_published_steps():
@@ -55,18 +109,6 @@ def test_window_grows_at_the_published_steps():
     growth = {step: windows[step] for step in range(1, len(windows))
               if windows[step] != windows[step - 1]}  # fmt: skip
     assert {0: windows[0]} | growth == PUBLISHED_GROWTH
-
-
-@pytest.mark.parametrize("extension_steps", [0, 1, 40])
-@pytest.mark.parametrize("num_iterations", [1, 9, 41, 200, 1770])
-def test_window_has_a_stage_for_each_third_and_one_for_the_last_validation(
-    num_iterations, extension_steps
-):
-    cfg = replace(RECORD, num_iterations=num_iterations, extension_steps=extension_steps)
-    for step in range(num_iterations):
-        thirds = 3 * Fraction(step, max(1, num_iterations - extension_steps + 1))
-        assert window_blocks(step, cfg) == (3, 7, 11)[min(2, math.floor(thirds))]
-    assert window_blocks(num_iterations, cfg) == 13
 
 
 @pytest.mark.parametrize("extension_steps", [0, 1, 240, 300])
@@ -84,7 +126,7 @@ def test_frequencies_follow_the_window_and_the_first_do_not():
     assert first.tolist() == pytest.approx([1024 ** (-j / 31) for j in range(32)], rel=1e-6)
     assert scale == 0.1
     before, turns = first, 128 * 3 * first / (2 * math.pi)
-    after, _ = yarn(764, RECORD)
+    after, _ = yarn(627, RECORD)
     assert (turns > 32).any() and (turns < 1).any()
     assert after[turns > 32].equal(before[turns > 32])
     slowed = after[turns < 1] * 7
@@ -109,10 +151,9 @@ def test_windows_of_one_size_change_neither_frequencies_nor_scale():
 
 
 def test_momentum_rises_linearly_stays_and_falls():
-    """It stays a step short of its end, as the published one, and falls from the end."""
     start, end, steps = Fraction("0.85"), Fraction("0.95"), RECORD.num_iterations
     for step in range(steps):
-        frac = Fraction(min(step, 299), 300)
+        frac = Fraction(min(step, 300), 300)
         if step > steps - 50:
             frac = Fraction(steps - step, 50)
         exact = start + frac * (end - start)
@@ -121,14 +162,14 @@ def test_momentum_rises_linearly_stays_and_falls():
 
 def test_momentum_without_warmup_is_constant_until_it_falls():
     cfg = replace(RECORD, momentum_warmup=0)
-    assert {muon_momentum(step, cfg) for step in range(2281)} == {0.95}
-    assert muon_momentum(2281, cfg) < 0.95
+    assert {muon_momentum(step, cfg) for step in range(1871)} == {0.95}
+    assert muon_momentum(1871, cfg) < 0.95
     cfg = replace(cfg, momentum_cooldown=0)
-    assert {muon_momentum(step, cfg) for step in range(2330)} == {0.95}
+    assert {muon_momentum(step, cfg) for step in range(1920)} == {0.95}
 
 
 def test_schedules_depend_on_the_step_alone():
-    schedules = (train_gpt.lr_scale, train_gpt.window_blocks, train_gpt.muon_momentum)
+    schedules = (lr_scale, window_blocks, sequence_length, muon_momentum)
     steps = range(0, RECORD.num_iterations, 59)
     upward = [schedule(step, RECORD) for step in steps for schedule in schedules]
     downward = [schedule(step, RECORD) for step in reversed(steps) for schedule in schedules[::-1]]

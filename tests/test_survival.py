@@ -34,11 +34,12 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["test_survival"])
 
 MODEL = [*"""--preset pocket --model_dim 32 --head_dim 16 --attention_pattern LSL
-    --value_embed_pattern 0.0 --backout_layer 1 --sequences_per_step 4 --train_seq_len 128
+    --value_embed_pattern 0.0 --backout_layer 1 --sequences_per_step 4 --train_seq_len 256
     --sequences_per_forward 2 --val_tokens 1000 --val_seq_len 256 --val_every 2 --warmup_steps 1
-    --momentum_warmup 5 --final_window 2""".split(), "--window_stages", "1 2 2 2"]
-STEPS = 9
-SHARDS = [2100, 1600]  # tokens: four steps, three steps, then the second epoch
+    --momentum_warmup 5 --final_window 2 --freeze_steps 1""".split(), "--window_stages", "1 2 2 2",
+    "--length_stages", "1 2", "--lr_stages", "80 100"]
+STEPS, STAGES = 9, 4  # which begin at steps 0, 2, 4 and 5; at 4 the embedding leaves the head
+SHARDS = [2100, 1600]  # tokens: two short steps and a long one, a long one, then the second epoch
 # gloo sums in another order than one process does.
 RANKS_RTOL = 1e-5
 
@@ -210,11 +211,26 @@ def killed(step):
 # Resume
 
 
-@pytest.mark.parametrize("first, second", [(2, 3), (4, 5), (7, 8)])
-def test_resumed_run_is_the_same_to_the_bit(start_in, whole, tmp_path, first, second):
-    """From within a shard, from the end of one, of the last one, and from the middle of an epoch.
+def test_the_whole_run_has_what_there_is_to_go_on_from(whole):
+    """Steps of both lengths, gradients that Adam has not taken yet, a head that is the embedding
+    until step 4, and scalars that rest where a stage begins."""
+    states = {step: whole.state(step) for step in range(1, STEPS + 1)}
+    assert [states[step]["loader"] for step in (1, 2, 3)] == [(0, 512), (0, 1024), (0, 2048)]
+    for step, state in states.items():
+        model, optimizers = state["model"], state["optimizers"]
+        assert bool(optimizers["head"]["sum"].any()) == (step % 2 == 1)
+        assert bool(optimizers["scalars"]["sum"].any()) == (step in (1, 7, 9))
+        # An update at step 5 is the first after the two are apart.
+        assert torch.equal(model["embed.weight"], model["lm_head.weight"]) == (step <= 5)
 
-    The loader does not begin again, and the first step has its own learning rate.
+
+@pytest.mark.parametrize("first, second", [(1, 2), (3, 4), (5, 6), (7, 8)])
+def test_resumed_run_is_the_same_to_the_bit(start_in, whole, tmp_path, first, second):
+    """From within a shard, from the end of one, of the last one, and from the middle of an epoch;
+    from the beginning of each stage, from before it and after.
+
+    The loader does not begin again, the first step has its own learning rate, its batch and its
+    targets, and Adam takes the gradients that it was given before.
     """
     runs = {}
     for step in (first, second):  # side by side
@@ -409,21 +425,32 @@ def test_killed_twenty_times(start, start_in, tmp_path_factory):
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signal_saves_at_the_step_boundary(start, whole, number):
+@pytest.mark.parametrize("number, step", [
+    (signal.SIGTERM, 5), (signal.SIGINT, 4), (signal.SIGHUP, 2)])
+def test_signal_saves_at_the_step_boundary(start, whole, number, step):
+    """At which a stage begins; at step 4 the embedding leaves the head."""
     args = ("--save_every", 100, "--resume", "auto")
-    run = start(*args, fault=partial(at_step, 4, 0, partial(send_self, [number])))
+    run = start(*args, fault=partial(at_step, step - 1, 0, partial(send_self, [number])))
     assert run.wait() == [128 + number], run.err()
     assert run.err() == ""
-    assert run.saved() == [5]
+    assert run.saved() == [step]
     assert run.log().splitlines()[-1] == (
-        f"stopped at step:5 by {number.name}; to go on: --run_id x --resume auto")
+        f"stopped at step:{step} by {number.name}; to go on: --run_id x --resume auto")
     run = start(*args)
     assert run.wait() == [0], run.err()
-    assert run.losses() == whole.losses()[5:]
+    assert run.losses() == whole.losses()[step:]
     assert_same_state(run.state(), whole.state())
-    assert "resumed at step:5 from logs/x/step-000005.pt" in run.log().splitlines()
-    assert "redone" not in run.log()
+    path = f"logs/x/step-{step:06d}.pt"
+    assert f"resumed at step:{step} from {path}" in run.log().splitlines()
+    assert not re.search("train_loss:.* redone:1", run.log()), "no step is taken twice"
+
+
+def test_signal_in_the_last_step_lets_the_run_end(start, whole):
+    fault = partial(at_step, STEPS - 1, 0, partial(send_self, [signal.SIGTERM]))
+    run = start("--save_every", 100, fault=fault)
+    assert run.wait() == [0], run.err()
+    assert run.saved() == [STEPS] and "stopped" not in run.log()
+    assert_same_state(run.state(), whole.state())
 
 
 def test_second_signal_ends_at_once(start):
@@ -506,7 +533,7 @@ def test_non_finite_number_on_one_rank_stops_all(start, value, which, what):
     assert "step 5" in line and re.search(f"non-finite {what} on rank 1", line)
     for rank in (0, 1):
         updates = (run.cwd / f"updates-{rank}").read_text()
-        assert updates == "6", "one of the warm-up and those of steps 0 to 4"
+        assert updates == str(STAGES + 5), "one of each warm-up and those of steps 0 to 4"
     assert run.saved() == [2, 4]
     assert run.state(4)["step"] == 4
 
@@ -611,7 +638,7 @@ def test_data_that_vanish(start, data, write_shard, tmp_path, nproc):
                 fault=partial(at_step, 1, 0, partial(vanish, third)))
     assert all(code > 0 for code in run.wait())
     assert "train_2.bin" in one_line(run.err())
-    assert run.saved() == [4, 6]
+    assert run.saved() == [2, 4]
 
 
 # torchrun

@@ -22,6 +22,8 @@ from train_gpt import PRESETS, Hyperparameters, main, parse_args, warm_up
 
 STEPS, STEP_TOKENS, VOCAB_PADDED = 6, 512, 384
 VAL_STEPS = [0, 3, 6]
+STAGE_STARTS = [0, 2, 4, 5]  # thirds of 5 steps, then the extension
+GROWING = dict(train_seq_len=256, length_stages="1 2")  # from step 2 on
 FLAGS = {
     "preset": "pocket",
     "device": "cpu",
@@ -34,6 +36,7 @@ FLAGS = {
     "window_stages": "1 2 2 2",  # from step 2 on, two blocks
     "final_window": 2,
     "extension_steps": 1,
+    "freeze_steps": 1,
     "sequences_per_step": 4,
     "train_seq_len": 128,
     "sequences_per_forward": 2,
@@ -125,8 +128,11 @@ def test_the_same_seed_gives_the_same_losses_to_the_bit(run):
 
 def test_losses_begin_at_the_log_of_the_padded_vocabulary_and_fall(run):
     result = run(num_iterations=8, val_every=0)  # more learn the noise by heart
-    assert result.losses[0] == pytest.approx(math.log(VOCAB_PADDED), rel=1e-6)
-    assert result.losses[-1] < result.losses[0] - 0.3
+    # The next token, half of the second and a quarter of the third, of those that a sequence has;
+    # the head begins as small numbers.
+    targets = 1 + 0.5 * 127 / 128 + 0.25 * 126 / 128
+    assert result.losses[0] == pytest.approx(math.log(VOCAB_PADDED) * targets, rel=2e-3)
+    assert result.losses[-1] < math.log(VOCAB_PADDED) - 0.3, "of the next token alone"
     assert float(result.values["val_loss"]) < math.log(VOCAB_PADDED)
 
 
@@ -149,21 +155,47 @@ def in_float64(monkeypatch):
 
 @pytest.mark.usefixtures("in_float64")
 def test_sequences_run_at_once_or_accumulated_have_the_same_losses(run):
-    whole, parts = run(sequences_per_forward=4), run(sequences_per_forward=1, run_id="y")
+    whole = run(sequences_per_forward=4, **GROWING)
+    parts = run(sequences_per_forward=1, run_id="y", **GROWING)
     assert len(whole.losses) == STEPS and whole.losses != parts.losses
     np.testing.assert_allclose(parts.losses, whole.losses, rtol=1e-10)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_warm_up_leaves_no_trace_in_a_run(run, steps):
-    without, warmed = run(warmup_steps=0), run(warmup_steps=steps, run_id="y")
+    without = run(warmup_steps=0, **GROWING)
+    warmed = run(warmup_steps=steps, run_id="y", **GROWING)
     assert without.losses == warmed.losses
     assert without.values["val_loss"] == warmed.values["val_loss"]
     assert all(torch.equal(x, weights(warmed)[name]) for name, x in weights(without).items())
 
 
-def test_warm_up_puts_everything_back(data_flags):
-    cfg = parse_args(to_argv(FLAGS | data_flags | {"warmup_steps": 3}))
+def noting(forward, lengths):
+    """`forward` of a model, which notes the lengths of the sequences that it is trained on."""
+
+    def of_length(inputs, targets, weights=None):
+        if weights is not None:
+            lengths.add(inputs.size(1))
+        return forward(inputs, targets, weights)
+
+    return of_length
+
+
+def test_each_stage_is_warmed_up_before_the_first_step(run, monkeypatch):
+    """The steps from its beginning on, so that what is compiled is what it runs."""
+    called = []
+    step_optimizers = train_gpt.step_optimizers
+    monkeypatch.setattr(train_gpt, "step_optimizers", lambda optimizers, step, divisor: (
+        called.append(step), step_optimizers(optimizers, step, divisor)))  # fmt: skip
+    run(warmup_steps=2)
+    warmed, trained = called[:-STEPS], called[-STEPS:]
+    assert sorted(warmed) == sorted([*STAGE_STARTS, *(step + 1 for step in STAGE_STARTS)])
+    assert trained == list(range(STEPS))
+
+
+@pytest.mark.parametrize("first", STAGE_STARTS)
+def test_warm_up_puts_everything_back(data_flags, first):
+    cfg = parse_args(to_argv(FLAGS | data_flags | GROWING | {"warmup_steps": 3}))
     ranks = train_gpt.Ranks(cfg)
     model = train_gpt.GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(0))
@@ -179,14 +211,17 @@ def test_warm_up_puts_everything_back(data_flags):
         state += [x.clone() for o in optimizers for x in (o.weights, o.grads, *o.state.values())]
         return [*state, torch.get_rng_state(), torch.tensor(loader.place)]
 
-    before, stepped = everything(), []
+    before, stepped, lengths = everything(), [], set()
     with pytest.MonkeyPatch.context() as patch:
         step = train_gpt.step_optimizers
         patch.setattr(
             train_gpt, "step_optimizers", lambda *args: (step(*args), stepped.append(everything()))
         )
-        warm_up(model, optimizers, loader.per_forward, cfg, optimizers[0].ranks)
-    assert len(stepped) == 3 and not torch.equal(stepped[-1][0], before[0]), "it does run steps"
+        patch.setattr(model, "forward", noting(model.forward, lengths))
+        warm_up(model, optimizers, loader.per_forward, first, cfg, optimizers[0].ranks)
+    assert lengths == {128 if first == 0 else 256}, "those of the stage's sequences"
+    head = list(model.state_dict()).index("lm_head.weight")
+    assert len(stepped) == 3 and not torch.equal(stepped[-1][head], before[head]), "it runs steps"
     assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
     assert model.training
 
@@ -225,7 +260,7 @@ def test_the_log_has_a_line_for_each_step_and_validation(run):
     for step in range(STEPS + 1):
         expected += [(step, "train")] * (step > 0) + [(step, "val")] * (step in VAL_STEPS)
     assert [(int(step), kind) for step, kind, *_ in found] == expected
-    assert found[0][2] == f"{math.log(VOCAB_PADDED):.4f}"
+    assert float(found[0][2]) == pytest.approx(math.log(VOCAB_PADDED), abs=0.01)
     times = [int(ms) for *_, ms, _ in found]
     assert times == sorted(times)
     for step, *_, ms, average in found[1:]:
@@ -364,29 +399,46 @@ def test_more_steps_of_a_finished_run_do_ask_for_its_data(run, finished):
 # The training loss
 
 
-def step_tokens(paths, step):
-    """The step's 4 sequences, as they follow one another in the shards, over and over."""
-    steps = []
-    for path in paths:
-        tokens = train_gpt.read_shard(path, 257).astype(np.int64)
-        steps += [tokens[i : i + 513] for i in range(0, len(tokens) - 512, 512)]
-    return torch.from_numpy(steps[step % len(steps)])
+def steps_of(paths, lengths):
+    """Each step's 4 sequences of its length, as they follow one another in a shard's whole steps
+    of that length, from the shards over and over: (4, length + 1)."""
+    shards = [train_gpt.read_shard(path, 257).astype(np.int64) for path in paths]
+    index, position = 0, 0
+    for length in lengths:
+        while True:
+            tokens = shards[index % len(shards)]
+            while position % length:
+                position += 1
+            if position + 4 * length <= (len(tokens) - 1) // (4 * length) * 4 * length:
+                break
+            index, position = index + 1, 0
+        starts = range(position, position + 4 * length, length)
+        yield torch.from_numpy(np.stack([tokens[i : i + length + 1] for i in starts]))
+        position += 4 * length
 
 
 @torch.no_grad()
-def mean_loss(model, tokens):
-    """By the model's logits, in float64, each of the sequences alone."""
+def mean_loss(model, sequences, weights):
+    """By the model's logits, in float64, each of the sequences alone, each target by its weight."""
     total = 0.0
-    for start in range(0, len(tokens) - 1, 128):
-        part = tokens[start : start + 129]
-        logits = model.logits(model.hidden(part[None, :-1]))[0].double()
-        total += torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum").item()
-    return total / (len(tokens) - 1)
+    for tokens in sequences:
+        logits = model.logits(model.hidden(tokens[None, :-1]))[0].double().log_softmax(-1)
+        for ahead, weight in enumerate(weights, start=1):
+            for i in range(len(tokens) - ahead):
+                total -= weight * logits[i, tokens[i + ahead]].item()
+    return total / sequences[:, 1:].numel()
 
 
-def test_each_steps_line_has_the_loss_of_its_tokens(run, data_flags, monkeypatch):
-    """As computed from the weights before the step's update."""
+@pytest.mark.parametrize("flags", [{}, GROWING], ids=["even", "growing"])
+def test_each_steps_line_has_the_loss_of_its_tokens(run, data_flags, monkeypatch, flags):
+    """As computed from the weights before the step's update.
+
+    The second and third of the tokens after each lose their part in the loss over the last and the
+    first of thirds of 5 steps.
+    """
     expected, build = [], train_gpt.build
+    lengths = [128 if flags == {} or step < 2 else 256 for step in range(STEPS)]
+    steps = list(steps_of(train_gpt.find_shards(data_flags["train_files"]), lengths))
 
     def noted(cfg, ranks):
         model, optimizers = build(cfg, ranks)
@@ -394,8 +446,9 @@ def test_each_steps_line_has_the_loss_of_its_tokens(run, data_flags, monkeypatch
 
         def checked(self, step, loss, grads):
             model.eval()
-            tokens = step_tokens(train_gpt.find_shards(data_flags["train_files"]), step)
-            expected.append(mean_loss(model, tokens))
+            thirds = step / (5 / 3)
+            second, third = (0.5 * min(1, 2 - thirds), 0.25 * min(1, 1 - thirds))
+            expected.append(mean_loss(model, steps[step], [1, max(0, second), max(0, third)]))
             model.train()
             check(self, step, loss, grads)
 
@@ -403,11 +456,12 @@ def test_each_steps_line_has_the_loss_of_its_tokens(run, data_flags, monkeypatch
         return model, optimizers
 
     monkeypatch.setattr(train_gpt, "build", noted)
-    result = run()
+    result = run(**flags)
     logged = re.findall(r"^step:(\d+)/6 train_loss:(\S+) ", result.log, re.M)
     assert [int(step) for step, _ in logged] == list(range(1, STEPS + 1))
     assert [float(loss) for _, loss in logged] == pytest.approx(expected, abs=6e-5)
     assert max(expected) - min(expected) > 0.05
+    assert result.values["tokens"] == str(4 * sum(lengths))
 
 
 # Memory

@@ -26,8 +26,23 @@ RECORD = train_gpt.Hyperparameters(**train_gpt.PRESETS["record"])
 TINY = dataclasses.replace(
     RECORD,
     vocab_size=257, eot_token=256, model_dim=32, head_dim=16, attention_pattern="LS.",
-    value_embed_pattern="0.1", backout_layer=1, train_seq_len=256, val_seq_len=256,
+    value_embed_pattern="0.1", skip_layer=0, backout_layer=1, train_seq_len=256, val_seq_len=256,
 )
+# Steps of the record, and the optimizers at rest in each beside Muon's: the embedding is the head
+# until step 1254, Adam steps at odd ones, and scalars rest as the stages from 627 and 1254 begin.
+ADAM = {"embed", "head", "value embeds", "smear gate", "x0 lambdas", "scalars"}
+TIED, UNTIED = 1, 1295  # all others step
+STEPS = {
+    0: ADAM,
+    TIED: {"embed"},
+    627: {"embed", "scalars"},
+    1252: ADAM,
+    1253: {"embed"},
+    1254: ADAM,
+    1255: {"scalars"},
+    UNTIED: set(),
+    1919: {"scalars"},
+}
 # Everything in torch.distributed that sends tensors, and which argument it sends.
 COLLECTIVES = dict(
     all_reduce=0, broadcast=0, reduce=0, send=0, isend=0, all_gather=1, gather=0, scatter=0,
@@ -105,38 +120,39 @@ def make_model(cfg):
 
 def padded_bytes(cfg, model, world_size):
     """By arithmetic alone: bytes of each kind of parameter, padded to whole units on each rank."""
-    matrices, gates = {}, {}
-    embed = scalars = 0
+    names = {"lm_head": "head", "value_embeds": "value embeds", "smear_gate": "smear gate"}
+    matrices, gates, elements = {}, {}, dict.fromkeys(ADAM, 0)
     for name, param in model.named_parameters():
-        if name == "lm_head.weight":
-            continue
-        if "embed" in name:
-            embed += param.numel()
-        elif param.ndim >= 2:
+        if name.startswith("blocks.") and param.ndim >= 2:
             stack = param.numel() // param.shape[-2:].numel()
             shapes = gates if "gate" in name else matrices
             shapes[param.shape[-2:]] = shapes.get(param.shape[-2:], 0) + stack
+        elif "x0_lambda" in name:
+            elements["x0 lambdas"] += param.numel()
+        elif "lambda" in name:
+            elements["scalars"] += param.numel()
         else:
-            scalars += param.numel()
+            kind = name.partition(".")[0]
+            elements[names.get(kind, kind)] += param.numel()
 
     def up(count):
         return -(-count // world_size) * world_size
 
-    head = model.lm_head.weight.numel()
     muon = sum(4 * up(count) * shape.numel() for shape, count in matrices.items())
     muon += sum(2 * up(count) * shape.numel() for shape, count in gates.items())
-    return dict(muon=muon, embed=2 * up(embed), head=2 * up(head), scalars=4 * up(scalars))
+    sizes = {kind: 4 if kind in ("x0 lambdas", "scalars") else 2 for kind in ADAM}
+    return dict(muon=muon) | {kind: sizes[kind] * up(elements[kind]) for kind in ADAM}
 
 
 # ---- bytes on the wire ------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_a_step_reduces_gradients_once_and_gathers_parameters_once(
     one_of, monkeypatch, world_size, step
 ):
-    """Adam, which steps at every second one, leaves nothing to gather at the first."""
+    """What rests leaves nothing to gather; the head takes the embedding's gradients along."""
     ranks = one_of(world_size, rank=world_size - 1)
     model = make_model(TINY)
     optimizers = train_gpt.build_optimizers(model, TINY, ranks)
@@ -146,14 +162,16 @@ def test_a_step_reduces_gradients_once_and_gathers_parameters_once(
     news, wire.calls = wire.calls, []
     train_gpt.step_optimizers(optimizers, step, world_size)
 
-    expected = padded_bytes(TINY, model, world_size)
-    gathered = sum(expected.values()) if step else expected["muon"]
-    assert wire.bytes("reduce_scatter_tensor") == sum(expected.values())
+    expected, resting = padded_bytes(TINY, model, world_size), STEPS[step]
+    reduced = expected.keys() - ({"embed"} if step < 1254 else set())
+    gathered = sum(expected[kind] for kind in expected.keys() - resting)
+    assert wire.bytes("reduce_scatter_tensor") == sum(expected[kind] for kind in reduced)
     assert wire.bytes("all_gather_into_tensor") == gathered / world_size  # this rank's share
     names = [name for name, *_ in wire.calls]
-    assert names.count("reduce_scatter_tensor") == len(optimizers)
-    assert names.count("all_gather_into_tensor") == len(optimizers) - (0 if step else 3)
-    assert len(names) == 2 * len(optimizers) - (0 if step else 3)
+    reduces, gathers = len(optimizers) - (step < 1254), len(optimizers) - len(resting)
+    assert names.count("reduce_scatter_tensor") == reduces
+    assert names.count("all_gather_into_tensor") == gathers
+    assert len(names) == reduces + gathers
     # Each rank hands out one row: loss, each buffer of gradients, a signal, all in fp32.
     assert news == [("all_gather_into_tensor", len(optimizers) + 2, 4 * (len(optimizers) + 2))]
 
@@ -163,12 +181,14 @@ def quiet_health(monkeypatch, ranks, optimizers):
     return train_gpt.Health(ranks, ["loss", *(o.name for o in optimizers)])
 
 
+@pytest.mark.parametrize(("step", "tables"), [(TIED, 4), (UNTIED, 5)], ids=["tied", "untied"])
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_the_records_bytes_on_the_wire(one_of, monkeypatch, world_size):
+def test_the_records_bytes_on_the_wire(one_of, monkeypatch, world_size, step, tables):
     """The record's shapes as fake tensors, which have sizes and no data.
 
     Published: 40 attention matrices of 768x768, 22 MLP matrices of 768x3072, 10 gates of 6x12 and
-    one of 1x12, 4 tables and a head of 50304x768, and 22 + 20 + 5 + 2 scalars.
+    one of 1x12, 3 tables of values and a head of 50304x768, which is the embedding until it is a
+    table of its own; of lambdas 11 of x, 11 of x0, 20 of weights and 3 of skip, smear and backout.
     """
     ranks = one_of(world_size)
     done = types.SimpleNamespace(wait=lambda: None)
@@ -179,15 +199,18 @@ def test_the_records_bytes_on_the_wire(one_of, monkeypatch, world_size):
         optimizers = train_gpt.build_optimizers(model, RECORD, ranks)
         wire = Wire(monkeypatch)
         monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: None)
-        train_gpt.step_optimizers(optimizers, 1, world_size)
-    muon, gates = (40 * 768 + 22 * 3072) * 768, (10 * 6 + 1) * 12
-    tables, scalars = 5 * 50304 * 768, 22 + 20 + 5 + 2
-    least = 4 * (muon + scalars) + 2 * (gates + tables) if world_size > 1 else 0
+        train_gpt.step_optimizers(optimizers, step, world_size)
+    matrices, gates, lambdas = (40 * 768 + 22 * 3072) * 768, (10 * 6 + 1) * 12, 11 + 11 + 20 + 3
+    least = 4 * (matrices + lambdas) + 2 * (gates + tables * 50304 * 768) if world_size > 1 else 0
     reduced = wire.bytes("reduce_scatter_tensor")
-    assert reduced == (sum(padded_bytes(RECORD, model, world_size).values()) if least else 0)
+    sent = padded_bytes(RECORD, model, world_size)
+    if step == TIED:
+        sent.pop("embed")
+    assert reduced == (sum(sent.values()) if least else 0)
     assert wire.bytes("all_gather_into_tensor") == reduced / world_size
-    # Padding to whole matrices a rank costs at most two of the MLP's and 6 + 7 gates.
-    most = 4 * 2 * 768 * 3072 + 2 * (6 * 6 + 7) * 12 + 4 * 7
+    # Padding to whole matrices a rank costs at most two of the MLP's and 6 gates, to whole entries
+    # 7 of the gate that smears and 7 of both kinds of lambdas.
+    most = 4 * 2 * 768 * 3072 + 2 * (6 * 6 * 12 + 7) + 4 * 2 * 7
     assert least <= reduced <= least + most
 
 
@@ -217,7 +240,8 @@ def test_collectives_get_buffers_that_live_as_long_as_the_optimizer(one_of, monk
     assert all(map(lives, wire.tensors)), "a temporary tensor was sent"
 
 
-def test_every_collective_has_ended_when_the_step_has(one_of, monkeypatch):
+@pytest.mark.parametrize("step", [TIED, UNTIED])
+def test_every_collective_has_ended_when_the_step_has(one_of, monkeypatch, step):
     ranks = one_of(2)
     optimizers = train_gpt.build_optimizers(make_model(TINY), TINY, ranks)
     wire = Wire(monkeypatch)
@@ -225,12 +249,13 @@ def test_every_collective_has_ended_when_the_step_has(one_of, monkeypatch):
     monkeypatch.setattr(
         Work, "__init__", lambda self, work: (kept.append(self), wrapped(self, work))[1]
     )
-    train_gpt.step_optimizers(optimizers, 1, 2)
-    assert len(kept) == len(wire.works) == 2 * len(optimizers)
+    train_gpt.step_optimizers(optimizers, step, 2)
+    assert len(kept) == len(wire.works) == 2 * (len(optimizers) - (step == TIED))
     assert all(work.waits for work in kept)
 
 
-def test_an_update_takes_the_gradient_that_arrived(one_of, monkeypatch):
+@pytest.mark.parametrize("step", [TIED, UNTIED])
+def test_an_update_takes_the_gradient_that_arrived(one_of, monkeypatch, step):
     """The network delivers when it is waited for; what is there before is no number."""
     ranks = one_of(2)
     model = make_model(TINY)
@@ -244,7 +269,7 @@ def test_an_update_takes_the_gradient_that_arrived(one_of, monkeypatch):
     monkeypatch.setattr(dist, "reduce_scatter_tensor", late)
     for optimizer in optimizers:
         optimizer.grads.normal_(generator=torch.Generator().manual_seed(0))
-    train_gpt.step_optimizers(optimizers, 1, 2)
+    train_gpt.step_optimizers(optimizers, step, 2)
     assert all(o.weights.isfinite().all() for o in optimizers)
 
 

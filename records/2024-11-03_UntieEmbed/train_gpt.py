@@ -103,13 +103,13 @@ PRESETS = {"record": {}, "pocket": dict(preset="pocket",
     vocab_size=257, eot_token=256, vocab_multiple=16, num_iterations=240, sequences_per_step=16,
     sequences_per_forward=16, train_seq_len=128, sequence_stride=1_000_003, val_seq_len=128,
     val_tokens=262_144, val_every=0, warmup_steps=1, target_loss=1.64, model_dim=64, head_dim=16,
-    rope_base=32, cooldown_frac=0.7, muon_momentum=0.85, num_layers=2, embed_lr=0.5, head_lr=0.03,
-    muon_lr=0.08)}
+    rope_base=32, cooldown_frac=0.7, muon_momentum=0.85, num_layers=2,
+    embed_lr=0.5, head_lr=0.03, muon_lr=0.08)}
 PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/lab_train_*.bin",
     val_files="data/lab/lab_val_*.bin", num_iterations=190, sequences_per_step=8,
     sequences_per_forward=4, train_seq_len=1024, target_loss=1.3, head_dim=32, rope_base=1024,
-    cooldown_frac=0.6, muon_momentum=0.95, val_seq_len=1024, num_layers=6, embed_lr=0.6,
-    head_lr=0.04, muon_lr=0.04)
+    cooldown_frac=0.6, muon_momentum=0.95, val_seq_len=1024, num_layers=6,
+    embed_lr=0.6, head_lr=0.04, muon_lr=0.04)
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
     """The flags given, on top of the preset named or else of a checkpoint's saved values."""

@@ -1,18 +1,22 @@
 """A script's step and validation at full size, compiled for a card and counted, without data.
 
     python tests/host_gpu/trace.py OUT.json [--card sm_90] [--script FILE] [--phases train,…]
-        [--binaries] [--ranks 8] [--FLAG_OF_THE_SCRIPT VALUE …]
+        [--stage 0] [--binaries] [--ranks 8] [--FLAG_OF_THE_SCRIPT VALUE …]
 
 All tensors are fake, so that 48K tokens cost nothing. Dynamo, AOTAutograd and Inductor make the
 graphs and the kernels. The wrapper code that Inductor generates then runs, but what it would launch
-is noted, not launched. With --binaries, Triton and ptxas make each kernel's machine code. OUT.json
-is what `Trace` describes; `trace` runs this for the tests, `cost.py` makes times of it.
+is noted, not launched. With --binaries, Triton and ptxas make each kernel's machine code. Of a run
+in stages, which differ in their sequences' length or number of targets, the last is noted, or that
+of --stage. OUT.json is what `Trace` describes; `trace` runs this for the tests, `cost.py` makes
+times of it.
 """
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -31,14 +35,15 @@ REPO = Path(__file__).resolve().parent.parent.parent
 class Trace:
     """What a script does on one GPU of a card. Sizes in bytes.
 
-    facts: what the script chose: fp8, head_chunks, kernel_options; tokens of a forward pass,
-        sequences and forward passes of a step, padded_vocab, num_iterations, steps of the
-        optimizers until all of them have stepped; and block_pairs, visited by attention in a
-        forward pass, all layers together, the mean over a run.
-    graphs: how many Inductor compiled, by stage: train (forward and backward), windows (all that
-        follow the first), validation, optimizers, optimizers of N ranks.
+    facts: what the script chose: fp8, head_chunks, kernel_options; padded_vocab, model_dim,
+        optimizer_steps, until all optimizers have stepped; stages, the number of steps in each;
+        stage, the one that was noted, and of it: targets of a token, tokens of a forward pass,
+        head_tokens of a piece of the head, step_tokens, and block_pairs, visited by attention in a
+        forward pass, all layers together, the mean over the stage.
+    graphs: how many Inductor compiled, by part: stage N (forward and backward of its first step),
+        within stages (all steps that follow), validation, optimizers, optimizers of N ranks.
     frames, breaks: how many Dynamo captured in all, and the reasons of its graph breaks.
-    cpu_seconds: of compiling, before Triton, by stage.
+    cpu_seconds: of compiling, before Triton, by part.
     memory: state (weights, their gradients, the optimizers'), kept (from the forward for the
         backward pass, and no state), and peak by phase, the state included.
     launches: in order, each a dict of phase (forward, backward, validation, optimizers, optimizers
@@ -99,6 +104,14 @@ def cached_trace(card: str, *arguments: str, script) -> Trace:
 
 def load(path: Path) -> Trace:
     return Trace(**json.loads(path.read_text()))
+
+
+def two_layers_of(script) -> list[str]:
+    """The flags that leave a script two layers, one of each window."""
+    values = dict(attention_pattern="LS", value_embed_pattern="0.", mlp_pattern="MM",
+                  skip_layer="0", backout_layer="0")  # fmt: skip
+    source = Path(script).read_text()
+    return [x for k, v in values.items() if f"\n    {k}: " in source for x in (f"--{k}", v)]
 
 
 # ---- What is noted --------------------------------------------------------------------------
@@ -339,7 +352,7 @@ def bfloat16(module):
 class Tracer:
     """A script on fake tensors: each part runs once to be compiled, and once to be noted."""
 
-    def __init__(self, path: str, flags: list[str]):
+    def __init__(self, path: str, flags: list[str], stage: int):
         import torch
 
         self.notes, self.graphs, self.cpu_seconds, self.memory = Notes(), {}, {}, {}
@@ -350,16 +363,18 @@ class Tracer:
         spec.loader.exec_module(self.script)
         cfg = self.script.parse_args(flags)
         self.cfg = cfg[-1] if isinstance(cfg, tuple) else cfg  # before August 2026: with the preset
+        self.stages = stages(self.script, self.cfg)
+        self.stage = stage % len(self.stages)
         self.device = torch.device("cuda", 0)
         self.recorder = make_recorder(self.notes)
 
-    def staged(self, stage: str, function):
+    def compiled(self, part: str, function):
         """Run it for what it compiles."""
         before, start = self.notes.modules, time.process_time()
         result = function()
         spent = time.process_time() - start
-        self.cpu_seconds[stage] = self.cpu_seconds.get(stage, 0) + spent
-        self.graphs[stage] = self.graphs.get(stage, 0) + self.notes.modules - before
+        self.cpu_seconds[part] = self.cpu_seconds.get(part, 0) + spent
+        self.graphs[part] = self.graphs.get(part, 0) + self.notes.modules - before
         return result
 
     def noted(self, phase: str, function):
@@ -395,24 +410,33 @@ class Tracer:
             if isinstance(x, torch.Tensor):
                 self.notes.allocated(x)
 
-    def train(self, grow: bool) -> None:
-        """Forward and backward; and, as the window grows, under each one of a run."""
-        model, cfg = self.model, self.cfg
-        inputs, targets = self.batch(cfg.sequences_per_forward, cfg.train_seq_len)
+    def forward(self, step: int):
+        """The loss of a forward pass of that step."""
+        script, cfg = self.script, self.cfg
+        batch = self.batch(cfg.sequences_per_forward, length_of(script, cfg, step))
+        if hasattr(script, "target_weights"):
+            return self.model(*batch, script.target_weights(step, cfg, self.device))
+        return self.model(*batch)
 
-        def forward():
-            return model(inputs, targets)
-
-        self.staged("train", self.staged("train", forward).backward)
-        for step in stages(self.script, cfg)[1:] if grow else []:
-            set_window(self.script, model, step)
-            self.staged("windows", lambda: forward().backward())
+    def train(self, whole: bool) -> None:
+        """Forward and backward, also where the window is another: of the stage, or of all."""
+        for number, steps in enumerate(self.stages):
+            if not whole and number != self.stage:
+                continue
+            part = f"stage {number}"
+            for step in changes_of_window(self.script, self.cfg, steps):
+                set_window(self.script, self.model, step)
+                loss = self.compiled(part, functools.partial(self.forward, step))
+                self.compiled(part, loss.backward)
+                part = "within stages"
+            del loss
         state = self.notes.live_bytes()
-        loss = self.noted("forward", forward)
+        loss = self.noted("forward", lambda: self.forward(self.stages[self.stage][0]))
         self.memory |= dict(state=state, kept=self.notes.live_bytes() - state)
         self.noted("backward", loss.backward)
 
     def validate(self) -> None:
+        """After some step, and after the last one, which has a window of its own."""
         import torch
 
         cfg = self.cfg
@@ -420,46 +444,78 @@ class Tracer:
         pair = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
         self.model.eval()
         with torch.no_grad():
-            for act in self.staged, self.noted:
+            for act in self.compiled, self.compiled, self.noted:
                 act("validation", lambda: self.model(*pair))
+                set_window(self.script, self.model, cfg.num_iterations)
         self.model.train()
 
     def update(self, world_size: int) -> None:
-        """Step the optimizers as one rank of so many does, until each has stepped."""
+        """Step the optimizers as one rank of so many does, amid the stage, until each has."""
         phase, optimizers = "optimizers", self.optimizers
         if world_size > 1:
             phase, self.script.dist = f"optimizers of {world_size} ranks", Wire(self.notes)
             optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks(world_size))
 
-        def steps():
-            for step in range(getattr(self.cfg, "adam_every", 1)):
+        every, steps = getattr(self.cfg, "adam_every", 1), self.stages[self.stage]
+        first = steps[len(steps) // 2] // every * every
+
+        def steps_until_all():
+            for step in range(first, first + every):
                 self.script.step_optimizers(optimizers, step, 1)
 
-        for act in self.staged, self.noted:
-            act(phase, steps)
+        for act in self.compiled, self.noted:
+            act(phase, steps_until_all)
 
     def facts(self) -> dict:
-        model, cfg = self.model, self.cfg
+        model, cfg, steps = self.model, self.cfg, self.stages[self.stage]
+        length = length_of(self.script, cfg, steps[0])
+        pieces = cfg.sequences_per_forward * cfg.train_seq_len // model.head_chunks
         return dict(
             head_chunks=model.head_chunks,
             kernel_options=getattr(model, "kernel_options", None),
             fp8=bool(getattr(model.lm_head, "fp8_scales", None)),
             padded_vocab=len(model.lm_head.weight),
-            tokens=cfg.sequences_per_forward * cfg.train_seq_len,
-            step_tokens=cfg.sequences_per_step * cfg.train_seq_len,
             model_dim=cfg.model_dim,
-            num_iterations=cfg.num_iterations,
             optimizer_steps=getattr(cfg, "adam_every", 1),
-            block_pairs=block_pairs(self.script, cfg),
+            stages=[len(each) for each in self.stages],
+            stage=self.stage,
+            targets=targets_of(self.script, cfg, steps[0]),
+            tokens=cfg.sequences_per_forward * length,
+            head_tokens=min(pieces, cfg.sequences_per_forward * length),
+            step_tokens=cfg.sequences_per_step * length,
+            block_pairs=block_pairs(self.script, cfg, steps),
         )
 
 
-def stages(script, cfg) -> list[int]:
-    """Steps of a run, the one after its last included, from which on its window is another."""
-    if not hasattr(script, "window_blocks"):
-        return []
-    windows = [script.window_blocks(step, cfg) for step in range(cfg.num_iterations + 1)]
-    return [s for s, window in enumerate(windows) if not s or window != windows[s - 1]]
+def length_of(script, cfg, step: int) -> int:
+    """Tokens of each of a step's sequences."""
+    has_stages = hasattr(script, "sequence_length")
+    return script.sequence_length(step, cfg) if has_stages else cfg.train_seq_len
+
+
+def targets_of(script, cfg, step: int) -> int:
+    """How many tokens are predicted after each one."""
+    return len(script.target_weights(step, cfg)) if hasattr(script, "target_weights") else 1
+
+
+def window_of(script, cfg, step: int) -> int | None:
+    """The long window in blocks, where a script has one that grows."""
+    return script.window_blocks(step, cfg) if hasattr(script, "window_blocks") else None
+
+
+def stages(script, cfg) -> list[list[int]]:
+    """The steps of a run in the parts that need graphs of their own."""
+
+    def shapes(step):
+        return length_of(script, cfg, step), targets_of(script, cfg, step)
+
+    return [list(steps) for _, steps in itertools.groupby(range(cfg.num_iterations), shapes)]
+
+
+def changes_of_window(script, cfg, steps: list[int]) -> list[int]:
+    """Those from which on the window is another, and the last."""
+    windows = itertools.groupby(steps, lambda step: window_of(script, cfg, step))
+    return sorted({*(next(same) for _, same in windows), steps[-1]})
 
 
 def set_window(script, model, step: int) -> None:
@@ -470,8 +526,8 @@ def set_window(script, model, step: int) -> None:
         model.window.fill_(script.window_blocks(step, model.cfg))
 
 
-def block_pairs(script, cfg) -> float | None:
-    """Pairs of blocks that FlexAttention visits in a forward pass, the mean over a run's steps.
+def block_pairs(script, cfg, steps: list[int]) -> float | None:
+    """Pairs of blocks that FlexAttention visits in a forward pass, the mean over steps of a stage.
 
     By the script's own masks, on documents as long as FineWeb's: log-normal, median 403, mean 690,
     and 32 at least (statistics of 1.45 M of them in modded-nanogpt's record of 2026-03-22), cut
@@ -482,24 +538,20 @@ def block_pairs(script, cfg) -> float | None:
 
     if not hasattr(script, "flex_mask"):
         return None
-    tokens, generator = cfg.sequences_per_forward * cfg.train_seq_len, np.random.default_rng(0)
+    tokens = cfg.sequences_per_forward * length_of(script, cfg, steps[0])
+    generator = np.random.default_rng(0)
     spread = math.sqrt(2 * math.log(690 / 403))
     longest = getattr(cfg, "max_document_tokens", 0) or math.inf
     lengths = generator.lognormal(math.log(403), spread, size=tokens // 32).clip(32, longest)
     lengths = lengths.astype(int)
     starts = torch.zeros(tokens, dtype=torch.int32)
     starts[np.cumsum(lengths)[np.cumsum(lengths) < tokens]] = 1
-    if stages(script, cfg):
-        steps = range(cfg.num_iterations)
-        taken = Counter(script.window_blocks(step, cfg) for step in steps)
-    else:
-        taken = {int(cfg.window_tokens) // script.BLOCK: 1}
-    total = 0
-    for window, steps in taken.items():
+    taken, total = Counter(window_of(script, cfg, step) for step in steps), 0
+    for window, times in taken.items():
         for letter, blocks in (("L", window), ("S", max(1, window // 2))):
             mask = script.flex_mask(starts.cumsum(0, dtype=torch.int32), torch.tensor(blocks))
             visited = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
-            total += steps * cfg.attention_pattern.count(letter) * int(visited)
+            total += times * cfg.attention_pattern.count(letter) * int(visited)
     return total / sum(taken.values())
 
 
@@ -571,7 +623,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--card", default="sm_90")
     parser.add_argument("--script", default=str(REPO / "train_gpt.py"))
-    parser.add_argument("--phases", default="train,windows,validation,optimizers")
+    parser.add_argument("--phases", default="train,stages,validation,optimizers")
+    parser.add_argument("--stage", type=int, default=-1)
     parser.add_argument("--binaries", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     args, flags = parser.parse_known_args(argv)
@@ -586,10 +639,10 @@ def main(argv: list[str]) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     torch.set_num_threads(1)
-    tracer = Tracer(args.script, flags)
+    tracer = Tracer(args.script, flags, args.stage)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tracer.build()
-        tracer.train(grow="windows" in args.phases)
+        tracer.train(whole="stages" in args.phases)
         if "validation" in args.phases:
             tracer.validate()
         if "optimizers" in args.phases:

@@ -81,7 +81,7 @@ def test_sequences_grow_at_the_published_steps():
     assert {sequence_length(step, POCKET) for step in range(240)} == {POCKET.train_seq_len}
 
 
-@pytest.mark.parametrize("stages", ["1", "3 2 1", "1 7 3", "5 5 5 9"])
+@pytest.mark.parametrize("stages", ["1", "3 2 1", "1 7 3", "5 5 5 9", "1 2000"])
 def test_sequences_are_whole_blocks_and_never_longer_than_the_longest(stages):
     cfg = replace(RECORD, length_stages=stages, train_seq_len=1280)
     lengths = [sequence_length(step, cfg) for step in range(cfg.num_iterations + 1)]

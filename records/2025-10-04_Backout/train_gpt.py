@@ -182,8 +182,7 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     require("value_embed_pattern", lambda x: "0123456789".startswith(tables) and len(x) == layers,
             "have . or 0, 1, … a layer")
     require("backout_layer", lambda x: x < layers, "be a layer's number")
-    require("window_stages", lambda x: re.fullmatch(r"[1-9]\d{,3}( [1-9]\d{,3}){3}", x),
-            "be 4 numbers below 10000")
+    require("window_stages", lambda x: re.fullmatch(r"(\b[1-9]\d{,3} ?){4}", x), "be 4 numbers")
     require("logit_cap", lambda x: x <= 64, "be at most 64, as its exponential is summed in fp32")
     require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
     require("resume", lambda x: x != "auto" or cfg.run_id, "come with the --run_id of a run")

@@ -194,7 +194,7 @@ def check_hyperparameters(cfg: Hyperparameters) -> None:
     require("backout_layer", lambda x: x < layers, "be a layer's number")
     require("skip_layer", lambda x: x < f"{cfg.attention_pattern}.".index("."), "be below any '.'")
     require("window_stages length_stages lr_stages", lambda x: re.fullmatch(
-        r"[1-9]\d{,3}( [1-9]\d{,3}){,3}", x), "be up to 4 numbers from 1 to 9999")
+        r"(\b[1-9]\d{,3} ?){1,4}", x), "be up to 4 numbers from 1 to 9999")
     require("logit_cap", lambda x: x <= 64, "be at most 64, as its exponential is summed in fp32")
     require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
     require("resume", lambda x: x != "auto" or cfg.run_id, "come with the --run_id of a run")

@@ -129,7 +129,7 @@ PRESETS = {"record": dict(max_document_tokens=2048, length_stages="1 2 3", lr_st
     num_iterations=240, sequences_per_step=16, sequences_per_forward=16, train_seq_len=128,
     sequence_stride=1_000_003, val_seq_len=4096, val_tokens=262_144, val_every=0, warmup_steps=1,
     target_loss=1.64, model_dim=64, head_dim=16, rope_base=32, cooldown_frac=0.7,
-    muon_momentum=0.85, embed_lr=0.5, head_lr=0.03, muon_lr=0.04, window_stages="1 1 1 1",
+    muon_momentum=0.85, embed_lr=0.5, head_lr=0.03, muon_lr=0.08, window_stages="1 1 1 1",
     attention_pattern="L.", value_embed_pattern="0.", skip_layer=0, backout_layer=0, final_window=1,
     extension_steps=4, momentum_cooldown=5, freeze_steps=5, attention_scale=0.5)}
 PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/lab_train_*.bin",

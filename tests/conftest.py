@@ -33,6 +33,10 @@ TINY_MODEL = dict(  # of bytes, for any number of layers
 )  # fmt: skip
 sys.path.insert(0, str(REPO))
 
+# Whoever starts the tests may ignore these, as nohup does; what the tests start does not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 
 def pytest_collection_modifyitems(config, items):
     """Where torch finds no CUDA device, run what is marked `gpu` on a host GPU, or skip it."""

@@ -244,7 +244,7 @@ def test_two_processes_agree_with_one_on_every_validation_of_a_pocket_run(
 ):
     # One process adds up the halves of a batch that two processes have.
     flags = """--preset pocket --device cpu --num_iterations 60 --val_every 15
-        --val_tokens 16384 --sequences_per_forward 8""".split()
+        --val_tokens 16384 --sequences_per_forward 8 --muon_lr 0.02""".split()
     losses = []
     for nproc in (1, 2):
         done = run_script(flags, nproc=nproc, timeout=300)
@@ -256,7 +256,7 @@ def test_two_processes_agree_with_one_on_every_validation_of_a_pocket_run(
     assert one[-1] < one[0] - 20_000
     # Gradients of head and embedding are added in another order, and differ in the last bits of
     # fp32. Polar Express, whose first iteration takes small singular values by eight, hands on more
-    # of them than Newton-Schulz did.
+    # of them than Newton-Schulz did; at the pocket's own rate, four times as high, they grow further.
     np.testing.assert_allclose(two, one, rtol=0, atol=20)
 
 

@@ -256,7 +256,7 @@ def test_two_processes_agree_with_one_on_every_validation_of_a_pocket_run(
     assert one[-1] < one[0] - 20_000
     # Gradients of head and embedding are added in another order, and differ in the last bits of
     # fp32. Polar Express, whose first iteration takes small singular values by eight, hands on more
-    # of them than Newton-Schulz did; at the pocket's own rate, four times as high, they grow further.
+    # of them than Newton-Schulz did; at the pocket's own rate, four times as high, they grow.
     np.testing.assert_allclose(two, one, rtol=0, atol=20)
 
 

@@ -232,7 +232,7 @@ class Budget:
         assert found.memory["kept"] <= 1e9 * self.kept_gigabytes
 
 
-FP8_HEAD = Budget(launches=144, gigabytes=11.3, kept_gigabytes=2.8)
+FP8_HEAD = Budget(launches=144, gigabytes=11.4, kept_gigabytes=2.8)  # 11.37 on Blackwell
 BF16_HEAD = Budget(launches=137, gigabytes=10.9, kept_gigabytes=2.8)
 LAST_STAGE = Budget(launches=139, gigabytes=29.0, kept_gigabytes=8.2)
 ELEVEN_LAYERS = Budget(launches=412, gigabytes=51.7, kept_gigabytes=14.8)

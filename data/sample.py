@@ -95,7 +95,7 @@ def not_negative(kind: type):
 
 
 def main() -> None:
-    parser = Parser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("checkpoint", nargs="?", type=Path, help="default: the newest under logs/")
     parser.add_argument("--script", type=Path, help="that trained it; default: as its log has it")
     parser.add_argument("--prompt", default="\n", help="text to go on from")
@@ -108,6 +108,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     path = args.checkpoint or newest_checkpoint()
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such checkpoint; name another, or none: the newest")
     script = load_script(args.script or path.with_name("log.txt"))
     model = load_model(script, path, args.device)
     encode, decode = find_tokenizer(model.cfg.eot_token)

@@ -148,8 +148,9 @@ def test_the_script_is_that_of_the_runs_log_or_the_one_named(runs, run, tmp_path
 
 @pytest.mark.parametrize(("args", "part"), [
     ([], "no checkpoint under logs/: train with --save_every"),
-    (["gone.pt"], "--script"),
-    (["gone.pt", "--script", "SCRIPT"], "gone.pt: no checkpoint, FileNotFoundError"),
+    (["gone.pt"], "gone.pt: there is no such checkpoint"),
+    (["text.pt"], "log.txt: there is no such file; name the checkpoint's script by --script"),
+    (["ROOT", "--top", "3"], "--top"),
     (["text.pt", "--script", "SCRIPT"], "text.pt: no checkpoint"),
     (["text.pt", "--script", "text.pt"], "text.pt: no training script, SyntaxError"),
     (["OLDEST", "--script", "SCRIPT"], "step-000004.pt: no checkpoint"),

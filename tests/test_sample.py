@@ -87,15 +87,15 @@ def runs(tmp_path_factory, write_shard):
     tokens[::100] = 256
     write_shard(folder / "tiny.bin", tokens.tolist())
     oldest = sorted(REPO.glob("records/20*/train_gpt.py"))[0]
-    losses = {}
+    paths = {}
     for name, script in (("oldest", oldest), ("root", REPO / "train_gpt.py")):
         flags = f"""--preset pocket --device cpu --num_iterations 4 --train_seq_len 128
             --val_seq_len 128 --sequences_per_step 2 --val_tokens 128 --warmup_steps 0
             --train_files tiny.bin --val_files tiny.bin --save_every 1 --run_id {name}"""
         subprocess.run([sys.executable, script, *flags.split()], cwd=folder, check=True,
                        capture_output=True)  # fmt: skip
-        losses[name] = folder / "logs" / name / "step-000004.pt"
-    return SimpleNamespace(folder=folder, **losses)
+        paths[name] = folder / "logs" / name / "step-000004.pt"
+    return SimpleNamespace(folder=folder, oldest_script=oldest, **paths)
 
 
 @pytest.fixture
@@ -139,10 +139,9 @@ def test_the_script_is_that_of_the_runs_log_or_the_one_named(runs, run, tmp_path
     logged = run(runs.folder, runs.oldest, "--tokens", 20)
     assert logged.returncode == 0, logged.stderr
     shutil.copy(runs.oldest, tmp_path / "model.pt")
-    script = sorted(REPO.glob("records/20*/train_gpt.py"))[0]
-    named = run(tmp_path, "model.pt", "--script", script, "--tokens", 20)
+    named = run(tmp_path, "model.pt", "--script", runs.oldest_script, "--tokens", 20)
     assert named.stdout == logged.stdout and len(named.stdout) > 3
-    other = run(tmp_path, "model.pt", "--script", script, "--tokens", 20, "--seed", 1)
+    other = run(tmp_path, "model.pt", "--script", runs.oldest_script, "--tokens", 20, "--seed", 1)
     assert other.stdout != logged.stdout
 
 

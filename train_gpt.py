@@ -5,8 +5,8 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
-Parent: 2025-12-18_CautiousWDAdam. Change: up to three tokens ahead are predicted; the head is the
-embedding too, until the last third; scalars are smoothed, and rest where a stage begins.
+Parent: 2025-12-22_MultiTokenPrediction. Change: in every layer, not only in those with long
+windows, the half of a key that does not turn is that of the token before.
 """
 
 # ---- Setup ------------------------------------------------------------------
@@ -133,12 +133,12 @@ PRESETS = {"record": dict(max_document_tokens=2048, length_stages="1 2 3", lr_st
     attention_pattern="L.", value_embed_pattern="0.", skip_layer=0, backout_layer=0, final_window=1,
     extension_steps=4, momentum_cooldown=5, freeze_steps=5, attention_scale=0.5)}
 PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/lab_train_*.bin",
-    val_files="data/lab/lab_val_*.bin", num_iterations=190, sequences_per_step=8,
+    val_files="data/lab/lab_val_*.bin", num_iterations=190, sequences_per_step=4,
     sequences_per_forward=4, train_seq_len=1536, length_stages="1 2 3", lr_stages="100 152 173",
     target_loss=1.3, head_dim=32, rope_base=1024, cooldown_frac=0.6, muon_momentum=0.95,
     momentum_warmup=60, embed_lr=0.6, head_lr=0.04, muon_lr=0.02, max_document_tokens=768,
     window_stages="1 2 3 4", attention_pattern="SS.SL", value_embed_pattern="1..01",
-    backout_layer=2, final_window=6, attention_scale=0.3)
+    backout_layer=2, final_window=6, attention_scale=0.3, val_tokens=131_072)
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
     """The flags given, on top of the preset named or else of a checkpoint's saved values."""
@@ -432,10 +432,9 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).type_as(x_BTHK)
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, cfg: Hyperparameters, layer: int):
+    def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.heads = cfg.model_dim // cfg.head_dim
-        self.shifts_keys = cfg.attention_pattern[layer] == "L"
         # Merged QKV: @fernbear.bsky.social, @YouJiacheng
         self.qkv_w = nn.Parameter(torch.empty(3, cfg.model_dim, cfg.model_dim))
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # of the weights of QKV and output
@@ -447,10 +446,11 @@ class CausalSelfAttention(nn.Module):
         qkv = F.linear(x, (self.lambdas[0] * self.qkv_w).flatten(0, 1).type_as(x))
         qk, v = qkv.unflatten(-1, (3 * self.heads, -1)).split([2 * self.heads, self.heads], dim=2)
         q, k = rotate(norm(qk), *turn).chunk(2, dim=2)  # QK-norm: @Grad62304977
-        if self.shifts_keys:  # what does not turn is of the token before: @classiclarryd
-            k = k.unflatten(-1, (2, 2, -1))  # both of a pair; those that turn, those that do not
-            before = torch.cat([k[:, :1], k[:, :-1]], dim=1)
-            k = torch.stack([k[..., 0, :], before[..., 1, :]], dim=-2).flatten(-3)
+        # What does not turn is of the token before, so that a head finds what followed: after
+        # @classiclarryd, who did so in the layers with long windows
+        k = k.unflatten(-1, (2, 2, -1))  # both of a pair; those that turn, those that do not
+        before = torch.cat([k[:, :1], k[:, :-1]], dim=1)
+        k = torch.stack([k[..., 0, :], before[..., 1, :]], dim=-2).flatten(-3)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             v = v + value_embed.view_as(v)
         y = attend(q, k, v, 1.0, *mask)  # the tables of `turn` hold the scale
@@ -474,7 +474,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, cfg: Hyperparameters, layer: int):
         super().__init__()
-        self.attn = CausalSelfAttention(cfg, layer) if cfg.attention_pattern[layer] != "." else None
+        self.attn = CausalSelfAttention(cfg) if cfg.attention_pattern[layer] != "." else None
         self.mlp = MLP(cfg)
         self.x_lambda = nn.Parameter(torch.tensor(1.1))
         self.x0_lambda = nn.Parameter(torch.tensor(0.0))  # of the embedding

@@ -6,6 +6,7 @@
     python records/ledger.py curves A B ... [--png OUT]             loss over steps, tokens, time
     python records/ledger.py run A B ... --preset pocket --seeds 10     measure, in turns
     python records/ledger.py run S.py S.py:muon_lr=0.1 --seeds 5    try a change, in turns
+    python records/ledger.py ablate [NAME ...] --seeds 5 --jobs 2   take one thing out at a time
     python records/ledger.py verify [FOLDER] [--replay N]           hold every claim to its logs
     python records/ledger.py extract LOG [--file NAME]              the source inside a log
     python records/ledger.py lineage [--png OUT]                    the ladder in one picture
@@ -24,10 +25,11 @@ import sys
 import time
 from pathlib import Path
 
+from ledger_ablations import ablation_findings, contestants, keep, page, read_results, rows_of
 from ledger_base import LedgerError, write_file
 from ledger_groups import foreign_rows, logs_of, record_name, source_of
 from ledger_logs import read_log
-from ledger_pictures import common_losses, draw_curves, draw_lineage
+from ledger_pictures import common_losses, draw_ablations, draw_curves, draw_lineage
 from ledger_records import find_records, read_record, run_facts
 from ledger_runs import (
     Contestant,
@@ -187,7 +189,7 @@ def curves_verb(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_results(contestants: list[Contestant], timed: bool) -> list[dict]:
+def run_results(contestants: list[Contestant]) -> list[dict]:
     """What `run` found, as numbers: each contestant, and against its parent or the first one."""
     runs = {c.name: list(map(run_facts, c.logs.values())) for c in contestants}
     target, results = read_log(next(iter(contestants[0].logs.values()))).target, []
@@ -201,35 +203,24 @@ def run_results(contestants: list[Contestant], timed: bool) -> list[dict]:
         if index:
             found["against"] = {"name": other, **compare(runs[contestant.name], runs[other])}
         found["runs"] = runs[contestant.name]
-        results.append(found if timed else without_times(found))
+        results.append(found)
     return results
 
 
-def without_times(found: dict) -> dict:
-    """The same, without any time: two runs at once slow each other down."""
-    kept = {name: value for name, value in found.items() if "time" not in name}
-    if kept.get("against"):
-        kept["against"] = without_times(kept["against"])
-    if "runs" in kept:
-        kept["runs"] = list(map(without_times, kept["runs"]))
-    return kept
-
-
-def print_results(results: list[dict], timed: bool) -> None:
+def print_results(results: list[dict], jobs: int) -> None:
     target = results[0]["target"]
-    heading = ("script", "flags", "n", "mean loss", "std", f"mean < {target:g}", "loss (against)")
+    heading = ("script", "flags", "n", "mean loss", "std", f"mean < {target:g}", "loss (against)",
+               "median time", "time ratio")
     rows = []
     for found in results:
         versus = found["against"]
         flags = " ".join(f"{name}={value}" for name, value in found["flags"].items())
         cells = [found["name"], flags or "–", str(found["n"]), decimal(found["val_loss_mean"]),
                  decimal(found["val_loss_std"]), p_words(found["p_target"]),
-                 f"{parent_words(versus)} ({versus['name']})" if versus else "–"]
-        if timed:
-            cells += [duration(found["train_time_ms_median"]),
-                      ratio_words(versus) if versus else "–"]
+                 f"{parent_words(versus)} ({versus['name']})" if versus else "–",
+                 duration(found["train_time_ms_median"]), ratio_words(versus) if versus else "–"]
         rows.append(cells)
-    print_table(heading + ("median time", "time ratio") * timed, rows)
+    print_table(heading, rows)
     print()
     for found in results[1:]:
         print(f"{found['name']} against {found['against']['name']}: {test_words(found['against'])}")
@@ -238,8 +229,8 @@ def print_results(results: list[dict], timed: bool) -> None:
         least = smallest_difference(std * (2 / n) ** 0.5, 2 * n - 2)
         print(f"against {n} runs of another script with this spread, a difference of "
               f"{decimal(least)} would be shown")
-    if not timed:
-        print("runs stood beside others, so no times are reported")
+    if jobs > 1:
+        print(f"times are those of {jobs} runs at once, on one thread each")
 
 
 def run_verb(args: argparse.Namespace) -> int:
@@ -249,25 +240,42 @@ def run_verb(args: argparse.Namespace) -> int:
                 "args": args.script_args}
     out = Path(args.out or f"logs/ledger-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     Turns(contestants, out, args.seeds, settings).run()
-    results = run_results(contestants, timed=args.jobs == 1)
+    results = run_results(contestants)
     if args.json:
         print_json(results)
     else:
-        print_results(results, timed=args.jobs == 1)
+        print_results(results, args.jobs)
     if not any(contestant.folder for contestant in contestants):
         return 0
     if args.script_args:
         say("record.json is not written: a record runs its preset as it is")
-    elif args.jobs > 1:
-        say("record.json is not written: a record's runs are timed, one at a time")
     else:
         write_measurements(contestants, args.preset, say)
+    return 0
+
+
+def ablate_verb(args: argparse.Namespace) -> int:
+    kept, newest = RECORDS / "ablations.json", find_records(RECORDS)[-1].folder
+    scipy_stats()
+    if not args.write:
+        out = Path(args.out or f"logs/ablations-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+        runs = contestants(newest, args.names, out)
+        settings = {"preset": args.preset, "nproc": 1, "jobs": args.jobs, "args": []}
+        Turns(runs, out, args.seeds, settings).run()
+        keep(kept, newest, args.preset, runs)
+    results = read_results(kept)
+    write_file(RECORDS / "ablations.md", page(results))
+    draw_ablations(rows_of(results), str(RECORDS / "ablations.png"))
     return 0
 
 
 def verify_verb(args: argparse.Namespace) -> int:
     folder = Path(args.folder).resolve()
     report = verify(folder)
+    if newest := [] if (folder / "record.json").exists() else find_records(folder)[-1:]:
+        found, notes = ablation_findings(folder, newest[0].folder)
+        report.findings += found
+        report.notes += notes
     if args.replay:
         findings, notes = replay(find_records(folder), args.replay)
         report.findings += findings
@@ -355,10 +363,19 @@ def build_parser() -> Parser:
     flag("--seeds", type=count, default=10, metavar="N", help="runs of each (default: 10)")
     flag("--nproc", type=count, default=1, metavar="N", help="processes of a run (default: 1)")
     flag("--jobs", type=count, default=1, metavar="N",
-         help="runs at once, one thread each; above 1 no times are reported (default: 1)")
+         help="runs at once, above 1 on one thread each, which the logs then tell (default: 1)")
     flag("--out", metavar="FOLDER", help="keeps the runs; finished ones in it are used")
     flag("--script-args", nargs=argparse.REMAINDER, default=[], metavar="...",
          help="the rest goes to the scripts, and record.json is not written")
+    flag = verb(ablate_verb, "the newest record with one thing taken out or put back at a time",
+                table=False)
+    flag("names", nargs="*", metavar="NAME", help="rows of ablations.md (default: all)")
+    flag("--preset", default="lab", help="of every run (default: lab)")
+    flag("--seeds", type=count, default=5, metavar="N", help="runs of each (default: 5)")
+    flag("--jobs", type=count, default=1, metavar="N",
+         help="runs at once, above 1 on one thread each (default: 1)")
+    flag("--out", metavar="FOLDER", help="keeps the runs; finished ones in it are used")
+    flag("--write", action="store_true", help="run nothing: page and picture from ablations.json")
     flag = verb(verify_verb, "hold every claim to its logs; exit 1 if one fails", folder=True)
     flag("--replay", type=count, metavar="N",
          help="also run the first N seeds of each record again and compare their losses")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ledger_base import LedgerError
 from ledger_logs import Log
 from ledger_records import Record
-from ledger_tables import machines
+from ledger_tables import machines, minutes_words
 
 # Okabe and Ito's colours, told apart by all kinds of sight; line styles tell them apart in grey.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -177,12 +177,39 @@ def draw_curves(groups: dict[str, list[Log]], target: float, png: str) -> None:
 
 
 # -----------------------------------------------------------------------------
+# Ablations
+# -----------------------------------------------------------------------------
+
+
+def draw_ablations(rows: list, png: str) -> None:
+    """What each technique is worth: the loss it costs to do without it, with its interval, beside
+    the steps that it saved in public, in the order of these."""
+    plt = pyplot()
+    known = sorted((row for row in rows if row.ablation.published is not None),
+                   key=lambda row: row.ablation.published)
+    figure, axes = plt.subplots(1, 2, figsize=(12, 0.42 * len(known) + 1.6), sharey=True)
+    for y, row in enumerate(known):
+        axes[0].barh(y, row.ablation.published, height=0.5, color=COLORS[0])
+        axes[1].errorbar(row.difference, y, xerr=row.interval or 0, fmt="D", color=COLORS[1],
+                         capsize=4, markersize=7)
+    axes[0].set(yticks=range(len(known)), yticklabels=[row.ablation.name for row in known],
+                xlabel="published: steps saved (%)")
+    axes[1].axvline(0, **DASHED)
+    axes[1].set_xlabel("measured: loss without it (nats per token;\nline: 95 % interval)")
+    for axis in axes:
+        axis.grid(axis="y", visible=False)
+        axis.tick_params(left=False)
+    figure.tight_layout()
+    save_picture(figure, png)
+
+
+# -----------------------------------------------------------------------------
 # The ladder
 # -----------------------------------------------------------------------------
 
 
 def draw_lineage(records: list[Record], png: str) -> None:
-    """The ladder: published minutes on 8×H100 beside loss and time measured here, and on what.
+    """The ladder: minutes on 8×H100 beside tokens and time measured here, and on what.
 
     Every number stands to the right of its panel, on no line.
     """
@@ -201,35 +228,35 @@ def draw_lineage(records: list[Record], png: str) -> None:
         words = ["not published", "not measured", "not measured"]
         if published:
             axes[0].barh(y, published["minutes"], height=0.5, color=COLORS[0])
-            words[0] = f"{published['minutes']:g} min, loss {published['val_loss']:.4f}"
+            words[0] = minutes_words(published["minutes"])
+        if modelled := record.claim["modelled"]:
+            axes[0].plot(modelled["minutes"], y, "D", color="white", markeredgecolor="black",
+                         markersize=9, clip_on=False)
+            words[0] += f", modelled {minutes_words(modelled['minutes'])}"
         if measured:
-            losses = [run["val_loss"] for run in measured["runs"]]
             times = [run["train_time_ms"] / 1000 for run in measured["runs"]]
-            dots(axes[1], y, losses, statistics.fmean(losses), COLORS[1])
+            axes[1].barh(y, measured["tokens"] / 1e6, height=0.5, color=COLORS[1])
             dots(axes[2], y, times, statistics.median(times), COLORS[2])
-            words[1] = f"{statistics.fmean(losses):.4f}"
+            words[1] = f"{measured['tokens'] / 1e6:.2f} M, loss {measured['val_loss_mean']:.4f}"
             words[2] = f"{statistics.median(times):.2f} s, {measured['steps']:,} steps"
         for axis, text in zip(axes, words):
             axis.annotate(text, (1.03, y), xycoords=("axes fraction", "data"), va="center",
                           annotation_clip=False, fontsize=12,
                           color=GREY if text.startswith("not") else "black")
-    for target in {record.measured["target"] for record in records if record.measured}:
-        axes[1].axvline(target, **DASHED)
-        axes[1].annotate(f"target {target:g}", (target, 1.01), ha="center",
-                         xycoords=("data", "axes fraction"), color=GREY)
+    targets = sorted({record.measured["target"] for record in records if record.measured})
     presets = sorted({record.measured["preset"] for record in records if record.measured})
     preset = presets[0] if len(presets) == 1 else "measured"
     names = [f"{record.claim['number']}  {record.name}\n{record.date}" for record in records]
     axes[0].set(yticks=range(len(records)), yticklabels=names, ylim=(len(records) - 0.4, -0.7),
-                xlabel="published: minutes on 8×H100")
-    axes[1].set_xlabel(f"{preset} loss (nats per token;\ndots: seeds, diamond: mean)")
-    axes[2].set_xlabel(f"{preset} training time (s;\ndots: seeds, diamond: median)")
+                xlabel="minutes on 8×H100\n(bar: published, diamond: modelled)")
+    goal = f" to a loss of {targets[0]:g}" if len(targets) == 1 else ""
+    axes[1].set_xlabel(f"{preset}: training tokens{goal}\n(millions)")
+    axes[2].set_xlabel(f"{preset}: training time{goal}\n(s; dots: seeds, diamond: median)")
     for axis in axes:
         axis.grid(axis="y", visible=False)
         low, high = axis.dataLim.intervalx
         if low <= high:  # it has data
-            spread = max(high - low, 0.01)
-            axis.set_xlim(low - 0.08 * spread if axis is axes[1] else 0, high + 0.08 * spread)
+            axis.set_xlim(0, 1.08 * high or 1)
     measured_on = "; ".join(machines(records))
     figure.text(0.01, 0.02, f"Measured on {measured_on}" if measured_on else "Nothing measured yet",
                 color=GREY, fontsize=11.5)

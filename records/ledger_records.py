@@ -14,9 +14,11 @@ from ledger_stats import compare, is_shown, p_below, summarize
 SAME = ("preset", "torch", "device", "threads", "world_size")  # one value within a measurement
 GAINS = (None, "loss", "time")
 CLAIM = {"number": int, "change": str, "parent": (str, type(None)), "meets_target": bool,
-         "gain": (str, type(None)), "published": (dict, type(None))}
+         "gain": (str, type(None)), "published": (dict, type(None)),
+         "modelled": (dict, type(None))}
 PUBLISHED = {"number": int, "minutes": (int, float), "val_loss": float, "hardware": str,
              "source": str}
+MODELLED = {"minutes": (int, float), "source": str}
 
 
 @dataclass
@@ -93,6 +95,7 @@ def measure(record: Record) -> dict:
     return {
         "script_sha256": log.sha256,
         **{name: log.header.get(name) for name in SAME},
+        "jobs": int(log.final.get("jobs", 1)),
         **{name: runs[0][name] for name in ("steps", "tokens", "parameters")},
         "peak_memory_mib": max(run["peak_memory_mib"] for run in runs),
         **summarize(runs),

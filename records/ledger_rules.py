@@ -23,5 +23,6 @@ class Rule:
 RULES = {
     "record": Rule(3.28, "data/fineweb10B/fineweb_val_*.bin", 10_485_760, 5, 10),
     "pocket": Rule(1.64, "data/pocket/pocket_val_*.bin", 262_144, 5, 10),
+    "lab": Rule(1.4, "data/lab/lab_val_*.bin", 131_072, 5, 5),
 }
 PUBLIC_TARGET = RULES["record"].target_loss  # of logs that name no target

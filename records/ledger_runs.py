@@ -305,13 +305,16 @@ class Turns:
         what = f"[{done}/{self.total}] {contestant.name} seed {seed}"
         if trouble := run.trouble(contestant.sha256):
             raise RunError(f"{what}: {trouble}; what is done is kept, go on with --out {self.out}")
+        if self.clock.jobs > 1:
+            with run.log.open("a") as file:
+                file.write(f"jobs: {self.clock.jobs}\n")
         self.clock.add(contestant.name, run.seconds)
         self.save()
         left = self.clock.left([c.name for _, c in self.waiting] + others)
         log = read_log(run.log)
-        timed = f" in {duration(log.train_time_ms)}" * (self.clock.jobs == 1)
         end = "\r\x1b[2K" if sys.stderr.isatty() else ""
-        print(f"{end}{what}: {log.val_loss:.4f}{timed}, {clock_words(left or 0)} left",
+        print(f"{end}{what}: {log.val_loss:.4f} in {duration(log.train_time_ms)}, "
+              f"{clock_words(left or 0)} left",
               file=sys.stderr, flush=True)
 
     def show(self, running: dict) -> None:

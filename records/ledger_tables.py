@@ -11,8 +11,8 @@ from ledger_stats import is_shown
 
 REGION = ("<!-- ledger:begin -->", "<!-- ledger:end -->")  # around the generated text of a README
 RULES_REGION = ("<!-- rules:begin -->", "<!-- rules:end -->")  # around the rules' table
-COLUMNS = ("#", "Date", "Record", "Change", "Published", "Loss", "{preset} loss ± std (n)", "Steps",
-           "Time", "To target", "Loss against parent", "Time against parent", "Lines")
+COLUMNS = ("#", "Date", "Record", "Change", "Published", "Modelled", "{preset} loss ± std (n)",
+           "Steps", "Tokens", "Time", "Tokens against parent", "Time against parent", "Lines")
 FOREIGN_COLUMNS = ("Date", "Record", "Runs", "Loss ± std (n)", f"p (mean < {PUBLIC_TARGET:g})",
                    "Steps", "Tokens per step", "Ranks", "Training time", "Lines")
 
@@ -27,6 +27,10 @@ def p_words(p: float | None) -> str:
 
 def duration(ms: float | None) -> str:
     return "–" if ms is None else f"{ms / 1000:.2f} s" if ms < 600_000 else f"{ms / 60_000:.2f} min"
+
+
+def minutes_words(minutes: float | None) -> str:
+    return "–" if minutes is None else f"{minutes:g} min"
 
 
 def lines_words(lines: dict | None) -> str:
@@ -66,7 +70,9 @@ def target_words(measured: dict) -> str:
 def machine_words(measured: dict) -> str:
     """What a measurement ran on."""
     ranks = f"{measured['world_size']} ranks, " if measured["world_size"] != "1" else ""
-    return f"{measured['device']}, {ranks}{measured['threads']} threads, torch {measured['torch']}"
+    jobs = f"{measured['jobs']} runs at once, each on " if measured["jobs"] > 1 else ""
+    threads = f"{measured['threads']} thread" + "s" * (measured["threads"] != "1")
+    return f"{measured['device']}, {ranks}{jobs}{threads}, torch {measured['torch']}"
 
 
 def machines(records: list[Record]) -> list[str]:
@@ -85,18 +91,19 @@ def columns(records: list[Record]) -> tuple[str, ...]:
 def record_row(record: Record, with_machine: bool = False) -> list[str]:
     """One row of the table, as `columns`."""
     claim, measured, published = record.claim, record.measured, record.claim["published"] or {}
-    minutes, cells = published.get("minutes"), ["–"] * 7
+    modelled, cells = claim["modelled"] or {}, ["–"] * 7
     if measured:
-        ratio = (measured["parent"] or {}).get("time_ratio_median")
+        parent = measured["parent"] or {}
+        tokens = parent and f"×{measured['tokens'] / parent['runs'][0]['tokens']:.3f}"
+        ratio = parent.get("time_ratio_median")
         cells = [f"{decimal(measured['val_loss_mean'])} ± {decimal(measured['val_loss_std'])} "
-                 f"({measured['n']})", f"{measured['steps']:,}",
-                 duration(measured["train_time_ms_median"]), target_words(measured),
-                 parent_words(measured["parent"]), f"×{ratio:.3f}" if ratio else "–",
-                 lines_words(measured["lines"])]
+                 f"({measured['n']})", f"{measured['steps']:,}", f"{measured['tokens']:,}",
+                 duration(measured["train_time_ms_median"]), tokens or "–",
+                 f"×{ratio:.3f}" if ratio else "–", lines_words(measured["lines"])]
     if with_machine:
         cells.append(machine_words(measured) if measured else "–")
     return [str(claim["number"] or "–"), record.date, record.name, claim["change"] or "–",
-            f"{minutes:g} min" if minutes else "–", decimal(published.get("val_loss")), *cells]
+            *(minutes_words(told.get("minutes")) for told in (published, modelled)), *cells]
 
 
 def record_rows(records: list[Record]) -> list[list[str]]:
@@ -194,6 +201,9 @@ def record_region(record: Record) -> str:
         parts.insert(0, f"Published as #{published['number']}: {published['minutes']:g} minutes, "
                         f"validation loss {published['val_loss']} on {published['hardware']} "
                         f"({published['source']}).")
+    if modelled := claim["modelled"]:
+        parts.insert(0 if not published else 1, f"Modelled, not measured, on 8×H100: "
+                     f"{modelled['minutes']:g} minutes ({modelled['source']}).")
     if parent := m["parent"]:
         parts.append(
             f"Against {claim['parent']}, run in turns (mean {decimal(parent['val_loss_mean'])}, "

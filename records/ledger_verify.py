@@ -12,6 +12,7 @@ from ledger_logs import Log, read_log, seed_files
 from ledger_records import (
     CLAIM,
     GAINS,
+    MODELLED,
     PUBLISHED,
     SAME,
     Record,
@@ -73,9 +74,10 @@ def claim_findings(claim: dict) -> list[str]:
     found += [f"claim.{name} is not a field of a claim" for name in claim if name not in CLAIM]
     if claim["gain"] and not claim["parent"]:
         found.append("claim.gain is made without a parent")
-    return found + [f"claim.published.{name} is missing or of another kind"
-                    for name, kind in PUBLISHED.items() if isinstance(claim["published"], dict)
-                    and not isinstance(claim["published"].get(name), kind)]
+    return found + [f"claim.{part}.{name} is missing or of another kind"
+                    for part, kinds in {"published": PUBLISHED, "modelled": MODELLED}.items()
+                    for name, kind in kinds.items() if isinstance(claim[part], dict)
+                    and not isinstance(claim[part].get(name), kind)]
 
 
 # -----------------------------------------------------------------------------

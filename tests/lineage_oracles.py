@@ -84,6 +84,7 @@ class Station:
     attention_pattern: str = "LSSSLSS.SSSL"  # a letter a layer: long window, short, . none
     mlp_pattern: str = "MMMMMMMMMMMM"  # . where a layer has none; one with neither is not there
     value_embed_pattern: str = "012......012"  # value table of each layer
+    offset_layers: str = "L"  # whose keys are offset (#50 on)
     skips: tuple[tuple[int, int], ...] = ((6, 5), (7, 4), (8, 3), (9, 2), (10, 1), (11, 0))
     # pairs (into, from) of layers, in the order of their scalars
     backout_layer: int | None = None  # whose output is taken from the last one's (#40 on)
@@ -677,7 +678,7 @@ def attention(station, weights, layer, u, value_embed, seen, frequencies, scale)
         channels = slice(head * K, (head + 1) * K)
         q_head = turned(rms_norm(q[:, channels], station.norm_eps), frequencies)
         k_head = turned(rms_norm(k[:, channels], station.norm_eps), frequencies)
-        if station.number >= 50 and station.attention_pattern[layer] == "L":
+        if station.number >= 50 and station.attention_pattern[layer] in station.offset_layers:
             k_head = key_offset(k_head)
         scores = (scale * q_head @ k_head.T).masked_fill(~seen, -math.inf)
         heads.append(gates[:, head, None] * (scores.softmax(-1) @ v[:, channels]))

@@ -241,28 +241,28 @@ def test_a_future_token_changes_no_earlier_logit(position):
     assert max(changed) == 255
 
 
-SHORT = dataclasses.replace(TINY, attention_pattern="SSSS")  # whose keys are not shifted
+ONE = dataclasses.replace(TINY, attention_pattern="S", value_embed_pattern="0", backout_layer=0)
 
 
 def test_a_token_of_another_document_changes_nothing():
     tokens = random_tokens(2, 256, 2, document_tokens=math.inf)
     tokens[0, 0] = tokens[0, 90] = tokens[0, 200] = EOT
-    changed = changed_positions(tokens, 120, window=2, cfg=SHORT)
+    changed = changed_positions(tokens, 120, window=2, cfg=ONE)
     assert {row for row, _ in changed} == {0}
     assert [t for _, t in changed] == list(range(120, 200))
 
 
 def test_smear_and_shifted_keys_alone_look_over_the_edge_of_a_document():
-    """And then by one token: the next document's first takes up the last one's embedding, and under
-    the long window half of its key."""
+    """And then by one token: the next document's first takes up the last one's embedding and half
+    of its key."""
     tokens = random_tokens(1, 256, 2, document_tokens=math.inf)
     tokens[0, 0] = tokens[0, 200] = EOT
-    changed = changed_positions(tokens, 199, window=2, cfg=SHORT)
+    changed = changed_positions(tokens, 199, window=2, cfg=ONE)
     assert [t for _, t in changed] == list(range(199, 256))
-    changed = changed_positions(tokens, 198, window=2, cfg=SHORT)
-    assert [t for _, t in changed] == [198, 199]
-    changed = changed_positions(tokens, 198, window=2)
+    changed = changed_positions(tokens, 198, window=2, cfg=ONE)
     assert [t for _, t in changed] == [198, 199, *range(201, 256)]  # 200 sees itself alone
+    changed = changed_positions(tokens, 197, window=2, cfg=ONE)
+    assert [t for _, t in changed] == [197, 198, 199]
 
 
 def test_rows_do_not_see_each_other():
@@ -282,21 +282,21 @@ def test_a_text_of_any_length_is_seen_as_the_beginning_of_a_longer_one(length):
 
 def test_each_layer_has_the_window_of_its_letter():
     """With the window at 4 blocks, one S layer reaches 2 blocks and one L layer 4. What they reach
-    has taken up the embedding of the token before it, and in an L layer some of its key."""
+    has taken up the embedding of the token before it, and some of its key."""
     tokens = random_tokens(1, 6 * BLOCK, 5, document_tokens=math.inf)
     for letter, reach in (("S", 2), ("L", 4)):
         cfg = dataclasses.replace(
             TINY, attention_pattern=letter, value_embed_pattern=".", val_seq_len=6 * BLOCK
         )
         changed = changed_positions(tokens, 10, window=4, cfg=cfg)
-        assert max(t for _, t in changed) == 11 + reach * BLOCK + (letter == "L")
+        assert max(t for _, t in changed) == 12 + reach * BLOCK
 
 
 def test_the_short_window_is_never_below_one_block():
     cfg = dataclasses.replace(TINY, attention_pattern="S", value_embed_pattern=".")
     tokens = random_tokens(1, 256, 5, document_tokens=math.inf)
     changed = changed_positions(tokens, 10, window=1, cfg=cfg)
-    assert [t for _, t in changed] == list(range(10, 11 + BLOCK + 1))
+    assert [t for _, t in changed] == list(range(10, 12 + BLOCK + 1))
 
 
 # Rotary embedding
@@ -399,10 +399,9 @@ def naive_logits(state, tokens_BT, window, cfg):
                 table = W[f"value_embeds.{cfg.value_embed_pattern[layer]}.weight"]
                 v = v + table[tokens].view_as(v)
             q, k, seen = rotate(rms(q)), rotate(rms(k)), masks[cfg.attention_pattern[layer]]
-            if cfg.attention_pattern[layer] == "L":
-                own = k.clone()
-                for still in (slice(quarter, half), slice(half + quarter, None)):
-                    k[:, 1:, :, still] = own[:, :-1, :, still]
+            own = k.clone()
+            for still in (slice(quarter, half), slice(half + quarter, None)):
+                k[:, 1:, :, still] = own[:, :-1, :, still]
             y = naive_attention(q, k, v, seen, cfg.attention_scale)
             y = y * gate(rms(x), f"{name}.attn.attn_gate")[..., None]
             x = x + y.reshape(B, T, -1) @ (output_lambda * W[f"{name}.attn.c_proj.weight"]).T

@@ -112,11 +112,11 @@ PRESETS = {"record": {}, "pocket": dict(preset="pocket",
     rope_base=32, cooldown_frac=0.7, muon_momentum=0.85, embed_lr=0.5, head_lr=0.03, muon_lr=0.08,
     window_tokens=128, attention_pattern="L.", value_embed_pattern="0.")}
 PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/lab_train_*.bin",
-    val_files="data/lab/lab_val_*.bin", num_iterations=190, sequences_per_step=4,
-    sequences_per_forward=4, train_seq_len=1024, target_loss=1.3, head_dim=32, rope_base=1024,
-    cooldown_frac=0.6, muon_momentum=0.95, val_seq_len=1024, momentum_warmup=60, embed_lr=0.6,
-    head_lr=0.04, muon_lr=0.04, window_tokens=512, attention_pattern="LLL.LL",
-    value_embed_pattern="01..01", val_tokens=131_072)
+    val_files="data/lab/lab_val_*.bin", val_tokens=131_072, target_loss=1.4, sequences_per_step=4,
+    sequences_per_forward=4, head_dim=32, rope_base=1024, cooldown_frac=0.6, muon_momentum=0.95,
+    momentum_warmup=60, train_seq_len=1024, val_seq_len=1024, window_tokens=512,
+    attention_pattern="LLL.LL", value_embed_pattern="01..01", embed_lr=0.6, head_lr=0.04,
+    num_iterations=318, muon_lr=0.08)
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
     """The flags given, on top of the preset named or else of a checkpoint's saved values."""

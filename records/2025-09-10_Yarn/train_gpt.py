@@ -120,11 +120,11 @@ PRESETS = {"record": dict(max_document_tokens=2048), "pocket": dict(preset="pock
     window_stages="1 1 1 1", attention_pattern="L.", value_embed_pattern="0.", mlp_pattern="MM",
     attention_scale=0.5)}
 PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/lab_train_*.bin",
-    val_files="data/lab/lab_val_*.bin", num_iterations=190, sequences_per_step=4,
-    sequences_per_forward=4, train_seq_len=1024, target_loss=1.3, head_dim=32, rope_base=1024,
-    cooldown_frac=0.6, muon_momentum=0.95, momentum_warmup=60, embed_lr=0.6, head_lr=0.04,
-    muon_lr=0.04, max_document_tokens=768, window_stages="1 2 3 4", attention_pattern="LSS.SL",
-    value_embed_pattern="01..01", mlp_pattern=".MMMMM", attention_scale=0.3, val_tokens=131_072)
+    val_files="data/lab/lab_val_*.bin", val_tokens=131_072, target_loss=1.4, sequences_per_step=4,
+    sequences_per_forward=4, head_dim=32, rope_base=1024, cooldown_frac=0.6, muon_momentum=0.95,
+    momentum_warmup=60, train_seq_len=1024, max_document_tokens=768, window_stages="1 2 3 4",
+    attention_pattern="LSS.SL", value_embed_pattern="01..01", mlp_pattern=".MMMMM",
+    attention_scale=0.3, embed_lr=0.6, head_lr=0.04, num_iterations=205, muon_lr=0.08)
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
     """The flags given, on top of the preset named or else of a checkpoint's saved values."""

@@ -133,12 +133,12 @@ PRESETS = {"record": dict(max_document_tokens=2048, length_stages="1 2 3", lr_st
     attention_pattern="L.", value_embed_pattern="0.", skip_layer=0, backout_layer=0, final_window=1,
     extension_steps=4, momentum_cooldown=5, freeze_steps=5, attention_scale=0.5)}
 PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/lab_train_*.bin",
-    val_files="data/lab/lab_val_*.bin", num_iterations=190, sequences_per_step=4,
-    sequences_per_forward=4, train_seq_len=1536, length_stages="1 2 3", lr_stages="100 152 173",
-    target_loss=1.3, head_dim=32, rope_base=1024, cooldown_frac=0.6, muon_momentum=0.95,
-    momentum_warmup=60, embed_lr=0.6, head_lr=0.04, muon_lr=0.02, max_document_tokens=768,
-    window_stages="1 2 3 4", attention_pattern="SS.SL", value_embed_pattern="1..01",
-    backout_layer=2, final_window=6, attention_scale=0.3, val_tokens=131_072)
+    val_files="data/lab/lab_val_*.bin", val_tokens=131_072, target_loss=1.4, sequences_per_step=4,
+    sequences_per_forward=4, head_dim=32, rope_base=1024, cooldown_frac=0.6, muon_momentum=0.95,
+    momentum_warmup=60, train_seq_len=1536, length_stages="1 2 3", lr_stages="100 152 173",
+    max_document_tokens=768, window_stages="1 2 3 4", attention_pattern="SS.SL",
+    value_embed_pattern="1..01", backout_layer=2, final_window=6, attention_scale=0.3, embed_lr=0.6,
+    head_lr=0.04, num_iterations=300, muon_lr=0.02)
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
     """The flags given, on top of the preset named or else of a checkpoint's saved values."""

@@ -95,7 +95,7 @@ def not_negative(kind: type):
 
 
 def main() -> None:
-    parser = Parser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", nargs="?", type=Path, help="default: the newest under logs/")
     parser.add_argument("--script", type=Path, help="that trained it; default: as its log has it")
     parser.add_argument("--prompt", default="\n", help="text to go on from")

@@ -64,7 +64,10 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, without the usage."""
+    """An argument parser of whole flags, whose errors are one line, without the usage."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: {message} (--help shows the flags)\n")

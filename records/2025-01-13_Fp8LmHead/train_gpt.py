@@ -121,7 +121,7 @@ PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/la
     sequences_per_forward=4, head_dim=32, rope_base=1024, cooldown_frac=0.6, muon_momentum=0.95,
     momentum_warmup=60, train_seq_len=1024, val_seq_len=1024, window_tokens=512,
     attention_pattern="LLL.LL", value_embed_pattern="01..01", embed_lr=0.6, head_lr=0.04,
-    num_iterations=253, muon_lr=0.08)
+    num_iterations=262, muon_lr=0.08)
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
     """The flags given, on top of the preset named or else of a checkpoint's saved values."""

@@ -216,9 +216,10 @@ def draw_lineage(records: list[Record], png: str) -> None:
     plt = pyplot()
     axes = []
     left, bottom, width, height = 2.6, 1.35, 3.0, 0.62 * len(records) + 0.4  # inches, of a panel
-    figure = plt.figure(figsize=(17.6, bottom + height + 0.45))
-    for words_inches in (2.4, 1.2, 2.4):  # to the right of the panel
-        box = (left / 17.6, bottom / figure.get_figheight(), width / 17.6,
+    page = 20.0
+    figure = plt.figure(figsize=(page, bottom + height + 0.45))
+    for words_inches in (3.4, 2.6, 2.4):  # to the right of the panel
+        box = (left / page, bottom / figure.get_figheight(), width / page,
                height / figure.get_figheight())
         axes.append(figure.add_axes(box, sharey=axes[0] if axes else None))
         axes[-1].tick_params(left=False, labelleft=len(axes) == 1)

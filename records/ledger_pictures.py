@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ledger_base import LedgerError
 from ledger_logs import Log
 from ledger_records import Record
-from ledger_tables import machines, minutes_words
+from ledger_tables import machines, minutes_words, missed_words
 
 # Okabe and Ito's colours, told apart by all kinds of sight; line styles tell them apart in grey.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -216,9 +216,9 @@ def draw_lineage(records: list[Record], png: str) -> None:
     plt = pyplot()
     axes = []
     left, bottom, width, height = 2.6, 1.35, 3.0, 0.62 * len(records) + 0.4  # inches, of a panel
-    page = 20.0
+    page = 20.8
     figure = plt.figure(figsize=(page, bottom + height + 0.45))
-    for words_inches in (3.4, 2.6, 2.4):  # to the right of the panel
+    for words_inches in (3.4, 3.4, 2.4):  # to the right of the panel
         box = (left / page, bottom / figure.get_figheight(), width / page,
                height / figure.get_figheight())
         axes.append(figure.add_axes(box, sharey=axes[0] if axes else None))
@@ -238,7 +238,8 @@ def draw_lineage(records: list[Record], png: str) -> None:
             times = [run["train_time_ms"] / 1000 for run in measured["runs"]]
             axes[1].barh(y, measured["tokens"] / 1e6, height=0.5, color=COLORS[1])
             dots(axes[2], y, times, statistics.median(times), COLORS[2])
-            words[1] = f"{measured['tokens'] / 1e6:.2f} M, loss {measured['val_loss_mean']:.4f}"
+            words[1] = (f"{measured['tokens'] / 1e6:.2f} M, loss {measured['val_loss_mean']:.4f}"
+                        + missed_words(measured))
             words[2] = f"{statistics.median(times):.2f} s, {measured['steps']:,} steps"
         for axis, text in zip(axes, words):
             axis.annotate(text, (1.03, y), xycoords=("axes fraction", "data"), va="center",

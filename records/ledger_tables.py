@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ledger_base import LedgerError, read_text
 from ledger_records import Record, find_records
-from ledger_rules import PUBLIC_TARGET, RULES
+from ledger_rules import PUBLIC_TARGET, RULES, SIGNIFICANCE
 from ledger_stats import is_shown
 
 REGION = ("<!-- ledger:begin -->", "<!-- ledger:end -->")  # around the generated text of a README
@@ -67,6 +67,12 @@ def target_words(measured: dict) -> str:
     return duration(measured["target_time_ms_median"]) + share if reached else "not reached"
 
 
+def missed_words(measured: dict) -> str:
+    """What stands beside a loss that is not shown to lie below the target."""
+    p = measured["p_target"]
+    return "" if p is not None and p < SIGNIFICANCE else f", {p_words(p)}"
+
+
 def machine_words(measured: dict) -> str:
     """What a measurement ran on."""
     ranks = f"{measured['world_size']} ranks, " if measured["world_size"] != "1" else ""
@@ -97,7 +103,8 @@ def record_row(record: Record, with_machine: bool = False) -> list[str]:
         tokens = parent and f"×{measured['tokens'] / parent['runs'][0]['tokens']:.3f}"
         ratio = parent.get("time_ratio_median")
         cells = [f"{decimal(measured['val_loss_mean'])} ± {decimal(measured['val_loss_std'])} "
-                 f"({measured['n']})", f"{measured['steps']:,}", f"{measured['tokens']:,}",
+                 f"({measured['n']}){missed_words(measured)}", f"{measured['steps']:,}",
+                 f"{measured['tokens']:,}",
                  duration(measured["train_time_ms_median"]), tokens or "–",
                  f"×{ratio:.3f}" if ratio else "–", lines_words(measured["lines"])]
     if with_machine:

@@ -17,7 +17,7 @@ from ledger_sources import own_sections
 from ledger_stats import p_paired, scipy_stats, smallest_difference, std_of
 from ledger_tables import decimal, duration, markdown, p_words
 
-BASE = "as it is"
+BASE = "as-it-is"
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def contestants(record: Path, names: list[str], out: Path) -> list[Contestant]:
     """The record's script as it is, then with each change, as `run` takes them."""
     script, found = read_text(record / "train_gpt.py"), []
     (out / "scripts").mkdir(parents=True, exist_ok=True)
-    for name, flags, text in [(BASE.replace(" ", "-"), {}, script)] + [
+    for name, flags, text in [(BASE, {}, script)] + [
             (a.name, a.flags, a.apply(script)) for a in chosen(names)]:
         path = out / "scripts" / f"{name}.py"
         write_file(path, text)
@@ -269,7 +269,7 @@ class Row:
 
 def rows_of(kept: dict) -> list[Row]:
     """A row of each ablation that has been run, the greatest loss first."""
-    base, found = kept["runs"].get(BASE.replace(" ", "-"), {}), []
+    base, found = kept["runs"].get(BASE, {}), []
     for ablation in ABLATIONS:
         runs = kept["runs"].get(ablation.name, {})
         seeds = [seed for seed in runs if seed in base]
@@ -298,7 +298,7 @@ def calibration(rows: list[Row]) -> dict:
 def page(kept: dict) -> str:
     """The text of ablations.md."""
     rows = rows_of(kept)
-    found, base = calibration(rows), kept["runs"][BASE.replace(" ", "-")]
+    found, base = calibration(rows), kept["runs"][BASE]
     losses = [run["val_loss"] for run in base.values()]
     times = [run["train_time_ms"] for run in base.values()]
     least = " and ".join(f"{value:.3f} with {n} seeds" for n, value in found["smallest"].items())

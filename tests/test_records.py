@@ -103,7 +103,7 @@ def test_sections_come_in_one_order_and_say_which_are_frozen():
 @pytest.mark.parametrize("child", range(2, len(SCRIPTS) + 1))
 def test_a_step_of_the_lineage_is_small(child):
     diff = ledger.diff_sources(*SOURCES[child - 2 : child])
-    most = {2: 82, 3: 350, 5: 120, 13: 60}.get(child, 150)  # 3: two months of public ones
+    most = {2: 80, 3: 350, 5: 120, 13: 60}.get(child, 150)  # 3: two months of public ones
     assert 0 < diff["added"] + diff["removed"] <= most
 
 

@@ -25,7 +25,7 @@ import sys
 import time
 from pathlib import Path
 
-from ledger_ablations import ablation_findings, contestants, keep, page, read_results, rows_of
+from ledger_ablations import ablation_findings, contestants, keep, page, read_results, tables_of
 from ledger_base import LedgerError, write_file
 from ledger_groups import foreign_rows, logs_of, record_name, source_of
 from ledger_logs import read_log
@@ -233,12 +233,15 @@ def print_results(results: list[dict], jobs: int) -> None:
         print(f"times are those of {jobs} runs at once, on one thread each")
 
 
-def run_verb(args: argparse.Namespace) -> int:
-    contestants = contestants_of(args.operands)
+def folder_of_runs(args: argparse.Namespace, kind: str) -> Path:
     scipy_stats()  # it should be missing before hours of training, not after
+    return Path(args.out or f"logs/{kind}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+
+
+def run_verb(args: argparse.Namespace) -> int:
+    contestants, out = contestants_of(args.operands), folder_of_runs(args, "ledger")
     settings = {"preset": args.preset, "nproc": args.nproc, "jobs": args.jobs,
                 "args": args.script_args}
-    out = Path(args.out or f"logs/ledger-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     Turns(contestants, out, args.seeds, settings).run()
     results = run_results(contestants)
     if args.json:
@@ -256,16 +259,15 @@ def run_verb(args: argparse.Namespace) -> int:
 
 def ablate_verb(args: argparse.Namespace) -> int:
     kept, newest = RECORDS / "ablations.json", find_records(RECORDS)[-1].folder
-    scipy_stats()
     if not args.write:
-        out = Path(args.out or f"logs/ablations-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-        runs = contestants(newest, args.names, out)
+        out = folder_of_runs(args, "ablations")
+        runs = contestants(newest, args.names, out, args.steps)
         settings = {"preset": args.preset, "nproc": 1, "jobs": args.jobs, "args": []}
         Turns(runs, out, args.seeds, settings).run()
         keep(kept, newest, args.preset, runs)
     results = read_results(kept)
     write_file(RECORDS / "ablations.md", page(results))
-    draw_ablations(rows_of(results), str(RECORDS / "ablations.png"))
+    draw_ablations(tables_of(results), str(RECORDS / "ablations.png"))
     return 0
 
 
@@ -371,6 +373,7 @@ def build_parser() -> Parser:
                 table=False)
     flag("names", nargs="*", metavar="NAME", help="rows of ablations.md (default: all)")
     flag("--preset", default="lab", help="of every run (default: lab)")
+    flag("--steps", type=count, metavar="N", help="of every run (default: the preset's)")
     flag("--seeds", type=count, default=5, metavar="N", help="runs of each (default: 5)")
     flag("--jobs", type=count, default=1, metavar="N",
          help="runs at once, above 1 on one thread each (default: 1)")

@@ -164,15 +164,16 @@ def chosen(names: list[str]) -> list[Ablation]:
     return [by_name[name] for name in names] or list(ABLATIONS)
 
 
-def contestants(record: Path, names: list[str], out: Path) -> list[Contestant]:
+def contestants(record: Path, names: list[str], out: Path, steps: int | None) -> list[Contestant]:
     """The record's script as it is, then with each change, as `run` takes them."""
     script, found = read_text(record / "train_gpt.py"), []
     (out / "scripts").mkdir(parents=True, exist_ok=True)
+    length = {"num_iterations": str(steps)} if steps else {}
     for name, flags, text in [(BASE, {}, script)] + [
             (a.name, a.flags, a.apply(script)) for a in chosen(names)]:
         path = out / "scripts" / f"{name}.py"
         write_file(path, text)
-        found.append(Contestant(name, path, None, dict(flags), sha256(text)))
+        found.append(Contestant(name, path, None, length | flags, sha256(text)))
     return found
 
 
@@ -211,17 +212,19 @@ def read_results(path: Path) -> dict:
 
 
 def keep(path: Path, record: Path, preset: str, runs: list[Contestant]) -> None:
-    """Add the runs to what is kept. Results of another script or preset are replaced."""
+    """Add the runs to what is kept, by their steps. Those of another script or preset go."""
     script = read_text(record / "train_gpt.py")
     head = {"record": record.name, "preset": preset, "sections": sections_sha256(script)}
     kept = json.loads(read_text(path)) if path.exists() else {}
     if {name: kept.get(name) for name in head} != head:
         kept = head | {"runs": {}}
     for run in runs:
-        facts = [run_facts(log) for log in run.logs.values()]
-        kept["runs"].setdefault(run.name, {}).update({str(fact["seed"]): {
-            "val_loss": fact["val_loss"], "train_time_ms": fact["train_time_ms"],
-            "log_sha256": sha256(read_text(log))} for fact, log in zip(facts, run.logs.values())})
+        for log in run.logs.values():
+            fact = run_facts(log)
+            by_name = kept["runs"].setdefault(str(fact["steps"]), {})
+            by_name.setdefault(run.name, {})[str(fact["seed"])] = {
+                "val_loss": fact["val_loss"], "train_time_ms": fact["train_time_ms"],
+                "log_sha256": sha256(read_text(log))}
     write_file(path, json.dumps(kept, indent=1) + "\n")
 
 
@@ -267,11 +270,15 @@ class Row:
                 f"×{statistics.median(self.ratios):.3f}", published]
 
 
-def rows_of(kept: dict) -> list[Row]:
-    """A row of each ablation that has been run, the greatest loss first."""
-    base, found = kept["runs"].get(BASE, {}), []
+def tables_of(kept: dict) -> dict[int, list[Row]]:
+    """By number of steps, fewest first: a row of each ablation, the greatest loss first."""
+    return {int(steps): rows_of(kept["runs"][steps]) for steps in sorted(kept["runs"], key=int)}
+
+
+def rows_of(by_name: dict) -> list[Row]:
+    base, found = by_name.get(BASE, {}), []
     for ablation in ABLATIONS:
-        runs = kept["runs"].get(ablation.name, {})
+        runs = by_name.get(ablation.name, {})
         seeds = [seed for seed in runs if seed in base]
         if seeds:
             pairs = [(runs[seed], base[seed]) for seed in seeds]
@@ -295,36 +302,44 @@ def calibration(rows: list[Row]) -> dict:
     return found
 
 
-def page(kept: dict) -> str:
-    """The text of ablations.md."""
-    rows = rows_of(kept)
-    found, base = calibration(rows), kept["runs"][BASE]
+def table_words(steps: int, base: dict, rows: list[Row]) -> str:
+    """The part of ablations.md on the runs of so many steps, where the script as it is has some."""
+    found = calibration(rows)
     losses = [run["val_loss"] for run in base.values()]
     times = [run["train_time_ms"] for run in base.values()]
     least = " and ".join(f"{value:.3f} with {n} seeds" for n, value in found["smallest"].items())
     table = markdown(("Row", "Change", "n", "Loss, 95 % interval", "p", "Time", "Published"),
                      [row.words for row in rows])
-    return f"""# What each technique is worth
+    return f"""## {steps} steps
 
-{kept['record']} with one thing taken out or put back at a time, trained with
-`--preset {kept['preset']}`: the difference of its validation loss to that of the script as it is,
-at equal steps, paired by seed. Above 0 the change does harm, so what it takes away is of use. As it
-is, the script ends at {statistics.fmean(losses):.4f}, standard deviation {decimal(std_of(losses))}
-(n = {len(losses)}), in {duration(statistics.median(times))} in the median, beside another run on
-one thread each. *Published* are the steps that the technique saved in the public lineage, where a
-record tells of it alone, by the numbers of steps before and after.
-
-    python records/ledger.py ablate gelu --seeds 5 --jobs 2     # any row
-    python records/ledger.py ablate --seeds 5 --jobs 2          # all of them
+As it is, the script ends at {statistics.fmean(losses):.4f}, standard deviation
+{decimal(std_of(losses))} (n = {len(losses)}), in {duration(statistics.median(times))} in the
+median.
 
 {table}
-
-## What this says about the preset
 
 Of {found['published']} rows with a published effect, {found['agree']} have its sign here; the
 rank correlation of their sizes is {found['rank_correlation']}. To be shown at p < {SIGNIFICANCE:g},
 by the median spread of the rows' paired differences, a difference has to be {least or 'unknown'}.
+"""
 
+
+def page(kept: dict) -> str:
+    """The text of ablations.md."""
+    parts = "\n".join(table_words(steps, kept["runs"][str(steps)][BASE], rows)
+                      for steps, rows in tables_of(kept).items())
+    return f"""# What each technique is worth
+
+{kept['record']} with one thing taken out or put back at a time, trained with
+`--preset {kept['preset']}`: the difference of its validation loss to that of the script as it is,
+at equal steps, paired by seed. Above 0 the change does harm, so what it takes away is of use. Times
+are beside another run, on one thread each. *Published* are the steps that the technique saved in
+the public lineage, where a record tells of it alone, by the numbers of steps before and after.
+
+    python records/ledger.py ablate gelu --seeds 5 --jobs 2 --steps 90     # any row
+    python records/ledger.py ablate --seeds 5 --jobs 2 --steps 90          # all of them
+
+{parts}
 ![The rows with a published effect](ablations.png)
 
 Generated by `ledger.py ablate --write` from `ablations.json`, which has each run's loss, time and

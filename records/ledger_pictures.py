@@ -181,21 +181,25 @@ def draw_curves(groups: dict[str, list[Log]], target: float, png: str) -> None:
 # -----------------------------------------------------------------------------
 
 
-def draw_ablations(rows: list, png: str) -> None:
-    """What each technique is worth: the loss it costs to do without it, with its interval, beside
-    the steps that it saved in public, in the order of these."""
+def draw_ablations(tables: dict[int, list], png: str) -> None:
+    """What each technique is worth: the loss it costs to do without it, with its interval, at each
+    number of steps, beside the steps that it saved in public, in the order of these."""
     plt = pyplot()
-    known = sorted((row for row in rows if row.ablation.published is not None),
-                   key=lambda row: row.ablation.published)
-    figure, axes = plt.subplots(1, 2, figsize=(12, 0.42 * len(known) + 1.6), sharey=True)
-    for y, row in enumerate(known):
-        axes[0].barh(y, row.ablation.published, height=0.5, color=COLORS[0])
-        axes[1].errorbar(row.difference, y, xerr=row.interval or 0, fmt="D", color=COLORS[1],
-                         capsize=4, markersize=7)
-    axes[0].set(yticks=range(len(known)), yticklabels=[row.ablation.name for row in known],
-                xlabel="published: steps saved (%)")
-    axes[1].axvline(0, **DASHED)
-    axes[1].set_xlabel("measured: loss without it (nats per token;\nline: 95 % interval)")
+    published = {row.ablation.name: row.ablation.published for rows in tables.values()
+                 for row in rows if row.ablation.published is not None}
+    names = sorted(published, key=published.get)
+    figure, axes = plt.subplots(1, 1 + len(tables), sharey=True,
+                                figsize=(4 + 4 * len(tables), 0.42 * len(names) + 1.8))
+    axes[0].barh(names, [published[name] for name in names], height=0.5, color=COLORS[0])
+    axes[0].set_xlabel("published: steps saved (%)")
+    for axis, (steps, rows) in zip(axes[1:], tables.items()):
+        for row in rows:
+            if row.ablation.name in published:
+                axis.errorbar(row.difference, row.ablation.name, xerr=row.interval or 0, fmt="D",
+                              color=COLORS[1], capsize=4, markersize=7)
+        axis.axvline(0, **DASHED)
+        axis.set_xlabel(f"measured: loss without it, {steps} steps\n"
+                        "(nats per token; line: 95 % interval)")
     for axis in axes:
         axis.grid(axis="y", visible=False)
         axis.tick_params(left=False)

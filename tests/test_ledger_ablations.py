@@ -43,7 +43,7 @@ def folder(tmp_path, monkeypatch):
         }
         for name, losses in RUNS.items()
     }
-    kept = {"record": record.name, "preset": "lab", "runs": runs}
+    kept = {"record": record.name, "preset": "lab", "runs": {"175": runs}}
     kept["sections"] = ledger_ablations.sections_sha256(ROOT)
     (tmp_path / "ablations.json").write_text(json.dumps(kept))
     monkeypatch.setattr(ledger, "RECORDS", tmp_path)
@@ -72,9 +72,18 @@ def test_a_piece_that_is_not_there_once_is_told():
             Ablation("a", "b", ((old, ""),)).apply(ROOT)
 
 
+def test_a_run_has_the_flags_of_its_row_and_the_steps_asked_for(folder, tmp_path):
+    record = folder / "2026-01-01_Only"
+    base, scale = ledger_ablations.contestants(record, ["scale"], tmp_path / "out", 90)
+    assert (base.name, base.flags) == ("as-it-is", {"num_iterations": "90"})
+    assert scale.flags == {"num_iterations": "90", "attention_scale": "0.1768"}
+    assert scale.script.read_text() == base.script.read_text() == ROOT
+    assert ledger_ablations.contestants(record, ["gelu"], tmp_path / "out", None)[1].flags == {}
+
+
 def test_differences_are_paired_by_seed(folder):
     kept = json.loads((folder / "ablations.json").read_text())
-    rows = {row.ablation.name: row for row in ledger_ablations.rows_of(kept)}
+    rows = {row.ablation.name: row for row in ledger_ablations.tables_of(kept)[175]}
     assert list(rows) == ["no-key-offset", "gelu", "one-target", "no-smear"]
     for name, row in rows.items():
         expected = stats.ttest_rel(RUNS[name], BASE)
@@ -88,7 +97,7 @@ def test_differences_are_paired_by_seed(folder):
 
 def test_the_calibration_counts_signs_and_ranks(folder):
     kept = json.loads((folder / "ablations.json").read_text())
-    found = ledger_ablations.calibration(ledger_ablations.rows_of(kept))
+    found = ledger_ablations.calibration(ledger_ablations.tables_of(kept)[175])
     assert (found["published"], found["agree"]) == (3, 2)
     # Here 0.102, 0.040 and -0.006; published 2.3, 2.5 and 0.3: ranks 3 2 1 and 2 3 1.
     assert found["rank_correlation"] == 0.5

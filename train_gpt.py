@@ -138,7 +138,7 @@ PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/la
     momentum_warmup=60, train_seq_len=1536, length_stages="1 2 3", lr_stages="100 152 173",
     max_document_tokens=768, window_stages="1 2 3 4", attention_pattern="SS.SL",
     value_embed_pattern="1..01", backout_layer=2, final_window=6, attention_scale=0.3, embed_lr=0.6,
-    head_lr=0.04, num_iterations=144, muon_lr=0.02)
+    head_lr=0.04, num_iterations=175, muon_lr=0.02)
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
     """The flags given, on top of the preset named or else of a checkpoint's saved values."""

@@ -109,7 +109,7 @@ PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/la
     val_files="data/lab/lab_val_*.bin", val_tokens=131_072, target_loss=1.4, sequences_per_step=4,
     sequences_per_forward=4, head_dim=32, rope_base=1024, cooldown_frac=0.6, muon_momentum=0.95,
     train_seq_len=1024, val_seq_len=1024, num_layers=6,
-    embed_lr=0.6, head_lr=0.04, num_iterations=384, muon_lr=0.04)
+    embed_lr=0.6, head_lr=0.04, num_iterations=394, muon_lr=0.04)
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
     """The flags given, on top of the preset named or else of a checkpoint's saved values."""

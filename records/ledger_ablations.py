@@ -314,6 +314,11 @@ def table_words(steps: int, base: dict, rows: list[Row]) -> str:
     start = (f"As it is, the script ends at {statistics.fmean(losses):.4f}, standard deviation "
              f"{decimal(std_of(losses))} (n = {len(losses)}), in "
              f"{duration(statistics.median(times))} in the median.")
+    fewest = min((len(row.differences) for row in rows), default=len(losses))
+    if fewest < len(losses):
+        start += (f" Of the first {fewest}, which the rows of so many are held against, the mean "
+                  f"is {statistics.fmean(losses[:fewest]):.4f}: where these were fortunate, all "
+                  "such differences are too high together.")
     end = (f"Of {found['published']} rows with a published effect, {found['agree']} have its sign "
            f"here; the rank correlation of their sizes is {found['rank_correlation']}. To be shown "
            f"at p < {SIGNIFICANCE:g}, by the median spread of the rows' paired differences, a "

@@ -127,6 +127,18 @@ def test_page_and_picture_are_made_from_the_results(folder, capsys):
     assert found == ["ablations.md is not what `ablate --write` gives"]
 
 
+def test_the_page_tells_what_the_rows_are_held_against(folder):
+    kept = json.loads((folder / "ablations.json").read_text())
+    kept["runs"]["175"]["as-it-is"]["5"] = {"val_loss": 1.71, "train_time_ms": 1000}
+    kept["runs"]["90"] = {"as-it-is": {"0": {"val_loss": 1.85, "train_time_ms": 500}}}
+    words = " ".join(ledger_ablations.page(kept).split())
+    # Five seeds have a mean of 1.41; with 1.71 beside them it is 8.76 / 6.
+    assert "ends at 1.4600" in words and "Of the first 5," in words and "mean is 1.4100:" in words
+    assert words.index("## 90 steps") < words.index("## 175 steps")
+    not_run = words[words.index("Not run yet") :]
+    assert "`adam`" in not_run and "`gelu`" not in not_run
+
+
 def test_results_of_another_script_are_told_and_not_mixed(folder):
     script = folder / "2026-01-01_Only" / "train_gpt.py"
     script.write_text(ROOT.replace("mlp_ratio: int = 4", "mlp_ratio: int = 3"))

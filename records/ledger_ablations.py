@@ -15,7 +15,7 @@ from ledger_records import run_facts
 from ledger_rules import SIGNIFICANCE
 from ledger_runs import Contestant
 from ledger_sources import own_sections
-from ledger_stats import p_paired, scipy_stats, smallest_difference, std_of
+from ledger_stats import is_significant, p_paired, scipy_stats, smallest_difference, std_of
 from ledger_tables import decimal, duration, markdown, p_words
 
 BASE = "as-it-is"
@@ -258,7 +258,7 @@ class Row:
 
     @property
     def is_shown(self) -> bool:
-        return self.p is not None and self.p < SIGNIFICANCE
+        return is_significant(self.p)
 
     @property
     def words(self) -> list[str]:

@@ -62,13 +62,16 @@ def smallest_difference(spread: float, degrees: int) -> float:
     return scipy_stats().t.ppf(1 - SIGNIFICANCE / 2, degrees) * spread
 
 
+def is_significant(p: float | None) -> bool:
+    return p is not None and p < SIGNIFICANCE
+
+
 def is_shown(versus: dict) -> bool:
     """Whether a comparison shows a difference: of losses as tables round them, and significant.
 
     Rounding alone makes equal mathematics differ in the sixth digit, at every seed alike.
     """
-    p = versus["p_differs"]
-    return p is not None and p < SIGNIFICANCE and round(versus["difference"], 4) != 0
+    return is_significant(versus["p_differs"]) and round(versus["difference"], 4) != 0
 
 
 def summarize(runs: list[dict]) -> dict:

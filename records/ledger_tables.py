@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ledger_base import LedgerError, read_text
 from ledger_records import Record, find_records
-from ledger_rules import PUBLIC_TARGET, RULES, SIGNIFICANCE
-from ledger_stats import is_shown
+from ledger_rules import PUBLIC_TARGET, RULES
+from ledger_stats import is_shown, is_significant
 
 REGION = ("<!-- ledger:begin -->", "<!-- ledger:end -->")  # around the generated text of a README
 RULES_REGION = ("<!-- rules:begin -->", "<!-- rules:end -->")  # around the rules' table
@@ -70,7 +70,7 @@ def target_words(measured: dict) -> str:
 def missed_words(measured: dict) -> str:
     """What stands beside a loss that is not shown to lie below the target."""
     p = measured["p_target"]
-    return "" if p is not None and p < SIGNIFICANCE else f", {p_words(p)}"
+    return "" if is_significant(p) else f", {p_words(p)}"
 
 
 def machine_words(measured: dict) -> str:

@@ -31,6 +31,7 @@ from ledger_sources import (
     rebound,
     section_texts,
 )
+from ledger_stats import is_significant
 from ledger_tables import (
     REGION,
     RULES_REGION,
@@ -296,7 +297,7 @@ def claims_against_logs(record: Record) -> list[str]:
     found = [f"measured{key} is {claims}, the logs say {logs}"
              for key, (claims, logs) in pairs.items() if claims != logs]
     p, parent = true.measured["p_target"], true.measured["parent"]
-    if claim["meets_target"] and (p is None or p >= SIGNIFICANCE):
+    if claim["meets_target"] and not is_significant(p):
         found.append(f"it claims to meet the target, with {p_words(p)}, not below {SIGNIFICANCE}")
     if claim["gain"] and not (parent and shows_gain(parent, claim["gain"])):
         found.append(f"it claims a gain in {claim['gain']} over its parent, and its runs show none")

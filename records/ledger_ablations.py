@@ -241,6 +241,7 @@ class Row:
     ablation: Ablation
     differences: list[float]
     ratios: list[float]
+    losses: list[float] = field(default_factory=list)
 
     @property
     def difference(self) -> float:
@@ -284,7 +285,8 @@ def rows_of(by_name: dict) -> list[Row]:
         if seeds:
             pairs = [(runs[seed], base[seed]) for seed in seeds]
             found.append(Row(ablation, [a["val_loss"] - b["val_loss"] for a, b in pairs],
-                             [a["train_time_ms"] / b["train_time_ms"] for a, b in pairs]))
+                             [a["train_time_ms"] / b["train_time_ms"] for a, b in pairs],
+                             [a["val_loss"] for a, _ in pairs]))
     return sorted(found, key=lambda row: -row.difference)
 
 
@@ -314,15 +316,20 @@ def table_words(steps: int, base: dict, rows: list[Row]) -> str:
     start = (f"As it is, the script ends at {statistics.fmean(losses):.4f}, standard deviation "
              f"{decimal(std_of(losses))} (n = {len(losses)}), in "
              f"{duration(statistics.median(times))} in the median.")
-    fewest = min((len(row.differences) for row in rows), default=len(losses))
-    if fewest < len(losses):
-        start += (f" Of the first {fewest}, which the rows of so many are held against, the mean "
-                  f"is {statistics.fmean(losses[:fewest]):.4f}: where these were fortunate, all "
-                  "such differences are too high together.")
     end = (f"Of {found['published']} rows with a published effect, {found['agree']} have its sign "
            f"here; the rank correlation of their sizes is {found['rank_correlation']}. To be shown "
            f"at p < {SIGNIFICANCE:g}, by the median spread of the rows' paired differences, a "
            f"difference has to be {least or 'unknown'}.")
+    fewest = min((len(row.differences) for row in rows), default=len(losses))
+    if fewest < len(losses):
+        mean = statistics.fmean(losses)
+        above = sum(statistics.fmean(row.losses) > mean for row in rows
+                    if row.ablation.published is not None)
+        start += (f" Of the first {fewest}, which the rows of so many are held against, the mean "
+                  f"is {statistics.fmean(losses[:fewest]):.4f}: where these were fortunate, all "
+                  "such differences are too high together.")
+        end += (f" Held against all {len(losses)} runs of the script as it is, in the place of "
+                f"those of the same seeds, {above} of the {found['published']} have their sign.")
     return f"## {steps} steps\n\n{fill(start, 100)}\n\n{table}\n\n{fill(end, 100)}\n"
 
 
@@ -338,8 +345,10 @@ def page(kept: dict) -> str:
 {kept['record']} with one thing taken out or put back at a time, trained with
 `--preset {kept['preset']}`: the difference of its validation loss to that of the script as it is,
 at equal steps, paired by seed. Above 0 the change does harm, so what it takes away is of use. Times
-are beside another run, on one thread each. *Published* are the steps that the technique saved in
-the public lineage, where a record tells of it alone, by the numbers of steps before and after.
+are beside another run, on one thread each, and not in turns: the script as it is ran once, for all
+rows, so that their ratios have the machine's day in them (`cap-30`, which computes as much, shows
+how much of it). *Published* are the steps that the technique saved in the public lineage, where a
+record tells of it alone, by the numbers of steps before and after.
 
     python records/ledger.py ablate gelu --seeds 5 --jobs 2     # any row
     python records/ledger.py ablate --seeds 5 --jobs 2          # all of them

@@ -134,6 +134,10 @@ def test_the_page_tells_what_the_rows_are_held_against(folder):
     words = " ".join(ledger_ablations.page(kept).split())
     # Five seeds have a mean of 1.41; with 1.71 beside them it is 8.76 / 6.
     assert "ends at 1.4600" in words and "Of the first 5," in words and "mean is 1.4100:" in words
+    # Of the three with a published effect two have means above 1.41, but only one above 1.46.
+    assert "2 have its sign here" in words
+    assert "Held against all 6 runs of the script as it is," in words
+    assert "1 of the 3 have their sign" in words
     assert words.index("## 90 steps") < words.index("## 175 steps")
     not_run = words[words.index("Not run yet") :]
     assert "`adam`" in not_run and "`gelu`" not in not_run

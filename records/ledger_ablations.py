@@ -241,7 +241,7 @@ class Row:
     ablation: Ablation
     differences: list[float]
     ratios: list[float]
-    losses: list[float] = field(default_factory=list)
+    losses: list[float]
 
     @property
     def difference(self) -> float:
@@ -345,10 +345,10 @@ def page(kept: dict) -> str:
 {kept['record']} with one thing taken out or put back at a time, trained with
 `--preset {kept['preset']}`: the difference of its validation loss to that of the script as it is,
 at equal steps, paired by seed. Above 0 the change does harm, so what it takes away is of use. Times
-are beside another run, on one thread each, and not in turns: the script as it is ran once, for all
-rows, so that their ratios have the machine's day in them (`cap-30`, which computes as much, shows
-how much of it). *Published* are the steps that the technique saved in the public lineage, where a
-record tells of it alone, by the numbers of steps before and after.
+are beside another run, on one thread each. The runs of the script as it is serve the rows of later
+calls too, whose ratios of times then have the machine's hour in them; `cap-30`, which computes as
+much, shows how much of it. *Published* are the steps that the technique saved in the
+public lineage, where a record tells of it alone, by the numbers of steps before and after.
 
     python records/ledger.py ablate gelu --seeds 5 --jobs 2     # any row
     python records/ledger.py ablate --seeds 5 --jobs 2          # all of them

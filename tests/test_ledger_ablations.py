@@ -104,7 +104,7 @@ def test_the_calibration_counts_signs_and_ranks(folder):
 
 
 def test_the_least_effect_is_that_at_which_the_test_turns():
-    row = Row(ABLATIONS[0], [0.01, 0.02, 0.03, 0.02, 0.02], [1.0] * 5)
+    row = Row(ABLATIONS[0], [0.01, 0.02, 0.03, 0.02, 0.02], [1.0] * 5, [1.4] * 5)
     least = ledger_ablations.calibration([row])["smallest"][5]
     shift = least - row.difference
     for factor, shown in ((0.99, False), (1.01, True)):

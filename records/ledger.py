@@ -239,6 +239,8 @@ def folder_of_runs(args: argparse.Namespace, kind: str) -> Path:
 
 
 def run_verb(args: argparse.Namespace) -> int:
+    if args.times and args.jobs > 1:
+        raise LedgerError(f"--jobs {args.jobs}: --times are of one run alone; leave --jobs out")
     contestants, out = contestants_of(args.operands), folder_of_runs(args, "ledger")
     settings = {"preset": args.preset, "nproc": args.nproc, "jobs": args.jobs,
                 "args": args.script_args}
@@ -253,7 +255,7 @@ def run_verb(args: argparse.Namespace) -> int:
     if args.script_args:
         say("record.json is not written: a record runs its preset as it is")
     else:
-        write_measurements(contestants, args.preset, say)
+        write_measurements(contestants, args.preset, args.times, say)
     return 0
 
 
@@ -366,6 +368,8 @@ def build_parser() -> Parser:
     flag("--nproc", type=count, default=1, metavar="N", help="processes of a run (default: 1)")
     flag("--jobs", type=count, default=1, metavar="N",
          help="runs at once, above 1 on one thread each, which the logs then tell (default: 1)")
+    flag("--times", action="store_true",
+         help="keep the runs as the records' times, beside the losses that they have")
     flag("--out", metavar="FOLDER", help="keeps the runs; finished ones in it are used")
     flag("--script-args", nargs=argparse.REMAINDER, default=[], metavar="...",
          help="the rest goes to the scripts, and record.json is not written")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ledger_base import LedgerError
 from ledger_logs import Log
-from ledger_records import Record
+from ledger_records import Record, timed
 from ledger_tables import machines, minutes_words, missed_words
 
 # Okabe and Ito's colours, told apart by all kinds of sight; line styles tell them apart in grey.
@@ -239,7 +239,7 @@ def draw_lineage(records: list[Record], png: str) -> None:
                          markersize=9, clip_on=False)
             words[0] += f", modelled {minutes_words(modelled['minutes'])}"
         if measured:
-            times = [run["train_time_ms"] / 1000 for run in measured["runs"]]
+            times = [run["train_time_ms"] / 1000 for run in timed(measured)["runs"]]
             axes[1].barh(y, measured["tokens"] / 1e6, height=0.5, color=COLORS[1])
             dots(axes[2], y, times, statistics.median(times), COLORS[2])
             words[1] = (f"{measured['tokens'] / 1e6:.2f} M, loss {measured['val_loss_mean']:.4f}"

@@ -12,6 +12,7 @@ from ledger_sources import diff_sources
 from ledger_stats import compare, is_shown, p_below, summarize
 
 SAME = ("preset", "torch", "device", "threads", "world_size")  # one value within a measurement
+TIMES = "times/"  # in logs/, the runs made for their times
 GAINS = (None, "loss", "time")
 CLAIM = {"number": int, "change": str, "parent": (str, type(None)), "meets_target": bool,
          "gain": (str, type(None)), "published": (dict, type(None)),
@@ -80,18 +81,18 @@ def run_facts(path: Path) -> dict:
         raise LedgerError(f"{path}: no usable {error} in its final block") from None
 
 
-def measure(record: Record) -> dict:
-    """record.json's measured block, from the logs and scripts in the folders alone."""
-    files, parent_files = seed_files(record.folder), seed_files(record.folder, "parent-")
+def measure_runs(record: Record, prefix: str = "") -> dict | None:
+    """What `logs/<prefix>seed-N.txt` bear, and the parent's beside them; None where there are none.
+
+    Of the losses' runs without a prefix, of the runs that were made for their times with "times/".
+    """
+    files = seed_files(record.folder, prefix)
+    parent_files = seed_files(record.folder, prefix + "parent-")
     if not files:
-        raise LedgerError(f"{record.folder / 'logs'} has no seed-N.txt; measure with `run`")
+        return None
     runs, parent_runs = list(map(run_facts, files)), list(map(run_facts, parent_files))
-    log, script = read_log(files[0]), read_text(record.folder / "train_gpt.py")
+    log = read_log(files[0])
     reached = [run["target_time_ms"] for run in runs if run["target_step"] is not None]
-    lines = None
-    if record.claim["parent"]:
-        diff = diff_sources(source_of(record.folder.parent / record.claim["parent"]), script)
-        lines = {"added": diff["added"], "removed": diff["removed"]}
     return {
         "script_sha256": log.sha256,
         **{name: log.header.get(name) for name in SAME},
@@ -103,10 +104,27 @@ def measure(record: Record) -> dict:
         "p_target": p_below([run["val_loss"] for run in runs], log.target),
         "reached_target": len(reached),
         "target_time_ms_median": statistics.median(reached) if reached else None,
-        "lines": lines,
         "runs": runs,
         "parent": {**compare(runs, parent_runs), "runs": parent_runs} if parent_runs else None,
     }
+
+
+def measure(record: Record) -> dict:
+    """record.json's measured block, from the logs and scripts in the folders alone."""
+    found = measure_runs(record)
+    if not found:
+        raise LedgerError(f"{record.folder / 'logs'} has no seed-N.txt; measure with `run`")
+    lines = None
+    if record.claim["parent"]:
+        diff = diff_sources(source_of(record.folder.parent / record.claim["parent"]),
+                            read_text(record.folder / "train_gpt.py"))
+        lines = {"added": diff["added"], "removed": diff["removed"]}
+    return {**found, "lines": lines, "times": measure_runs(record, TIMES)}
+
+
+def timed(measured: dict) -> dict:
+    """The runs whose times count: those made alone for that, where there are any."""
+    return measured["times"] or measured
 
 
 def record_text(claim: dict, measured: dict) -> str:
@@ -115,14 +133,17 @@ def record_text(claim: dict, measured: dict) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
-def shows_gain(parent: dict, gain: str) -> bool:
-    """Whether a comparison with the parent bears the claim of a gain.
+def shows_gain(measured: dict, gain: str) -> bool:
+    """Whether what was measured bears the claim of a gain over the parent.
 
-    "loss": shown to be lower. "time": a range of time ratios that lies below 1, with a
-    loss that is not shown to be higher.
+    "loss": shown to be lower. "time": a range of time ratios that lies below 1, of runs that each
+    had the machine alone, with a loss that is not shown to be higher.
     """
+    parent, times = measured["parent"], timed(measured)
+    if not parent or gain == "time" and not times["parent"]:
+        return False
     if gain == "loss":
         return is_shown(parent) and parent["difference"] < 0
-    slowest = parent["time_ratio_max"]
+    slowest = times["parent"]["time_ratio_max"]
     worse = is_shown(parent) and parent["difference"] > 0
-    return slowest is not None and slowest < 1 and not worse
+    return times["jobs"] == 1 and slowest is not None and slowest < 1 and not worse

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ledger_base import LedgerError, RunError, read_text, sha256, write_file
 from ledger_logs import Log, read_log, seed_files
-from ledger_records import Record, measure, read_record, record_text
+from ledger_records import TIMES, Record, measure, read_record, record_text
 from ledger_rules import RULES
 from ledger_tables import duration
 from ledger_verify import FOLDER_NAME, claim_findings
@@ -198,9 +198,12 @@ def clock_words(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
 
 
-def least_seconds(contestant: Contestant, preset: str) -> float | None:
+def least_seconds(contestant: Contestant, preset: str, jobs: int) -> float | None:
     """Training and compilation of one run by a log in the record's folder, in seconds."""
-    for file in seed_files(contestant.folder)[:1] if contestant.folder else ():
+    if not contestant.folder:
+        return None
+    alone = seed_files(contestant.folder, TIMES) if jobs == 1 else []
+    for file in (alone or seed_files(contestant.folder))[:1]:
         with contextlib.suppress(LedgerError):
             log = read_log(file)
             compiled = re.search(r"^compile_seconds: ([\d.]+)", log.body, re.M)
@@ -215,11 +218,11 @@ def forecast(clock: Clock, waiting: list[Contestant], preset: str) -> str:
     what = f"{len(names)} run(s) to go"
     if (left := clock.left(names)) is not None:
         return f"{what}, about {clock_words(left)} by the runs kept here"
-    least = {c.name: least_seconds(c, preset) for c in waiting}
+    least = {c.name: least_seconds(c, preset, clock.jobs) for c in waiting}
     if names and None not in least.values():
         total = sum(least[name] for name in names) / clock.jobs
-        return (f"{what}, at least {clock_words(total)} by the records' logs, which do not have "
-                "the time to start and to validate; the first run tells more")
+        return (f"{what}, some {clock_words(total)} by the records' logs, which do not have the "
+                "time to start and to validate; the first run tells more")
     return f"{what}; the first tells how long they take"
 
 
@@ -332,11 +335,11 @@ class Turns:
 
 def keep_logs(folder: Path, prefix: str, logs: list[Path]) -> None:
     """Copy runs' logs to logs/<prefix>seed-N.txt: the record's first with its source."""
-    (folder / "logs").mkdir(exist_ok=True)
     stale = set(seed_files(folder, prefix))
     for index, path in enumerate(logs):
         log, text = read_log(path), read_text(path)
         kept = folder / "logs" / f"{prefix}seed-{int(log.final['seed'])}.txt"
+        kept.parent.mkdir(parents=True, exist_ok=True)
         whole = index == 0 and not prefix
         write_file(kept, text if whole else f"source sha256: {log.sha256}\n{log.body}")
         stale.discard(kept)
@@ -344,32 +347,40 @@ def keep_logs(folder: Path, prefix: str, logs: list[Path]) -> None:
         path.unlink()
 
 
-def unfit(contestant: Contestant, preset: str) -> str | None:
+def unfit(contestant: Contestant, record: Record, preset: str, times: bool) -> str | None:
     """Why the runs of a record are no measurement of it, or None."""
     folder, logs = contestant.folder, list(contestant.logs.values())
     newest = max(path.name for path in folder.parent.iterdir() if FOLDER_NAME.fullmatch(path.name))
     if preset not in RULES:
         return f"the rules do not have --preset {preset}"
-    if len(logs) < (least := RULES[preset].least_seeds(folder.name == newest)):
+    if times and (record.measured or {}).get("preset") != preset:
+        return f"its losses are not measured with --preset {preset}; times stand beside losses"
+    least = RULES[preset].least_seeds(folder.name == newest and not times)
+    if len(logs) < least:
         return f"{len(logs)} seeds, by the rules {least} are the least"
     log = read_log(logs[0])
     return f"it ran on a {log.header.get('device')}" if log.simulated else None
 
 
-def write_measurements(contestants: list[Contestant], preset: str, say: Callable) -> None:
-    """Keep the logs and write the measured block of each record that this run measured."""
-    by_folder = {c.folder.name: c for c in contestants if c.folder}
+def write_measurements(contestants: list[Contestant], preset: str, times: bool,
+                       say: Callable) -> None:
+    """Keep the logs and write the measured block of each record that this run measured.
+
+    With `times` the runs are kept beside those of the losses, and only their times count.
+    """
+    by_folder, prefix = {c.folder.name: c for c in contestants if c.folder}, TIMES if times else ""
     for name, contestant in by_folder.items():
         record = read_record(contestant.folder)
         parent = by_folder.get(record.claim["parent"])
-        if reason := unfit(contestant, preset):
+        if reason := unfit(contestant, record, preset, times):
             say(f"{name}: record.json is not written: {reason}")
             continue
-        if not parent and record.measured and record.measured["parent"]:
+        before = (record.measured or {}).get("times") if times else record.measured
+        if not parent and before and before["parent"]:
             say(f"{name}: kept as it was measured beside its parent")
             continue
-        keep_logs(record.folder, "", list(contestant.logs.values()))
-        keep_logs(record.folder, "parent-", list(parent.logs.values()) if parent else [])
+        keep_logs(record.folder, prefix, list(contestant.logs.values()))
+        keep_logs(record.folder, f"{prefix}parent-", list(parent.logs.values()) if parent else [])
         write_measured(record)
         todo = ", ".join(claim_findings(record.claim)) or "`list --write` is next"
         say(f"{name}: wrote record.json; {todo}")

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from ledger_base import LedgerError, read_text
-from ledger_records import Record, find_records
+from ledger_records import Record, find_records, timed
 from ledger_rules import PUBLIC_TARGET, RULES
 from ledger_stats import is_shown, is_significant
 
@@ -73,12 +73,20 @@ def missed_words(measured: dict) -> str:
     return "" if is_significant(p) else f", {p_words(p)}"
 
 
+def runs_words(measured: dict) -> str:
+    """How many runs at a time there were, on how many threads."""
+    threads = f"{measured['threads']} thread" + "s" * (measured["threads"] != "1")
+    jobs = f"{measured['jobs']} runs at once, each on " if measured["jobs"] > 1 else ""
+    return jobs + threads
+
+
 def machine_words(measured: dict) -> str:
     """What a measurement ran on."""
     ranks = f"{measured['world_size']} ranks, " if measured["world_size"] != "1" else ""
-    jobs = f"{measured['jobs']} runs at once, each on " if measured["jobs"] > 1 else ""
-    threads = f"{measured['threads']} thread" + "s" * (measured["threads"] != "1")
-    return f"{measured['device']}, {ranks}{jobs}{threads}, torch {measured['torch']}"
+    runs = runs_words(measured)
+    if measured["times"]:
+        runs = f"losses of {runs}, times of one run alone on {runs_words(measured['times'])}"
+    return f"{measured['device']}, {ranks}{runs}, torch {measured['torch']}"
 
 
 def machines(records: list[Record]) -> list[str]:
@@ -99,13 +107,13 @@ def record_row(record: Record, with_machine: bool = False) -> list[str]:
     claim, measured, published = record.claim, record.measured, record.claim["published"] or {}
     modelled, cells = claim["modelled"] or {}, ["–"] * 7
     if measured:
-        parent = measured["parent"] or {}
+        parent, times = measured["parent"] or {}, timed(measured)
         tokens = parent and f"×{measured['tokens'] / parent['runs'][0]['tokens']:.3f}"
-        ratio = parent.get("time_ratio_median")
+        ratio = (times["parent"] or {}).get("time_ratio_median")
         cells = [f"{decimal(measured['val_loss_mean'])} ± {decimal(measured['val_loss_std'])} "
                  f"({measured['n']}){missed_words(measured)}", f"{measured['steps']:,}",
                  f"{measured['tokens']:,}",
-                 duration(measured["train_time_ms_median"]), tokens or "–",
+                 duration(times["train_time_ms_median"]), tokens or "–",
                  f"×{ratio:.3f}" if ratio else "–", lines_words(measured["lines"])]
     if with_machine:
         cells.append(machine_words(measured) if measured else "–")
@@ -117,14 +125,16 @@ def record_rows(records: list[Record]) -> list[list[str]]:
     return [record_row(record, len(machines(records)) > 1) for record in records]
 
 
+def without_runs(measured: dict | None) -> dict | None:
+    """A measured block, or one inside it, without the single runs."""
+    return measured and {name: without_runs(value) if name in ("parent", "times") else value
+                         for name, value in measured.items() if name != "runs"}
+
+
 def record_numbers(record: Record) -> dict:
     """A row as numbers, for `list --json`."""
-    measured = record.measured and {name: value for name, value in record.measured.items()
-                                    if name not in ("runs", "parent")}
-    if measured and record.measured["parent"]:
-        parent = record.measured["parent"]
-        measured["parent"] = {name: parent[name] for name in parent if name != "runs"}
-    return {"date": record.date, "name": record.name, **record.claim, "measured": measured}
+    return {"date": record.date, "name": record.name, **record.claim,
+            "measured": without_runs(record.measured)}
 
 
 def foreign_cells(row: dict) -> list[str]:
@@ -191,6 +201,7 @@ def record_region(record: Record) -> str:
     m, published, claim = record.measured, record.claim["published"], record.claim
     if m is None:
         return "Not measured yet."
+    times = m["times"]
     rows = [(str(run["seed"]), f"{run['val_loss']:.6f}", duration(run["train_time_ms"]),
              "–" if run["target_step"] is None
              else f"{duration(run['target_time_ms'])}, step {run['target_step']}")
@@ -198,7 +209,7 @@ def record_region(record: Record) -> str:
     parts = [
         f"Measured with `--preset {m['preset']}`: {m['steps']:,} steps, {m['tokens']:,} tokens, "
         f"{m['parameters']:,} parameters; torch {m['torch']}, world size {m['world_size']}, "
-        f"{m['threads']} threads, {m['device']}; peak memory {m['peak_memory_mib']:,} MiB.",
+        f"{runs_words(m)}, {m['device']}; peak memory {m['peak_memory_mib']:,} MiB.",
         markdown(("Seed", "Validation loss", "Training time", f"To {m['target']:g}"), rows),
         f"Mean {decimal(m['val_loss_mean'])}, standard deviation {decimal(m['val_loss_std'])}, "
         f"n = {m['n']}; that the mean lies below {m['target']:g}: {p_words(m['p_target'])}. "
@@ -213,12 +224,35 @@ def record_region(record: Record) -> str:
                      f"{modelled['minutes']:g} minutes ({modelled['source']}).")
     if parent := m["parent"]:
         parts.append(
-            f"Against {claim['parent']}, run in turns (mean {decimal(parent['val_loss_mean'])}, "
+            f"Against {claim['parent']}{'' if times else ', run in turns'} "
+            f"(mean {decimal(parent['val_loss_mean'])}, "
             f"standard deviation {decimal(parent['val_loss_std'])}, n = {parent['n']}): "
-            f"{parent_words(parent)} ({test_words(parent)}). Time {ratio_words(parent)}.")
+            f"{parent_words(parent)} ({test_words(parent)})."
+            + (f" Time {ratio_words(parent)}." if not times else ""))
+    parts += times_parts(times, claim["parent"]) if times else []
     if m["lines"]:
         parts.append(f"Source: {lines_words(m['lines'])} lines against {claim['parent']}.")
     return "\n\n".join(parts)
+
+
+def times_parts(times: dict, parent: str | None) -> list[str]:
+    """What a record's README tells of the runs that were made for their times."""
+    others = {run["seed"]: run for run in times["parent"]["runs"]} if times["parent"] else {}
+    beside = f", in turns with {parent}" if others else ""
+    heading, rows = ["Seed", "Validation loss", "Training time"], []
+    for run in times["runs"]:
+        rows.append([str(run["seed"]), f"{run['val_loss']:.6f}", duration(run["train_time_ms"])])
+        if other := others.get(run["seed"]):
+            ms = other["train_time_ms"]
+            rows[-1] += [duration(ms), f"×{run['train_time_ms'] / ms:.3f}"]
+    heading += ["Its parent's", "Ratio"] if others else []
+    ratio = f" Time {ratio_words(times['parent'])}." if others else ""
+    return [
+        f"Times, of one run alone on {runs_words(times)}{beside}, torch {times['torch']}, "
+        f"{times['device']}:",
+        markdown(tuple(heading), rows),
+        f"Median {duration(times['train_time_ms_median'])}, n = {times['n']}.{ratio}",
+    ]
 
 
 def split_region(path: Path, region: tuple = REGION) -> tuple[str, str, str]:

@@ -15,6 +15,7 @@ from ledger_records import (
     MODELLED,
     PUBLISHED,
     SAME,
+    TIMES,
     Record,
     find_records,
     measure,
@@ -193,8 +194,12 @@ def seeds_findings(prefix: str, logs: list[Log], least: int) -> list[str]:
 
 def group_findings(folder: Path, prefix: str, script: str, claimed: dict, sources: set[str],
                    least: int) -> tuple[list[str], list[Log]]:
-    """Findings on the logs of a record, or on those of its parent; and the finished logs."""
+    """Findings on the logs of a record, or on those of its parent; and the finished logs.
+
+    `sources` are what may have written them; the first log of a record's losses has its own.
+    """
     found, logs, files = [], [], seed_files(folder, prefix)
+    home = f"logs/{prefix}".rpartition("/")[0]
     for file in files:
         try:
             run_facts(file)
@@ -208,11 +213,12 @@ def group_findings(folder: Path, prefix: str, script: str, claimed: dict, source
             wrong += source_findings(script, log)
             sources = {log.sha256}
         elif log.sha256 not in sources:
-            whose = "the parent's folder has" if prefix else "the first seed was run from"
+            whose = ("the parent's folder has" if prefix.endswith("parent-") else
+                     "the record's folder has" if prefix else "the first seed was run from")
             wrong.append(f"was not written by the source that {whose}")
-        found += [f"logs/{file.name}: {text}" for text in wrong]
+        found += [f"{home}/{file.name}: {text}" for text in wrong]
     missing = {run["log"] for run in claimed.get("runs", [])} - {file.name for file in files}
-    found += [f"logs/{name} is claimed and missing" for name in sorted(missing)]
+    found += [f"{home}/{name} is claimed and missing" for name in sorted(missing)]
     headers = [log.header for log in logs]
     found += [f"logs/{prefix}seed-*.txt differ in {name}" for name in dict(*headers[:1])
               if name not in ("seed", "run_id") and len({h.get(name) for h in headers}) > 1]
@@ -252,36 +258,61 @@ def known_sources(folder: Path) -> set[str]:
     return found
 
 
+def runs_findings(record: Record, script: str, parent: Path | None, prefix: str,
+                  least: int) -> tuple[list[str], list[Log]]:
+    """Findings on `logs/<prefix>seed-*.txt` and on the parent's beside them; and the former."""
+    claimed = (record.measured.get("times") if prefix else record.measured) or {}
+    sources = known_sources(record.folder) if prefix else set()
+    found, logs = group_findings(record.folder, prefix, script, claimed, sources, least)
+    if not parent:
+        return found, logs
+    wrong, theirs = group_findings(record.folder, f"{prefix}parent-",
+                                   read_text(parent / "train_gpt.py"),
+                                   claimed.get("parent") or {}, known_sources(parent), least)
+    found += wrong
+    for ours, other in zip(logs[:1], theirs[:1]):
+        found += [f"its parent was run with another {name}: {other.header.get(name)}"
+                  for name in SAME if other.header.get(name) != ours.header.get(name)]
+    if theirs and len(theirs) != len(logs):
+        found.append(f"its parent was run with {len(theirs)} seeds, itself with {len(logs)}")
+    return found, logs
+
+
+def times_findings(record: Record, script: str, parent: Path | None, least: int) -> list[str]:
+    """Findings on the runs that were made for their times."""
+    found, logs = runs_findings(record, script, parent, TIMES, least)
+    preset = record.measured.get("preset")
+    for log in logs:
+        if log.header.get("preset") != preset:
+            found.append(f"logs/{TIMES}{log.path.name}: was made with --preset "
+                         f"{log.header.get('preset')}, the losses with {preset}")
+        if "jobs" in log.final:
+            found.append(f"logs/{TIMES}{log.path.name}: is one of {log.final['jobs']} runs at "
+                         "once, whose time is no measurement")
+    return found
+
+
 def record_findings(record: Record, newest: bool, notes: list[str]) -> list[str]:
     """Every claim of a record that its files do not bear, one line each; adds to `notes`."""
     folder, claim, found = record.folder, record.claim, form_findings(record)
     if found:
         return found
-    script, parent_script = read_text(folder / "train_gpt.py"), None
+    script = read_text(folder / "train_gpt.py")
     parent = folder.parent / claim["parent"] if claim["parent"] else None
-    if parent:
-        parent_script = parent / "train_gpt.py"
+    parent_script = parent / "train_gpt.py" if parent else None
     found = script_findings(record, script, folder.parent.parent / "train_gpt.py", parent_script)
     title = read_text(folder / "README.md").partition("\n")[0]
     if title != f"# {folder.name}":
         found.append(f"README.md's title is {title!r}, not '# {folder.name}'")
     preset = record.measured.get("preset")
-    least = RULES[preset].least_seeds(newest) if preset in RULES else 1
-    wrong, logs = group_findings(folder, "", script, record.measured, set(), least)
+    rule = RULES.get(preset)
+    wrong, logs = runs_findings(record, script, parent, "", rule.least_seeds(newest) if rule else 1)
     found += wrong
     if logs and logs[0].source and sha256(logs[0].source) != sha256(script):
         notes.append(f"{folder.name}: the shared sections are newer than its logs; "
                      "`verify --replay N` runs N seeds again")
-    if parent:
-        wrong, theirs = group_findings(folder, "parent-", read_text(parent_script),
-                                       record.measured.get("parent") or {},
-                                       known_sources(parent), least)
-        found += wrong
-        for ours, other in zip(logs[:1], theirs[:1]):
-            found += [f"its parent was run with another {name}: {other.header.get(name)}"
-                      for name in SAME if other.header.get(name) != ours.header.get(name)]
-        if theirs and len(theirs) != len(logs):
-            found.append(f"its parent was run with {len(theirs)} seeds, itself with {len(logs)}")
+    if seed_files(folder, TIMES):
+        found += times_findings(record, script, parent, rule.seeds if rule else 1)
     return found + claims_against_logs(record)
 
 
@@ -296,10 +327,10 @@ def claims_against_logs(record: Record) -> list[str]:
     pairs = {key: (said.get(key, "missing"), shown.get(key, "nothing")) for key in said | shown}
     found = [f"measured{key} is {claims}, the logs say {logs}"
              for key, (claims, logs) in pairs.items() if claims != logs]
-    p, parent = true.measured["p_target"], true.measured["parent"]
+    p = true.measured["p_target"]
     if claim["meets_target"] and not is_significant(p):
         found.append(f"it claims to meet the target, with {p_words(p)}, not below {SIGNIFICANCE}")
-    if claim["gain"] and not (parent and shows_gain(parent, claim["gain"])):
+    if claim["gain"] and not shows_gain(true.measured, claim["gain"]):
         found.append(f"it claims a gain in {claim['gain']} over its parent, and its runs show none")
     return found + region_findings(folder / "README.md", record_region(true))
 

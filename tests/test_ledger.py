@@ -173,7 +173,7 @@ def measured(tmp_path_factory):
 @pytest.fixture
 def records(measured, tmp_path):
     """A copy of the measured records, to be spoilt."""
-    shutil.copytree(measured, tmp_path / "copy")
+    shutil.copytree(measured, tmp_path / "copy", symlinks=True)
     return tmp_path / "copy" / "records"
 
 
@@ -518,7 +518,7 @@ def test_runs_go_in_turns_and_record_what_the_logs_say(measured):
 
 
 def test_finished_runs_are_used_again(measured, tmp_path, capfd):
-    shutil.copytree(measured / "out", tmp_path / "out")
+    shutil.copytree(measured / "out", tmp_path / "out", symlinks=True)
     script = tmp_path / f"{PARENT}.py"  # a plain script is compared, and writes no record
     script.write_text(SCRIPT)
     flags = ["run", str(script), "--seeds", str(SEEDS + 1), "--out", str(tmp_path / "out")]
@@ -631,10 +631,11 @@ def test_a_record_is_not_written_by_a_try(records, tmp_path, capfd):
 def test_no_record_is_written_on_a_simulated_gpu(records):
     contestant = ledger_runs.Contestant.of(str(records / NEWEST))
     contestant.logs = dict(enumerate(ledger_logs.seed_files(records / NEWEST)))
-    assert ledger_runs.unfit(contestant, "pocket") is None
+    record = ledger_records.read_record(records / NEWEST)
+    assert ledger_runs.unfit(contestant, record, "pocket", False) is None
     edit(contestant.logs[0], "device: cpu (fake)", "device: host standing in for an H100")
-    assert "standing in" in ledger_runs.unfit(contestant, "pocket")
-    assert "do not have --preset desk" in ledger_runs.unfit(contestant, "desk")
+    assert "standing in" in ledger_runs.unfit(contestant, record, "pocket", False)
+    assert "do not have --preset desk" in ledger_runs.unfit(contestant, record, "desk", False)
 
 
 def test_a_script_that_changes_between_its_runs_is_found(tmp_path, capfd):
@@ -651,7 +652,7 @@ def test_the_time_that_runs_take_is_told_before_they_begin(records, tmp_path):
     words = ledger_runs.forecast(clock, [contestant] * 60, "pocket")
     seconds = json.loads((records / NEWEST / "record.json").read_text())["measured"]["runs"][0]
     least = 60 * (seconds["train_time_ms"] / 1000 + 1.5)  # compile_seconds in the log
-    assert f"60 run(s) to go, at least {ledger_runs.clock_words(least)} by the records'" in words
+    assert f"60 run(s) to go, some {ledger_runs.clock_words(least)} by the records'" in words
     assert "the first tells how long" in ledger_runs.forecast(clock, [contestant], "lab")
     clock.add(contestant.name, 30.0)
     clock.add(contestant.name, 50.0)
@@ -676,6 +677,119 @@ def test_list_tells_the_table(measured, capsys):
     assert ledger.main(["list", str(measured / "records" / NEWEST)]) == 0
     out = capsys.readouterr().out
     assert "Second" in out and "First" not in out
+
+
+# -----------------------------------------------------------------------------
+# Runs made for their times
+# -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_times(measured, tmp_path_factory):
+    """The measured records with five runs each for the times, of a machine half as fast."""
+    root = tmp_path_factory.mktemp("with_times") / "copy"
+    shutil.copytree(measured, root, symlinks=True)
+    forge(root / "records", ("step * (30 +", "step * (60 +"), logs=False)
+    operands = [str(root / "records" / name) for name in (PARENT, NEWEST)]
+    flags = ["--seeds", "5", "--times", "--out", str(root / "times")]
+    assert ledger.main(["run", *operands, *flags]) == 0
+    forge(root / "records", ("step * (60 +", "step * (30 +"))
+    return root / "records"
+
+
+@pytest.fixture
+def timed(with_times, tmp_path):
+    shutil.copytree(with_times.parent, tmp_path / "timed", symlinks=True)
+    return tmp_path / "timed" / "records"
+
+
+def test_times_are_kept_beside_the_losses(measured, timed, capsys):
+    before, after = (json.loads((folder / NEWEST / "record.json").read_text())["measured"]
+                     for folder in (measured / "records", timed))  # fmt: skip
+    times = after.pop("times")
+    assert before.pop("times") is None and before == after
+
+    def values(name):
+        texts = [(timed.parent / "times/logs" / f"{name}-seed-{seed}" / "log.txt").read_text()
+                 for seed in range(5)]  # fmt: skip
+        return [int(re.search(r"^train_time_ms: (\S+)$", text, re.M)[1]) for text in texts]
+
+    ours, parents = values(NEWEST), values(PARENT)
+    assert [run["train_time_ms"] for run in times["runs"]] == ours
+    assert times["train_time_ms_median"] == statistics.median(ours) > 40 * 60
+    ratios = [a / b for a, b in zip(ours, parents)]
+    ratio = times["parent"]["time_ratio_median"]
+    assert ratio == round(statistics.median(ratios), 4)
+    shown = f"| {ledger_tables.duration(statistics.median(ours))} |"
+    table, page = ((timed / name / "README.md").read_text() for name in ("", NEWEST))
+    assert shown in table and f"×{ratio:.3f} |" in table
+    assert "losses of 1 thread, times of one run alone on 1 thread, torch" in table
+    assert f"Times, of one run alone on 1 thread, in turns with {PARENT}" in page
+    assert ", run in turns (mean" not in page and page.count("in the median,") == 1
+    assert findings(timed, capsys) == []
+    capsys.readouterr()
+    assert ledger.main(["list", str(timed), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)[1]["measured"]["times"]
+    assert told["n"] == 5 and "runs" not in told and "runs" not in told["parent"]
+
+
+def test_times_are_of_one_run_alone_and_stand_beside_losses(tmp_path, capfd):
+    records = make_records(tmp_path)
+    command = ["run", str(records / PARENT), "--seeds", "5", "--times", "--out", str(tmp_path)]
+    assert ledger.main([*command, "--jobs", "2"]) == 2
+    assert "--jobs 2: --times are of one run alone; leave --jobs out" in capfd.readouterr().err
+    assert ledger.main(command) == 0
+    assert "record.json is not written: its losses are not measured" in capfd.readouterr().err
+    assert not (records / PARENT / "logs").exists()
+
+
+SPOILED_TIMES = {
+    "one of two at once": (
+        "logs/times/seed-1.txt", "peak_memory_mib: 99", "jobs: 2\npeak_memory_mib: 99",
+        "logs/times/seed-1.txt: is one of 2 runs at once"),
+    "a time in a log": (
+        "logs/times/seed-1.txt", "train_time_ms: 2", "train_time_ms: 1", "final train_time_ms"),
+    "a time of the parent": (
+        "logs/times/parent-seed-1.txt", "train_time_ms: 2", "train_time_ms: 3", "final train_time"),
+    "another script": (
+        "logs/times/seed-0.txt", "source sha256: ", "source sha256: 0", "the record's folder has"),
+    "another parent": (
+        "logs/times/parent-seed-0.txt", "sha256: ", "sha256: 0", "the parent's folder has"),
+    "another preset": (
+        "logs/times/seed-0.txt", "preset: pocket", "preset: record", "the losses with pocket"),
+    "a claimed run without its log": (
+        "record.json", '"times": {', '"times": {"speed": 3,', "measured.times.speed is 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SPOILED_TIMES)
+def test_verify_finds_false_times(what, timed, capsys):
+    file, old, new, words = SPOILED_TIMES[what]
+    edit(timed / NEWEST / file, old, new)
+    found = findings(timed, capsys)
+    assert any(words in line for line in found), found
+
+
+def test_times_need_five_seeds_from_0_on(timed, capsys):
+    (timed / NEWEST / "logs/times/seed-1.txt").unlink()
+    found = findings(timed, capsys)
+    assert f"{NEWEST}: logs/times/seed-1.txt is claimed and missing" in found
+    assert f"{NEWEST}: logs/times/seed-*.txt has 4 seeds, by the rules 5 are the least" in found
+
+
+def test_a_gain_in_time_is_that_of_runs_alone(timed, capsys):
+    edit(timed / NEWEST / "record.json", '"gain": "loss"', '"gain": "time"')
+    found = f"{NEWEST}: it claims a gain in time over its parent, and its runs show none"
+    assert findings(timed, capsys) == [found]
+    for path in (timed / NEWEST / "logs/times").glob("parent-*.txt"):  # the parent is slower
+        text = re.sub(r"train_time(_ms: |:)(\d)", r"train_time\g<1>1\2", path.read_text())
+        path.write_text(text)
+    assert ledger.main(["list", str(timed), "--write"]) == 0
+    assert findings(timed, capsys) == []
+    measured = ledger_records.read_record(timed / NEWEST).measured
+    assert not ledger_records.shows_gain(measured | {"times": None}, "time")
+    slow = measured | {"times": measured["times"] | {"jobs": 2}}
+    assert not ledger_records.shows_gain(slow, "time")
 
 
 # -----------------------------------------------------------------------------
@@ -877,7 +991,7 @@ def forge(records: Path, *pairs: tuple[str, str], logs: bool = True) -> None:
             text = text.replace(old, new)
         pairs.append((sha_of(script.read_text()), sha_of(text)))
         script.write_text(text)
-    for path in records.glob("*/logs/*.txt") if logs else ():
+    for path in records.glob("*/logs/**/*.txt") if logs else ():
         text = path.read_text()
         for old, new in pairs:
             text = text.replace(old, new)

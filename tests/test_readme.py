@@ -143,7 +143,7 @@ def test_flags_named_in_the_text_exist():
     from torch.distributed.run import get_args_parser
 
     known = {f"--{name}" for name in train_gpt.Hyperparameters.__dataclass_fields__}
-    known |= {"--help", "--jobs", "--preset", "--seeds", "--tokenizer"}
+    known |= {"--help", "--jobs", "--preset", "--seeds", "--times", "--tokenizer"}
     known |= set(get_args_parser()._option_string_actions)
     text = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"<!--.*?-->", "", text)))

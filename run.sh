@@ -105,7 +105,6 @@ for word in "$@"; do
             printf 'After the set-up, this shows the flags of train_gpt.py too.\n'
             exit ;;
         --preset) ;;
-        --preset=lab) preset=named data=lab ;;
         --preset=*) preset=named ;;
         --train_files | --train_files=*) data=own ;;
         --resume | --resume=auto) ;;
@@ -123,7 +122,7 @@ import sys, torch, train_gpt
 gpus = torch.cuda.device_count()
 try:
     cfg = train_gpt.parse_args(sys.argv[1:])
-    data = next((name for name in ("pocket", "lab", "fineweb") if name in cfg.train_files), "own")
+    data = next((name for name in ("pocket", "fineweb") if name in cfg.train_files), "own")
     most = gpus if cfg.preset == "record" else 1
     fits = [n for n in range(1, most + 1) if cfg.sequences_per_step % n == 0]
     print(gpus, max(fits, default=1), most, cfg.sequences_per_step, data)

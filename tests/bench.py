@@ -38,7 +38,7 @@ import torch
 from scipy import stats
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "data")]
+sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
 from host_gpu.trace import cached_trace, two_layers_of  # noqa: E402

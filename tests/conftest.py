@@ -8,7 +8,7 @@ Fixtures, each explained where it is defined:
     run_script          run train_gpt.py in a process of its own, or under torchrun
     final_values        read the `key: value` block that a run ends with
 
-Tests marked `gpu` run on a host that stands in for one (host_gpu/) where there is no CUDA device.
+Tests marked `gpu` run on a stand-in for a GPU (gpu/host_gpu/) where there is no CUDA device.
 """
 
 import os
@@ -31,7 +31,6 @@ REPO = Path(__file__).resolve().parent.parent
 TINY_MODEL = dict(  # of bytes, for any number of layers
     vocab_size=257, eot_token=256, model_dim=32, head_dim=16, backout_layer=0
 )  # fmt: skip
-sys.path.insert(0, str(REPO))
 
 # Whoever starts the tests may ignore these, as nohup does; what the tests start does not.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,11 +1,11 @@
-"""Run a script on the host GPU: python tests/host_gpu [--card sm_90] SCRIPT [ARGUMENT …]"""
+"""Run a script on the host GPU: python tests/gpu/host_gpu [--card sm_90] SCRIPT [ARGUMENT …]"""
 
 import os
 import runpy
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)  # tests/, in place of this folder
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # tests/gpu, in place of this folder
 
 import host_gpu  # noqa: E402
 

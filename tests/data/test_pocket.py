@@ -1,7 +1,4 @@
-"""data/pocket.py: the corpus of the installed torch, and that of a made-up package.
-
-    pytest tests/test_data_pocket.py
-"""
+"""data/pocket.py: the corpus of the installed torch, and that of a made-up package."""
 
 import hashlib
 import importlib.metadata
@@ -14,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).resolve().parent.parent / "data" / "pocket.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "data" / "pocket.py"
 END_OF_TEXT = 256
 
 

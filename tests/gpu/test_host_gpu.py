@@ -484,7 +484,7 @@ def test_two_ranks_step_like_one_on_the_sum_of_their_gradients(tmp_path):
     """Each rank is a machine of its own with one GPU; gloo stands in for NCCL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, REPO / "tests" / "host_gpu", __file__, tmp_path / "rank"]
+    command = [sys.executable, REPO / "tests" / "gpu" / "host_gpu", __file__, tmp_path / "rank"]
     group = dict(WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     processes = [
         subprocess.Popen(

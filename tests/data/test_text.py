@@ -1,7 +1,5 @@
 """data/text.py: tokens that are the tokenizer's, shards, the validation draw, bad input.
 
-    pytest tests/test_data_text.py
-
 The tests with the gpt2 tokenizer run where tiktoken finds its files (TIKTOKEN_CACHE_DIR), those
 with parquet where pyarrow is installed.
 """
@@ -25,9 +23,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "data" / "text.py"
-sys.path.insert(0, str(SCRIPT.parent))
 text = importlib.import_module("text")
 
 END_OF_TEXT = {"bytes": 256, "gpt2": 50256}

@@ -1,7 +1,4 @@
-"""data/fineweb.py against a hub on the loopback address: what is fetched, what is not, and why.
-
-    pytest tests/test_data_fineweb.py
-"""
+"""data/fineweb.py against a hub on the loopback address: what is fetched, what is not, and why."""
 
 import hashlib
 import json
@@ -16,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).resolve().parent.parent / "data" / "fineweb.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "data" / "fineweb.py"
 VAL = "fineweb_val_000000.bin"
 TRAIN = [f"fineweb_train_{index:06d}.bin" for index in range(1, 104)]
 

@@ -1,6 +1,6 @@
 """A script's step and validation at full size, compiled for a card and counted, without data.
 
-    python tests/host_gpu/trace.py OUT.json [--card sm_90] [--script FILE] [--phases train,…]
+    python tests/gpu/host_gpu/trace.py OUT.json [--card sm_90] [--script FILE] [--phases train,…]
         [--stage 0] [--binaries] [--ranks 8] [--FLAG_OF_THE_SCRIPT VALUE …]
 
 All tensors are fake, so that 48K tokens cost nothing. Dynamo, AOTAutograd and Inductor make the
@@ -28,7 +28,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent.parent
+REPO = Path(__file__).resolve().parents[3]
 
 
 @dataclasses.dataclass
@@ -628,7 +628,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--binaries", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     args, flags = parser.parse_known_args(argv)
-    sys.path[0] = str(REPO / "tests")  # in place of this folder
+    sys.path[0] = str(REPO / "tests" / "gpu")  # in place of this folder
     import host_gpu
 
     if reason := host_gpu.obstacle():

@@ -9,14 +9,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import sample as sample_tool
 import torch
 from conftest import REPO
 
 import train_gpt
 from train_gpt import PRESETS, Hyperparameters
-
-sys.path.insert(0, str(REPO / "data"))
-import sample as sample_tool
 
 POCKET = Hyperparameters(**PRESETS["pocket"])
 

@@ -1,16 +1,10 @@
-"""data/shards.py: the shard format, written whole or not at all, and its checks.
-
-    pytest tests/test_data_shards.py
-"""
+"""data/shards.py: the shard format, written whole or not at all, and its checks."""
 
 import importlib
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
 shards = importlib.import_module("shards")
 
 

@@ -61,7 +61,7 @@ class FakeRepo:
         self.write("requirements.txt", "torch==2.13.0\n")
         self.write("requirements-dev.txt", "-r requirements.txt\n")
         self.write("train_gpt.py", SCRIPT)
-        for name in ("pocket", "lab", "fineweb"):
+        for name in ("pocket", "fineweb"):
             self.write(f"data/{name}.py", f"import record; record.record({name!r})")
         self.write("data/sample.py", "import record, sys; record.record('sample', *sys.argv[1:])")
         self.stub("record.py", RECORD)
@@ -155,12 +155,6 @@ def test_a_named_preset_is_kept(fake, flags):
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
-@pytest.mark.parametrize("flags", [["--preset", "lab"], ["--seed", "1", "--preset=lab"]])
-def test_the_lab_has_its_own_corpus(fake, flags, gpus):
-    fake.run(*flags, gpus=gpus)
-    assert fake.calls == [["lab"], ["train_gpt", *flags]]
-
-
 @pytest.mark.parametrize("gpus", [0, 1])
 @pytest.mark.parametrize("flags", [
     ["--resume", "logs/x/step-000240.pt"],

@@ -3,6 +3,7 @@
 Fixtures, each explained where it is defined:
 
     pocket_data         the folder of the pocket's shards, built once where it is missing
+    build_once          build something that costs seconds once for all workers of a session
     write_shard         write any tokens, or a deliberately wrong header, as a shard
     tiny_shards         write small synthetic shards and get the glob that finds them
     run_script          run train_gpt.py in a process of its own, or under torchrun
@@ -17,6 +18,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import contextlib
+import fcntl
 import signal
 import subprocess
 import sys
@@ -28,6 +30,7 @@ import pytest
 from host_gpu.session import HostGpuSession, is_for_gpu
 
 REPO = Path(__file__).resolve().parent.parent
+MOST_WORKERS = 8  # each holds torch, and some tests start processes of their own
 TINY_MODEL = dict(  # of bytes, for any number of layers
     vocab_size=257, eot_token=256, model_dim=32, head_dim=16, backout_layer=0
 )  # fmt: skip
@@ -37,9 +40,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers(config):
+    """A worker for each core that this process may use."""
+    may_use = getattr(os, "sched_getaffinity", None)
+    cores = len(may_use(0)) if may_use else os.cpu_count()
+    return min(cores, MOST_WORKERS)
+
+
 def pytest_collection_modifyitems(config, items):
     """Where torch finds no CUDA device, run what is marked `gpu` on a host GPU, or skip it."""
     gpu_items = list(filter(is_for_gpu, items))
+    for item in gpu_items:
+        item.add_marker(pytest.mark.xdist_group("gpu"))  # all in one worker: there is one device
     if not gpu_items:
         return
     import torch
@@ -52,6 +65,29 @@ def pytest_collection_modifyitems(config, items):
     else:
         config.pluginmanager.register(HostGpuSession())
         items.sort(key=is_for_gpu)  # they are run beside the others, which need not wait
+
+
+@pytest.fixture(scope="session")
+def build_once(tmp_path_factory):
+    """`build_once(name, build)` returns a folder that build(folder) has filled.
+
+    The first worker that asks for the name builds it, and the others wait.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # that of the whole session
+
+    def folder_of(name, build):
+        folder, whole = base / "built" / name, base / "built" / f"{name}.whole"
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(f"{folder}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not whole.exists():
+                build(folder)
+                whole.touch()
+        return folder
+
+    return folder_of
 
 
 @pytest.fixture(scope="session")

@@ -155,7 +155,6 @@ def test_a_named_preset_is_kept(fake, flags):
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
-@pytest.mark.parametrize("gpus", [0, 1])
 @pytest.mark.parametrize("flags", [
     ["--resume", "logs/x/step-000240.pt"],
     ["--resume=logs/x/step-000240.pt", "--val_files", "a val"],

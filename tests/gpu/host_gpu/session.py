@@ -23,13 +23,19 @@ class HostGpuSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
-        """Start, now that it is known which tests are wanted."""
-        wanted = [item.nodeid for item in session.items if is_for_gpu(item)]
-        if wanted and not session.config.option.collectonly:
-            self.folder = tempfile.TemporaryDirectory(prefix="host_gpu-")
-            self.start(session.config, wanted)
+        """Start, now that it is known which tests are wanted.
 
-    def start(self, config, nodeids: list[str]) -> None:
+        A worker of pytest-xdist starts at its first such test: all of them go to one worker.
+        """
+        is_worker = hasattr(session.config, "workerinput")
+        wanted = any(map(is_for_gpu, session.items)) and not session.config.option.collectonly
+        if wanted and not is_worker:
+            self.start(session)
+
+    def start(self, session) -> None:
+        nodeids = [plain_nodeid(item) for item in session.items if is_for_gpu(item)]
+        config = session.config
+        self.folder = tempfile.TemporaryDirectory(prefix="host_gpu-")
         folder = Path(self.folder.name)
         (folder / "reports").touch()
         self.lines = (folder / "reports").open()
@@ -37,10 +43,12 @@ class HostGpuSession:
         tests = Path(__file__).resolve().parent.parent
         path = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         flags = ["-p", "host_gpu.plugin", "-p", "no:cacheprovider", "-p", "no:logging", "-m", ""]
+        of_worker = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
+        environment = {name: x for name, x in os.environ.items() if name not in of_worker}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *flags, *nodeids],
             cwd=config.rootpath,
-            env={**os.environ, "PYTHONPATH": path, REPORTS: str(folder / "reports")},
+            env={**environment, "PYTHONPATH": path, REPORTS: str(folder / "reports")},
             stdin=subprocess.DEVNULL,
             stdout=self.output,
             stderr=subprocess.STDOUT,
@@ -50,6 +58,8 @@ class HostGpuSession:
         """Wait for the reports of this test and make them its own."""
         if not is_for_gpu(item):
             return None
+        if self.process is None:
+            self.start(item.session)
         ihook = item.ihook
         ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in self.reports_of(item) or [self.failure(item)]:
@@ -70,8 +80,10 @@ class HostGpuSession:
                 if isinstance(report.longrepr, list):  # of a skipped test; JSON has no tuples
                     report.longrepr = tuple(report.longrepr)
                 self.reports.setdefault(report.nodeid, []).append(report)
-            found = self.reports.get(item.nodeid, [])
+            found = self.reports.get(plain_nodeid(item), [])
             if found and found[-1].when == "teardown":
+                for report in found:
+                    report.nodeid = item.nodeid
                 return found
             if not ended:
                 try:
@@ -99,3 +111,8 @@ class HostGpuSession:
 
 def is_for_gpu(item) -> bool:
     return item.get_closest_marker("gpu") is not None
+
+
+def plain_nodeid(item) -> str:
+    """The test's name, without the group that pytest-xdist puts behind it."""
+    return item.nodeid.removesuffix("@gpu")

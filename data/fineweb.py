@@ -35,8 +35,10 @@ class Published(NamedTuple):
 
 def shard_names(num_train: int) -> list[str]:
     """Return the validation shard's name and those of the first num_train training shards."""
-    return ["fineweb_val_000000.bin",
-            *(f"fineweb_train_{index:06d}.bin" for index in range(1, num_train + 1))]
+    names = ["fineweb_val_000000.bin"]
+    for index in range(1, num_train + 1):
+        names.append(f"fineweb_train_{index:06d}.bin")
+    return names
 
 
 def ask_hub(method: str, *args, **kwargs):
@@ -128,11 +130,11 @@ def main() -> None:
 
     with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter lock
         damages = list(pool.map(lambda path: find_damage(path, published[path.name]), paths))
-    damaged = [(path, damage) for path, damage in zip(paths, damages) if damage]
+    damaged = {path: damage for path, damage in zip(paths, damages) if damage}
     if damaged:  # without a network this fails at once, where a download would try for long
-        ask_hub("get_paths_info", [path.name for path, _ in damaged])
-    for number, (path, damage) in enumerate(damaged, 1):
-        print(f"[{number}/{len(damaged)}] {path.name} ({damage}): fetching "
+        ask_hub("get_paths_info", [path.name for path in damaged])
+    for number, path in enumerate(damaged, 1):
+        print(f"[{number}/{len(damaged)}] {path.name} ({damaged[path]}): fetching "
               f"{published[path.name].size / 1e6:,.0f} MB", flush=True)
         fetch(path, published[path.name])
     print(f"{args.out}: {len(paths)} shards whole, {sum(map(read_header, paths)):,} tokens")

@@ -9,7 +9,6 @@ split follow from the sha256 of their paths, so that one release of torch gives 
 import hashlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +30,15 @@ def find_torch() -> Path:
 
 def read_files(package: Path) -> tuple[list[bytes], list[bytes]]:
     """Return the package's Python files for training and for validation, in their order."""
-    names = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
-    names.discard("version.py")  # written by the build, so that builds of one release differ in it
-    digests = {name: hashlib.sha256(name.encode()).digest() for name in names}
+    digests = {}
+    for path in package.rglob("*.py"):
+        name = path.relative_to(package).as_posix()
+        if name != "version.py":  # written by the build, so that builds of one release differ in it
+            digests[path] = hashlib.sha256(name.encode()).digest()
     train, val = [], []
-    for name in sorted(names, key=digests.get):
-        split = train if digests[name][0] % VALIDATION_ONE_IN else val
-        split.append((package / name).read_bytes())
+    for path in sorted(digests, key=digests.get):
+        split = train if digests[path][0] % VALIDATION_ONE_IN else val
+        split.append(path.read_bytes())
     return train, val
 
 
@@ -52,44 +53,37 @@ def join_documents(documents: list[bytes]) -> np.ndarray:
 
 def hash_shards(paths: list[Path]) -> str | None:
     """Return the sha256 of the files' bytes one after the other, None if one is not there."""
-    if not all(path.is_file() for path in paths):
-        return None
     digest = hashlib.sha256()
     for path in paths:
+        if not path.is_file():
+            return None
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def write_corpus(name: str, description: str, reference_sha256: str, kind: str,
-                 read: Callable[[Path], tuple[list[bytes], list[bytes]]]) -> None:
-    """Be the command that writes the shards of a corpus, kept where they are the reference's.
-
-    `read` gives the documents, of which `kind` is the plural, of torch's folder for training and
-    for validation.
-    """
-    parser = Parser(description=description)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / name,
+def main() -> None:
+    parser = Parser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "pocket",
                         help="folder of the shards (default: %(default)s)")
     out = parser.parse_args().out
-    shards = [out / f"{name}_{split}_000000.bin" for split in ("train", "val")]
+    shards = [out / "pocket_train_000000.bin", out / "pocket_val_000000.bin"]
 
     sha256 = hash_shards(shards)
-    if sha256 == reference_sha256:
+    if sha256 == REFERENCE_SHA256:
         made = "found whole"
     else:
-        splits = read(find_torch())
-        for path, documents in zip(shards, splits):
+        train, val = read_files(find_torch())
+        for path, documents in zip(shards, (train, val)):
             write_shard(path, join_documents(documents))
         sha256 = hash_shards(shards)
-        made = f"written from {sum(map(len, splits)):,} {kind}"
+        made = f"written from {len(train) + len(val):,} files"
     num_train, num_val = map(read_header, shards)
     print(f"{out}: {num_train:,} training and {num_val:,} validation tokens, {made}")
     print(f"sha256 {sha256}")
-    if sha256 != reference_sha256:
+    if sha256 != REFERENCE_SHA256:
         print(f"This is not the corpus of torch {REFERENCE_TORCH} (installed: torch "
               f"{importlib.metadata.version('torch')}): losses on it do not compare with others.")
 
 
 if __name__ == "__main__":
-    run(lambda: write_corpus("pocket", __doc__.split("\n")[0], REFERENCE_SHA256, "files",
-                             read_files))
+    run(main)

@@ -1,20 +1,28 @@
 #!/usr/bin/env python3
-"""Print what a trained model says after a prompt.
+"""Print what a trained model writes after a prompt, as it writes it.
 
-    python data/sample.py [CHECKPOINT] [--prompt TEXT] [--tokens N]
+    python data/sample.py [CHECKPOINT] [--prompt TEXT | --prompt_file FILE] [--num_samples N]
 
 Without a checkpoint, the newest one under logs/ is taken. The model is built by the script that
-trained it, whose source its run's log holds, or by the one named by --script.
+trained it: its run's log begins with that script's source. --script names another.
 """
 
+import codecs
 import math
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from shards import DataError, Parser, run
 from text import END_OF_TEXT, load_tokenizer
+
+STDIN = "-"
+LARGEST_PROMPT = 1 << 20  # bytes
+SMALL_MODEL = 10_000_000  # parameters; below it threads wait for each other longer than they work
+SEEDS = 1 << 64
+BETWEEN_SAMPLES = "\n" + "-" * 20
 
 
 def newest_checkpoint() -> Path:
@@ -29,9 +37,11 @@ def load_script(path: Path) -> ModuleType:
     """Return the script at path, which may be a log that begins with it. Raises: DataError."""
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; name the checkpoint's script by --script")
-    script = sys.modules["script"] = ModuleType("script")
+    script = ModuleType("script")
     script.__file__ = str(path)
-    source = path.read_text(errors="replace").partition("\n" + "=" * 100 + "\n")[0]
+    sys.modules["script"] = script  # where dataclasses look for it
+    end_of_source = "\n" + "=" * 100 + "\n"
+    source = path.read_text(errors="replace").partition(end_of_source)[0]
     try:
         exec(compile(source, path, "exec"), vars(script))
         assert script.GPT and script.Hyperparameters
@@ -41,82 +51,154 @@ def load_script(path: Path) -> ModuleType:
     return script
 
 
+def check_device(name: str) -> None:
+    """Raise DataError where no tensor with values can be made on the device."""
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"--device {name}: {reason}; cpu is always there") from error
+
+
 def load_model(script: ModuleType, path: Path, device: str) -> torch.nn.Module:
     """Return the model of the checkpoint, in evaluation. Raises: DataError."""
     try:
         state = script.load_checkpoint(path)
         model = script.GPT(script.Hyperparameters(**state["hyperparameters"]))
         model.load_state_dict(state["model"])
-        return model.to(device).eval()
-    except (script.UserError, RuntimeError) as error:
-        raise DataError(" ".join(str(error).split())) from error
+    except script.UserError as error:
+        raise DataError(one_line(error)) from error
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: not of this script, {one_line(error)}; name its script by "
+                        "--script") from error
+    return model.to(device).eval()
 
 
-def find_tokenizer(eot_token: int) -> tuple:
-    """Return the functions from text to token ids and back. Raises: DataError."""
-    names = [name for name, token in END_OF_TEXT.items() if token == eot_token]
-    if not names:
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def find_tokenizer(eot_token: int) -> tuple[Callable, Callable]:
+    """Return the functions from a text to token ids and from one id to its bytes.
+
+    Raises: DataError where no known tokenizer has this end-of-text token.
+    """
+    names = {token: name for name, token in END_OF_TEXT.items()}
+    if eot_token not in names:
         raise DataError(f"eot_token {eot_token}: of no tokenizer known, {', '.join(END_OF_TEXT)}")
-    encode = load_tokenizer(names[0])
-    if names == ["bytes"]:
-        return encode, lambda ids: bytes(ids).decode(errors="replace")
+    name = names[eot_token]
+    encode = load_tokenizer(name)
+    if name == "bytes":
+        return encode, lambda token: bytes([token])
     import tiktoken
 
-    return encode, tiktoken.get_encoding(names[0]).decode
+    return encode, tiktoken.get_encoding(name).decode_single_token_bytes
+
+
+def read_prompt(text: str, file: str | None) -> str:
+    """Return the text, or what is in the file where one is named. Raises: DataError."""
+    if file is None:
+        name, content = "--prompt", text.encode(errors="surrogateescape")  # the bytes as given
+    elif file == STDIN:
+        name, content = "standard input", sys.stdin.buffer.read(LARGEST_PROMPT + 1)
+    else:
+        name = file
+        with open(file, "rb") as stream:
+            content = stream.read(LARGEST_PROMPT + 1)
+    if len(content) > LARGEST_PROMPT:
+        raise DataError(f"{name}: a prompt has at most {LARGEST_PROMPT:,} bytes; cut it")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: not UTF-8 at byte {error.start}; convert it first, as with "
+                        "iconv -t utf-8") from None
 
 
 @torch.no_grad()
-def sample(model, ids: list[int], tokens: int, temperature: float, top_k: int) -> list[int]:
-    """Return ids and up to `tokens` more, drawn one by one until the document ends.
+def draw_tokens(model, ids: list[int], tokens: int, temperature: float,
+                top_k: int) -> Iterator[int]:
+    """Yield up to `tokens` token ids that follow ids, until the document ends.
 
     temperature divides the logits, 0 takes the likeliest; top_k, where it is not 0, leaves only
     the likeliest.
     """
-    cfg, device, ids = model.cfg, next(model.parameters()).device, list(ids)
+    cfg, device = model.cfg, next(model.parameters()).device
+    ids = list(ids)
     for _ in range(tokens):
-        inputs = torch.tensor([ids[-cfg.val_seq_len :]], dtype=torch.int32, device=device)
-        logits = model.logits(model.hidden(inputs)[0, -1])[: cfg.vocab_size]
+        seen = ids[-cfg.val_seq_len:]
+        inputs = torch.tensor([seen], dtype=torch.int32, device=device)
+        logits = model.logits(model.hidden(inputs)[0, -1])[:cfg.vocab_size]
         if top_k:
-            logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -math.inf
-        shares = (logits / max(temperature, 1e-6)).softmax(-1)
-        ids.append(torch.multinomial(shares, 1).item())
-        if ids[-1] == cfg.eot_token:
-            break
-    return ids
+            least = logits.topk(min(top_k, len(logits))).values[-1]
+            logits[logits < least] = -math.inf
+        probabilities = (logits / max(temperature, 1e-6)).softmax(-1)
+        token = torch.multinomial(probabilities, 1).item()
+        if token == cfg.eot_token:
+            return
+        yield token
+        ids.append(token)
 
 
-def not_negative(kind: type):
+def not_negative(kind: type) -> Callable[[str], float]:
     """Return a parser's type for numbers from 0 on."""
     def number(text: str):
-        if not 0 <= (value := kind(text)) < math.inf:
+        value = kind(text)
+        if not 0 <= value < math.inf:
             raise ValueError
         return value
     return number
 
 
-def main() -> None:
+def make_parser() -> Parser:
     parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", nargs="?", type=Path, help="default: the newest under logs/")
     parser.add_argument("--script", type=Path, help="that trained it; default: as its log has it")
-    parser.add_argument("--prompt", default="\n", help="text to go on from")
-    parser.add_argument("--tokens", type=not_negative(int), default=200, help="at most, new ones")
-    parser.add_argument("--temperature", type=not_negative(float), default=1.0,
-                        help="divides the logits; 0: always the likeliest token")
-    parser.add_argument("--top_k", type=not_negative(int), default=0,
-                        help="the next token is one of the likeliest k; 0: of all")
-    parser.add_argument("--seed", type=not_negative(int), default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", default="\n", metavar="TEXT", help="text to go on from")
+    prompt.add_argument("--prompt_file", metavar="FILE", help="read it there; - is standard input")
+    parser.add_argument("--num_samples", type=not_negative(int), default=1, metavar="N",
+                        help="texts, one after the other (default: %(default)s)")
+    parser.add_argument("--tokens", type=not_negative(int), default=200, metavar="N",
+                        help="new ones, at most (default: %(default)s)")
+    parser.add_argument("--temperature", type=not_negative(float), default=1.0, metavar="T",
+                        help="divides the logits; 0: always the likeliest (default: %(default)s)")
+    parser.add_argument("--top_k", type=not_negative(int), default=0, metavar="K",
+                        help="draw from the likeliest K tokens; 0: from all (default: %(default)s)")
+    parser.add_argument("--seed", type=not_negative(int), default=0,
+                        help="the same one draws the same text (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="default: cuda where there is one, else cpu")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     args = parser.parse_args()
+    if args.seed >= SEEDS:
+        parser.error(f"--seed is {args.seed}; it is below 2**64")
     path = args.checkpoint or newest_checkpoint()
     if not path.is_file():
         raise DataError(f"{path}: there is no such checkpoint; name another, or none: the newest")
-    script = load_script(args.script or path.with_name("log.txt"))
-    model = load_model(script, path, args.device)
-    encode, decode = find_tokenizer(model.cfg.eot_token)
+    prompt = read_prompt(args.prompt, args.prompt_file)
+    check_device(args.device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = load_model(load_script(args.script or path.with_name("log.txt")), path, args.device)
+    if sum(parameter.numel() for parameter in model.parameters()) >= SMALL_MODEL:
+        torch.set_num_threads(threads)
+    encode, bytes_of = find_tokenizer(model.cfg.eot_token)
+    ids = [model.cfg.eot_token, *map(int, encode(prompt))]
+
+    sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack some letters
     torch.manual_seed(args.seed)
-    prompt = [model.cfg.eot_token, *map(int, encode(args.prompt))]
-    ids = sample(model, prompt, args.tokens, args.temperature, args.top_k)
-    print(decode([token for token in ids if token != model.cfg.eot_token]))
+    for number in range(args.num_samples):
+        if number:
+            print(BETWEEN_SAMPLES)
+        print(prompt, end="", flush=True)
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in draw_tokens(model, ids, args.tokens, args.temperature, args.top_k):
+            print(decoder.decode(bytes_of(token)), end="", flush=True)
+        print(decoder.decode(b"", final=True))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,12 @@ def run(main: Callable[[], None]) -> None:
     name = Path(sys.argv[0]).name
     try:
         main()
+    except BrokenPipeError:  # who reads has seen enough, as head has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except (DataError, OSError) as error:
-        sys.exit(print(f"{name}: {error}", file=sys.stderr) or 2)
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(print(f"{name}: interrupted", file=sys.stderr) or 130)
+        print(f"{name}: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -22,6 +22,7 @@ import os
 import re
 import shlex
 import signal
+import stat
 import sys
 import time
 import zlib
@@ -216,16 +217,30 @@ def find_in_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     return sorted(found)
 
 
+def check_readable(path: str) -> None:
+    """Raise DataError where there is nothing at the path, or what may never end."""
+    if path == STDIN:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+        if os.isatty(sys.stdin.fileno()):
+            print("reading standard input, to its end (Ctrl-D)", file=sys.stderr)
+        elif stat.S_ISCHR(mode):
+            raise DataError("standard input: a device, no file or pipe; give one of them")
+    elif not os.path.exists(path):
+        raise DataError(f"{path}: no such file or folder")
+    elif not (os.path.isfile(path) or os.path.isdir(path)):
+        raise DataError(f"{path}: no regular file but a pipe or a device; to read a pipe, give - "
+                        f"and < {shlex.quote(path)}")
+
+
 def find_sources(paths: list[str], suffixes: tuple[str, ...]) -> list[Source]:
     """Return the files of the paths, of folders those with the suffixes, each file once.
 
-    Raises: DataError where a path is not there, a folder has no file to read, or a file wants a
-    package that is not installed.
+    Raises: DataError where a path is not there or has no end, a folder has no file to read, or a
+    file wants a package that is not installed.
     """
     sources = {}
     for path in paths:
-        if path != STDIN and not os.path.exists(path):
-            raise DataError(f"{path}: no such file or folder")
+        check_readable(path)
         in_folder = os.path.isdir(path)
         for file in find_in_folder(path, suffixes) if in_folder else [path]:
             identity = file if file == STDIN else os.path.realpath(file)

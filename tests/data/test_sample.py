@@ -1,7 +1,8 @@
 """data/sample.py: what it draws from, from which checkpoint, by which script; bad input."""
 
-import dataclasses
+import io
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -14,9 +15,10 @@ import torch
 from conftest import REPO
 
 import train_gpt
-from train_gpt import PRESETS, Hyperparameters
 
-POCKET = Hyperparameters(**PRESETS["pocket"])
+pytestmark = pytest.mark.xdist_group("sample")  # they share two short runs
+LIMITS = dict(vocab_size=257, eot_token=256, val_seq_len=1024)
+OLDEST = sorted(REPO.glob("records/20*/train_gpt.py"))[0]
 
 
 class Fixed(torch.nn.Module):
@@ -25,7 +27,7 @@ class Fixed(torch.nn.Module):
     def __init__(self, logits, **changes):
         super().__init__()
         self.fixed = torch.nn.Parameter(torch.tensor(logits))
-        self.cfg = dataclasses.replace(POCKET, **changes)
+        self.cfg = SimpleNamespace(**{**LIMITS, **changes})
 
     def hidden(self, tokens):
         return torch.zeros(*tokens.shape, 1)
@@ -50,15 +52,19 @@ class Sure(Fixed):
         return 1000 * torch.nn.functional.one_hot(following[..., 0], 384).float()
 
 
+def draw(*args):
+    return list(sample_tool.draw_tokens(*args))
+
+
 def test_sampling_follows_the_model_token_by_token_to_the_documents_end():
     model = Sure()
-    assert sample_tool.sample(model, [256, *b"ab"], 9, 1.0, 0) == [256, *b"abcde", 256]
+    assert draw(model, [256, *b"ab"], 9, 1.0, 0) == [*b"cde"]
     assert model.seen == [[256, *b"abcde"[:length]] for length in (2, 3, 4, 5)]
 
 
 def test_the_model_sees_as_many_tokens_as_a_validation_sequence_has():
     model = Sure(val_seq_len=3)
-    assert sample_tool.sample(model, [256, *b"ab"], 2, 1.0, 0) == [256, *b"abcd"]
+    assert draw(model, [256, *b"ab"], 2, 1.0, 0) == [*b"cd"]
     assert model.seen == [[256, *b"ab"], [*b"abc"]]
 
 
@@ -66,10 +72,13 @@ def test_the_model_sees_as_many_tokens_as_a_validation_sequence_has():
 def test_temperature_and_top_k_shape_what_is_drawn_from(monkeypatch, temperature, top_k):
     logits = [0.3, 2.0, -1.0, 1.2, 0.9, 50.0]  # the last one pads the vocabulary
     drawn_from = []
-    monkeypatch.setattr(
-        torch, "multinomial", lambda p, n: (drawn_from.append(p.double()), torch.zeros(n).long())[1]
-    )
-    sample_tool.sample(Fixed(logits, vocab_size=5, eot_token=4), [4], 1, temperature, top_k)
+
+    def note(probabilities, _):
+        drawn_from.append(probabilities.double())
+        return torch.zeros(1).long()
+
+    monkeypatch.setattr(torch, "multinomial", note)
+    draw(Fixed(logits, vocab_size=5, eot_token=4), [4], 1, temperature, top_k)
     kept = sorted(logits[:5])[-(top_k or 5) :]
     weights = [math.exp((x - 2.0) / (temperature or 1e-3)) * (x in kept) for x in logits[:5]]
     expected = torch.tensor(weights, dtype=torch.float64) / sum(weights)
@@ -77,40 +86,51 @@ def test_temperature_and_top_k_shape_what_is_drawn_from(monkeypatch, temperature
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, write_shard):
-    """A folder with checkpoints of four steps, by the root script and by the oldest record."""
-    folder = tmp_path_factory.mktemp("runs")
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (1025,), generator=generator)
-    tokens[::100] = 256
-    write_shard(folder / "tiny.bin", tokens.tolist())
-    oldest = sorted(REPO.glob("records/20*/train_gpt.py"))[0]
-    paths = {}
-    for name, script in (("oldest", oldest), ("root", REPO / "train_gpt.py")):
-        flags = f"""--preset pocket --device cpu --num_iterations 4 --train_seq_len 128
-            --val_seq_len 128 --sequences_per_step 2 --val_tokens 128 --warmup_steps 0
-            --train_files tiny.bin --val_files tiny.bin --save_every 1 --run_id {name}"""
-        subprocess.run([sys.executable, script, *flags.split()], cwd=folder, check=True,
-                       capture_output=True)  # fmt: skip
-        paths[name] = folder / "logs" / name / "step-000004.pt"
-    return SimpleNamespace(folder=folder, oldest_script=oldest, **paths)
+def runs(build_once, write_shard):
+    """A folder with checkpoints of two steps, by the root script and by the oldest record."""
+    def train_both(folder):
+        tokens = torch.randint(256, (60_001,), generator=torch.Generator().manual_seed(0))
+        tokens[::100] = 256
+        write_shard(folder / "tiny.bin", tokens.tolist())
+        before = os.getcwd()
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        os.chdir(folder)
+        try:
+            for name, script in scripts.items():
+                flags = f"""--preset pocket --device cpu --num_iterations 2 --val_seq_len 128
+                    --sequences_per_step 2 --val_tokens 128 --warmup_steps 0 --save_every 2
+                    --train_files tiny.bin --val_files tiny.bin --run_id {name}"""
+                assert not script.main(flags.split())
+        finally:
+            os.chdir(before)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    scripts = {"oldest": sample_tool.load_script(OLDEST), "root": train_gpt}
+    folder = build_once("sampled runs", train_both)
+    paths = {name: folder / "logs" / name / "step-000002.pt" for name in scripts}
+    os.utime(paths["root"])  # the newest
+    return SimpleNamespace(folder=folder, **paths)
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """`run(folder, *args)` runs the tool there, in this process."""
-    def run_here(folder, *args):
+    """`run(folder, *args, stdin=b"")` runs the tool there, in this process."""
+    def run_here(folder, *args, stdin=b""):
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, args)])
-        handler, code = signal.getsignal(signal.SIGTERM), 0
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        handler, code, threads = signal.getsignal(signal.SIGTERM), 0, torch.get_num_threads()
         try:
             sample_tool.run(sample_tool.main)
         except SystemExit as exit_:
             code = exit_.code
         finally:
             signal.signal(signal.SIGTERM, handler)
+            used = torch.get_num_threads()
+            torch.set_num_threads(threads)
         out, err = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err, threads=used)
     return run_here
 
 
@@ -118,15 +138,15 @@ def run(monkeypatch, capsys):
 def test_the_newest_checkpoint_says_the_likeliest(runs, run):
     """As the model's logits have it, computed here."""
     state = torch.load(runs.root, weights_only=True)
-    model = train_gpt.GPT(Hyperparameters(**state["hyperparameters"])).eval()
+    model = train_gpt.GPT(train_gpt.Hyperparameters(**state["hyperparameters"])).eval()
     model.load_state_dict(state["model"])
     ids = [256, *b"xy"]
     while len(ids) < 3 + 12 and (ids[-1] != 256 or len(ids) == 1):
         logits = model.logits(model.hidden(torch.tensor([ids], dtype=torch.int32)))
         ids.append(logits[0, -1, :257].argmax().item())
     flags = ["--prompt", "xy", "--tokens", 12]
-    done, cold = run(runs.folder, *flags, "--temperature", 0), run(
-        runs.folder, runs.root, *flags, "--top_k", 1, "--temperature", 3)
+    done = run(runs.folder, *flags, "--temperature", 0)
+    cold = run(runs.folder, runs.root, *flags, "--top_k", 1, "--temperature", 3)
     text = bytes(i for i in ids if i < 256).decode(errors="replace")
     assert (done.returncode, done.stderr, done.stdout) == (0, "", text + "\n")
     assert cold.stdout == done.stdout
@@ -137,10 +157,55 @@ def test_the_script_is_that_of_the_runs_log_or_the_one_named(runs, run, tmp_path
     logged = run(runs.folder, runs.oldest, "--tokens", 20)
     assert logged.returncode == 0, logged.stderr
     shutil.copy(runs.oldest, tmp_path / "model.pt")
-    named = run(tmp_path, "model.pt", "--script", runs.oldest_script, "--tokens", 20)
+    named = run(tmp_path, "model.pt", "--script", OLDEST, "--tokens", 20)
     assert named.stdout == logged.stdout and len(named.stdout) > 3
-    other = run(tmp_path, "model.pt", "--script", runs.oldest_script, "--tokens", 20, "--seed", 1)
+    other = run(tmp_path, "model.pt", "--script", OLDEST, "--tokens", 20, "--seed", 1)
     assert other.stdout != logged.stdout
+
+
+def test_several_samples_differ_and_the_first_is_the_one_alone(runs, run):
+    flags = ["--prompt", "x", "--tokens", 30]
+    one, three = run(runs.folder, *flags), run(runs.folder, *flags, "--num_samples", 3)
+    texts = three.stdout.split(sample_tool.BETWEEN_SAMPLES + "\n")
+    assert texts[0] == one.stdout and len(set(texts)) == 3
+    assert all(text.startswith("x") for text in texts)
+    assert run(runs.folder, *flags, "--num_samples", 0).stdout == ""
+
+
+def test_a_prompt_comes_from_a_file_or_the_standard_input(runs, run, tmp_path):
+    (tmp_path / "prompt.txt").write_text("naïve\n")
+    flags = ["--tokens", 5]
+    given = run(runs.folder, *flags, "--prompt", "naïve\n")
+    assert given.stdout.startswith("naïve\n") and given.returncode == 0
+    read = run(runs.folder, *flags, "--prompt_file", tmp_path / "prompt.txt")
+    piped = run(runs.folder, *flags, "--prompt_file", "-", stdin="naïve\n".encode())
+    assert given.stdout == read.stdout == piped.stdout
+
+
+def test_text_comes_token_by_token_and_letters_whole(runs, run, monkeypatch):
+    """What is on the screen when the model is asked for the next token."""
+    shown, text = [], "aé…"
+    def draw_text(*_):
+        for byte in text.encode():
+            shown.append(sys.stdout.getvalue())
+            yield byte
+    monkeypatch.setattr(sample_tool, "draw_tokens", draw_text)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    sys.stdout.reconfigure = lambda **_: None
+    run(runs.folder, "--prompt", "> ")
+    assert shown == ["> ", "> a", "> a", "> aé", "> aé", "> aé"]
+    assert sys.stdout.getvalue() == "> aé…\n"
+
+
+@pytest.mark.parametrize(("small", "threads"), [(10_000_000, 1), (1000, 2)])
+def test_a_small_model_takes_one_thread(runs, run, monkeypatch, small, threads):
+    monkeypatch.setattr(sample_tool, "SMALL_MODEL", small)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert run(runs.folder, "--tokens", 1).threads == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("args", "part"), [
@@ -148,20 +213,67 @@ def test_the_script_is_that_of_the_runs_log_or_the_one_named(runs, run, tmp_path
     (["gone.pt"], "gone.pt: there is no such checkpoint"),
     (["text.pt"], "log.txt: there is no such file; name the checkpoint's script by --script"),
     (["ROOT", "--top", "3"], "--top"),
-    (["text.pt", "--script", "SCRIPT"], "text.pt: no checkpoint"),
+    (["text.pt", "--script", "SCRIPT"], "text.pt: no"),
     (["text.pt", "--script", "text.pt"], "text.pt: no training script, SyntaxError"),
-    (["OLDEST", "--script", "SCRIPT"], "step-000004.pt: no checkpoint"),
+    (["OLDEST", "--script", "SCRIPT"], "step-000002.pt: no"),
     (["ROOT", "--tokens", "-1"], "--tokens"),
+    (["ROOT", "--num_samples", "-1"], "--num_samples"),
     (["ROOT", "--temperature", "nan"], "--temperature"),
-    (["ROOT", "--device", "abacus"], "abacus"),
+    (["ROOT", "--seed", str(2**70)], "--seed"),
+    (["ROOT", "--seed", "-1"], "--seed"),
+    (["ROOT", "--device", "abacus"], "--device abacus"),
+    (["ROOT", "--device", "meta"], "--device meta"),
+    pytest.param(["ROOT", "--device", "cuda"], "--device cuda", marks=pytest.mark.skipif(
+        torch.cuda.is_available(), reason="there is a CUDA device")),
     (["ROOT", "--wrong"], "--wrong"),
+    (["ROOT", "--prompt", "\udcff"], "--prompt: not UTF-8 at byte 0"),
+    (["ROOT", "--prompt_file", "latin.txt"], "latin.txt: not UTF-8 at byte 2"),
+    (["ROOT", "--prompt_file", "-"], "standard input: not UTF-8 at byte 0"),
+    (["ROOT", "--prompt_file", "gone.txt"], "gone.txt"),
+    (["ROOT", "--prompt_file", "."], "directory"),
+    (["ROOT", "--prompt_file", "/dev/zero"], "/dev/zero: a prompt has at most 1,048,576 bytes"),
+    (["ROOT", "--prompt", "a", "--prompt_file", "text.pt"], "not allowed with"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(runs, run, tmp_path, args, part):
     (tmp_path / "text.pt").write_text("some words of text")
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     names = {"SCRIPT": REPO / "train_gpt.py", "OLDEST": runs.oldest, "ROOT": runs.root}
-    done = run(tmp_path, *(names.get(arg, arg) for arg in args))
+    done = run(tmp_path, *(names.get(arg, arg) for arg in args), stdin=b"\xff")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("sample.py: ") and part in done.stderr
+
+
+def nan_in_a_weight(path):
+    state = torch.load(path, weights_only=True)
+    next(iter(state["model"].values())).view(-1)[0] = math.nan
+    torch.save(state, path)
+
+
+def flipped_bit(path):
+    """In the middle of the largest weight, which no reader of the archive needs to understand."""
+    state = torch.load(path, weights_only=True)
+    largest = max(state["model"].values(), key=torch.numel).contiguous().numpy().tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(largest) + len(largest) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [nan_in_a_weight, flipped_bit])
+def test_a_damaged_checkpoint_is_one_line(runs, run, tmp_path, damage):
+    path = tmp_path / "step-000002.pt"
+    shutil.copy(runs.root, path)
+    damage(path)
+    done = run(tmp_path, path, "--script", REPO / "train_gpt.py")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert str(path) in done.stderr
+
+
+def test_who_stops_reading_ends_it_without_a_word(runs):
+    command = [sys.executable, REPO / "data" / "sample.py", runs.root, "--tokens", "400"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
 
 
 def test_a_vocabulary_without_a_tokenizer_is_said():

@@ -247,7 +247,8 @@ def test_plan_reads_the_script():
 
 def test_tests_run_in_the_repository_with_the_arguments(fake):
     fake.run("test", "-k", "muon or adam")
-    assert fake.calls == [["pocket"], ["pytest", str(fake.root), "-k", "muon or adam"]]
+    workers = ["-n", "auto", "--dist", "loadgroup"]
+    assert fake.calls == [["pocket"], ["pytest", str(fake.root), *workers, "-k", "muon or adam"]]
 
 
 def test_missing_packages_are_installed_once(fake):
@@ -272,7 +273,7 @@ def test_packages_of_the_tests_are_installed_beside_those_of_training(fake):
     fake.run()
     fake.run("test")
     assert fake.pip_installs()[-1][3:] == ["-r", str(fake.root / "requirements-dev.txt")]
-    assert fake.called("venv")[-1] == ["-m", "pytest"]
+    assert fake.called("venv")[-1][:2] == ["-m", "pytest"]
     fake.run("test")
     fake.run()
     assert not fake.pip_installs()

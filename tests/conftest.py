@@ -4,6 +4,7 @@ Fixtures, each explained where it is defined:
 
     pocket_data         the folder of the pocket's shards, built once where it is missing
     build_once          build something that costs seconds once for all workers of a session
+    call_tool           run a script of data/ in this process
     write_shard         write any tokens, or a deliberately wrong header, as a shard
     tiny_shards         write small synthetic shards and get the glob that finds them
     run_script          run train_gpt.py in a process of its own, or under torchrun
@@ -23,6 +24,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import host_gpu
 import numpy as np
@@ -98,6 +100,33 @@ def pocket_data():
     """
     subprocess.run([sys.executable, REPO / "data" / "pocket.py"], check=True, cwd=REPO)
     return REPO / "data" / "pocket"
+
+
+@pytest.fixture
+def call_tool(tmp_path_factory, monkeypatch, capsys):
+    """`call_tool(module, args, cwd, stdin=b"")` runs a script of data/ as its command would.
+
+    `module` is the imported script. Returns a namespace with returncode, stdout and stderr.
+    """
+
+    def call(module, args, cwd, stdin=b""):
+        given = tmp_path_factory.mktemp("stdin") / "stdin"
+        given.write_bytes(stdin)
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, args)])
+        handler, code = signal.getsignal(signal.SIGTERM), 0
+        with open(given) as opened, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", opened)
+            try:
+                module.run(module.main)
+            except SystemExit as exit_:
+                code = exit_.code or 0
+            finally:
+                signal.signal(signal.SIGTERM, handler)
+        out, err = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+    return call
 
 
 @pytest.fixture(scope="session")

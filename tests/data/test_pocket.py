@@ -4,21 +4,19 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import pocket
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "data" / "pocket.py"
 END_OF_TEXT = 256
 
 
-def run_pocket(out, **environment):
-    command = [sys.executable, SCRIPT, "--out", out]
-    return subprocess.run(command, env={**os.environ, **environment}, cwd=out.parent,
-                          capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def run_pocket(call_tool):
+    """`run_pocket(out)` runs the script, which writes into the folder out."""
+    return lambda out: call_tool(pocket, ["--out", out], out.parent)
 
 
 def read_shard(path):
@@ -51,18 +49,9 @@ def expected_documents(package):
     return split[False], split[True]
 
 
-@pytest.fixture(scope="module")
-def torch_corpus(tmp_path_factory):
-    """The folder that the script wrote for the installed torch, and what it printed."""
-    out = tmp_path_factory.mktemp("pocket") / "out"
-    result = run_pocket(out)
-    assert result.returncode == 0, result.stderr
-    return out, result.stdout
-
-
 @pytest.fixture
-def made_up_torch(tmp_path):
-    """A folder for PYTHONPATH with a small package called torch in it."""
+def made_up_torch(tmp_path, monkeypatch):
+    """The folder of a small package that the script takes for torch's."""
     package = tmp_path / "path" / "torch"
     (package / "nn").mkdir(parents=True)
     for index in range(200):
@@ -70,64 +59,70 @@ def made_up_torch(tmp_path):
     for name in ("__init__.py", "version.py", "nn/version.py"):
         (package / name).write_text(f"name = {name!r}\n")
     (package / "notes.txt").write_text("no source")
-    return package.parent
+    monkeypatch.setattr(pocket, "find_torch", lambda: package)
+    return package
 
 
-def test_corpus_is_that_of_the_rule(torch_corpus):
-    out, _ = torch_corpus
-    package = importlib.util.find_spec("torch").submodule_search_locations[0]
+def sha256_of(paths):
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def assert_corpus_is_that_of_the_rule(out, package, printed):
+    paths = [out / "pocket_train_000000.bin", out / "pocket_val_000000.bin"]
+    assert sorted(out.iterdir()) == paths
     train, val = expected_documents(package)
-    assert documents(read_shard(out / "pocket_train_000000.bin")) == train
-    assert documents(read_shard(out / "pocket_val_000000.bin")) == val
-    assert sorted(path.name for path in out.iterdir()) == [
-        "pocket_train_000000.bin", "pocket_val_000000.bin"]
-
-
-def test_counts_and_sha256_are_printed(torch_corpus):
-    out, printed = torch_corpus
-    shards = [out / f"pocket_{split}_000000.bin" for split in ("train", "val")]
-    for path in shards:
+    assert train and val
+    assert documents(read_shard(paths[0])) == train and documents(read_shard(paths[1])) == val
+    for path in paths:
         assert f"{len(read_shard(path)):,}" in printed
-    assert hashlib.sha256(b"".join(path.read_bytes() for path in shards)).hexdigest() in printed
+    assert f"sha256 {sha256_of(paths)}" in printed
 
 
-@pytest.mark.skipif(importlib.metadata.version("torch").partition("+")[0] != "2.13.0",
-                    reason="the counts are those of torch 2.13.0")
-def test_torch_2_13_gives_the_published_counts(torch_corpus):
-    out, printed = torch_corpus
-    assert len(read_shard(out / "pocket_train_000000.bin")) == 44_246_716
-    assert len(read_shard(out / "pocket_val_000000.bin")) == 2_200_344
-    assert "2,284 files" in printed and "compare" not in printed
+def test_the_torch_that_is_read_is_the_installed_one():
+    assert pocket.find_torch() == Path(importlib.util.find_spec("torch").origin).parent
 
 
-@pytest.mark.skipif(importlib.metadata.version("torch").partition("+")[0] != "2.13.0",
-                    reason="only the corpus of torch 2.13.0 is known to be whole")
-def test_a_whole_corpus_is_kept_and_a_damaged_one_made_anew(torch_corpus):
-    out, _ = torch_corpus
-    val = out / "pocket_val_000000.bin"
+def test_another_torch_is_said_not_to_compare(run_pocket, made_up_torch, tmp_path):
+    result = run_pocket(tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert "not the corpus of torch 2.13.0" in result.stdout and "compare" in result.stdout
+    assert "202 files" in result.stdout  # version.py of the top alone is left out
+    assert_corpus_is_that_of_the_rule(tmp_path / "out", made_up_torch, result.stdout)
+
+
+def test_a_whole_corpus_is_kept_and_a_damaged_one_made_anew(run_pocket, made_up_torch, tmp_path,
+                                                            monkeypatch):
+    out = tmp_path / "out"
+    run_pocket(out)
+    train, val = out / "pocket_train_000000.bin", out / "pocket_val_000000.bin"
+    monkeypatch.setattr(pocket, "REFERENCE_SHA256", sha256_of([train, val]))
     whole, written = val.read_bytes(), val.stat().st_mtime_ns
-    assert "found whole" in run_pocket(out).stdout
+    printed = run_pocket(out).stdout
+    assert "found whole" in printed and "compare" not in printed
     assert val.stat().st_mtime_ns == written
 
-    val.write_bytes(whole[:5000] + b"\xff" + whole[5001:])
+    val.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert "written" in run_pocket(out).stdout
     assert val.read_bytes() == whole
 
 
-def test_another_torch_is_said_not_to_compare(made_up_torch, tmp_path):
-    result = run_pocket(tmp_path / "out", PYTHONPATH=str(made_up_torch))
-    assert result.returncode == 0, result.stderr
-    assert "not the corpus of torch 2.13.0" in result.stdout and "compare" in result.stdout
-    train, val = expected_documents(made_up_torch / "torch")
-    assert train and val and len(train) + len(val) == 202  # version.py of the top alone is left out
-    assert documents(read_shard(tmp_path / "out" / "pocket_train_000000.bin")) == train
-    assert documents(read_shard(tmp_path / "out" / "pocket_val_000000.bin")) == val
-
-
-def test_shards_that_cannot_be_written_are_one_line_and_leave_nothing(made_up_torch, tmp_path):
+def test_shards_that_cannot_be_written_are_one_line_and_leave_nothing(run_pocket, made_up_torch,
+                                                                      tmp_path):
     out = tmp_path / "out"
     (out / "pocket_train_000000.bin").mkdir(parents=True)  # in the place of the shard
-    result = run_pocket(out, PYTHONPATH=str(made_up_torch))
+    result = run_pocket(out)
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1 and "pocket_train_000000.bin" in result.stderr
     assert [path.name for path in out.iterdir()] == ["pocket_train_000000.bin"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.metadata.version("torch").partition("+")[0] != "2.13.0",
+                    reason="the counts are those of torch 2.13.0")
+def test_torch_2_13_gives_the_published_counts(run_pocket, tmp_path):
+    out = tmp_path / "out"
+    printed = run_pocket(out).stdout
+    assert_corpus_is_that_of_the_rule(out, pocket.find_torch(), printed)
+    assert len(read_shard(out / "pocket_train_000000.bin")) == 44_246_716
+    assert len(read_shard(out / "pocket_val_000000.bin")) == 2_200_344
+    assert "2,284 files" in printed and "compare" not in printed

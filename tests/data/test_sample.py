@@ -114,23 +114,14 @@ def runs(build_once, write_shard):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """`run(folder, *args, stdin=b"")` runs the tool there, in this process."""
+def run(call_tool):
+    """`run(folder, *args, stdin=b"")` runs the tool there; it tells the number of threads too."""
     def run_here(folder, *args, stdin=b""):
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        handler, code, threads = signal.getsignal(signal.SIGTERM), 0, torch.get_num_threads()
-        try:
-            sample_tool.run(sample_tool.main)
-        except SystemExit as exit_:
-            code = exit_.code
-        finally:
-            signal.signal(signal.SIGTERM, handler)
-            used = torch.get_num_threads()
-            torch.set_num_threads(threads)
-        out, err = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=err, threads=used)
+        threads = torch.get_num_threads()
+        done = call_tool(sample_tool, args, folder, stdin)
+        done.threads = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        return done
     return run_here
 
 
@@ -190,11 +181,12 @@ def test_text_comes_token_by_token_and_letters_whole(runs, run, monkeypatch):
             shown.append(sys.stdout.getvalue())
             yield byte
     monkeypatch.setattr(sample_tool, "draw_tokens", draw_text)
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    sys.stdout.reconfigure = lambda **_: None
+    stdout = io.StringIO()
+    stdout.reconfigure = lambda **_: None
+    monkeypatch.setattr(sys, "stdout", stdout)
     run(runs.folder, "--prompt", "> ")
     assert shown == ["> ", "> a", "> a", "> aé", "> aé", "> aé"]
-    assert sys.stdout.getvalue() == "> aé…\n"
+    assert stdout.getvalue() == "> aé…\n"
 
 
 @pytest.mark.parametrize(("small", "threads"), [(10_000_000, 1), (1000, 2)])

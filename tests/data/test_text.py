@@ -23,6 +23,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import train_gpt
+
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "data" / "text.py"
 text = importlib.import_module("text")
@@ -61,14 +63,20 @@ def tokenizer(request):
 
 
 @pytest.fixture
-def run_text(tmp_path):
-    """`run_text(*args)` runs the script in tmp_path, bytes into `out` where not told otherwise."""
+def run_text(tmp_path, call_tool):
+    """`run_text(*args)` runs the script in tmp_path, bytes into `out` where not told otherwise.
+
+    It runs in this process, but for a changed environment and where it starts processes.
+    """
 
     def run(*args, stdin=b"", **environment):
         args = [str(arg) for arg in args]
+        alone = environment or "--processes" in args
         for flag, value in (("--tokenizer", "bytes"), ("--out", "out"), ("--processes", "1")):
             if flag not in args:
                 args = [flag, value, *args]
+        if not alone:
+            return call_tool(text, args, tmp_path, stdin)
         result = subprocess.run([sys.executable, SCRIPT, *args], cwd=tmp_path, input=stdin,
                                 capture_output=True, env={**os.environ, **environment},
                                 timeout=120)
@@ -602,10 +610,13 @@ def test_a_stopped_run_leaves_nothing(tmp_path, number, code):
     (["a.txt", "--processes", "two"], "two"),
     (["a.txt", "--wrong", "1"], "--wrong"),
     (["a.txt", "--out", "a.txt"], "a.txt"),
+    (["pipe"], "pipe: no regular file but a pipe or a device; to read a pipe, give - and < pipe"),
+    (["/dev/zero"], "/dev/zero: no regular file"),
     ([], "PATH"),
 ])
 def test_bad_input_is_one_line(run_text, tmp_path, args, part):
     (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").mkdir()
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "py").write_text("text")
@@ -613,6 +624,20 @@ def test_bad_input_is_one_line(run_text, tmp_path, args, part):
     assert_one_line(run_text(*args), part)
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "a.txt").read_text() == "text"
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null"])
+def test_standard_input_without_an_end_is_refused(monkeypatch, device):
+    with open(device) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(text.DataError, match="standard input: a device"):
+            text.find_sources(["-"], ())
+
+
+def test_a_pipe_is_read_on_standard_input(tmp_path):
+    done = subprocess.run([sys.executable, SCRIPT, "--tokenizer", "bytes", "--out", "out", "-",
+                           "--val_fraction", "0"], cwd=tmp_path, input=b"piped", check=True)
+    assert done.returncode == 0 and read_documents(tmp_path / "out", "train") == ["piped"]
 
 
 def test_tiktoken_without_its_files_is_one_line(run_text, tmp_path):
@@ -624,7 +649,7 @@ def test_tiktoken_without_its_files_is_one_line(run_text, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_printed_command_trains_on_the_shards(run_text, run_script, tmp_path):
+def test_the_printed_command_trains_on_the_shards(run_text, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some words of text\n" * 6000)
     result = run_text("--out", "my [odd] folder", "a.txt")
     assert result.returncode == 0, result.stderr
@@ -633,9 +658,8 @@ def test_the_printed_command_trains_on_the_shards(run_text, run_script, tmp_path
     val_tokens = int(flags[flags.index("--val_tokens") + 1])
     total = sum(map(len, read_shards(tmp_path / "my [odd] folder", "val")))
     assert val_tokens % 128 == 0 and total - 129 < val_tokens < total
-    run = run_script([*flags, "--num_iterations", 1, "--warmup_steps", 0])
-    assert run.returncode == 0, run.stderr
-    assert "val_loss" in run.stdout
+    assert not train_gpt.main([*flags, "--num_iterations", "1", "--warmup_steps", "0"])
+    assert "val_loss" in capsys.readouterr().out
 
 
 def test_too_little_text_to_validate_on_is_said(run_text, tmp_path):

@@ -153,6 +153,17 @@ def test_no_cut_falls_into_a_token(block):
         assert_parts_are_the_text("gpt2", "".join(letters), block)
 
 
+@pytest.mark.parametrize("block", [1, 3, 50])
+def test_a_text_is_cut_before_a_space_or_newline_alone(monkeypatch, block):
+    """Before a tab, say, GPT-2's pattern takes a space with it, so that tokens would differ."""
+    monkeypatch.setattr(text, "BLOCK_BYTES", block)
+    string = "".join(map("".join, itertools.product(FRAGMENTS, repeat=2)))
+    parts = [part for part in text.read_text(io.BytesIO(string.encode()), "-") if part]
+    assert "".join(parts) == string and len(parts) > 3
+    for before, after in itertools.pairwise(parts):
+        assert not before[-1].isspace() and after[0] in " \n"
+
+
 def assert_parts_are_the_text(tokenizer, string, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "BLOCK_BYTES", block)

@@ -1,0 +1,91 @@
+"""What changed between two sources: section by section, with the hyperparameters on top."""
+
+import ast
+import difflib
+import re
+from pathlib import Path
+
+from ledger.logs import LedgerError, read_text
+from ledger.public import assignments, folder_groups, read_any, split_files
+
+HEADING = re.compile(r"# [-=]{2,} (\w.*?) ?[-=]{3,}")  # of our sections, and the harness's banner
+DEFINITION = re.compile(r"(?:async )?(?:def|class) (\w+)")
+
+
+def source_of(operand: str) -> str:
+    """The source of a folder, script or log. Raises LedgerError where there is none.
+
+    A folder's source is its train_gpt.py, else that in its record's log, else its only train*.py.
+    """
+    path = Path(operand)
+    if path.suffix == ".py" and not path.is_dir():
+        return read_text(path)
+    if not path.is_dir():
+        source = read_any(path).source
+    elif (path / "train_gpt.py").exists():
+        return read_text(path / "train_gpt.py")
+    else:
+        scripts = list(path.glob("train*.py"))
+        source = None
+        try:
+            source = folder_groups(path)[0].logs[0].source
+        except LedgerError:
+            if not scripts:
+                raise
+        if not source and len(scripts) == 1:
+            return read_text(scripts[0])
+    if not source:
+        raise LedgerError(f"{path} has no source in it; give the script or another log")
+    return source
+
+
+def sections(source: str) -> dict[str, list[str]]:
+    """Title: lines; by our headings, else by definition, and by joined file."""
+    by_heading = re.search(rf"^{HEADING.pattern}$", source, re.M)
+    found = {}
+    for file, text in split_files(source).items():
+        title = "(docstring and imports)" if by_heading else "(module level)"
+        for line in text.splitlines():
+            if match := (HEADING.fullmatch if by_heading else DEFINITION.match)(line):
+                title = match[1]
+            elif not by_heading and re.match(r"[^\s#)\]}]", line):
+                title = "(module level)"
+            name = title if file == "train_gpt.py" else f"{file}: {title}"
+            found.setdefault(name, []).append(line)
+    return found
+
+
+def hyperparameters(source: str) -> dict[str, str]:
+    """Field: value as written, of class Hyperparameters; without the meaning that ends a row."""
+    found = {}
+    for name, value, is_field in assignments(source):
+        if is_field and isinstance(value, ast.Call) and len(value.args) > 1:
+            found[name] = ", ".join(map(ast.unparse, value.args[:-1]))
+        elif is_field:
+            found[name] = ast.unparse(value)
+    return found
+
+
+def diff_sources(a: str, b: str) -> dict:
+    """What changed from source `a` to source `b`, as numbers and lines."""
+    before, after, changed = sections(a), sections(b), []
+    for title in after | before:
+        lines = difflib.unified_diff(before.get(title, []), after.get(title, []), lineterm="")
+        lines = list(lines)[2:]
+        signs = [line[0] for line in lines]
+        if lines:
+            changed.append({"title": title, "added": signs.count("+"),
+                            "removed": signs.count("-"), "lines": lines})
+    old, new, fields = hyperparameters(a), hyperparameters(b), []
+    for name in old | new:
+        if old.get(name) != new.get(name):
+            fields.append({"name": name, "a": old.get(name), "b": new.get(name)})
+    return {"added": sum(section["added"] for section in changed),
+            "removed": sum(section["removed"] for section in changed),
+            "hyperparameters": fields, "sections": changed}
+
+
+def diff_html(a: str, b: str, names: tuple[str, str]) -> str:
+    """Both sources side by side, where they differ, as a page that needs nothing else."""
+    page = difflib.HtmlDiff(tabsize=4, wrapcolumn=100)
+    return page.make_file(a.splitlines(), b.splitlines(), *names, context=True, numlines=3)

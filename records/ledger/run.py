@@ -1,0 +1,267 @@
+"""Runs: scripts trained in turns, their logs kept, and a record's seeds run once more."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ledger import table
+from ledger.logs import LedgerError, Log, RunError, read_log, read_text, sha256, write_file
+
+REPO = Path(__file__).resolve().parents[2]
+KEPT = ("run_id", "preset", "seed")  # flags that the ledger sets for all
+# How far a loss may be from the same run's on another machine, in nats per token. The pocket was
+# seen to move by some 0.002 between machines; this is ten times that, and two to three standard
+# deviations of its seeds (0.007 to 0.012). What is further off was not made by this script.
+MOVES = 0.02
+SETTINGS = """
+import importlib.util, json, sys
+sys.dont_write_bytecode = True
+for path, words in json.load(sys.stdin):
+    spec = importlib.util.spec_from_file_location("script", path)
+    script = sys.modules["script"] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(script)
+        found = {}
+        for name, value in vars(script.parse_args(words)).items():
+            found[name] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    except (Exception, SystemExit) as error:
+        found = {"error": str(error) or repr(error)}
+    print(json.dumps(found))
+"""
+
+
+@dataclass
+class Contestant:
+    """A script with its flags that `run` measures, and the logs of its runs."""
+
+    label: str  # as it was given, without the folders above
+    script: Path
+    folder: Path | None  # its record folder, where it is one as it stands
+    flags: dict[str, str]
+    source: str
+    logs: list[Log] = field(default_factory=list)
+
+
+def contestant_of(operand: str) -> Contestant:
+    """The contestant of `PATH` or `PATH:name=value,name=value`. Raises LedgerError."""
+    place, _, words = operand.partition(":")
+    path = Path(place).resolve()
+    script = path / "train_gpt.py" if path.is_dir() else path
+    if script.suffix != ".py" or not script.is_file():
+        raise LedgerError(f"{operand}: no script there; give a record folder or a .py file")
+    flags = {}
+    for item in re.split(r",(?=[a-zA-Z_]\w*=)", words) if words else ():
+        name, equals, value = item.partition("=")
+        if not name.isidentifier() or not equals:
+            raise LedgerError(f"{operand}: {item!r} is no flag; after the colon come name=value, "
+                              "with commas between")
+        if name in KEPT:
+            raise LedgerError(f"{operand}: {name} is the ledger's; use --preset or --seeds")
+        flags[name] = value
+    is_record = table.FOLDER_NAME.fullmatch(path.name) and path.is_dir() and not flags
+    label = (path.name if path.is_dir() else path.stem) + operand[len(place):]
+    return Contestant(label, script, path if is_record else None, flags, read_text(script))
+
+
+def contestants_of(operands: list[str], preset: str) -> list[Contestant]:
+    """The operands as contestants, no two alike, with flags that their scripts take."""
+    found = [contestant_of(operand) for operand in operands]
+    for number, one in enumerate(found):
+        for other in found[:number]:
+            if (one.source, one.flags) == (other.source, other.flags):
+                raise LedgerError(f"{operands[number]} is the same script with the same flags as "
+                                  f"{other.label}; give it once, with --seeds")
+    pairs = [(one.script, flag_words({"preset": preset, **one.flags})) for one in found]
+    for operand, values in zip(operands, settings_of(pairs)):
+        if "error" in values:
+            raise LedgerError(f"{operand}: {values['error']}")
+    return found
+
+
+def flag_words(flags: dict[str, object]) -> list[str]:
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def settings_of(pairs: list[tuple[Path, list[str]]]) -> list[dict[str, str]]:
+    """Each script's hyperparameters with these flags, as a log's header shows them.
+
+    A script without `parse_args` has none, and is not imported: it might train at once. Where a
+    script refuses its flags, they are {"error": its words}.
+    """
+    found, asked = {}, []
+    for script, words in pairs:
+        if re.search(r"^def parse_args\(", read_text(script), re.M):
+            asked.append((str(script), words))
+    if asked:
+        done = subprocess.run([sys.executable, "-c", SETTINGS], input=json.dumps(asked), text=True,
+                              capture_output=True)
+        lines = done.stdout.splitlines()
+        if done.returncode or len(lines) != len(asked):
+            last = (done.stderr.strip() or "nothing").splitlines()[-1]
+            raise LedgerError(f"{asked[0][0]}: its settings cannot be read: {last}")
+        for pair, line in zip(asked, lines):
+            found[str(pair)] = json.loads(line)
+    return [found.get(str((str(script), words)), {}) for script, words in pairs]
+
+
+def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str, running: set) -> Log:
+    """Run a script in `folder`, in a process of its own; its log. Raises LedgerError."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    has_data = any((above / "data" / "pocket.py").exists() for above in script.parents)
+    if not has_data and not (folder / "data").exists():
+        (folder / "data").symlink_to(REPO / "data")
+    source = sha256(read_text(script))
+    with tempfile.TemporaryFile("w+", errors="replace") as console:
+        process = subprocess.Popen([*command, str(script), *flag_words(flags)], cwd=folder,
+                                   stdin=subprocess.DEVNULL, stdout=console, stderr=console,
+                                   env={**os.environ, "OMP_NUM_THREADS": threads})
+        running.add(process)
+        status = process.wait()
+        running.discard(process)
+        console.seek(0)
+        last = (console.read().strip() or "nothing").splitlines()[-1]
+    if status:
+        raise RunError(f"exit status {status}, its last words: {last[:200]}")
+    log = read_log(folder / "logs" / flags["run_id"] / "log.txt")
+    if not log.finished:
+        raise RunError("; ".join(log.notes))
+    if log.source_sha256 != source:
+        raise RunError("its script was changed after it began; start again")
+    return log
+
+
+@dataclass
+class Turns:
+    """Every seed of every contestant, A B A B, as many at once as there are jobs.
+
+    A finished run in `out` is used again where source, flags, preset, ranks, jobs and kind are the
+    same: its RUN_ID has a hash of them.
+    """
+
+    out: Path
+    preset: str
+    seeds: int
+    ranks: int
+    jobs: int
+    kind: str
+    running: set = field(default_factory=set)
+
+    def one(self, contestant: Contestant, seed: int) -> Log:
+        """The log of a run, made now if it is not there yet."""
+        what = [contestant.source, contestant.flags, self.preset, self.ranks, self.jobs, self.kind]
+        name = contestant.label.partition(":")[0]
+        run_id = f"{name}-{sha256(json.dumps(what, sort_keys=True))[:8]}-seed-{seed}"
+        path = self.out / "logs" / run_id / "log.txt"
+        if path.exists():
+            try:
+                log = read_log(path)
+                if log.finished and not log.resumed:
+                    return log
+            except LedgerError:
+                pass
+        shutil.rmtree(path.parent, ignore_errors=True)  # what is left of a run that was stopped
+        threads = os.environ.get("OMP_NUM_THREADS") if self.jobs == 1 else None
+        threads = threads or str(max(1, len(os.sched_getaffinity(0)) // self.jobs))
+        flags = {"preset": self.preset, "seed": seed, "run_id": run_id, **contestant.flags}
+        log = train(contestant.script, self.out, flags, self.ranks, threads, self.running)
+        if self.jobs > 1:
+            with path.open("a") as file:
+                file.write(f"jobs: {self.jobs}\n")
+        return read_log(path)
+
+    def run(self, contestants: list[Contestant]) -> None:
+        """Run all that is left. Raises RunError where one fails or is stopped; the rest is kept."""
+        (self.out / "logs").mkdir(parents=True, exist_ok=True)
+        kept = f"what is done is kept in {self.out}; the same command goes on"
+        pool, futures, started = ThreadPoolExecutor(self.jobs), {}, time.monotonic()
+        for seed, contestant in itertools.product(range(self.seeds), contestants):
+            futures[pool.submit(self.one, contestant, seed)] = (contestant, seed)
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                contestant, seed = futures[future]
+                what = f"[{done}/{len(futures)}] {contestant.label} seed {seed}"
+                log = future.result()
+                left = (time.monotonic() - started) / done * (len(futures) - done)
+                print(f"{what}: {log.val_loss:.4f} in {log.train_time_ms / 1000:.2f} s, about "
+                      f"{left / 60:.0f} min left", file=sys.stderr, flush=True)
+        except LedgerError as error:
+            raise RunError(f"{what}: {error}; {kept}") from None
+        except KeyboardInterrupt:
+            raise RunError(f"stopped; {kept}") from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(self.running):  # they stop at their next step
+                process.terminate()
+            pool.shutdown()
+        for future, (contestant, _) in futures.items():
+            contestant.logs.append(future.result())
+
+
+def keep(contestants: list[Contestant], turns: Turns) -> None:
+    """Copy the logs of records that were measured to their folders, and make the table's rows.
+
+    The first seed's log keeps the source, the others its sha256.
+    """
+    for contestant in contestants:
+        folder, logs, reason = contestant.folder, contestant.logs, None
+        if turns.preset not in table.RULES:
+            reason = f"the rules do not have --preset {turns.preset}"
+        elif len(logs) != table.SEEDS[turns.kind]:
+            reason = f"{len(logs)} seeds, by the rules a measurement is of {table.SEEDS[turns.kind]}"
+        elif logs[0].simulated:
+            reason = f"it ran on a {logs[0].header['device']}"
+        if folder and not reason:
+            place = folder / table.FOLDERS[turns.kind]
+            place.mkdir(parents=True, exist_ok=True)
+            for path in place.glob("seed-*.txt"):
+                path.unlink()
+            for log in logs:
+                text = read_text(log.path)
+                if log is not logs[0]:
+                    text = f"source sha256: {log.source_sha256}\n{log.body}"
+                write_file(place / f"seed-{int(log.final['seed'])}.txt", text)
+            table.write_table(folder.parent / table.TABLE, table.logs_to_rows(folder.parent)[0])
+        if folder:
+            print(f"{folder.name}: " + (f"not kept: {reason}" if reason else "kept; `list --write` "
+                                        "is next"), file=sys.stderr)
+
+
+def replay(records: list[table.Record], seeds: int) -> tuple[list[str], list[str]]:
+    """Run the first seeds of records again: (findings, notes)."""
+    findings, notes = [], []
+    for record in records:
+        for path in table.seed_files(record.folder, "loss")[:seeds]:
+            where, old = f"{record.folder.name}: logs/{path.name}", read_log(path)
+            print(f"{where}: runs again", file=sys.stderr, flush=True)
+            flags = {"preset": old.header["preset"], "seed": old.header["seed"], "run_id": "replay"}
+            with tempfile.TemporaryDirectory() as out:
+                new = train(record.folder / "train_gpt.py", Path(out), flags,
+                            int(old.header["world_size"]), old.header["threads"], set())
+            before, now = old.final["val_loss"], new.final["val_loss"]
+            what, differ = f"{where}: run again it has val_loss {now}, its log {before}", []
+            for name in ("torch", "device", "threads", "world_size"):
+                if new.header.get(name) != old.header.get(name):
+                    differ.append(f"{name} {new.header.get(name)} instead of "
+                                  f"{old.header.get(name)}")
+            if differ:
+                what += f"; not comparable to the digit with {', '.join(differ)}"
+            if not abs(float(now) - float(before)) <= MOVES:
+                findings.append(f"{what}; further off than {MOVES}, what machines may move it by")
+            elif differ:
+                notes.append(f"{what}; within {MOVES}, what machines may move it by")
+            elif now != before:
+                findings.append(f"{what}, on the same machine")
+            else:
+                notes.append(f"{where}: run again it has the same val_loss, {before}")
+    return findings, notes

@@ -210,6 +210,7 @@ def noise_gradients(optimizer, rank, step):
     return torch.randn(optimizer.numel, generator=generator)
 
 
+@pytest.mark.slow
 def test_a_step_in_fp32_is_that_of_the_cpu():
     """Forward, backward and both optimizers: attention, norms, embeddings, head and loss."""
     cpu = make_model(TINY)

@@ -2,10 +2,10 @@
 
 host_gpu/trace.py says how. Two layers, one of the long and one of the short window, have every
 kind of kernel that the record's eleven have; the first stage has the most targets and the shortest
-sequences, the last the least of the one and the most of the other. What takes minutes for each card
-is marked `cards`:
+sequences, the last the least of the one and the most of the other. One trace, of the first stage on
+sm_90, takes a minute of one core and is marked `slow`. All others are marked `cards`:
 
-    python -m pytest -m cards
+    ./run.sh test -m cards
 """
 
 import dataclasses
@@ -21,9 +21,10 @@ from host_gpu.trace import Trace, count_instructions, trace, two_layers_of
 
 import train_gpt
 
-pytestmark = pytest.mark.skipif(
-    host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle())
-)
+pytestmark = [
+    pytest.mark.skipif(host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle())),
+    pytest.mark.xdist_group("kernels"),  # they share traces
+]
 
 TWO_LAYERS = two_layers_of(train_gpt.SCRIPT)
 FIRST_STAGE = ("--stage", "0", "--phases", "train,validation,optimizers")
@@ -55,16 +56,20 @@ def last_stage() -> Trace:
     return traced("sm_90", *ALL_STAGES, *TWO_LAYERS)
 
 
-other_cards = [pytest.param(x, marks=pytest.mark.cards) for x in host_gpu.CARDS if x != "sm_90"]
-every_card = pytest.mark.parametrize("card", ["sm_90", *other_cards])
+def mark_of(card: str):
+    return pytest.mark.slow if card == "sm_90" else pytest.mark.cards
+
+
+every_card = pytest.mark.parametrize(
+    "card", [pytest.param(card, marks=mark_of(card)) for card in host_gpu.CARDS]
+)
 every_compiled_card = pytest.mark.parametrize(
-    "card", [pytest.param("sm_90", marks=pytest.mark.slow), *other_cards]
+    "card", [pytest.param(card, marks=pytest.mark.cards) for card in host_gpu.CARDS]
 )
 every_trace = pytest.mark.parametrize("get_trace", [
-    pytest.param(functools.partial(two_layers, "sm_90"), id="first-stage-sm_90"),
-    pytest.param(last_stage, id="last-stage-sm_90", marks=pytest.mark.slow),
+    pytest.param(last_stage, id="last-stage-sm_90", marks=pytest.mark.cards),
     *(pytest.param(functools.partial(two_layers, card), id=f"first-stage-{card}",
-                   marks=pytest.mark.cards) for card in host_gpu.CARDS if card != "sm_90"),
+                   marks=mark_of(card)) for card in host_gpu.CARDS),
 ])  # fmt: skip
 
 
@@ -89,7 +94,7 @@ def test_a_stage_and_validation_take_one_graph_each(card):
     assert graphs == {"stage 0": 2, "within stages": 0, "validation": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.cards
 def test_stages_of_another_shape_take_a_graph_each_and_windows_none():
     """The window grows within the last, whose sequences are as long and whose target is one."""
     found = last_stage()
@@ -150,10 +155,8 @@ def test_no_logits_are_in_fp32_or_outside_a_compiled_kernel(get_trace):
     assert types == ({"bfloat16", "float8_e5m2"} if found.facts["fp8"] else {"bfloat16"})
 
 
-@pytest.mark.parametrize("head_chunks", [
-    pytest.param(2, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow),
-    pytest.param(4, marks=pytest.mark.cards), pytest.param(8, marks=pytest.mark.cards),
-])  # fmt: skip
+@pytest.mark.cards
+@pytest.mark.parametrize("head_chunks", [2, 4, 8, 16])
 def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
     flags = ("--phases", "train", *TWO_LAYERS)
     found, whole = (traced("sm_90", *flags, "--head_chunks", str(n)) for n in (head_chunks, 1))
@@ -179,6 +182,7 @@ def weights_model() -> train_gpt.GPT:
         return train_gpt.GPT(cfg)
 
 
+@pytest.mark.slow
 def test_products_are_those_that_the_weights_ask_for():
     """For each token and weight 2 FLOP forward, and 4 backward, for the gradients of both; and of
     the smear's gate, 4 a token but the first. The rest of it is no product."""
@@ -189,6 +193,7 @@ def test_products_are_those_that_the_weights_ask_for():
     assert products == 6 * tokens * sum(p.numel() for p in weights) + smear
 
 
+@pytest.mark.slow
 def test_state_is_weights_gradients_and_moments():
     """Of Adam's also the sum of the gradients that it has yet to take; of Muon's also a mean square
     of each row."""
@@ -203,6 +208,7 @@ def test_state_is_weights_gradients_and_moments():
     assert two_layers("sm_90").memory["state"] == pytest.approx(expected, abs=1e4)  # the scalars
 
 
+@pytest.mark.slow
 def test_no_kernel_moves_more_than_its_arguments_hold():
     """Each is read or written once; a kernel in place reads and writes."""
     found = two_layers("sm_90")
@@ -246,7 +252,7 @@ def test_launches_and_bytes_stay_within_todays(card):
     (FP8_HEAD if found.facts["fp8"] else BF16_HEAD).check(found)
 
 
-@pytest.mark.slow
+@pytest.mark.cards
 def test_launches_and_bytes_of_the_last_stage_stay_within_todays():
     LAST_STAGE.check(last_stage())
 

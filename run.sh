@@ -86,7 +86,7 @@ if [ "${1-}" = test ]; then
     set_up "$repo/requirements.txt" "$repo/requirements-dev.txt"
     cd "$repo"
     "$python" data/pocket.py
-    exec "$python" -m pytest -n auto --dist loadgroup "$@"
+    exec "$python" -m pytest -n auto "$@"
 fi
 
 if [ "${1-}" = sample ]; then

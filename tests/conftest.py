@@ -33,6 +33,14 @@ from host_gpu.session import HostGpuSession, is_for_gpu
 
 REPO = Path(__file__).resolve().parent.parent
 MOST_WORKERS = 8  # each holds torch, and some tests start processes of their own
+KEPT_TOGETHER = {  # files whose tests go to one worker, as they share what takes seconds to make
+    "test_gpu.py": "the device",
+    "test_host_gpu.py": "the device",
+    "test_kernels.py": "traces",
+    "test_distributed.py": "runs of some ranks",
+    "test_survival.py": "a whole run",
+    "test_sample.py": "short runs",
+}
 TINY_MODEL = dict(  # of bytes, for any number of layers
     vocab_size=257, eot_token=256, model_dim=32, head_dim=16, backout_layer=0
 )  # fmt: skip
@@ -50,11 +58,22 @@ def pytest_xdist_auto_num_workers(config):
     return min(cores, MOST_WORKERS)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Deal tests out one by one, but those of some files together."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0].rpartition("/")[2]
+            return KEPT_TOGETHER.get(file, nodeid)
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config, items):
     """Where torch finds no CUDA device, run what is marked `gpu` on a host GPU, or skip it."""
     gpu_items = list(filter(is_for_gpu, items))
-    for item in gpu_items:
-        item.add_marker(pytest.mark.xdist_group("gpu"))  # all in one worker: there is one device
     if not gpu_items:
         return
     import torch

@@ -16,7 +16,6 @@ from conftest import REPO
 
 import train_gpt
 
-pytestmark = pytest.mark.xdist_group("sample")  # they share two short runs
 LIMITS = dict(vocab_size=257, eot_token=256, val_seq_len=1024)
 OLDEST = sorted(REPO.glob("records/20*/train_gpt.py"))[0]
 

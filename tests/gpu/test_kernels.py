@@ -21,10 +21,9 @@ from host_gpu.trace import Trace, count_instructions, trace, two_layers_of
 
 import train_gpt
 
-pytestmark = [
-    pytest.mark.skipif(host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle())),
-    pytest.mark.xdist_group("kernels"),  # they share traces
-]
+pytestmark = pytest.mark.skipif(
+    host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle())
+)
 
 TWO_LAYERS = two_layers_of(train_gpt.SCRIPT)
 FIRST_STAGE = ("--stage", "0", "--phases", "train,validation,optimizers")

@@ -33,7 +33,7 @@ class HostGpuSession:
             self.start(session)
 
     def start(self, session) -> None:
-        nodeids = [plain_nodeid(item) for item in session.items if is_for_gpu(item)]
+        nodeids = [item.nodeid for item in session.items if is_for_gpu(item)]
         config = session.config
         self.folder = tempfile.TemporaryDirectory(prefix="host_gpu-")
         folder = Path(self.folder.name)
@@ -80,10 +80,8 @@ class HostGpuSession:
                 if isinstance(report.longrepr, list):  # of a skipped test; JSON has no tuples
                     report.longrepr = tuple(report.longrepr)
                 self.reports.setdefault(report.nodeid, []).append(report)
-            found = self.reports.get(plain_nodeid(item), [])
+            found = self.reports.get(item.nodeid, [])
             if found and found[-1].when == "teardown":
-                for report in found:
-                    report.nodeid = item.nodeid
                 return found
             if not ended:
                 try:
@@ -111,8 +109,3 @@ class HostGpuSession:
 
 def is_for_gpu(item) -> bool:
     return item.get_closest_marker("gpu") is not None
-
-
-def plain_nodeid(item) -> str:
-    """The test's name, without the group that pytest-xdist puts behind it."""
-    return item.nodeid.removesuffix("@gpu")

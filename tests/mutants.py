@@ -244,7 +244,10 @@ def failing_before(folder: Path, parts: set[str], whole_suite: bool) -> list[str
             break
     for name in failing:
         print(f"fails without any fault, left out: {name}", flush=True)
-    return [f"--deselect={name}" for name in failing]
+    flags = []
+    for name in failing:  # a whole file, where it cannot be imported
+        flags.append(f"--deselect={name}" if "::" in name else f"--ignore={name}")
+    return flags
 
 
 def plant(fault: Fault, folder: Path, whole_suite: bool, flags: list[str]) -> Verdict:

@@ -923,7 +923,7 @@ def schedule(step: int, cfg) -> Schedule:
 def stage_of(step: int, cfg) -> int:
     if step == cfg.num_iterations:
         return LAST_STAGE
-    return 3 * step // max(1, cfg.num_iterations - cfg.extension_steps)
+    return min(3, 3 * step // max(1, cfg.num_iterations - cfg.extension_steps))
 
 
 def at_stage(values: tuple, stage: int):
@@ -1530,6 +1530,36 @@ class Health:
 
 
 # ---- The run ----------------------------------------------------------------
+def build(cfg, ranks):
+    """Model and optimizers as a run begins, with the weights of --init where it has some.
+
+    Raises UserError, as `load_weights`.
+    """
+    with torch.device(ranks.device):
+        model = GPT(cfg)
+        model.init_weights(torch.Generator(ranks.device).manual_seed(cfg.seed))
+    if cfg.init and not cfg.resume:
+        load_weights(model, load_checkpoint(Path(cfg.init)), cfg.init)
+    model.head_type = "fp32"
+    model.head_chunks = cfg.head_chunks or 1
+    if ranks.device.type == "cuda":
+        model.head_type = prepare_for_cuda(model, cfg, ranks.device)
+        # All logits and their gradient fit into 80 GB; a smaller card takes them in pieces.
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+        model.head_chunks = cfg.head_chunks or math.ceil(70e9 / memory)
+    tokens = cfg.sequences_per_forward * max(cfg.seq_lens)  # of a forward pass, at most
+    model.tokens_per_piece = round_up(math.ceil(tokens / model.head_chunks), 128)
+    return model, build_optimizers(model, cfg, ranks)
+
+
+def load_weights(model, state, path):
+    """Take a checkpoint's weights. Raises UserError, which names what does not fit."""
+    try:
+        model.load_state_dict(state["model"])
+    except (RuntimeError, AttributeError) as error:
+        raise UserError(f"{path}: {error}; name another checkpoint") from None
+
+
 class Run:
     """All that the training loop works with."""
 
@@ -1550,7 +1580,7 @@ class Run:
             self.data = self.loader.digest()
         if state:
             check_same_run(state, cfg, self.data)
-        self.build(begins=not state)
+        self.model, self.optimizers = build(cfg, ranks)
         self.health = Health(ranks)
         self.clock = Clock(ranks, state["train_time_ms"] if state else 0.0)
         self.facts = dict(
@@ -1563,32 +1593,12 @@ class Run:
         if state:
             self.restore(state)
 
-    def build(self, begins):
-        """Make model and optimizers as a run begins. Raises UserError, as `load_weights`."""
-        cfg = self.cfg
-        device = self.ranks.device
-        with torch.device(device):
-            self.model = GPT(cfg)
-            self.model.init_weights(torch.Generator(device).manual_seed(cfg.seed))
-        if cfg.init and begins:
-            self.load_weights(load_checkpoint(Path(cfg.init)), cfg.init)
-        self.head = "fp32"
-        self.head_chunks = cfg.head_chunks or 1
-        if device.type == "cuda":
-            self.head = prepare_for_cuda(self.model, cfg, device)
-            # All logits and their gradient fit into 80 GB; a smaller card takes them in pieces.
-            memory = torch.cuda.get_device_properties(device).total_memory
-            self.head_chunks = cfg.head_chunks or math.ceil(70e9 / memory)
-        tokens = cfg.sequences_per_forward * max(cfg.seq_lens)  # of a forward pass, at most
-        self.model.tokens_per_piece = round_up(math.ceil(tokens / self.head_chunks), 128)
-        self.optimizers = build_optimizers(self.model, cfg, self.ranks)
-
     def write_header(self):
         """Begin the log: the script, then all values of the run."""
         val_digest = hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16]
         values = asdict(self.cfg) | self.facts | dict(
-            run_id=self.log.run_id, python=sys.version.split()[0], head=self.head,
-            head_chunks=self.head_chunks, train_digest=self.data, val_digest=val_digest)
+            run_id=self.log.run_id, python=sys.version.split()[0], head=self.model.head_type,
+            head_chunks=self.model.head_chunks, train_digest=self.data, val_digest=val_digest)
         lines = [f"{key}: {show(value)}" for key, value in values.items()]
         rule = "=" * 100  # ends the source
         self.log.begin("\n".join([SCRIPT.read_text(), rule, *lines, rule]))
@@ -1623,17 +1633,10 @@ class Run:
             optimizer.grads.zero_()
         self.log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=on_gpu)
 
-    def load_weights(self, state, path):
-        """Take a checkpoint's weights. Raises UserError, which names what does not fit."""
-        try:
-            self.model.load_state_dict(state["model"])
-        except (RuntimeError, AttributeError) as error:
-            raise UserError(f"{path}: {error}; name another checkpoint") from None
-
     def restore(self, state):
         """Go on from a checkpoint. Raises UserError where it does not fit."""
         path = self.cfg.resume
-        self.load_weights(state, path)
+        load_weights(self.model, state, path)
         for optimizer in self.optimizers:
             name = optimizer.name
             try:
@@ -1825,6 +1828,7 @@ def run_script(argv: list[str] | None) -> int:
     state = None  # of a checkpoint
     if cfg.resume:
         path = ranks.on_rank_0(find_checkpoint, cfg, log.folder, log)
+        cfg = replace(cfg, resume=str(path or ""))
         if path:
             state = load_checkpoint(path)
             # The checkpoint's values, but for the flags given.

@@ -923,7 +923,7 @@ def schedule(step: int, cfg) -> Schedule:
 def stage_of(step: int, cfg) -> int:
     if step == cfg.num_iterations:
         return LAST_STAGE
-    return 3 * step // max(1, cfg.num_iterations - cfg.extension_steps)
+    return min(3, 3 * step // max(1, cfg.num_iterations - cfg.extension_steps))
 
 
 def at_stage(values: tuple, stage: int):
@@ -1062,14 +1062,14 @@ def round_up(value: int, multiple: int) -> int:
 
 # ---- Data -------------------------------------------------------------------
 # A shard is a header of 256 little-endian int32 (magic, version, number of tokens), then uint16.
-HEADER_INTS = 256
+HEADER_INTS = 256  # 1,024 bytes
 MAGIC = 20240520
 VERSION = 1
 
 
 def find_shards(pattern: str) -> list[Path]:
     """Files that match the glob, here or else in the repository, sorted. Raises UserError."""
-    files = glob.glob(pattern) or glob.glob(str(ROOT / pattern))
+    files = glob.glob(pattern) or glob.glob(str(ROOT / pattern))  # from any folder
     if not files:
         maker = next((x for x in ("pocket", "fineweb") if x in pattern), "text")
         raise UserError(f"no file matches {pattern!r}; make the data with: python data/{maker}.py")
@@ -1095,7 +1095,7 @@ def read_shard(path: Path, vocab_size: int) -> np.ndarray:
     count = shard_size(path)
     tokens = np.fromfile(path, "<u2", count, offset=4 * HEADER_INTS)
     if count and tokens.max() >= vocab_size:
-        at = np.argmax(tokens >= vocab_size)
+        at = np.argmax(tokens >= vocab_size)  # the first one
         raise UserError(f"{path}: token {tokens[at]} at position {at}; "
                         f"raise --vocab_size {vocab_size} or name other data")
     return tokens
@@ -1108,7 +1108,8 @@ def consecutive_rows(tokens, position: int, length: int, cfg):
     common with N, so that each is taken once.
     """
     step_tokens = cfg.sequences_per_step * length
-    N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step  # of whole steps
+    # Sequences of whole steps. Each needs one token more than its length, as the last target.
+    N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step
     first = round_up(position, length) // length
     if first + cfg.sequences_per_step > N:
         return None
@@ -1132,18 +1133,19 @@ class TokenLoader:
         self.cfg = cfg
         self.ranks = ranks
         self.log = log
-        self.files = find_shards(cfg.train_files)
-        self.reader = ThreadPoolExecutor(1)
+        self.files = find_shards(cfg.train_files)  # in the order in which they are read
+        self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
         self.shards = {}  # futures of this shard and of the next one
         needed = cfg.sequences_per_step * max(cfg.seq_lens)
         for path in self.files:
             if shard_size(path) <= needed:
                 raise UserError(f"{path}: {shard_size(path)} tokens, a step takes {needed} and one "
                                 "more; lower --seq_lens")
-        self.sequences = cfg.sequences_per_step // ranks.world_size
+        self.sequences = cfg.sequences_per_step // ranks.world_size  # of this rank
         if self.sequences * ranks.world_size != cfg.sequences_per_step:
             raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
                             f"the {ranks.world_size} ranks must divide it")
+        # As many at once as may be and as make forward passes of one size.
         self.per_forward = min(self.sequences, cfg.sequences_per_forward)
         while self.sequences % self.per_forward:
             self.per_forward -= 1
@@ -1157,7 +1159,7 @@ class TokenLoader:
     def seek(self, shard, position):
         """Have the next step begin there, in a shard counted on from epoch to epoch."""
         self.place = (shard, position)  # the same on any number of ranks
-        held = self.shards
+        held = self.shards  # what is read already is kept
         self.shards = {}
         for number in (shard, shard + 1):
             path = self.files[number % len(self.files)]
@@ -1167,17 +1169,18 @@ class TokenLoader:
 
     def next_step(self, length):
         """This rank's inputs and targets of each forward pass. Raises UserError without data."""
-        for _ in range(len(self.files) + 1):
+        for _ in range(len(self.files) + 1):  # the rest of this shard, then each once
             shard, position = self.place
             step = cut_rows(self.tokens, self.documents, position, length, self.cfg)
             if step:
                 rows, position = step
                 self.place = (shard, position)
+                # All ranks cut the same rows, and each takes its own.
                 first = self.ranks.rank * self.sequences
                 mine = rows[first : first + self.sequences]
                 parts = np.split(mine, self.sequences // self.per_forward)
                 return [to_batch(part, self.ranks.device) for part in parts]
-            self.seek(shard + 1, 0)
+            self.seek(shard + 1, 0)  # the next shard, after the last one the first again
             if (shard + 1) % len(self.files) == 0:
                 self.log(f"data: epoch {(shard + 1) // len(self.files) + 1} begins")
         raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
@@ -1217,15 +1220,17 @@ def read_val_tokens(cfg) -> np.ndarray:
 @torch.no_grad()
 def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
     """Mean loss over the validation tokens, each counted once. Ranks share the sequences."""
-    model.eval()
+    model.eval()  # no FP8
     total = torch.zeros(1, dtype=torch.float64, device=ranks.device)
     count = len(tokens) - 1
     length = cfg.val_seq_len
+    # As many sequences at once as have the tokens of a training pass, or one.
     fitting = min(cfg.sequences_per_forward * max(cfg.seq_lens), count) // length
     size = length * max(1, fitting)  # tokens of a forward pass
-    tokens = np.pad(tokens, (0, size))
+    tokens = np.pad(tokens, (0, size))  # for the last pass
     for start in range(ranks.rank * size, count, ranks.world_size * size):
         part = tokens[start : start + size + 1]
+        # (sequences, length + 1): the last token of a row is the first one of the next.
         rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
         inputs, targets = to_batch(rows, ranks.device)
         targets.view(-1)[count - start :] = -1  # the padding at the end is not counted
@@ -1247,8 +1252,8 @@ def write_checkpoint(path: Path, state: dict, keep: int):
         with temporary.open("wb") as file:
             torch.save(state, file)
             file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+            os.fsync(file.fileno())  # on the disk before the name is
+        temporary.replace(path)  # at once: whoever looks finds all or nothing
         saved = sorted(path.parent.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)
         for old in saved[:-keep]:
             old.unlink()
@@ -1261,10 +1266,11 @@ def write_checkpoint(path: Path, state: dict, keep: int):
 def load_checkpoint(path: Path) -> dict:
     """The state at `path`, held against its checksums. Raises UserError where it is not whole."""
     try:
-        with zipfile.ZipFile(path) as file:
+        with zipfile.ZipFile(path) as file:  # as torch.save writes it, with checksums
             assert file.testzip() is None, "damaged"
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         check_hyperparameters(Hyperparameters(**state["hyperparameters"]))
+        # Whatever is not there or of another type raises here.
         counts = (state["step"], state["threads"], state["train_time_ms"], *state["loader"])
         assert min(counts) >= 0, "a count is negative"
         for tensors in (state["model"], *state["optimizers"].values()):
@@ -1281,7 +1287,7 @@ def find_checkpoint(cfg, folder: Path, log: Callable) -> Path | None:
     if cfg.resume != "auto":
         load_checkpoint(Path(cfg.resume))
         return Path(cfg.resume)
-    for path in sorted(folder.glob("step-*.pt"), reverse=True):
+    for path in sorted(folder.glob("step-*.pt"), reverse=True):  # the newest first
         try:
             load_checkpoint(path)
             return path
@@ -1295,7 +1301,7 @@ def check_same_run(state: dict, cfg, data: str):
     differing = []
     for name, theirs in state["hyperparameters"].items():
         ours = getattr(cfg, name)
-        if ours != theirs and name not in MAY_CHANGE:
+        if ours != theirs and name not in MAY_CHANGE:  # the run would not be the same
             differing.append(f"{name} {theirs!r}, now {ours!r}")
     if state["step"] > cfg.num_iterations:
         differing.append(f"num_iterations, its step is {state['step']}")
@@ -1310,9 +1316,10 @@ class Ranks:
     """This process among the others, by torchrun's variables, and its device. Raises UserError."""
 
     def __init__(self, cfg):
+        # torchrun sets these; without it this process is the only one.
         self.world_size = environment_int("WORLD_SIZE", 1, 2**16)
         self.rank = environment_int("RANK", 0, self.world_size - 1)
-        local_rank = environment_int("LOCAL_RANK", 0, self.world_size - 1)
+        local_rank = environment_int("LOCAL_RANK", 0, self.world_size - 1)  # on this machine
         gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
         if local_rank >= gpus > 0 or (cfg.device == "cuda" and not gpus):
             raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
@@ -1338,14 +1345,14 @@ class Ranks:
 
     def all_gather(self, x):
         """(N,) of every rank, as (ranks, N)."""
-        rows = x.repeat(self.world_size, 1)
+        rows = x.repeat(self.world_size, 1)  # one rank has its own
         if self.world_size > 1:
             dist.all_gather_into_tensor(rows.view(-1), x)
         return rows
 
     def broadcast(self, value):
         """Rank 0's value of any picklable object."""
-        box = [value]
+        box = [value]  # is filled in place
         if self.world_size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
@@ -1383,7 +1390,7 @@ def choose_threads() -> int:
     if "OMP_NUM_THREADS" in os.environ or not Path("/proc/stat").exists():
         return most
     before = idle_seconds()
-    time.sleep(0.2)
+    time.sleep(0.2)  # the kernel counts in hundredths of a second
     idle = (idle_seconds() - before) / 0.2
     return min(most, max(1, round(idle)))
 
@@ -1401,7 +1408,7 @@ def device_facts(device: torch.device) -> tuple[str, int]:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
     name = names[0] if names else os.uname().machine
-    unit = 2**20 if sys.platform == "darwin" else 2**10
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
     return f"cpu ({name})", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
 
@@ -1413,10 +1420,10 @@ class Log:
 
     def __init__(self, cfg, ranks):
         run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
-        self.run_id = ranks.broadcast(run_id)
+        self.run_id = ranks.broadcast(run_id)  # time and chance differ between ranks
         self.folder = Path("logs") / self.run_id
         self.path = self.folder / "log.txt"
-        self.enabled = ranks.rank == 0
+        self.enabled = ranks.rank == 0  # to write and to print
         self.file = None
         if self.enabled and self.path.exists() and self.path.stat().st_size:
             if not cfg.resume:
@@ -1426,7 +1433,7 @@ class Log:
 
     def open(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = self.path.open("a", buffering=1, errors="replace")
+        self.file = self.path.open("a", buffering=1, errors="replace")  # line by line
 
     def begin(self, header):
         """Make a new log of the header; an old one has its own."""
@@ -1447,7 +1454,7 @@ class Log:
             if math.isfinite(loss):  # on a GPU none is known yet after the first step
                 parts.append(f"{name}:{loss:.4f}")
         parts.append(f"train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms")
-        is_tenth = step * 10 // last > (step - 1) * 10 // last
+        is_tenth = step * 10 // last > (step - 1) * 10 // last  # the first of a tenth
         self(" ".join(parts), console=is_tenth or "val_loss" in losses)
 
 
@@ -1456,8 +1463,8 @@ class Clock:
 
     def __init__(self, ranks, ms):
         self.ranks = ranks
-        self.ms = ms
-        self.started = None
+        self.ms = ms  # up to the last stop
+        self.started = None  # in seconds; None: it stands still
 
     def start(self):
         self.started = time.perf_counter()
@@ -1484,10 +1491,10 @@ class Health:
 
     def __init__(self, ranks):
         self.ranks = ranks
-        self.news = []
+        self.news = []  # that have not been read: step, rows of all ranks, CUDA event
         self.signal = 0  # that came to this rank
         self.stopping = 0  # that came to any
-        self.losses = [math.nan, math.nan]
+        self.losses = [math.nan, math.nan]  # of the step that was read last
         for number in self.SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: so do we
                 signal.signal(number, self.on_signal)
@@ -1503,7 +1510,7 @@ class Health:
         rows = self.ranks.all_gather(news).to("cpu", non_blocking=True)
         event = None
         if news.is_cuda:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # comes when the copy above is done
             event.record()
         self.news.append((step, rows, event))
         self.read(late=int(news.is_cuda))
@@ -1518,11 +1525,41 @@ class Health:
                 if not math.isfinite(loss):
                     raise UserError(f"step {step}: the loss is {loss} on rank {rank}; "
                                     "lower the learning rates")
-            *self.losses, _ = rows.mean(0).tolist()
+            *self.losses, _ = rows.mean(0).tolist()  # ranks have equally many tokens
             self.stopping = int(rows[:, -1].max())
 
 
 # ---- The run ----------------------------------------------------------------
+def build(cfg, ranks):
+    """Model and optimizers as a run begins, with the weights of --init where it has some.
+
+    Raises UserError, as `load_weights`.
+    """
+    with torch.device(ranks.device):
+        model = GPT(cfg)
+        model.init_weights(torch.Generator(ranks.device).manual_seed(cfg.seed))
+    if cfg.init and not cfg.resume:
+        load_weights(model, load_checkpoint(Path(cfg.init)), cfg.init)
+    model.head_type = "fp32"
+    model.head_chunks = cfg.head_chunks or 1
+    if ranks.device.type == "cuda":
+        model.head_type = prepare_for_cuda(model, cfg, ranks.device)
+        # All logits and their gradient fit into 80 GB; a smaller card takes them in pieces.
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+        model.head_chunks = cfg.head_chunks or math.ceil(70e9 / memory)
+    tokens = cfg.sequences_per_forward * max(cfg.seq_lens)  # of a forward pass, at most
+    model.tokens_per_piece = round_up(math.ceil(tokens / model.head_chunks), 128)
+    return model, build_optimizers(model, cfg, ranks)
+
+
+def load_weights(model, state, path):
+    """Take a checkpoint's weights. Raises UserError, which names what does not fit."""
+    try:
+        model.load_state_dict(state["model"])
+    except (RuntimeError, AttributeError) as error:
+        raise UserError(f"{path}: {error}; name another checkpoint") from None
+
+
 class Run:
     """All that the training loop works with."""
 
@@ -1530,19 +1567,20 @@ class Run:
         self.cfg = cfg
         self.ranks = ranks
         self.log = log
-        self.last = cfg.num_iterations
+        self.last = cfg.num_iterations  # the step that is only validated
         self.first_step = state["step"] if state else 0
-        self.saved_step = self.first_step
+        self.saved_step = self.first_step  # of the newest checkpoint
+        self.exit_code = 0
         self.val_loss = math.nan
         self.val_tokens = read_val_tokens(cfg)
-        self.loader = None
-        self.data = ""
+        self.loader = None  # a run that is only evaluated needs no training data
+        self.data = ""  # digest of the training data
         if self.first_step < self.last:
             self.loader = TokenLoader(cfg, ranks, log)
             self.data = self.loader.digest()
         if state:
             check_same_run(state, cfg, self.data)
-        self.build()
+        self.model, self.optimizers = build(cfg, ranks)
         self.health = Health(ranks)
         self.clock = Clock(ranks, state["train_time_ms"] if state else 0.0)
         self.facts = dict(
@@ -1555,34 +1593,14 @@ class Run:
         if state:
             self.restore(state)
 
-    def build(self):
-        """Make model and optimizers as a run begins. Raises UserError, as `load_weights`."""
-        cfg = self.cfg
-        device = self.ranks.device
-        with torch.device(device):
-            self.model = GPT(cfg)
-            self.model.init_weights(torch.Generator(device).manual_seed(cfg.seed))
-        if cfg.init:
-            self.load_weights(load_checkpoint(Path(cfg.init)), cfg.init)
-        self.head = "fp32"
-        self.head_chunks = cfg.head_chunks or 1
-        if device.type == "cuda":
-            self.head = prepare_for_cuda(self.model, cfg, device)
-            # All logits and their gradient fit into 80 GB; a smaller card takes them in pieces.
-            memory = torch.cuda.get_device_properties(device).total_memory
-            self.head_chunks = cfg.head_chunks or math.ceil(70e9 / memory)
-        tokens = cfg.sequences_per_forward * max(cfg.seq_lens)
-        self.model.tokens_per_piece = round_up(math.ceil(tokens / self.head_chunks), 128)
-        self.optimizers = build_optimizers(self.model, cfg, self.ranks)
-
     def write_header(self):
         """Begin the log: the script, then all values of the run."""
         val_digest = hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16]
         values = asdict(self.cfg) | self.facts | dict(
-            run_id=self.log.run_id, python=sys.version.split()[0], head=self.head,
-            head_chunks=self.head_chunks, train_digest=self.data, val_digest=val_digest)
+            run_id=self.log.run_id, python=sys.version.split()[0], head=self.model.head_type,
+            head_chunks=self.model.head_chunks, train_digest=self.data, val_digest=val_digest)
         lines = [f"{key}: {show(value)}" for key, value in values.items()]
-        rule = "=" * 100
+        rule = "=" * 100  # ends the source
         self.log.begin("\n".join([SCRIPT.read_text(), rule, *lines, rule]))
         self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
                  "{head} head in {head_chunks} piece(s), logs/{run_id}".format(**values))
@@ -1597,7 +1615,7 @@ class Run:
             tensors += optimizer.tensors()
         before = [tensor.to("cpu", copy=True) for tensor in tensors]
         stage = None
-        for start in range(self.last):
+        for start in range(self.last):  # where a stage begins, shapes may be new
             if schedule(start, self.cfg).stage == stage:
                 continue
             stage = schedule(start, self.cfg).stage
@@ -1607,25 +1625,18 @@ class Run:
                 batch = to_batch(tokens, self.ranks.device)
                 accumulate_gradients(self.model, [batch], now)
                 step_optimizers(self.optimizers, now, tokens.size)
-        tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
+        tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)  # one for each
         validate(self.model, tokens, self.cfg, self.ranks)
         for tensor, value in zip(tensors, before):
-            tensor.copy_(value)
+            tensor.copy_(value)  # in place: kernels and views keep their addresses
         for optimizer in self.optimizers:
             optimizer.grads.zero_()
         self.log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=on_gpu)
 
-    def load_weights(self, state, path):
-        """Take a checkpoint's weights. Raises UserError, which names what does not fit."""
-        try:
-            self.model.load_state_dict(state["model"])
-        except (RuntimeError, AttributeError) as error:
-            raise UserError(f"{path}: {error}; name another checkpoint") from None
-
     def restore(self, state):
         """Go on from a checkpoint. Raises UserError where it does not fit."""
         path = self.cfg.resume
-        self.load_weights(state, path)
+        load_weights(self.model, state, path)
         for optimizer in self.optimizers:
             name = optimizer.name
             try:
@@ -1634,7 +1645,7 @@ class Run:
                 raise UserError(f"{path}: optimizer of {name}: {error}; name another") from None
         self.log(f"resumed at step:{self.first_step} from {path}")
         if self.loader:
-            self.loader.seek(*state["loader"])
+            self.loader.seek(*state["loader"])  # to the step's sequences
 
     def validation_is_due(self, step):
         every = self.cfg.val_every
@@ -1650,10 +1661,10 @@ class Run:
 
     def check_weights(self, step):
         """Raise UserError where weights or state are not finite, or differ between ranks."""
-        self.health.read()
+        self.health.read()  # what a GPU has not told yet
         for optimizer in self.optimizers:
             finite = [torch.isfinite(tensor).all() for tensor in optimizer.tensors()]
-            checksum = optimizer.weights.view(torch.uint8).sum()
+            checksum = optimizer.weights.view(torch.uint8).sum()  # of their bits
             rows = self.ranks.all_gather(torch.stack([*finite, checksum]))
             name = optimizer.name
             if not rows[:, :-1].all():
@@ -1667,7 +1678,7 @@ class Run:
         every = self.cfg.save_every
         if not every or step == self.first_step:
             return False
-        passed = step // every > self.saved_step // every
+        passed = step // every > self.saved_step // every  # a multiple since the last one
         return step == self.last or (complete and (passed or self.health.stopping > 0))
 
     def save_checkpoint(self, step):
@@ -1691,18 +1702,19 @@ class Run:
         if self.cfg.save_every:
             advice = f"to go on: --run_id {self.log.run_id} --resume auto"
         self.log(f"stopped at step:{step} by {signal.Signals(stopping).name}; {advice}")
+        self.exit_code = 128 + stopping  # as shells have it
         return True
 
     def log_step(self, step, num_targets):
         """Log a step's losses: the one minimised and, where it differs, the next token's."""
-        names = ("train_loss", "next_token_loss")[:num_targets]
+        names = ("train_loss", "next_token_loss")[:num_targets]  # with one target both are one
         losses = dict(zip(names, self.health.losses))
         self.log.step(step, self.last, self.clock.read(), **losses)
 
     def finish(self):
         """Log the results. Returns the exit code."""
-        if not math.isfinite(self.val_loss):
-            return 128 + self.health.stopping
+        if self.exit_code:
+            return self.exit_code
         tokens = 0
         for step in range(self.last):
             tokens += self.cfg.sequences_per_step * schedule(step, self.cfg).seq_len
@@ -1756,6 +1768,7 @@ def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparame
     if "help" in given:
         print_help()
         sys.exit()
+    # Values come from the preset or the checkpoint, then from the flags.
     preset = given.get("preset", "record")
     if preset not in ("record", "pocket"):
         error(f"--preset {preset}: must be record or pocket")
@@ -1782,6 +1795,7 @@ def check_hyperparameters(cfg):
 
     may_be_zero = """seed val_every warmup_steps head_chunks save_every max_document_tokens
         extension_steps freeze_steps momentum_cooldown skip_layer backout_layer eot_token""".split()
+    # No number is negative, infinite or larger than any machine can bear.
     for each in fields(cfg):
         value = getattr(cfg, each.name)
         for entry in value if each.type is tuple else (value,):
@@ -1790,6 +1804,7 @@ def check_hyperparameters(cfg):
             elif each.type in (int, tuple):
                 least = int(each.name not in may_be_zero)
                 require(least <= entry < 2**31, each.name, f"be from {least} to {2**31 - 1}")
+    # Attention goes by blocks of 128 tokens.
     for length in cfg.seq_lens:
         require(length % 128 == 0 and length <= 2**20, "seq_lens", f"be 128 · n, up to {2**20}")
     require(cfg.val_seq_len % 128 == 0, "val_seq_len", "be a multiple of 128")
@@ -1801,7 +1816,6 @@ def check_hyperparameters(cfg):
     require(cfg.run_id not in (".", ".."), "run_id", "be the name of a folder")
     require(cfg.device in ("auto", "cuda", "cpu"), "device", "be auto, cuda or cpu")
     require(cfg.resume != "auto" or cfg.run_id, "resume", "come with the --run_id of a run")
-    require(not (cfg.resume and cfg.init), "init", "not come with --resume")
     check_model(cfg, require)
 
 
@@ -1811,11 +1825,13 @@ def run_script(argv: list[str] | None) -> int:
     ranks = Ranks(cfg)
     log = Log(cfg, ranks)
     torch.set_num_threads(choose_threads())
-    state = None
+    state = None  # of a checkpoint
     if cfg.resume:
         path = ranks.on_rank_0(find_checkpoint, cfg, log.folder, log)
+        cfg = replace(cfg, resume=str(path or ""))
         if path:
             state = load_checkpoint(path)
+            # The checkpoint's values, but for the flags given.
             cfg = replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
             if "OMP_NUM_THREADS" not in os.environ:  # so that the run goes on to the bit
                 torch.set_num_threads(state["threads"])
@@ -1829,6 +1845,7 @@ def run_script(argv: list[str] | None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
+    # Compiled kernels stay where a reboot leaves them. Both variables are read at first use.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache, "train_gpt")))
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -1843,14 +1860,14 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, OSError) as error:
         message = str(error)
     except (MemoryError, RuntimeError) as error:
-        message = str(error).partition("\n")[0]
+        message = str(error).partition("\n")[0]  # torch has no classes for these
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate" in message:
             message = "out of memory; raise --head_chunks, or lower --sequences_per_forward"
         elif isinstance(error, dist.DistError) or "gloo" in message.lower():
             message = f"another rank is gone: {message}"
         else:
             raise
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine know the same
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

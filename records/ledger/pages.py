@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
 from ledger.logs import LedgerError, Log, changed_lines, own_part, read_text, sha256, write_file
 from ledger.public import DATED, TARGET, Group
 from ledger.table import (
@@ -34,13 +33,12 @@ FOREIGN = ("Folder", "Runs", "Loss ± std (n)", "p", "Steps", "Tokens a step", "
 FOREIGN_LEGEND = """
 p: one-sided t-test that the mean lies below 3.28. Runs: the record's, or a baseline (the source of
 an older folder, or called one), or of fewer ranks, another source or another number of steps."""
-RESULTS = ("Contestant", "Loss ± std (n)", "Below target", "Difference", "Shows from", "Time",
-           "Against")
+RESULTS = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 RESULTS_LEGEND = """
-Below target: p, one-sided t-test. Difference: from the parent's mean loss, or else the first
-contestant's, with the p of a two-sided t-test, paired where the seeds are the same; * where
-p < 0.01. Shows from: the smallest difference that reaches this p. Time: median of the ratios by
-seed, and their range; a measure where each run had the machine alone (--jobs 1)."""
+Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's
+mean, or else the first contestant's, with the p of a two-sided t-test, paired where the seeds are
+the same; * where p < 0.01. Shown from: the smallest difference that would reach that. Time: median
+and range of the ratios by seed, which only runs alone on the machine (--jobs 1) measure."""
 
 # ---- Cells ----
 
@@ -283,15 +281,14 @@ STYLES = ("-", "--", ":", "-.")
 def picture(panels: int, height: float):
     try:
         import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise LedgerError("pictures need matplotlib: pip install -r requirements-dev.txt") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False,
-                         "axes.grid": True, "grid.color": "#e3e6e9", "legend.frameon": False})
-    return plt.subplots(1, panels, figsize=(9, height), sharey=True, squeeze=False,
-                        layout="constrained")
+    matplotlib.rcParams.update({"font.size": 11, "axes.spines.top": False, "legend.frameon": False,
+                                "axes.spines.right": False, "axes.grid": True,
+                                "grid.color": "#e3e6e9"})
+    figure = Figure(figsize=(9, height), layout="constrained")
+    return figure, figure.subplots(1, panels, sharey=True, squeeze=False)
 
 
 def save(figure, png: str) -> None:
@@ -380,8 +377,9 @@ def print_results(found: list[dict]) -> None:
     for one in found:
         versus, p = one["against"], one["p_target"]
         least = versus and versus["smallest_shown"]
-        rows.append([one["name"], loss_words(one["losses"]), "" if p is None else f"p {p:.2g}",
+        name = re.sub(r"^[\d-]{10}_", "", one["name"])
+        rows.append([name[:32], loss_words(one["losses"]), "" if p is None else f"p {p:.1g}",
                      difference_words(versus), f"{least:.2g}" if least else "",
-                     ratio_words(versus), versus["name"] if versus else ""])
+                     ratio_words(versus)])
     print_table(RESULTS, rows)
     print(RESULTS_LEGEND)

@@ -135,8 +135,9 @@ def scheduled_stages(found: dict) -> list[tuple[float, float]]:
     In the public lineage these are `train_bs_schedule` and, later, a list of `TrainingStage`. A
     stage ends with the step in which its share of the scheduled steps is used up.
     """
-    batches = list(found.get("train_bs_schedule") or ())
-    shares = [1 / len(batches)] * len(batches)
+    batches = found.get("train_bs_schedule")
+    batches = batches if isinstance(batches, list) else []
+    shares = [1 / len(batches) for _ in batches]
     extension = found.get("train_bs_extension")
     for stage in found.get("TRAINING_STAGES", ()):
         if "duration" in stage:

@@ -1,5 +1,6 @@
 """Runs: scripts trained in turns, their logs kept, and a record's seeds run once more."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -119,8 +120,9 @@ def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str, run
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     has_data = any((above / "data" / "pocket.py").exists() for above in script.parents)
-    if not has_data and not (folder / "data").exists():
-        (folder / "data").symlink_to(REPO / "data")
+    if not has_data:
+        with contextlib.suppress(FileExistsError):
+            (folder / "data").symlink_to(REPO / "data")
     source = sha256(read_text(script))
     with tempfile.TemporaryFile("w+", errors="replace") as console:
         process = subprocess.Popen([*command, str(script), *flag_words(flags)], cwd=folder,

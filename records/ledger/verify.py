@@ -6,8 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ledger import pages, table
-from ledger.logs import LedgerError, Log, docstring, own_part, read_log, read_text, sha256
-from ledger.logs import split_banner
+from ledger.logs import (
+    LedgerError,
+    Log,
+    docstring,
+    own_part,
+    read_log,
+    read_text,
+    sha256,
+    split_banner,
+)
 from ledger.run import settings_of
 from ledger.table import FOLDERS, RULES, SEEDS, TABLE, Record, seed_files
 

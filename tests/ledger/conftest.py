@@ -1,0 +1,36 @@
+"""The two fake records measured once, and copies of them to be spoilt."""
+
+import shutil
+
+import pytest
+from fake_records import NEWEST, PARENT, main, make_records
+from ledger import pages
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory):
+    """The root of two records with ten runs each for the losses and five for the times."""
+    root = tmp_path_factory.mktemp("measured")
+    records = make_records(root)
+    operands = [str(records / PARENT), str(records / NEWEST), "--out", str(root / "out")]
+    assert main(["run", *operands]) == 0
+    assert main(["run", *operands, "--seeds", "5", "--times"]) == 0
+    assert main(["list", str(records), "--write"]) == 0
+    return root
+
+
+@pytest.fixture
+def records(measured, tmp_path):
+    """A copy of the measured records."""
+    for name in ("records", "train_gpt.py"):
+        copy = shutil.copytree if name == "records" else shutil.copy
+        copy(measured / name, tmp_path / name)
+    return tmp_path / "records"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_ladder():
+    """`list --write` draws no picture, which takes longer than all else; gives the real function."""
+    real, pages.draw_ladder = pages.draw_ladder, lambda records, png: None
+    yield real
+    pages.draw_ladder = real

@@ -1,0 +1,201 @@
+"""Two records whose script writes the log of a run without training anything.
+
+`loss` and `ms` of the last step vary with the seed: the larger part of the noise is the seed's own,
+as if it came from the order of the data, the rest is the script's.
+"""
+
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO / "records"))
+
+from ledger import pages  # noqa: E402
+from ledger.__main__ import main  # noqa: E402
+
+PARENT, NEWEST = "2026-01-01_First", "2026-02-02_Second"
+SEEDS = 10
+
+SCRIPT = '''"""A run's log without a run.
+
+Parent: none. It is the first.
+
+What else it tells.
+"""
+
+import os
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+
+def row(record, pocket, meaning):
+    return {"record": record, "pocket": pocket}
+
+
+def both(value, meaning):
+    return row(value, value, meaning)
+
+
+# ---- Hyperparameters ---------------------------------------------------------
+class Hyperparameters:
+    num_iterations: int = row(80, 4 * 10, "steps")
+    loss: float = both(1.6, "where the loss ends")
+    muon_lr: float = both(0.05, "rate, of no effect")
+    long_windows: tuple = row((3, 7), (1, 1), "windows by stage")
+    targets: int = both(1, "tokens ahead")
+    target_loss: float = row(3.28, 1.64, "nats per token")
+    train_files: str = row("data/fineweb10B/fineweb_train_*.bin",
+                           "data/pocket/pocket_train_*.bin", "shards")
+    val_files: str = row("data/fineweb10B/fineweb_val_*.bin",
+                         "data/pocket/pocket_val_*.bin", "shards")
+    val_tokens: int = row(10_485_760, 262_144, "tokens")
+    seed: int = both(0, "of all that is random")
+    run_id: str = both("", "folder")
+
+
+# ---- Model -------------------------------------------------------------------
+def noise_of(seed, cfg):
+    return random.Random(seed).gauss(0, 0.004) + random.Random(f"{seed}{cfg}").gauss(0, 0.002)
+
+
+# ---- Training ----------------------------------------------------------------
+def train(cfg):
+    value = validate(cfg.loss) + noise_of(cfg.seed, cfg.loss)
+    clock = random.Random(f"{cfg.seed} {cfg.loss}")
+    for step in range(cfg.num_iterations + 1):
+        yield step, value + 4 * 0.8**step, step * (30 + clock.random())
+
+
+# ==== Harness: the same in every record =======================================
+DIGEST = "a5136c0f5d2d1f4b"
+
+
+class UserError(Exception):
+    pass
+
+
+def validate(loss):
+    return loss
+
+
+def parse_args(argv):
+    flags = dict(zip(argv[::2], argv[1::2]))
+    preset = flags.pop("--preset", "record")
+    cfg = {"preset": preset}
+    for name, values in vars(Hyperparameters).items():
+        if name[0] != "_":
+            cfg[name] = values[preset]
+    for flag, value in flags.items():
+        name = flag[2:]
+        if name not in cfg:
+            raise UserError(f"{flag} {value}: no such flag")
+        parts = tuple(map(int, value.split(","))) if name == "long_windows" else None
+        cfg[name] = parts or type(cfg[name])(value)
+    return SimpleNamespace(**cfg)
+
+
+def text_of(value):
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def harness(cfg):
+    if cfg.muon_lr == 13 and cfg.seed == 1:
+        sys.exit("train_gpt.py: out of luck")
+    folder = Path("logs") / cfg.run_id
+    folder.mkdir(parents=True)
+    machine = dict(device="cpu (fake)", torch="2.13.0+cpu", seed=cfg.seed, world_size=1,
+                   parameters=1234, threads=os.environ["OMP_NUM_THREADS"])
+    header = vars(cfg) | machine | dict(val_digest=DIGEST, train_digest="b5", python="3.11")
+    lines = [Path(__file__).read_text(), "=" * 100]
+    lines += [f"{k}: {text_of(v)}" for k, v in header.items()] + ["=" * 100]
+    for step, loss, ms in train(cfg):
+        average = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+        name = f"step:{step}/{cfg.num_iterations}"
+        ahead = f" next_token_loss:{loss:.4f}" if cfg.targets > 1 else ""
+        if step:
+            lines.append(f"{name} train_loss:{loss * cfg.targets:.4f}{ahead} {average}")
+        if step % 10 == 0:
+            lines.append(f"{name} val_loss:{loss:.4f} {average}")
+    tokens, ms = 2048 * step, round(ms)
+    final = dict(val_loss=f"{loss:.6f}", train_time_ms=ms, steps=step, tokens=tokens,
+                 tokens_per_second=round(1000 * tokens / ms), peak_memory_mib=99) | machine
+    lines += ["---", *(f"{k}: {v}" for k, v in final.items())]
+    (folder / "log.txt").write_text("\\n".join(lines) + "\\n")
+    print("done")
+
+
+if __name__ == "__main__":
+    harness(parse_args(sys.argv[1:]))
+'''
+CHILD = SCRIPT.replace("both(1.6,", "both(1.5,").replace(
+    "Parent: none. It is the first.", f"Parent: {PARENT}. Change: less loss."
+)
+
+
+def sha_of(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def make_records(root: Path) -> Path:
+    """Two claimed records, without runs, and the root's script, under `root`."""
+    published = {"number": 5, "minutes": 15.2, "val_loss": 3.2741, "n": 1, "hardware": "8×H100",
+                 "source": "https://example.org/log"}  # fmt: skip
+    claims = {
+        PARENT: {"number": 1, "change": "the first", "parent": None, "published": published,
+                 "modelled_minutes": None, "equality": {"largest": 3e-13, "of": "8 steps"},
+                 "gain": None},
+        NEWEST: {"number": 2, "change": "less loss", "parent": PARENT, "published": None,
+                 "modelled_minutes": 2.5, "equality": None, "gain": "loss"},
+    }  # fmt: skip
+    block = "\n".join(pages.BLOCK)
+    for name, claim in claims.items():
+        folder = root / "records" / name
+        folder.mkdir(parents=True)
+        (folder / "train_gpt.py").write_text(SCRIPT if name == PARENT else CHILD)
+        (folder / "record.json").write_text(json.dumps(claim, indent=2))
+        (folder / "README.md").write_text(f"# {name}\n\n{block}\n\nEnd.\n")
+    (root / "records" / "README.md").write_text(f"# Records\n\n{block}\n\nEnd.\n")
+    (root / "train_gpt.py").write_text(CHILD)
+    return root / "records"
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def value_in(path: Path, key: str) -> str:
+    """A value of a log's last block."""
+    return re.findall(rf"^{key}: (.*)$", path.read_text(), re.M)[-1]
+
+
+def findings(folder: Path, capsys) -> list[str]:
+    """What verify prints, after its exit status is checked against it."""
+    capsys.readouterr()
+    status = main(["verify", str(folder)])
+    found = capsys.readouterr().out.splitlines()
+    assert status == (0 if "verified" in found[0] else 1)
+    return [] if status == 0 else found
+
+
+def forge(records: Path, *pairs: tuple[str, str], logs: bool = True) -> None:
+    """Change scripts, and with `logs` all that was made with them, as if they had been run so."""
+    pairs = list(pairs)
+    for script in [*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"]:
+        before = text = script.read_text()
+        for old, new in pairs:
+            text = text.replace(old, new)
+        pairs.append((sha_of(before), sha_of(text)))
+        script.write_text(text)
+    for path in records.glob("*/logs/**/*.txt") if logs else ():
+        text = path.read_text()
+        for old, new in pairs:
+            text = text.replace(old, new)
+        path.write_text(text)
+    assert main(["list", str(records), "--write"]) == 0

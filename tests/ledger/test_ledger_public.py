@@ -1,0 +1,396 @@
+"""The ledger reads the public lineage's logs in all their forms, and tells what they are.
+
+The logs are small ones in those forms, written by the tests; what is published is their oracle.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_records import main
+from ledger import diff, public
+from scipy import stats
+
+RULE = "=" * 100
+
+SOURCE = """import torch
+
+class Hyperparameters:
+    batch_size = 8*64
+    sequence_length = 1024
+"""
+SMI = "Sat Feb  1 20:42:40 2025\n" + "".join(
+    f"|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:61:00.0 Off |       0 |\n"
+    for i in range(8)
+)
+TORCH = "Running pytorch 2.4.1+cu121 compiled for CUDA 12.1\nnvidia-smi:\n"
+PYTHON = "Running python 3.12.7 (main)\nRunning PyTorch 2.7.0.dev compiled for CUDA 12.6\n"
+# The clock is set to zero after ten steps, and the steps around it have no average.
+RESET = (
+    "step:0/20 val_loss:10.8258 train_time:275ms step_avg:nanms\n"
+    "step:1/20{loss} train_time:22693ms step_avg:nanms\n"
+    "step:11/20{loss} train_time:94ms step_avg:nanms\n"
+    "step:13/20{loss} train_time:283ms step_avg:94.48ms\n"
+    "step:20/20 val_loss:3.2808 train_time:943ms step_avg:94.34ms\n"
+)
+TIMED = (
+    "step:0/20 val_loss:10.8258 train_time:0ms step_avg:0.03ms\n"
+    "step:1/20 train_time:94ms step_avg:94.00ms\n"
+    "step:20/20 val_loss:3.2808 train_time:943ms step_avg:47.15ms\n"
+)
+FILE_RULE = "-" * 40
+JOINED = f"{SOURCE}\n\n{FILE_RULE}\n# kernels.py\n{FILE_RULE}\n\ndef kernel():\n    pass\n"
+THREE = f"{JOINED}\n\n{FILE_RULE}\n# more.py\n{FILE_RULE}\n\nx = 1\n"
+FORMATS = {
+    "A": ("", "s:0 tel:10.8258\ns:0 trl:10.8 lr:0.000001 norm:15.37\ns:20 tel:3.2808\n"),
+    "B": (SOURCE, f"{RULE}\n{SOURCE}{RULE}\n{TORCH}{SMI}{RULE}\n"
+          + RESET.format(loss=" train_loss:7.7")),
+    "C": (SOURCE, f"{SOURCE}{RULE}\n{TORCH}{SMI}{RULE}\n" + RESET.format(loss=" train_loss:7.7")),
+    "D": (SOURCE, f"{SOURCE}{RULE}\n{TORCH}{SMI}{RULE}\n" + RESET.format(loss="")),
+    "E": (SOURCE, f"{SOURCE}\n{RULE}\n{PYTHON}{SMI}{RULE}\n" + RESET.format(loss="")
+          + "peak memory consumption: 31563 MiB\n"),
+    "F": (SOURCE, f"{SOURCE}\n{RULE}\n{PYTHON}{SMI}\n{RULE}\n" + RESET.format(loss="")
+          + "peak memory allocated: 31563 MiB reserved: 44552 MiB\n"),
+    "G": (SOURCE, f"{SOURCE}\n{RULE}\n{PYTHON}{SMI}\n{RULE}\n{TIMED}"
+          "peak memory allocated: 31563 MiB reserved: 44552 MiB\n"),
+    "H2": (JOINED, f"{JOINED}\n{RULE}\n{PYTHON}{SMI}\n{RULE}\n{TIMED}"),
+    "H3": (THREE, f"{THREE}\n{RULE}\n{PYTHON}{SMI}\n{RULE}\n{TIMED}"),
+    "console": ("", "Fetching 8 files: 100%\ncompile and warmup: 334.5s\n" + TIMED),
+}  # fmt: skip
+
+
+def foreign(source: str, steps: int = 20, gpus: int = 8, loss: float = 3.2741, ms=943) -> str:
+    """A log in a public form, of so many steps on so many GPUs."""
+    smi = "".join(line + "\n" for line in SMI.splitlines()[: 1 + gpus])
+    lines = TIMED.replace("/20 ", f"/{steps} ").replace("step:20/", f"step:{steps}/")
+    lines = lines.replace("3.2808", f"{loss:.4f}").replace("943ms", f"{ms}ms")
+    return f"{source}\n{RULE}\n{PYTHON}{smi}\n{RULE}\n{lines}"
+
+
+def read(folder: Path, text: str):
+    (folder / "log.txt").write_text(text)
+    return public.read_any(folder / "log.txt")
+
+
+def tokens_per_step(log) -> float | None:
+    tokens = log.tokens_until(log.planned_steps)
+    return tokens and tokens / log.planned_steps
+
+
+# ---- Forms ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_public_format_is_read(name, tmp_path):
+    source, text = FORMATS[name]
+    log = read(tmp_path, text)
+    assert log.source == (source or None)
+    assert {step: loss for step, (loss, _) in log.val.items()} == {0: 10.8258, 20: 3.2808}
+    assert log.finished and not log.notes
+    assert log.train_time_ms == (None if name == "A" else 943)
+    assert log.val[0][1] == (None if name == "A" else 0)  # the first validation is not training
+    assert (log.val_loss, log.last_step) == (3.2808, 20)
+    assert log.reach(3.28) is None and log.reach(3.3) == (20, log.train_time_ms)
+    if name in "BC":
+        assert log.train == {1: (7.7, None), 11: (7.7, None), 13: (7.7, 283)}
+    if name in "DEF":
+        assert log.train == {1: (None, None), 11: (None, None), 13: (None, 283)}
+    if source:
+        assert log.header["device"] == "8x NVIDIA H100 80GB HBM3"
+        assert log.header["torch"] == ("2.4.1+cu121" if name in "BCD" else "2.7.0.dev")
+        assert tokens_per_step(log) == 524288
+    if name in "EFG":
+        assert log.final["peak_memory_mib"] == "31563"
+
+
+def test_joined_files_are_told_apart():
+    assert list(public.split_files(THREE)) == ["train_gpt.py", "kernels.py", "more.py"]
+    found = diff.diff_sources(JOINED, JOINED.replace("pass", "return"))
+    assert [section["title"] for section in found["sections"]] == ["kernels.py: kernel"]
+
+
+def test_sources_that_cannot_be_parsed_are_compared():
+    found = diff.diff_sources("import os\nprint 1\n", "import os\nprint(1)\n")
+    assert (found["added"], found["removed"]) == (1, 1) and found["hyperparameters"] == []
+
+
+def test_a_number_cut_short_is_not_used(tmp_path):
+    for cut in range(1, len("0.05ms\n")):
+        text = (TIMED + "step:9/20 val_loss:1.1 train_time:9ms step_avg:0.05ms\n")[:-cut]
+        assert (9 in read(tmp_path, text).val) == (cut == 1), cut
+
+
+# ---- Tokens --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields, tokens",
+    [
+        ("batch_size = 8*64*1024", 8 * 64 * 1024),
+        ("batch_size : int = 8*64\n    sequence_length : int = 1024", 8 * 64 * 1024),
+        ("train_seq_len = 48*1024", 8 * 48 * 1024),  # one sequence a device
+        ("train_batch_size: int = 2048 * 24 * 8", 2048 * 24 * 8),
+        ("stages = (1, 2)", None),
+        ("batch_size = 8", None),  # sequences of unknown length
+        ("batch_size = 9**9**9**9", None),  # no log makes the ledger compute for hours
+        ("train_bs_schedule = 8 // 0", None),
+    ],
+)
+def test_tokens_of_a_step_come_from_the_source(fields, tokens, tmp_path):
+    source = f"import torch\nclass Hyperparameters:\n    {fields}\n"
+    assert tokens_per_step(read(tmp_path, foreign(source))) == tokens
+
+
+def test_gradients_summed_on_one_gpu_are_of_the_tokens_of_eight(tmp_path):
+    source = "import torch\nclass Hyperparameters:\n    train_seq_len = 48*1024\n"
+    source += "world_size = 1\ngrad_accum_steps = 8 // world_size\n"
+    assert tokens_per_step(read(tmp_path, foreign(source, gpus=1))) == 8 * 48 * 1024
+
+
+# Published of the record of 2025-12-18: 2,090 steps, 552,992,768 tokens.
+SCHEDULE = """import torch
+class Hyperparameters:
+    train_bs_schedule: tuple = (8 * 2048 * 8, 16 * 2048 * 8, 24 * 2048 * 8)
+    train_bs_extension: int = 24 * 2048 * 8
+    num_scheduled_iterations: int = 2050
+    num_extension_iterations: int = 40
+"""
+STAGES = """import torch
+class Hyperparameters:
+    num_scheduled_iterations: int = 2050
+args = Hyperparameters()
+seq_len = 2048
+TRAINING_STAGES = [
+    TrainingStage(duration=1/3, batch_size=8 * args.seq_len * 8, lr_mul=1.0),
+    TrainingStage(duration=1/3, batch_size=16 * 2048 * 8, lr_mul=unknown()),
+    TrainingStage(duration=1/3, batch_size=24 * 2048 * 8),
+    TrainingStage(batch_size=24 * 2048 * 8),
+]
+"""
+
+
+@pytest.mark.parametrize("source", [SCHEDULE, STAGES])
+def test_tokens_of_a_batch_that_grows_are_those_published(source, tmp_path):
+    log = read(tmp_path, foreign(source, steps=2090))
+    assert log.tokens_until(2090) == 552_992_768
+    assert log.tokens_until(684) == 684 * 131_072  # the second stage begins at step 684
+    assert log.tokens_until(685) - log.tokens_until(684) == 262_144
+
+
+def test_nothing_of_a_source_is_run(tmp_path):
+    trap = tmp_path / "trap"
+    call = f"__import__('pathlib').Path({str(trap)!r}).touch() or 2048"
+    log = read(tmp_path, foreign(f"import torch\nbatch_size = {call}\n"))
+    assert log.tokens_until(1) is None and not trap.exists()
+
+
+# ---- Folders -------------------------------------------------------------------------
+
+
+def write_logs(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def lineage_of_others(root: Path) -> Path:
+    """Three folders: the second pools a baseline's, a 1-GPU and an 8-GPU run, and has a script."""
+    old, new = SOURCE, SOURCE.replace("8*64", "4*64")
+    write_logs(root, {
+        "2024-10-14_ModernArch/a.txt": foreign(old, loss=3.2791, ms=900_000).replace("2025", "2024"),
+        "2025-01-04-SoftCap/b.txt": foreign(old, loss=3.2811, ms=905_000),
+        "2025-01-04-SoftCap/one/c.txt": foreign(new, gpus=1, loss=3.2780, ms=594_000),
+        "2025-01-04-SoftCap/d.txt": foreign(new, loss=3.2770, ms=78_000),
+        "2025-01-04-SoftCap/e.txt": foreign(new, loss=3.2772, ms=78_200),
+        "2025-01-04-SoftCap/analyze.py": "import json\nprint(json)\n",
+        "2025-02-01_Named/baseline/f.txt": foreign(new + "# again\n", loss=3.3),
+        "2025-02-01_Named/baseline/g.txt": foreign(new + "# again\n", loss=3.3),
+        "2025-02-01_Named/ours/h.txt": foreign(new + "x = 1\n", loss=3.2),
+    })  # fmt: skip
+    (root / "2025-03-01_Empty").mkdir()
+    return root
+
+
+def rows_of(folder: Path, capsys) -> list[dict]:
+    capsys.readouterr()
+    assert main(["list", str(folder), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_list_pools_only_runs_of_one_source_and_machine(tmp_path, capsys):
+    root = lineage_of_others(tmp_path)
+    assert main(["list", str(root), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "read 8 logs in 8 files of 4 folder(s)" in err
+    rows = json.loads(out)
+    assert [(row["date"], row["name"], row["runs"], row["n"], row["ranks"]) for row in rows] == [
+        ("2024-10-14", "ModernArch", "record", 1, 8),
+        ("2025-01-04", "SoftCap", "record", 2, 8),
+        ("2025-01-04", "SoftCap", "1 rank(s) instead of 8", 1, 1),
+        ("2025-01-04", "SoftCap", "baseline: source of 2024-10-14_ModernArch", 1, 8),
+        ("2025-02-01", "Named", "record", 1, 8),
+        ("2025-02-01", "Named", "called a baseline", 2, 8),
+    ]  # fmt: skip
+    second = rows[1]
+    assert (second["val_loss_mean"], second["train_time_ms_median"]) == (3.2771, 78_100)
+    p = stats.ttest_1samp([3.2770, 3.2772], 3.28, alternative="less").pvalue
+    assert second["p_target"] == pytest.approx(p)
+    assert (second["lines_added"], second["lines_removed"]) == (1, 1)
+    assert (second["steps"], second["tokens_per_step"]) == (20, 4 * 64 * 1024)
+    assert rows[0]["p_target"] is None and rows[2]["lines_added"] is None
+
+
+def test_list_of_one_folder_of_others_prints_its_rows(tmp_path, capsys):
+    root = lineage_of_others(tmp_path)
+    assert main(["list", str(root / "2025-01-04-SoftCap")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("SoftCap" in line for line in lines) == 3 and "Loss ± std (n)" in lines[0]
+    assert "baseline" in lines[4] and all(len(line) <= 120 for line in lines)
+    row = rows_of(root / "2025-01-04-SoftCap", capsys)[-1]
+    assert row["runs"] == "baseline: source of 2024-10-14_ModernArch"
+
+
+def test_among_equals_the_record_is_what_meets_the_target(tmp_path, capsys):
+    """2024-11-06 in public: of six scripts with a run each, an ablation that misses is fastest."""
+    sources = [SOURCE + f"x = {i}\n" for i in range(3)]
+    write_logs(tmp_path, {
+        "2024-11-06_Tweaks/a.txt": foreign(sources[0], loss=3.3274, ms=450_000),
+        "2024-11-06_Tweaks/b.txt": foreign(sources[1], loss=3.2791, ms=493_000),
+        "2024-11-06_Tweaks/c.txt": foreign(sources[2], loss=3.2799, ms=500_000),
+    })  # fmt: skip
+    rows = rows_of(tmp_path, capsys)
+    assert [row["runs"] for row in rows] == ["record", "another source", "another source"]
+    assert [row["val_loss_mean"] for row in rows] == [3.2791, 3.2799, 3.3274]
+
+
+def test_a_folder_dated_before_its_source_makes_no_baselines(tmp_path, capsys):
+    """2025-05-09 in public was made in September: the records of September are not its copies."""
+    made = ("Sat Feb  1 20:42:40 2025", "Fri Sep  5 20:42:40 2025")
+    first = foreign(SOURCE).replace(*made)
+    second = foreign(SOURCE.replace("8*64", "4*64")).replace(*made)
+    write_logs(tmp_path, {
+        "2025-05-09_SkipMLP/comparison_a.txt": first, "2025-05-09_SkipMLP/b.txt": second,
+        "2025-09-03_FA3/a.txt": first, "2025-09-05_SkipMLP/b.txt": second,
+        "2025-09-10_Next/a.txt": second,
+    })  # fmt: skip
+    told = [(row["date"], row["runs"]) for row in rows_of(tmp_path, capsys)]
+    assert told == [
+        ("2025-05-09", "record"),
+        ("2025-05-09", "called a baseline"),
+        ("2025-09-03", "record"),
+        ("2025-09-05", "record"),
+        ("2025-09-10", "baseline: source of 2025-09-05_SkipMLP"),
+    ]
+    (alone,) = rows_of(tmp_path / "2025-09-03_FA3", capsys)
+    assert alone["runs"] == "record"
+
+
+def test_diff_takes_the_records_source_from_a_folder_of_others(tmp_path, capsys):
+    root = lineage_of_others(tmp_path)
+    folders = [str(root / "2024-10-14_ModernArch"), str(root / "2025-01-04-SoftCap")]
+    assert main(["diff", *folders, "--json"]) == 0
+    (field,) = json.loads(capsys.readouterr().out)["hyperparameters"]
+    assert field == {"name": "batch_size", "a": "8 * 64", "b": "4 * 64"}
+
+
+def test_a_script_stands_for_a_folder_whose_logs_have_no_source(tmp_path):
+    (tmp_path / "log.txt").write_text(FORMATS["A"][1])
+    (tmp_path / "train_gpt2.py").write_text(SOURCE)
+    assert diff.source_of(str(tmp_path)) == SOURCE
+
+
+# ---- Curves --------------------------------------------------------------------------
+
+
+def test_curves_of_logs_without_times_are_drawn_where_they_can(tmp_path, capsys):
+    for letter in "AF":
+        (tmp_path / f"{letter}.txt").write_text(FORMATS[letter][1])
+    png = tmp_path / "out.png"
+    operands = [str(tmp_path / f"{letter}.txt") for letter in "AF"]
+    assert main(["curves", *operands, "--png", str(png)]) == 0
+    out, err = capsys.readouterr()
+    assert "A has no training time" in err and "A has no training tokens" in err
+    assert "3.28 (target)" in out and png.stat().st_size > 20_000
+    assert main(["curves", operands[0], "--png", str(png)]) == 0
+
+
+def test_curves_are_named_by_their_record_and_steps_are_whole(tmp_path, capsys):
+    folder = lineage_of_others(tmp_path) / "2025-01-04-SoftCap"
+    text = foreign(SOURCE.replace("8*64", "4*64"), loss=3.2)
+    earlier = "step:19/20 val_loss:3.1000 train_time:1ms step_avg:1.00ms\nstep:20/20"
+    (folder / "e.txt").write_text(text.replace("step:20/20", earlier))
+    operands = [folder, folder / "e.txt", tmp_path / "2024-10-14_ModernArch" / "a.txt"]
+    assert main(["curves", *map(str, operands), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "log(s) are left out, baseline: source of 2024-10-14_ModernArch" in err
+    rows = json.loads(out)
+    assert {row["name"] for row in rows} == {"SoftCap", str(folder / "e.txt"), "ModernArch"}
+    row = next(row for row in rows if row["reached"] == 2 and row["loss"] == 3.28)
+    assert row["step"] == 19  # of 19 and 20, not 19.5
+
+
+def test_curves_leave_out_what_is_not_finite(tmp_path, capsys):
+    (tmp_path / "bad.txt").write_text(TIMED.replace("3.2808", "nan"))
+    (tmp_path / "prose.txt").write_text("nothing\n")
+    png = tmp_path / "out.png"
+    assert main(["curves", str(tmp_path), "--png", str(png), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "1 of 2 files are not used" in err and png.exists()
+    row = json.loads(out)[-1]
+    assert (row["loss"], row["step"], row["reached"], row["n"]) == (3.28, None, 0, 1)
+
+
+# ---- Bad input -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        (["diff", "nowhere", "here"], "nowhere"),
+        (["curves", "nowhere"], "No such file"),
+        (["curves", "empty.txt"], "empty.txt is empty"),
+        (["curves", "blank.txt"], "blank.txt is empty"),
+        (["curves", "binary.bin"], "binary.bin: byte 1 is not text"),
+        (["curves", "zero.bin"], "zero.bin: byte 3 is not text"),
+        (["curves", "prose.txt"], "prose.txt has no training steps"),
+        (["curves", "cut.txt"], "cut inside its source"),
+        (["curves", "folder"], "no log with validation losses"),
+        (["curves", "steps.txt"], "no validation"),
+        (["curves", "log.txt", "--target", "nan"], "--target nan"),
+        (["curves", "log.txt", "--png", "no/such/out.png"], "no/such/out.png: No such file"),
+        (["curves", "log.txt", "--png", "folder"], "folder: Is a directory"),
+        (["diff", "a.py", "a.py", "--html", "no/such.html"], "no/such.html: No such file"),
+        (["curves", "unlike", "--png", "out.png"], "share no step"),
+        (["diff", "console.txt", "console.txt"], "no source in it"),
+        (["diff", "folder", "folder"], "no log with validation losses"),
+        (["diff", "a.py", "spoiled"], "spoiled is a folder of records; give one of its folders"),
+        (["list", "nowhere"], "nowhere: no such folder"),
+        (["verify", "nowhere"], "nowhere: no such folder"),
+        (["verify", "spoiled"], "is no record.json"),
+        (["verify", "--replay", "0"], "--replay: 0 is not a whole number"),
+        (["curves"], "required: A"),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_bad_input_is_answered_in_one_line(command, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "empty.txt": b"", "blank.txt": b"\n \n", "binary.bin": b"a\xff\xfe", "zero.bin": b"abc\0d",
+        "prose.txt": b"It was a dark night.\n", "cut.txt": SOURCE[:60].encode(),
+        "log.txt": FORMATS["G"][1].encode(), "console.txt": TIMED.encode(), "a.py": b"import os\n",
+        "steps.txt": b"step:1/2 train_time:1ms step_avg:1.00ms\n",
+    }  # fmt: skip
+    for name, content in files.items():
+        Path(name).write_bytes(content)
+    Path("folder").mkdir()
+    Path("unlike").mkdir()
+    for step in (1, 2):
+        Path(f"unlike/{step}.txt").write_text(f"s:{step} tel:3.0\n")
+    Path("spoiled/2026-01-01_X").mkdir(parents=True)
+    Path("spoiled/2026-01-01_X/record.json").write_text('{"number": ')
+    try:
+        status = main(command)
+    except SystemExit as error:
+        status = error.code
+    err = capsys.readouterr().err
+    assert status == 2 and words in err and err.count("\n") == 1, err

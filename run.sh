@@ -140,5 +140,13 @@ fi
 [ "$data" = own ] || "$python" "$repo/data/$data.py"
 [ "$processes" = 1 ] && exec "$python" "$repo/train_gpt.py" "$@"
 [ "$processes" = "$most" ] || say "$processes of $most GPUs: a step has $sequences sequences"
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" \
-    "$repo/train_gpt.py" "$@"
+# torchrun by its functions, since after an error of the script it would add 40 lines of its own.
+exec "$python" -c '
+import sys
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+try:
+    run(parse_args(sys.argv[1:]))
+except ChildFailedError as error:
+    sys.exit(max(1, error.get_first_failure()[1].exitcode))
+' --standalone --nproc_per_node="$processes" "$repo/train_gpt.py" "$@"

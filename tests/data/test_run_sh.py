@@ -68,7 +68,10 @@ class FakeRepo:
         self.stub("torch/__init__.py", "from torch import cuda")
         self.stub("torch/cuda.py", "import os\ndef device_count(): return int(os.environ['GPUS'])")
         recording = "import os, record, sys; record.record"
-        self.stub("torch/distributed/run.py", f"{recording}('torchrun', *sys.argv[1:])")
+        self.stub("torch/distributed/run.py", "import record\ndef parse_args(words): return words\n"
+                  "def run(words): record.record('torchrun', *words)\n")
+        self.stub("torch/distributed/elastic/multiprocessing/errors.py",
+                  "class ChildFailedError(Exception): pass")
         self.stub("pytest.py", f"{recording}('pytest', os.getcwd(), *sys.argv[1:])")
         self.stub("venv_python.py", VENV_PYTHON)
         self.set_torch("2.13.0")

@@ -378,10 +378,9 @@ class CausalSelfAttention(nn.Module):
         qkv_lambda, proj_lambda = self.lambdas
         qkv_w = (qkv_lambda * self.qkv_w).flatten(0, 1)  # (3 D, D)
         qkv = F.linear(x, qkv_w.type_as(x))
-        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, H, K)
-        q, k, v = qkv.unbind(2)  # (B, T, H, K) each
-        q = rotate(norm(q), *rotary)  # QK-norm: @Grad62304977
-        k = rotate(norm(k), *rotary)
+        qkv = qkv.unflatten(-1, (3 * self.num_heads, -1))  # (B, T, 3 H, K)
+        qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
+        q, k = rotate(norm(qk), *rotary).chunk(2, dim=2)  # QK-norm: @Grad62304977
         if self.offsets_keys:
             k = offset_keys(k)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024

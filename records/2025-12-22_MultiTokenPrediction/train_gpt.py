@@ -114,8 +114,8 @@ class Hyperparameters:
     freeze_steps: int = row(40, 5)  # first steps of a stage, in which most lambdas rest
     momentum_cooldown: int = row(50, 5)  # last steps, in which Muon's momentum falls back
     # Data and validation
-    train_files: str = row("data/fineweb10B/*_train_*.bin", "data/pocket/*_train_*.bin")  # a glob
-    val_files: str = row("data/fineweb10B/*_val_*.bin", "data/pocket/*_val_*.bin")  # a glob
+    train_files: str = row("data/fineweb10B/fineweb_train_*.bin", "data/pocket/pocket_train_*.bin")
+    val_files: str = row("data/fineweb10B/fineweb_val_*.bin", "data/pocket/pocket_val_*.bin")
     sequences_per_step: int = row(8, 16)  # sequences of a step, all ranks together
     sequences_per_forward: int = row(1, 16)  # sequences that a rank runs at once, at most
     max_document_tokens: int = row(2048, 0)  # documents are cut to it and packed; 0: neither
@@ -127,8 +127,8 @@ class Hyperparameters:
     # Run
     device: str = both("auto")  # cuda, cpu, or auto: cuda where there is one
     run_id: str = both("")  # name of the folder under logs/; empty: made from the time
-    warmup_steps: int = row(10, 1)  # untimed steps on random tokens that warm the kernels up
-    head_chunks: int = both(0)  # pieces in which the head is computed; 0: by free memory
+    warmup_steps: int = row(10, 1)  # untimed steps on blank tokens, which warm the kernels up
+    head_chunks: int = both(0)  # pieces in which the head is computed; 0: by the card's memory
     save_every: int = both(0)  # steps between checkpoints; 0: none
     resume: str = both("")  # checkpoint to go on from; auto: the newest whole one of --run_id
     init: str = both("")  # checkpoint whose weights a new run begins with
@@ -378,10 +378,9 @@ class CausalSelfAttention(nn.Module):
         qkv_lambda, proj_lambda = self.lambdas
         qkv_w = (qkv_lambda * self.qkv_w).flatten(0, 1)  # (3 D, D)
         qkv = F.linear(x, qkv_w.type_as(x))
-        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, H, K)
-        q, k, v = qkv.unbind(2)  # (B, T, H, K) each
-        q = rotate(norm(q), *rotary)  # QK-norm: @Grad62304977
-        k = rotate(norm(k), *rotary)
+        qkv = qkv.unflatten(-1, (3 * self.num_heads, -1))  # (B, T, 3 H, K)
+        qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
+        q, k = rotate(norm(qk), *rotary).chunk(2, dim=2)  # QK-norm: @Grad62304977
         if self.offsets_keys:
             k = offset_keys(k)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024

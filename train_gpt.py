@@ -1084,9 +1084,10 @@ def shard_size(path: Path) -> int:
         raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it again") from None
     if len(header) < HEADER_INTS or list(header[:2]) != [MAGIC, VERSION]:
         raise UserError(f"{path}: not a shard of version {VERSION}; make or fetch it again")
-    if size != 4 * HEADER_INTS + 2 * header[2]:
-        raise UserError(f"{path}: {size} bytes do not hold {header[2]} tokens; fetch it again")
-    return int(header[2])
+    count = int(header[2])
+    if size != 4 * HEADER_INTS + 2 * count:
+        raise UserError(f"{path}: {size} bytes do not hold {count} tokens; fetch it again")
+    return count
 
 
 def read_shard(path: Path, vocab_size: int) -> np.ndarray:
@@ -1270,8 +1271,10 @@ def load_checkpoint(path: Path) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         check_hyperparameters(Hyperparameters(**state["hyperparameters"]))
         # Whatever is not there or of another type raises here.
-        counts = (state["step"], state["threads"], state["train_time_ms"], *state["loader"])
-        assert min(counts) >= 0, "a count is negative"
+        shard, position = state["loader"]
+        for count in (state["step"], state["threads"] - 1, shard, position):
+            assert type(count) is int and count >= 0, "a count is wrong"
+        assert 0 <= state["train_time_ms"] < math.inf, "the time is wrong"
         for tensors in (state["model"], *state["optimizers"].values()):
             for name, tensor in tensors.items():
                 assert torch.isfinite(tensor).all(), f"{name} is not finite"
@@ -1797,15 +1800,16 @@ def check_hyperparameters(cfg):
     # No number is negative, infinite or larger than any machine can bear.
     for each in fields(cfg):
         value = getattr(cfg, each.name)
+        least = int(each.name not in may_be_zero)
+        most = 2**20 if each.type is tuple else 2**31 - 1  # lengths and windows
         for entry in value if each.type is tuple else (value,):
             if isinstance(entry, float):
                 require(0 <= entry <= 1000, each.name, "be from 0 to 1000")
             elif each.type in (int, tuple):
-                least = int(each.name not in may_be_zero)
-                require(least <= entry < 2**31, each.name, f"be from {least} to {2**31 - 1}")
+                require(least <= entry <= most, each.name, f"be from {least} to {most}")
     # Attention goes by blocks of 128 tokens.
     for length in cfg.seq_lens:
-        require(length % 128 == 0 and length <= 2**20, "seq_lens", f"be 128 · n, up to {2**20}")
+        require(length % 128 == 0, "seq_lens", "be multiples of 128")
     require(cfg.val_seq_len % 128 == 0, "val_seq_len", "be a multiple of 128")
     require(cfg.val_seq_len <= max(128, cfg.val_tokens), "val_seq_len", "not exceed val_tokens")
     require(cfg.model_dim <= 2**13, "model_dim", "be at most 8192")

@@ -1,0 +1,94 @@
+"""Whole runs of a tiny model in the tests' process: the fixtures `run` and `data_flags`."""
+
+import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train_gpt
+
+STEPS = 6
+FLAGS = {
+    "preset": "pocket",
+    "device": "cpu",
+    "model_dim": 32,
+    "head_dim": 16,
+    "attention_pattern": "LS.L",
+    "value_embed_pattern": "0..0",
+    "vocab_multiple": 128,
+    "backout_layer": 2,
+    "long_windows": "1,2",  # from step 2 on, two blocks
+    "extension_steps": 1,
+    "freeze_steps": 1,
+    "sequences_per_step": 4,
+    "seq_lens": "128",
+    "sequences_per_forward": 2,
+    "num_iterations": STEPS,
+    "val_every": 3,
+    "val_tokens": 700,
+    "val_seq_len": 256,
+    "warmup_steps": 1,
+    "sequence_stride": 1,
+    "embed_lr": 0.6,
+    "run_id": "x",
+}
+
+
+def to_argv(flags):
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def data_flags(tiny_shards):
+    return {
+        "train_files": tiny_shards([1600, 1100]),  # 3 + 2 steps, then the second epoch
+        "val_files": tiny_shards([701], name="tiny_val", seed=1),
+    }
+
+
+@pytest.fixture
+def run(data_flags, tmp_path, monkeypatch, capsys):
+    """`run(**flags)` runs main in tmp_path: exit code, steps' two losses, what it built, output.
+
+    `run(argv=[...])` runs it with these words and no other flag.
+    """
+    monkeypatch.chdir(tmp_path)
+    handlers = {number: signal.getsignal(number) for number in train_gpt.Health.SIGNALS}
+
+    def run_main(argv=None, **flags):
+        result = SimpleNamespace(losses=[])
+        with pytest.MonkeyPatch.context() as patch:
+            check, build = train_gpt.Health.check, train_gpt.build
+
+            def checked(self, step, losses):
+                result.losses.append(losses.tolist())
+                check(self, step, losses)
+
+            def noted(cfg, ranks):
+                result.model, result.optimizers = build(cfg, ranks)
+                return result.model, result.optimizers
+
+            patch.setattr(train_gpt.Health, "check", checked)
+            patch.setattr(train_gpt, "build", noted)
+            result.code = train_gpt.main(argv or to_argv(FLAGS | data_flags | flags))
+        result.out, result.err = capsys.readouterr()
+        folder = re.search(r"piece\(s\), (logs/.+)$", result.out, re.M)
+        result.log = Path(folder[1], "log.txt").read_text() if folder else ""
+        block = result.log.rpartition("\n---\n")[2]
+        result.values = dict(re.findall(r"^(\w+): (.*)$", block, re.M))
+        return result
+
+    yield run_main
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    torch.set_num_threads(1)
+
+
+def one_error(result):
+    """The line that a run ended in; it is one, and the exit code is 2."""
+    assert result.code == 2
+    assert re.fullmatch(r"train_gpt\.py: error: [^\n]+\n", result.err), result.err
+    return result.err

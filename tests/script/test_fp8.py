@@ -11,11 +11,10 @@ from conftest import TINY_MODEL
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
-from train_gpt import GPT, PRESETS, CastedLinear, FP8Product, Hyperparameters, to_fp8
+from train_gpt import GPT, CastedLinear, FP8Product, Hyperparameters, to_fp8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-RECORD = Hyperparameters(**PRESETS["record"])
-SCALES = (RECORD.fp8_x_scale, RECORD.fp8_w_scale, RECORD.fp8_grad_scale)
+SCALES = (448 / 100, 448 / 1.5, 448 / 0.75)  # of x, w and the gradient, as published
 BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significant bits
 FP32_SUM = 1e-5  # of a sum of some hundred fp32 products, in units of the sum of their sizes
 # Relative rounding errors of the two factors, 4 and 3 significant bits, at most 2^-4 and 2^-3;
@@ -28,11 +27,8 @@ def grid(exponent_bits, mantissa_bits, largest):
     bias = 2 ** (exponent_bits - 1) - 1
     steps = 2**mantissa_bits
     values = [m / steps * 2.0 ** (1 - bias) for m in range(steps)]
-    values += [
-        (1 + m / steps) * 2.0 ** (e - bias)
-        for e in range(1, 2**exponent_bits)
-        for m in range(steps)
-    ]
+    for exponent in range(1, 2**exponent_bits):
+        values += [(1 + m / steps) * 2.0 ** (exponent - bias) for m in range(steps)]
     return np.array([value for value in values if value <= largest])
 
 
@@ -71,12 +67,6 @@ def test_the_cast_rounds_to_the_nearest_value_of_the_format(dtype, scale):
     assert torch.equal(to_fp8(x, scale, dtype).double(), rounded(x, scale, dtype))
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_the_cast_takes_each_value_of_the_format_to_itself(dtype):
-    values = torch.from_numpy(GRIDS[dtype])
-    assert torch.equal(to_fp8(values, 1.0, dtype).double(), values)
-
-
 @pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448), (E5M2, 57344)])
 def test_the_cast_saturates(dtype, largest):
     x = torch.tensor([1e9, -1e9, math.inf, -math.inf, largest, 1.05 * largest, 3e38])
@@ -86,11 +76,11 @@ def test_the_cast_saturates(dtype, largest):
     assert to_fp8(torch.tensor([math.nan]), 2.0, dtype).isnan().all()
 
 
-@pytest.mark.parametrize("shape", [(64, 48, 96), (16, 16, 16), (128, 768, 384)])
+@pytest.mark.parametrize("shape", [(64, 48, 96), (128, 768, 384)])
 def test_forward_is_the_product_of_the_rounded_factors(shape):
     x, w, _ = head_inputs(*shape)
     leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-    out = FP8Product.apply(*leaves, *SCALES)
+    out = FP8Product.apply(*leaves)
     x_f8, w_f8 = out.grad_fn.saved_tensors
     assert (out.dtype, x_f8.dtype, w_f8.dtype) == (torch.bfloat16, E4M3, E4M3)
     rx, rw = rounded(x, SCALES[0], E4M3), rounded(w, SCALES[1], E4M3)
@@ -102,11 +92,11 @@ def test_forward_is_the_product_of_the_rounded_factors(shape):
     assert 0 < relative_error(out, x.double() @ w.double().T) < E4M3_PRODUCT
 
 
-@pytest.mark.parametrize("shape", [(64, 48, 96), (16, 16, 16), (128, 768, 384)])
+@pytest.mark.parametrize("shape", [(64, 48, 96), (128, 768, 384)])
 def test_backward_is_the_products_of_the_rounded_factors(shape):
     x, w, g = head_inputs(*shape)
     leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-    out = FP8Product.apply(*leaves, *SCALES)
+    out = FP8Product.apply(*leaves)
     grad_x, grad_w = torch.autograd.grad(out, leaves, g)
     assert (grad_x.dtype, grad_w.dtype) == (torch.bfloat16, torch.float32)
     rx, rw, rg = (rounded(*a) for a in zip((x, w, g), SCALES, (E4M3, E4M3, E5M2), strict=True))
@@ -121,19 +111,6 @@ def test_backward_is_the_products_of_the_rounded_factors(shape):
     assert 0 < relative_error(grad_w, g.double().T @ x.double()) < E5M2_PRODUCT
 
 
-def test_values_beyond_the_range_saturate_in_the_product():
-    x = torch.full((16, 16), 1e6).bfloat16()
-    out = FP8Product.apply(x, torch.eye(16), 2.0, 2.0, 1.0)
-    assert torch.equal(out.double(), torch.full((16, 16), 448 / 2.0).double())
-
-
-def test_a_gradient_that_is_not_used_is_none():
-    x, w, _ = head_inputs()
-    w.requires_grad_()
-    FP8Product.apply(x, w, *SCALES).float().sum().backward()
-    assert w.grad is not None and x.grad is None
-
-
 def test_products_are_laid_out_as_the_hardware_takes_them(monkeypatch):
     """Row-major times column-major, rows of multiples of 16 bytes: a CPU takes anything."""
     layouts, scaled_mm = [], torch._scaled_mm
@@ -144,7 +121,7 @@ def test_products_are_laid_out_as_the_hardware_takes_them(monkeypatch):
 
     monkeypatch.setattr(torch, "_scaled_mm", recorded)
     x, w, g = head_inputs(64, 48, 96)
-    FP8Product.apply(x.requires_grad_(), w.requires_grad_(), *SCALES).backward(g)
+    FP8Product.apply(x.requires_grad_(), w.requires_grad_()).backward(g)
     assert layouts == [(1, 1, 0, 0)] * 3
 
 
@@ -156,7 +133,7 @@ def test_fake_tensors_have_the_real_shapes_strides_and_types():
 
     def product(x, w, g):
         leaves = x.requires_grad_(), w.requires_grad_()
-        out = FP8Product.apply(*leaves, *SCALES)
+        out = FP8Product.apply(*leaves)
         return out, *out.grad_fn.saved_tensors, *torch.autograd.grad(out, leaves, g)
 
     real = product(*head_inputs())
@@ -178,7 +155,7 @@ def test_the_compiler_sees_the_casts_and_the_products():
 
     torch._dynamo.reset()
     linear = CastedLinear(48, 96)
-    linear.fp8_scales = SCALES
+    linear.use_fp8 = True
     compiled = torch.compile(linear, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
     results = []
     for function in (linear, compiled):
@@ -202,27 +179,27 @@ def test_casted_linear_uses_fp8_in_training_alone():
         linear.weight.copy_(w)
     plain = (x.double() @ w.bfloat16().double().T).bfloat16()
     assert relative_error(linear(x), plain.double()) < BF16_STEP
-    linear.fp8_scales = SCALES
+    linear.use_fp8 = True
     batched = linear(x.view(2, 32, 48))
-    assert torch.equal(batched.flatten(0, 1), FP8Product.apply(x, w, *SCALES))
+    assert torch.equal(batched.flatten(0, 1), FP8Product.apply(x, w))
     linear.eval()
     assert relative_error(linear(x), plain.double()) < BF16_STEP
 
 
 def test_a_model_with_the_fp8_head_has_nearly_the_loss_and_gradients_of_one_without():
     cfg = dataclasses.replace(
-        RECORD, **TINY_MODEL, attention_pattern="LSSL", value_embed_pattern="0..0",
-        train_seq_len=256, val_seq_len=256,
-    )  # fmt: skip
+        Hyperparameters(), **TINY_MODEL, attention_pattern="LSSL", value_embed_pattern="0..0",
+        skip_layer=0, seq_lens=(256,), val_seq_len=256,
+    )
     tokens = torch.randint(256, (1, 257), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]
     results = []
-    for scales in (None, SCALES):
+    for use_fp8 in (False, True):
         model = GPT(cfg)
         model.init_weights(torch.Generator().manual_seed(0))
         with torch.no_grad():
             model.lm_head.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
-        model.lm_head.fp8_scales = scales
+        model.lm_head.use_fp8 = use_fp8
         loss = model(inputs, targets)
         loss.backward()
         results.append((loss.item(), model.lm_head.weight.grad, model.embed.weight.grad))

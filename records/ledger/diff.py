@@ -5,8 +5,8 @@ import difflib
 import re
 from pathlib import Path
 
-from ledger.logs import LedgerError, read_text
-from ledger.public import assignments, folder_groups, read_any, split_files
+from ledger.logs import LedgerError, assignments, read_text, split_files
+from ledger.public import folder_groups, read_any
 
 HEADING = re.compile(r"# [-=]{2,} (\w.*?) ?[-=]{3,}")  # of our sections, and the harness's banner
 DEFINITION = re.compile(r"(?:async )?(?:def|class) (\w+)")

@@ -1,10 +1,12 @@
-"""Logs and sources as files: what every part of the ledger reads, and the errors that it raises.
+"""Logs and sources as files: what every part of the ledger reads, and the error that it raises.
 
 A log of this project is the script's source, or `source sha256: …` in its place; a line of 100 `=`;
 a header of `key: value` lines; such a line again; a line for each step and validation; last `---`
 and a block of `key: value` lines.
 """
 
+import ast
+import contextlib
 import difflib
 import hashlib
 import math
@@ -18,16 +20,12 @@ BANNER = "# ==== "  # begins the line between a record's own part of its script 
 
 
 class LedgerError(Exception):
-    """Input that cannot be used, or a run that failed; what is wrong, in one line."""
+    """Input that cannot be used, or a run that failed: what is wrong, in one line."""
 
-    status = 2  # of the process
+    def __init__(self, message: str, status: int = 2):
+        super().__init__(message)
+        self.status = status  # of the process
 
-
-class RunError(LedgerError):
-    status = 1
-
-
-# ---- Files ------------------------------------------------------------------
 
 def read_text(path: Path) -> str:
     """The file as text, newlines as they are. Raises LedgerError where it is empty or no text."""
@@ -53,7 +51,8 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# ---- Sources ----------------------------------------------------------------
+# ---- Sources ------------------------------------------------------------------------
+
 
 def split_banner(source: str) -> tuple[str, str]:
     """(a record's own part, the harness from its banner on); the harness is empty without one."""
@@ -61,10 +60,13 @@ def split_banner(source: str) -> tuple[str, str]:
     return above[1:], (banner + below)[1:]
 
 
-def docstring(source: str) -> str:
-    """The script's first string in triple quotes, on one line."""
-    match = re.search(r'"""(.*?)"""', source, re.S)
-    return " ".join(match[1].split()) if match else ""
+def parent_and_change(source: str) -> list[str]:
+    """What the docstring says after `Parent: ` and, to the end of the paragraph, `Change: `."""
+    found = []
+    for pattern in (r"^Parent: (\S+)\.", r"\bChange: (.*?)(?:\n\n|\"\"\")"):
+        match = re.search(pattern, source, re.M | re.S)
+        found.append(match[1] if match else "")
+    return found
 
 
 def own_part(source: str) -> str:
@@ -76,18 +78,39 @@ def own_part(source: str) -> str:
     return re.sub(r"^(import|from) .*\n", "", above, flags=re.M).strip()
 
 
-def changed_lines(old: list[str], new: list[str]) -> tuple[int, int]:
+def changed_lines(old: str, new: str) -> tuple[int, int]:
     """Lines (added, removed) between two texts."""
     added = removed = 0
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+    sides = old.splitlines(), new.splitlines()
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, *sides, autojunk=False).get_opcodes():
         if tag != "equal":
             removed += i2 - i1
             added += j2 - j1
     return added, removed
 
 
-# ---- Logs -------------------------------------------------------------------
+def split_files(source: str) -> dict[str, str]:
+    """The files that a public log joined, by name; the first has the name train_gpt.py."""
+    rule = r"(?:# ?)?[-=#]{10,}\n"
+    parts = re.split(rf"^{rule}#? ?([\w./-]+\.py)\n{rule}", source, flags=re.M)
+    return dict(zip(["train_gpt.py", *parts[1::2]], parts[::2]))
+
+
+def assignments(source: str) -> list[tuple[str, ast.expr, bool]]:
+    """(name, value, whether it is a field of class Hyperparameters) of a module, in order."""
+    found = []
+    with contextlib.suppress(SyntaxError, ValueError):
+        for outer in ast.parse(split_files(source)["train_gpt.py"]).body:
+            inside = isinstance(outer, ast.ClassDef) and outer.name == "Hyperparameters"
+            for node in outer.body if inside else [outer]:
+                if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
+                    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                    found.append((ast.unparse(target), node.value, inside))
+    return found
+
+
+# ---- Logs ---------------------------------------------------------------------------
+
 
 @dataclass
 class Log:
@@ -136,34 +159,30 @@ class Log:
 
     def tokens_until(self, step: int) -> float | None:
         """Training tokens of the first `step` steps, or None where the log does not tell."""
-        total, start = 0, 0
+        total = start = 0
         for end, tokens in self.token_stages:
             total += max(0, min(step, end) - start) * tokens
             start = end
-        return total if self.token_stages else None
-
-    def reach(self, loss: float) -> tuple | None:
-        """(step, time) of the first validation at or below `loss`, or None."""
-        hits = [(step, ms) for step, (value, ms) in sorted(self.val.items()) if value <= loss]
-        return hits[0] if hits else None
+        return total or None
 
 
 def split_source(text: str) -> tuple[str | None, str | None, str]:
     """(source, its sha256, all that follows it) of a log; both None where it has no source."""
     begin = len(RULE) + 1 if text.startswith(RULE + "\n") else 0
     match = re.compile(rf"^{RULE}(\n|\Z)", re.M).search(text, begin)
-    before, body = ("", text) if not match else (text[begin:match.start()], text[match.start():])
+    end = match.start() if match else begin
+    before, body = text[begin:end], text[end:]
     if stand_in := re.fullmatch(r"source sha256: ([0-9a-f]{64})\n", before):
         return None, stand_in[1], body
     if re.search(r"^(import|from) \w", before, re.M):
         # A printed source ends in its own newline and in the one that print adds.
-        source = before[:-1] if before.endswith("\n\n") else before
+        source = re.sub(r"\n\n\Z", "\n", before)
         return source, sha256(source), body
     return None, None, before + body  # a console's output
 
 
 def read_log(path: Path) -> Log:
-    """Parse a log. Raises LedgerError where it is none."""
+    """Parse a log of this project. Raises LedgerError where it is none."""
     return parse_log(path, read_text(path))
 
 
@@ -171,8 +190,9 @@ def parse_log(path: Path, text: str) -> Log:
     log = Log(path, *split_source(text))
     parse_body(log)
     if not log.val and not log.train:
-        script = re.search(r"^(import|from) \w", text, re.M) and not log.source
-        reason = "a script, or a log cut inside its source" if script else "give a log"
+        reason = "give a log"
+        if not log.source and re.search(r"^(import|from) \w", text, re.M):
+            reason = "a script, or a log cut inside its source"
         raise LedgerError(f"{path} has no training steps: {log.error or reason}")
     if log.error:
         log.notes.append(f"failed: {log.error}")
@@ -192,6 +212,7 @@ def parse_body(log: Log) -> None:
         log.notes.append(f"cut in the middle of a line ({rest[:40]!r}), which is not used")
     block, rules = None, 0  # the block of `key: value` lines that is being read
     for line in lines:
+        pair = re.fullmatch(r"(\w+): (.*)", line)
         if line == RULE:
             rules += 1
             block = log.header if rules == 1 else None
@@ -205,11 +226,10 @@ def parse_body(log: Log) -> None:
             log.notes.append(line)
         elif line.startswith("error:"):
             log.error = line.removeprefix("error:").strip()
-        elif block is not None:
-            if found := re.fullmatch(r"(\w+): (.*)", line):
-                block[found[1]] = found[2]
-            elif block is log.final:  # what a restart of a finished run adds
-                block = None
+        elif block is not None and pair:
+            block[pair[1]] = pair[2]
+        elif block is log.final:  # what a restart of a finished run adds
+            block = None
     if "val_loss" in log.final:  # it went on, or the words stood in its sample of text
         log.error = None
         log.notes = [note for note in log.notes if not note.startswith("stopped at ")]
@@ -218,21 +238,23 @@ def parse_body(log: Log) -> None:
 def parse_step(log: Log, line: str) -> None:
     """Read a `step:1/10 val_loss:…` line; the last line of a step wins.
 
-    Where a script predicts several tokens ahead its train_loss is their sum: the next token's loss
-    stands beside it, which alone can be compared with other scripts'.
+    Where a script predicts several tokens ahead, its train_loss is their sum: what can be compared
+    with other scripts is next_token_loss.
     """
     pairs = dict(pair.partition(":")[::2] for pair in line.split())
-    train = pairs.get("next_token_loss", pairs.get("train_loss"))
+    step, _, planned = pairs["step"].partition("/")
+    if "next_token_loss" in pairs:
+        pairs["train_loss"] = pairs["next_token_loss"]
+    numbers = []
     try:
-        number, _, planned = pairs["step"].partition("/")
-        step = int(number)
-        ms = float(pairs["train_time"].removesuffix("ms")) if "train_time" in pairs else None
-        val_loss = float(pairs["val_loss"]) if "val_loss" in pairs else None
-        train_loss = float(train) if train else None
+        for name in ("train_loss", "val_loss", "train_time"):
+            numbers.append(float(pairs[name].removesuffix("ms")) if name in pairs else None)
+        step = int(step)
         log.planned_steps = int(planned) if planned else log.planned_steps
     except ValueError:
         log.notes.append(f"a step line that cannot be read: {line[:60]!r}")
         return
+    train_loss, val_loss, ms = numbers
     if "nan" in pairs.get("step_avg", ""):  # warm-up steps, before the clock is set to zero
         ms = None if step else 0.0
     if val_loss is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ledger import table
-from ledger.logs import LedgerError, Log, RunError, read_log, read_text, sha256, write_file
+from ledger.logs import LedgerError, Log, read_log, read_text, sha256, write_file
 
 REPO = Path(__file__).resolve().parents[2]
 KEPT = ("run_id", "preset", "seed")  # flags that the ledger sets for all
@@ -134,12 +134,12 @@ def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str, run
         console.seek(0)
         last = (console.read().strip() or "nothing").splitlines()[-1]
     if status:
-        raise RunError(f"exit status {status}, its last words: {last[:200]}")
+        raise LedgerError(f"exit status {status}, its last words: {last[:200]}", 1)
     log = read_log(folder / "logs" / flags["run_id"] / "log.txt")
     if not log.finished:
-        raise RunError("; ".join(log.notes))
+        raise LedgerError("; ".join(log.notes), 1)
     if log.source_sha256 != source:
-        raise RunError("its script was changed after it began; start again")
+        raise LedgerError("its script was changed after it began; start again", 1)
     return log
 
 
@@ -165,25 +165,23 @@ class Turns:
         name = contestant.label.partition(":")[0]
         run_id = f"{name}-{sha256(json.dumps(what, sort_keys=True))[:8]}-seed-{seed}"
         path = self.out / "logs" / run_id / "log.txt"
-        if path.exists():
-            try:
-                log = read_log(path)
-                if log.finished and not log.resumed:
-                    return log
-            except LedgerError:
-                pass
+        with contextlib.suppress(LedgerError, FileNotFoundError):
+            log = read_log(path)
+            if log.finished and not log.resumed:
+                return log
         shutil.rmtree(path.parent, ignore_errors=True)  # what is left of a run that was stopped
-        threads = os.environ.get("OMP_NUM_THREADS") if self.jobs == 1 else None
-        threads = threads or str(max(1, len(os.sched_getaffinity(0)) // self.jobs))
+        threads = str(max(1, len(os.sched_getaffinity(0)) // self.jobs))
+        if self.jobs == 1:
+            threads = os.environ.get("OMP_NUM_THREADS", threads)
         flags = {"preset": self.preset, "seed": seed, "run_id": run_id, **contestant.flags}
-        log = train(contestant.script, self.out, flags, self.ranks, threads, self.running)
+        train(contestant.script, self.out, flags, self.ranks, threads, self.running)
         if self.jobs > 1:
             with path.open("a") as file:
                 file.write(f"jobs: {self.jobs}\n")
         return read_log(path)
 
     def run(self, contestants: list[Contestant]) -> None:
-        """Run all that is left. Raises RunError where one fails or is stopped; the rest is kept."""
+        """Run all that is left. Raises LedgerError where one fails or is stopped."""
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
         kept = f"what is done is kept in {self.out}; the same command goes on"
         pool, futures, started = ThreadPoolExecutor(self.jobs), {}, time.monotonic()
@@ -198,9 +196,9 @@ class Turns:
                 print(f"{what}: {log.val_loss:.4f} in {log.train_time_ms / 1000:.2f} s, about "
                       f"{left / 60:.0f} min left", file=sys.stderr, flush=True)
         except LedgerError as error:
-            raise RunError(f"{what}: {error}; {kept}") from None
+            raise LedgerError(f"{what}: {error}; {kept}", 1) from None
         except KeyboardInterrupt:
-            raise RunError(f"stopped; {kept}") from None
+            raise LedgerError(f"stopped; {kept}", 1) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(self.running):  # they stop at their next step
@@ -209,61 +207,54 @@ class Turns:
         for future, (contestant, _) in futures.items():
             contestant.logs.append(future.result())
 
+    def reason_against(self, logs: list[Log]) -> str:
+        """Why a record's runs are no measurement of it; empty where they are one."""
+        if self.preset not in table.RULES:
+            return f"the rules do not have --preset {self.preset}"
+        if len(logs) != table.SEEDS[self.kind]:
+            return f"{len(logs)} seeds, by the rules a measurement is of {table.SEEDS[self.kind]}"
+        return f"it ran on a {logs[0].header['device']}" if logs[0].simulated else ""
 
-def keep(contestants: list[Contestant], turns: Turns) -> None:
-    """Copy the logs of records that were measured to their folders, and make the table's rows.
+    def keep(self, contestants: list[Contestant]) -> None:
+        """Copy the logs of records that were measured to their folders, and make their rows.
 
-    The first seed's log keeps the source, the others its sha256.
-    """
-    for contestant in contestants:
-        folder, logs, reason = contestant.folder, contestant.logs, None
-        if turns.preset not in table.RULES:
-            reason = f"the rules do not have --preset {turns.preset}"
-        elif len(logs) != table.SEEDS[turns.kind]:
-            reason = f"{len(logs)} seeds, by the rules a measurement is of {table.SEEDS[turns.kind]}"
-        elif logs[0].simulated:
-            reason = f"it ran on a {logs[0].header['device']}"
-        if folder and not reason:
-            place = folder / table.FOLDERS[turns.kind]
+        The first seed's log keeps the source, the others its sha256.
+        """
+        for one in contestants:
+            if not one.folder:
+                continue
+            reason = self.reason_against(one.logs)
+            if reason:
+                print(f"{one.label}: not kept: {reason}", file=sys.stderr)
+                continue
+            place = one.folder / table.FOLDERS[self.kind]
             place.mkdir(parents=True, exist_ok=True)
             for path in place.glob("seed-*.txt"):
                 path.unlink()
-            for log in logs:
-                text = read_text(log.path)
-                if log is not logs[0]:
-                    text = f"source sha256: {log.source_sha256}\n{log.body}"
+            for log in one.logs:
+                text = f"source sha256: {log.source_sha256}\n{log.body}"
+                if log is one.logs[0]:
+                    text = read_text(log.path)
                 write_file(place / f"seed-{int(log.final['seed'])}.txt", text)
-            table.write_table(folder.parent / table.TABLE, table.logs_to_rows(folder.parent)[0])
-        if folder:
-            print(f"{folder.name}: " + (f"not kept: {reason}" if reason else "kept; `list --write` "
-                                        "is next"), file=sys.stderr)
+            table.write_table(one.folder.parent)
+            print(f"{one.label}: kept; `list --write` is next", file=sys.stderr)
 
 
-def replay(records: list[table.Record], seeds: int) -> tuple[list[str], list[str]]:
-    """Run the first seeds of records again: (findings, notes)."""
-    findings, notes = [], []
-    for record in records:
-        for path in table.seed_files(record.folder, "loss")[:seeds]:
-            where, old = f"{record.folder.name}: logs/{path.name}", read_log(path)
-            print(f"{where}: runs again", file=sys.stderr, flush=True)
-            flags = {"preset": old.header["preset"], "seed": old.header["seed"], "run_id": "replay"}
-            with tempfile.TemporaryDirectory() as out:
-                new = train(record.folder / "train_gpt.py", Path(out), flags,
-                            int(old.header["world_size"]), old.header["threads"], set())
-            before, now = old.final["val_loss"], new.final["val_loss"]
-            what, differ = f"{where}: run again it has val_loss {now}, its log {before}", []
-            for name in ("torch", "device", "threads", "world_size"):
-                if new.header.get(name) != old.header.get(name):
-                    differ.append(f"{name} {new.header.get(name)} instead of "
-                                  f"{old.header.get(name)}")
-            if differ:
-                what += f"; not comparable to the digit with {', '.join(differ)}"
-            if not abs(float(now) - float(before)) <= MOVES:
-                findings.append(f"{what}; further off than {MOVES}, what machines may move it by")
-            elif differ:
-                notes.append(f"{what}; within {MOVES}, what machines may move it by")
-            elif now != before:
-                findings.append(f"{what}, on the same machine")
-            else:
-                notes.append(f"{where}: run again it has the same val_loss, {before}")
-    return findings, notes
+def replay(record: table.Record, path: Path) -> tuple[bool, str]:
+    """Run a record's seed again: whether its log may be true, and what was found."""
+    old = read_log(path)
+    flags = {"preset": old.header["preset"], "seed": old.header["seed"], "run_id": "replay"}
+    with tempfile.TemporaryDirectory() as out:
+        new = train(record.folder / "train_gpt.py", Path(out), flags,
+                    int(old.header["world_size"]), old.header["threads"], set())
+    before, now = old.final["val_loss"], new.final["val_loss"]
+    what = f"{record.folder.name}: logs/{path.name}: run again it has val_loss {now}, its log {before}"
+    differ = []
+    for name in ("torch", "device", "threads", "world_size"):
+        if new.header[name] != old.header[name]:
+            differ.append(f"{name} {new.header[name]} instead of {old.header[name]}")
+    if not differ:
+        return now == before, f"{what}, on the same machine"
+    near = abs(float(now) - float(before)) <= MOVES
+    return near, (f"{what}; not comparable to the digit with {', '.join(differ)}; "
+                  f"{'within' if near else 'further off than'} {MOVES}, what machines may move it by")

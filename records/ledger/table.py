@@ -1,7 +1,7 @@
 """The table of runs, runs.csv: a row a run, made from the logs; what its rows show, and the rules.
 
 A record's folder has record.json, what it claims, and logs/seed-N.txt, what it ran; logs/times/ has
-the runs that were made alone, for their times. A parent's runs are in the parent's own folder.
+runs that were made alone, for their times. A parent's runs are in the parent's own folder.
 """
 
 import csv
@@ -20,42 +20,24 @@ FINAL = ("val_loss", "train_time_ms", "steps", "tokens", "threads", "device", "t
          "world_size", "parameters", "peak_memory_mib")  # cells from a log's last block
 COLUMNS = ("record", "kind", "seed", "preset", *FINAL[:5], "jobs", *FINAL[5:],
            "source_sha256", "log_sha256")
-MACHINE = ("preset", "torch", "device", "threads", "world_size", "jobs")  # of runs to be compared
 NUMBERS = ("seed", "val_loss", "train_time_ms", "steps", "tokens", "jobs")
-FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9]+")
-
-# ---- Rules --------------------------------------------------------------------
+MACHINE = ("preset", "torch", "device", "threads", "world_size", "jobs")  # of runs to be compared
+FOLDER_NAME = re.compile(r"\d{4}-(0\d|1[0-2])-([0-2]\d|3[01])_[A-Za-z0-9]+")
 
 SIGNIFICANCE = 0.01  # what a p-value has to stay under
 SEEDS = {"loss": 10, "time": 5}  # runs of a measurement, set before the first: all count, no more
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What every run with a preset is held to."""
-
-    target_loss: float  # nats per token
-    train_files: str
-    val_files: str
-    val_tokens: int
-    val_digest: str | None  # as a log's header has it; None where the data is not known here
-
-
-RULES = {
-    "record": Rule(3.28, "data/fineweb10B/fineweb_train_*.bin",
-                   "data/fineweb10B/fineweb_val_*.bin", 10_485_760, None),
-    "pocket": Rule(1.64, "data/pocket/pocket_train_*.bin",
-                   "data/pocket/pocket_val_*.bin", 262_144, None),
+RULES = {  # what the header of every run with a preset has to have; None: not known here
+    "record": {"target_loss": "3.28", "val_tokens": "10485760", "val_digest": None,
+               "val_files": "data/fineweb10B/fineweb_val_*.bin",
+               "train_files": "data/fineweb10B/fineweb_train_*.bin"},
+    "pocket": {"target_loss": "1.64", "val_tokens": "262144", "val_digest": "f89a85391a8fc0bf",
+               "val_files": "data/pocket/*_val_*.bin",
+               "train_files": "data/pocket/*_train_*.bin"},
 }
 
-# ---- Records ------------------------------------------------------------------
-
-GAINS = (None, "loss", "time")
-NUMBER = (int, float)
-OPTIONAL = type(None)
-CLAIM = {"number": int, "change": str, "parent": (str, OPTIONAL), "published": (dict, OPTIONAL),
-         "modelled_minutes": (int, float, OPTIONAL), "equality": (dict, OPTIONAL),
-         "gain": (str, OPTIONAL)}
+NUMBER, NONE = (int, float), type(None)
+CLAIM = {"number": int, "change": str, "parent": (str, NONE), "published": (dict, NONE),
+         "modelled_minutes": (int, float, NONE), "equality": (dict, NONE), "gain": (str, NONE)}
 PARTS = {"published": {"number": int, "minutes": NUMBER, "val_loss": float, "n": int,
                        "hardware": str, "source": str},
          "equality": {"largest": float, "of": str}}
@@ -63,22 +45,18 @@ PARTS = {"published": {"number": int, "minutes": NUMBER, "val_loss": float, "n":
 
 @dataclass
 class Record:
-    """A record's folder, what it claims, and its rows of the table, by kind and seed."""
+    """A record's folder, what it claims, and its rows of the table, by kind."""
 
     folder: Path
     claim: dict
     runs: dict[str, list[dict]] = field(default_factory=dict)
     parent: "Record | None" = None
 
-    @property
-    def name(self) -> str:
-        return self.folder.name.partition("_")[2]
 
-
-def read_claim(path: Path) -> dict:
+def read_claim(folder: Path) -> dict:
+    path = folder / "record.json"
     try:
-        claim = json.loads(read_text(path))
-        return dict.fromkeys(CLAIM) | claim
+        return dict.fromkeys(CLAIM) | json.loads(read_text(path))
     except (ValueError, TypeError) as error:
         raise LedgerError(f"{path} is no record.json: {error!r}; see records/README.md") from None
 
@@ -89,12 +67,14 @@ def claim_findings(claim: dict) -> list[str]:
     for name, value in claim.items():
         if name not in CLAIM:
             found.append(f"{name} is not a field of record.json")
-        elif not isinstance(value, CLAIM[name]) or (name == "gain" and value not in GAINS):
+        elif not isinstance(value, CLAIM[name]):
             found.append(f"record.json: {name} is {value!r}, not a usable value")
         elif isinstance(value, dict):
             for part, kind in PARTS[name].items():
                 if not isinstance(value.get(part), kind):
                     found.append(f"record.json: {name}.{part} is missing or of another kind")
+    if claim["gain"] not in (None, "loss", "time"):
+        found.append(f"record.json: gain is {claim['gain']!r}, neither loss nor time nor null")
     if claim["gain"] and not claim["parent"]:
         found.append("record.json: gain is claimed without a parent")
     return found
@@ -106,8 +86,8 @@ def find_records(folder: Path) -> list[Record]:
         raise LedgerError(f"{folder}: no such folder; give records/ or one record's folder")
     found = {}
     for path in sorted(folder.glob("*/record.json")):
-        found[path.parent.name] = Record(path.parent, read_claim(path))
-    for row in read_table(folder / TABLE):
+        found[path.parent.name] = Record(path.parent, read_claim(path.parent))
+    for row in read_table(folder):
         if row["record"] in found:
             found[row["record"]].runs.setdefault(row["kind"], []).append(row)
     for record in found.values():
@@ -115,7 +95,7 @@ def find_records(folder: Path) -> list[Record]:
     return list(found.values())
 
 
-# ---- The table ------------------------------------------------------------------
+# ---- The table ----------------------------------------------------------------------
 
 
 def seed_files(folder: Path, kind: str) -> list[Path]:
@@ -124,17 +104,14 @@ def seed_files(folder: Path, kind: str) -> list[Path]:
     return sorted(files, key=lambda path: (len(path.name), path.name))
 
 
-def run_row(record: str, kind: str, path: Path, log: Log) -> dict[str, str]:
-    """The table's row of one finished run. Raises LedgerError where it is not finished."""
+def run_row(record: str, kind: str, log: Log) -> dict[str, str]:
+    """The table's row of a run. Raises LedgerError where it is not finished."""
     if not log.finished:
-        raise LedgerError(f"{path} is not a finished run: {'; '.join(log.notes)}")
-    found = {"record": record, "kind": kind, "source_sha256": log.source_sha256 or "",
-             "preset": log.header.get("preset", ""), "seed": log.final.get("seed", ""),
-             "jobs": log.final.get("jobs", "1"), "log_sha256": sha256(read_text(path))}
-    for name in FINAL:
-        found[name] = log.final.get(name, log.header.get(name, ""))
-    row = {name: found[name] for name in COLUMNS}
-    check_numbers(row, path)
+        raise LedgerError(f"{log.path} is not a finished run: {'; '.join(log.notes)}")
+    found = {"jobs": "1", **log.header, **log.final, "record": record, "kind": kind,
+             "source_sha256": log.source_sha256, "log_sha256": sha256(read_text(log.path))}
+    row = {name: found.get(name) or "" for name in COLUMNS}
+    check_numbers(row, log.path)
     return row
 
 
@@ -142,29 +119,27 @@ def check_numbers(row: dict, path: Path) -> None:
     for name in NUMBERS:
         try:
             float(row[name])
-        except (ValueError, TypeError, KeyError):
-            raise LedgerError(f"{path}: {name} is {row.get(name)!r}, not a number") from None
+        except (ValueError, TypeError):
+            raise LedgerError(f"{path}: {name} is {row[name]!r}, not a number") from None
 
 
-def logs_to_rows(folder: Path) -> tuple[list[dict], list[str]]:
-    """The rows of all records' logs in a folder of records, and what could not be read."""
-    rows, troubles = [], []
-    for record in sorted(path.parent for path in folder.glob("*/record.json")):
+def logs_to_rows(folder: Path) -> list[dict]:
+    """The rows of all records' logs in a folder of records."""
+    rows = []
+    for claim in sorted(folder.glob("*/record.json")):
         for kind in FOLDERS:
-            for path in seed_files(record, kind):
-                try:
-                    rows.append(run_row(record.name, kind, path, read_log(path)))
-                except LedgerError as error:
-                    troubles.append(str(error))
-    return rows, troubles
+            for path in seed_files(claim.parent, kind):
+                rows.append(run_row(claim.parent.name, kind, read_log(path)))
+    return rows
 
 
-def read_table(path: Path) -> list[dict]:
+def read_table(folder: Path) -> list[dict]:
     """The rows of runs.csv; none where there is no such file."""
+    path = folder / TABLE
     if not path.exists():
         return []
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
-    if tuple(reader.fieldnames or ()) != COLUMNS:
+    if tuple(reader.fieldnames) != COLUMNS:
         raise LedgerError(f"{path}: its columns are not {','.join(COLUMNS)}; `list --write` makes "
                           "it from the logs")
     rows = list(reader)
@@ -173,15 +148,16 @@ def read_table(path: Path) -> list[dict]:
     return rows
 
 
-def write_table(path: Path, rows: list[dict]) -> None:
+def write_table(folder: Path) -> None:
+    """Make runs.csv from the logs."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
-    write_file(path, text.getvalue())
+    writer.writerows(logs_to_rows(folder))
+    write_file(folder / TABLE, text.getvalue())
 
 
-# ---- Statistics -----------------------------------------------------------------
+# ---- Statistics ---------------------------------------------------------------------
 
 
 def scipy_stats():
@@ -215,23 +191,17 @@ def compare(runs: list[dict], others: list[dict]) -> dict:
     the same order, the paired t-test, else Welch's. Both are two-sided.
     """
     ours, theirs = by_seed(runs, "val_loss"), by_seed(others, "val_loss")
-    a = [ours[seed] for seed in sorted(ours)]
-    b = [theirs[seed] for seed in sorted(theirs)]
+    a, b = [ours[seed] for seed in sorted(ours)], [theirs[seed] for seed in sorted(theirs)]
+    paired = sorted(ours) == sorted(theirs)
     found = {"difference": statistics.fmean(a) - statistics.fmean(b), "p": None,
+             "test": "paired t-test" if paired else "Welch's t-test",
              "smallest_shown": None, "time_ratios": []}
-    if sorted(ours) == sorted(theirs):
-        found["test"] = "paired t-test"
-        spread = std_of([x - y for x, y in zip(a, b)])
-    else:
-        found["test"] = "Welch's t-test"
-        spread = (std_of(a) or 0) + (std_of(b) or 0)
-    if spread and min(len(a), len(b)) > 1:
+    spread = std_of([x - y for x, y in zip(a, b)]) if paired else std_of(a) and std_of(b)
+    if spread:
         stats = scipy_stats()
-        paired = found["test"] == "paired t-test"
         test = stats.ttest_rel(a, b) if paired else stats.ttest_ind(a, b, equal_var=False)
         low, high = test.confidence_interval(1 - SIGNIFICANCE)
-        found["p"] = float(test.pvalue)
-        found["smallest_shown"] = float(high - low) / 2
+        found["p"], found["smallest_shown"] = float(test.pvalue), float(high - low) / 2
     elif a == b:
         found["p"] = 1.0
     times, their_times = by_seed(runs, "train_time_ms"), by_seed(others, "train_time_ms")
@@ -249,23 +219,22 @@ def is_shown(versus: dict) -> bool:
     return p is not None and p < SIGNIFICANCE and round(versus["difference"], 4) != 0
 
 
+def versus_parent(record: Record, kind: str) -> dict | None:
+    """A record's runs of a kind against its parent's; None where one has none."""
+    theirs = record.parent.runs.get(kind) if record.parent else None
+    return compare(record.runs[kind], theirs) if theirs and record.runs.get(kind) else None
+
+
 def shows_gain(record: Record) -> bool:
     """Whether a record's runs bear its claim of a gain over its parent.
 
     "loss": shown to be lower. "time": each ratio of the times of runs alone is below 1, with a loss
     that is not shown to be higher.
     """
-    pairs = {}
-    for kind in FOLDERS:
-        theirs = record.parent.runs.get(kind, []) if record.parent else []
-        if record.runs.get(kind) and theirs:
-            pairs[kind] = compare(record.runs[kind], theirs)
-    if "loss" not in pairs:
+    losses, times = versus_parent(record, "loss"), versus_parent(record, "time")
+    if not losses:
         return False
-    losses = pairs["loss"]
     if record.claim["gain"] == "loss":
         return is_shown(losses) and losses["difference"] < 0
-    ratios = pairs["time"]["time_ratios"] if "time" in pairs else []
-    alone = all(run["jobs"] == "1" for run in record.runs.get("time", []))
     worse = is_shown(losses) and losses["difference"] > 0
-    return bool(ratios) and max(ratios) < 1 and alone and not worse
+    return bool(times) and max(times["time_ratios"]) < 1 and not worse

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_records import main
-from ledger import diff, public
+from ledger import diff, logs, pages, public
 from scipy import stats
 
 RULE = "=" * 100
@@ -90,7 +90,8 @@ def test_every_public_format_is_read(name, tmp_path):
     assert log.train_time_ms == (None if name == "A" else 943)
     assert log.val[0][1] == (None if name == "A" else 0)  # the first validation is not training
     assert (log.val_loss, log.last_step) == (3.2808, 20)
-    assert log.reach(3.28) is None and log.reach(3.3) == (20, log.train_time_ms)
+    told = [pages.time_to_loss("a", [log], loss) for loss in (3.28, 3.3)]
+    assert [(one["step"], one["time_ms"]) for one in told] == [(0, None), (20, log.train_time_ms)]
     if name in "BC":
         assert log.train == {1: (7.7, None), 11: (7.7, None), 13: (7.7, 283)}
     if name in "DEF":
@@ -104,7 +105,7 @@ def test_every_public_format_is_read(name, tmp_path):
 
 
 def test_joined_files_are_told_apart():
-    assert list(public.split_files(THREE)) == ["train_gpt.py", "kernels.py", "more.py"]
+    assert list(logs.split_files(THREE)) == ["train_gpt.py", "kernels.py", "more.py"]
     found = diff.diff_sources(JOINED, JOINED.replace("pass", "return"))
     assert [section["title"] for section in found["sections"]] == ["kernels.py: kernel"]
 
@@ -310,7 +311,7 @@ def test_curves_of_logs_without_times_are_drawn_where_they_can(tmp_path, capsys)
     assert main(["curves", *operands, "--png", str(png)]) == 0
     out, err = capsys.readouterr()
     assert "A has no training time" in err and "A has no training tokens" in err
-    assert "3.28 (target)" in out and png.stat().st_size > 20_000
+    assert "below the loss 3.28" in out and png.stat().st_size > 20_000
     assert main(["curves", operands[0], "--png", str(png)]) == 0
 
 
@@ -337,7 +338,7 @@ def test_curves_leave_out_what_is_not_finite(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert "1 of 2 files are not used" in err and png.exists()
     row = json.loads(out)[-1]
-    assert (row["loss"], row["step"], row["reached"], row["n"]) == (3.28, None, 0, 1)
+    assert (row["loss"], row["time_ms"], row["reached"], row["n"]) == (3.28, None, 0, 1)
 
 
 # ---- Bad input -----------------------------------------------------------------------
@@ -360,7 +361,6 @@ def test_curves_leave_out_what_is_not_finite(tmp_path, capsys):
         (["curves", "log.txt", "--png", "no/such/out.png"], "no/such/out.png: No such file"),
         (["curves", "log.txt", "--png", "folder"], "folder: Is a directory"),
         (["diff", "a.py", "a.py", "--html", "no/such.html"], "no/such.html: No such file"),
-        (["curves", "unlike", "--png", "out.png"], "share no step"),
         (["diff", "console.txt", "console.txt"], "no source in it"),
         (["diff", "folder", "folder"], "no log with validation losses"),
         (["diff", "a.py", "spoiled"], "spoiled is a folder of records; give one of its folders"),
@@ -383,9 +383,6 @@ def test_bad_input_is_answered_in_one_line(command, words, tmp_path, monkeypatch
     for name, content in files.items():
         Path(name).write_bytes(content)
     Path("folder").mkdir()
-    Path("unlike").mkdir()
-    for step in (1, 2):
-        Path(f"unlike/{step}.txt").write_text(f"s:{step} tel:3.0\n")
     Path("spoiled/2026-01-01_X").mkdir(parents=True)
     Path("spoiled/2026-01-01_X/record.json").write_text('{"number": ')
     try:

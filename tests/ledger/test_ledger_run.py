@@ -53,7 +53,7 @@ def test_runs_go_in_turns_and_the_logs_are_kept(measured):
 
 def test_the_table_has_what_the_logs_say(measured):
     records = measured / "records"
-    rows = table.read_table(records / "runs.csv")
+    rows = table.read_table(records)
     assert len(rows) == 2 * (SEEDS + 5)
     for row in rows:
         path = records / row["record"] / table.FOLDERS[row["kind"]] / f"seed-{row['seed']}.txt"

@@ -57,19 +57,19 @@ SPOILED = {
         f"{NEWEST}/train_gpt.py", f"Parent: {PARENT}.", "Parent: 2025-01-01_No.",
         f"does not say `Parent: {PARENT}.`"),
     "a docstring without a change": (
-        f"{NEWEST}/train_gpt.py", "Change: less loss.", "", "does not say `Change: …`"),
+        f"{NEWEST}/train_gpt.py", "Change: less loss.", "", "does not say `Change: …` in words of its own"),
     "a README with another title": (
         f"{NEWEST}/README.md", f"# {NEWEST}", f"# {PARENT}", "README.md's title is"),
-    "the root's script": ("../train_gpt.py", "0.8**step", "0.7**step", "is not the root's, byte"),
+    "the root's script": ("../train_gpt.py", "0.8**step", "0.7**step", "train_gpt.py is not the root's"),
     # The claim
     "a gain in time": (
         f"{NEWEST}/record.json", '"gain": "loss"', '"gain": "time"', "its runs show none"),
     "a gain of no kind": (
-        f"{NEWEST}/record.json", '"gain": "loss"', '"gain": "fame"', "gain is 'fame'"),
+        f"{NEWEST}/record.json", '"gain": "loss"', '"gain": "fame"', "gain is 'fame', neither"),
     "a gain over nothing": (
         f"{PARENT}/record.json", '"gain": null', '"gain": "loss"', "gain is claimed without a par"),
     "an unknown parent": (
-        f"{NEWEST}/record.json", f'"{PARENT}"', '"2026-01-01_No"', "2026-01-01_No/record.json is"),
+        f"{NEWEST}/record.json", f'"{PARENT}"', '"2026-01-01_No"', "2026-01-01_No/record.json is missing"),
     "a claim without a source": (
         f"{PARENT}/record.json", '"source"', '"sauce"', "published.source is missing"),
     "a claim of another kind": (
@@ -116,7 +116,7 @@ SPOILED = {
         f"{TIMES}/seed-0.txt", "preset: pocket", "preset: record", "has preset record, its preset"),
     # Tables
     "the ladder's table": ("README.md", "1.5", "1.4", "README.md is not what"),
-    "the rules' table": ("README.md", "| 1.64 |", "| 1.74 |", "README.md is not what"),
+    "the rules' table": ("README.md", "| `1.64` |", "| `1.74` |", "README.md is not what"),
     "a record's README": (f"{NEWEST}/README.md", "(10)", "(11)", "README.md is not what"),
     "a README without its lines": (
         f"{NEWEST}/README.md", "<!-- ledger: begin -->", "", "has no lines"),
@@ -132,7 +132,7 @@ def test_true_records_are_verified(records, capsys):
 
 def test_no_records_is_said(tmp_path, capsys):
     assert main(["verify", str(tmp_path)]) == 0
-    assert "no records" in capsys.readouterr().out
+    assert "0 record(s)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", SPOILED)
@@ -168,7 +168,7 @@ def test_verify_finds_missing_and_surplus_seeds(records, capsys):
     assert "loss, seed 1 has no log" in found
     assert "logs/ has the seeds 0, 2, 3, 4, 5, 6, 7, 8, 9; by the rules they are 0 to 9" in found
     shutil.copy(folder / "seed-2.txt", folder / "seed-1.txt")
-    assert any("has seed 2 twice" in line for line in findings(records, capsys))
+    assert any("has the seeds 0, 2, 2, 3" in line for line in findings(records, capsys))
     (records / "kept").rename(folder / "seed-1.txt")
     text = (folder / "seed-9.txt").read_text().replace("\nseed: 9", "\nseed: 10")
     (folder / "seed-10.txt").write_text(text)
@@ -197,19 +197,15 @@ def test_records_without_runs_are_told_and_not_refused(tmp_path, capsys):
          "has target_loss 1.7, by the rules it is 1.64"),
         ([("262_144", "1024"), ("val_tokens: 262144", "val_tokens: 1024")],
          "has val_tokens 1024, by the rules it is 262144"),
-        ([("pocket_val_*", "easy_val_*")], "has val_files data/pocket/easy_val_*.bin, by the"),
-        ([("pocket_train_*", "pocket_*")], "has train_files data/pocket/pocket_*.bin, by the"),
-        ([("a5136c0f5d2d1f4b", "1f4ba5136c0f5d2d")], "has val_digest 1f4ba5136c0f5d2d, by the"),
+        ([("*_val_*", "easy_val_*")], "has val_files data/pocket/easy_val_*.bin, by the"),
+        ([("*_train_*", "pocket_*")], "has train_files data/pocket/pocket_*.bin, by the"),
+        ([("f89a85391a8fc0bf", "0bff89a85391a8fc")], "has val_digest 0bff89a85391a8fc, by the"),
         ([("preset: pocket", "preset: puddle")], "has preset puddle"),
         ([("cpu (fake)", "host standing in for an H100")], "which measures nothing"),
     ],
 )  # fmt: skip
-def test_verify_finds_rules_that_a_record_made_itself(pairs, words, records, monkeypatch, capsys):
+def test_verify_finds_rules_that_a_record_made_itself(pairs, words, records, capsys):
     """Where everything else agrees."""
-    pocket = verify.RULES["pocket"]
-    monkeypatch.setitem(
-        verify.RULES, "pocket", type(pocket)(**vars(pocket) | {"val_digest": "a5136c0f5d2d1f4b"})
-    )
     forge(records, *pairs)
     found = findings(records, capsys)
     assert sum(words in line for line in found) == 2 * (SEEDS + 5), found
@@ -280,7 +276,7 @@ def test_a_gain_in_time_is_that_of_runs_alone(records, capsys):
         path.write_text(path.read_text() + "jobs: 2\n")
     assert main(["list", str(records), "--write"]) == 0
     found = findings(records, capsys)
-    assert none in found and any("one of several runs at once" in line for line in found)
+    assert any("one of several runs at once" in line for line in found)
 
 
 def test_verify_finds_wrong_folders(records, capsys):
@@ -304,7 +300,7 @@ def test_a_claim_that_cannot_be_shown_is_named(records, capsys):
 
 def test_replay_compares_losses_to_the_digit(records, capsys):
     assert main(["verify", str(records), "--replay", "2"]) == 0
-    assert capsys.readouterr().err.count("run again it has the same val_loss, 1.") == 4
+    assert capsys.readouterr().err.count("on the same machine") == 4
     forge(records, ("return loss", "return loss + 1e-6"), logs=False)
     assert findings(records, capsys) == []
     assert main(["verify", str(records), "--replay", "1"]) == 1

@@ -1,0 +1,189 @@
+"""Every command and every line of Python on the pages runs as it stands there, or is marked.
+
+A block of a page runs in a copy of the project, line by line. What takes long runs in a small form,
+which SMALL names. A block that cannot run has `<!-- not run: reason -->` on the line before it.
+"""
+
+import fnmatch
+import lzma
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO
+from page_text import BLOCKS, tracked_files
+
+import train_gpt
+
+FEW = "--num_iterations 2 --sequences_per_step 4 --val_tokens 4096 --warmup_steps 0"
+FEW_STEPS = "num_iterations=2,sequences_per_step=4,val_tokens=4096,warmup_steps=0"
+SMALL = {  # what is run for a command: its own words, and fewer steps, tokens and seeds
+    "./run.sh": f"./run.sh {FEW}",
+    "./run.sh sample --prompt 'def ' --tokens 500 --temperature 0.7 --seed 1":
+        "./run.sh sample --prompt 'def ' --tokens 5 --temperature 0.7 --seed 1",
+    "python train_gpt.py --preset pocket --train_files 'data/mine/text_train_*.bin' "
+    "--val_files 'data/mine/text_val_*.bin' --val_tokens 8192":
+        "python train_gpt.py --preset pocket --train_files 'data/mine/text_train_*.bin' "
+        f"--val_files 'data/mine/text_val_*.bin' --val_tokens 8192 {FEW}",
+    "python train_gpt.py --preset pocket --run_id mine --save_every 100 --resume auto":
+        f"python train_gpt.py --preset pocket --run_id mine --save_every 100 --resume auto {FEW}",
+    "python train_gpt.py --resume logs/RUN/step-000240.pt":
+        "python train_gpt.py --resume logs/RUN/step-000240.pt",
+    "python train_gpt.py --preset pocket --init logs/RUN/step-000240.pt --num_iterations 100":
+        "python train_gpt.py --preset pocket --init logs/RUN/step-000240.pt --num_iterations 100 "
+        f"{FEW}",
+    "python records/ledger run train_gpt.py train_gpt.py:muon_lr=0.1 "
+    "--preset pocket --seeds 5 --jobs 2":
+        f"python records/ledger run train_gpt.py:{FEW_STEPS} "
+        f"train_gpt.py:muon_lr=0.1,{FEW_STEPS} --preset pocket --seeds 2 --jobs 2",
+}  # fmt: skip
+AS_IT_STANDS = [  # patterns of commands that are quick
+    "python records/ledger diff records/* records/*",
+    "python records/ledger verify",
+    "python data/pocket.py",
+    "python data/text.py --tokenizer bytes *",
+    "xzcat dump.xz | python data/text.py --tokenizer bytes *",
+]
+SLOW = ["./run.sh", "python records/ledger run"]  # the small form takes more than some seconds
+
+
+def form_that_runs(command: str) -> str:
+    """Raises KeyError where the command is not known here."""
+    if command in SMALL:
+        return SMALL[command]
+    if any(fnmatch.fnmatchcase(command, pattern) for pattern in AS_IT_STANDS):
+        return command
+    raise KeyError(f"{command}: give it a small form in {__file__}, or mark its block")
+
+
+def to_run(language):
+    """The different blocks that are run, as parameters of a test."""
+    blocks = {}
+    for block in BLOCKS:
+        if block.language == language and not block.not_run:
+            blocks.setdefault(block.text, block)
+    found = []
+    for block in blocks.values():
+        slow = any(line.startswith(tuple(SLOW)) for line in block.commands())
+        first = block.text.strip().partition("\n")[0][:60]
+        found.append(pytest.param(block, id=f"{block.page}: {first}",
+                                  marks=[pytest.mark.slow] * slow))  # fmt: skip
+    return found
+
+
+def train(words):
+    """Run the trainer in this process, which has imported torch; its exit code."""
+    handlers = {number: signal.getsignal(number) for number in train_gpt.Health.SIGNALS}
+    try:
+        return train_gpt.main(words)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run(command, capfd):
+    """Run a command as a shell does; what it printed. It has to succeed."""
+    if command.startswith("python train_gpt.py "):
+        capfd.readouterr()
+        code, (out, errors) = train(shlex.split(command)[2:]), capfd.readouterr()
+    else:
+        done = subprocess.run(["bash", "-o", "pipefail", "-c", command], text=True, timeout=300,
+                              stdin=subprocess.DEVNULL, capture_output=True)  # fmt: skip
+        code, out, errors = done.returncode, done.stdout, done.stderr
+    assert code == 0, f"{command}\n{out[-2000:]}\n{errors[-2000:]}"
+    return out
+
+
+@pytest.fixture
+def project(tmp_path, pocket_data, build_once, monkeypatch):
+    """A copy of the project, in which this process stands, with the checkpoint and the texts that
+    the pages name."""
+
+    def train_once(folder):
+        monkeypatch.chdir(folder)
+        flags = f"--preset pocket --device cpu --run_id RUN {FEW} --save_every 2"
+        files = ["--train_files", f"{pocket_data}/pocket_train_*.bin",
+                 "--val_files", f"{pocket_data}/pocket_val_*.bin"]  # fmt: skip
+        assert train([*flags.split(), *files]) == 0
+
+    trained = build_once("a run of the pages", train_once)
+    copy = tmp_path / "project"
+    for name in tracked_files():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPO / name, copy / name)
+    (copy / "data" / "pocket").symlink_to(pocket_data)
+    (copy / "logs" / "RUN").mkdir(parents=True)
+    checkpoint = copy / "logs" / "RUN" / "step-000240.pt"
+    shutil.copy(trained / "logs" / "RUN" / "step-000002.pt", checkpoint)
+    for folder in ("papers", "home/projects"):
+        (copy / folder).mkdir(parents=True)
+        for number in range(20):
+            (copy / folder / f"{number}.py").write_text(f"# {number} is a number.\n" * 500)
+    (copy / "novel.txt").write_text("It was a night like any other. " * 2000)
+    (copy / "dump.xz").write_bytes(lzma.compress(b"A line of a dump.\n" * 5000))
+    for name in ("python", "python3"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        program.chmod(0o755)
+    monkeypatch.chdir(copy)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(copy / "home"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("PYTHON", raising=False)
+    return copy
+
+
+@pytest.mark.parametrize("block", to_run("sh"))
+def test_commands_run(block, project, capfd):
+    for command in block.commands():
+        printed = run(form_that_runs(command), capfd)
+        if command == "./run.sh" or command.startswith("python train_gpt.py"):
+            assert "\nval_loss: " in printed
+
+
+@pytest.mark.parametrize("block", to_run("python"))
+def test_python_runs(block, project):
+    names = {}
+    exec(block.text, names)
+    if "logits" in names:
+        shape = tuple(names["logits"].shape)
+        assert f"# {shape}, the vocabulary padded to {shape[-1]}" in block.text
+
+
+def test_what_the_text_command_prints_is_the_command_that_the_page_gives(project, capfd):
+    """"The first command prints the second", with the flags of the text at hand."""
+    block = next(one for one in BLOCKS if "data/text.py" in one.text and one.page == "README.md")
+    first, second = block.commands()
+    printed = run(first, capfd).strip().splitlines()[-1].strip()
+    assert printed.rpartition(" ")[0] == second.rpartition(" ")[0]
+
+
+@pytest.mark.slow
+def test_torchrun_runs_on_two_ranks(project, capfd):
+    """The line of the front page, with the pocket and two processes."""
+    line = next(line for block in BLOCKS for line in block.commands()
+                if line.startswith("torchrun --standalone --nproc_per_node=8 train_gpt.py"))  # fmt: skip
+    line = line.replace("torchrun", "python -m torch.distributed.run").replace("node=8", "node=2")
+    printed = run(f"{line} --preset pocket {FEW}", capfd)
+    assert "\nval_loss: " in printed and "2 rank(s)" in printed
+
+
+def test_small_forms_have_the_words_of_their_commands():
+    for command, small in SMALL.items():
+        names = [word for word in command.split() if word.startswith("--")]
+        assert all(name in small.split() for name in names), command
+
+
+def test_small_forms_are_of_commands_on_pages():
+    on_pages = {command for block in BLOCKS for command in block.commands()}
+    assert set(SMALL) <= on_pages
+
+
+def test_an_unknown_command_is_found():
+    with pytest.raises(KeyError, match="small form"):
+        form_that_runs("python train_gpt.py --preset pocket --seed 7")

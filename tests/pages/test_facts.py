@@ -1,0 +1,193 @@
+"""What the pages say of the code: functions, flags, presets, files, measures of the pages."""
+
+import ast
+import re
+import shlex
+
+import pytest
+from conftest import REPO
+from page_text import BLOCKS, COMMENT, FENCE, PAGES, blocks_of, prose_of, tables_of, text_of
+from page_text import tracked_files as files
+
+import train_gpt
+
+MOST_LINES = {"README.md": 150, "records/README.md": 120, "docs/lab.md": 50}
+PRESETS = [train_gpt.parse_args(["--preset", name]) for name in ("record", "pocket")]
+SCRIPT_FLAGS = {f"--{name}" for name in train_gpt.Hyperparameters.__dataclass_fields__}
+SCRIPT_FLAGS |= {"--preset", "--help"}
+OTHERS = {  # programs that are not ours: flags of theirs that the pages name
+    "torchrun": {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend",
+                 "--rdzv_endpoint", "--max-restarts", "--shutdown-timeout"},
+    "./run.sh test": {"-m"},
+}  # fmt: skip
+RECORDS = [f"#{number} {name}" for name, number in sorted(
+    (path.parent.name.partition("_")[2], re.search(r'"published": \{"number": (\d+)',
+                                                   path.read_text())[1])
+    for path in REPO.glob("records/*/record.json"))]  # fmt: skip
+
+
+def flags_in(source: str) -> set[str]:
+    """The flags that a script of ours declares: names in quotation marks that begin with --."""
+    return set(re.findall(r"[\"'](--[a-z][\w-]*)[\"']", (REPO / source).read_text())) | {"--help"}
+
+
+FLAGS = {
+    "train_gpt.py": SCRIPT_FLAGS,
+    "data/sample.py": flags_in("data/sample.py"),
+    "data/text.py": flags_in("data/text.py"),
+    "data/pocket.py": flags_in("data/pocket.py"),
+    "data/fineweb.py": flags_in("data/fineweb.py"),
+    "tests/bench.py": flags_in("tests/bench.py") | SCRIPT_FLAGS,  # it hands on what it knows not
+    "tests/mutants.py": flags_in("tests/mutants.py"),
+    "records/ledger": flags_in("records/ledger/__main__.py"),
+    "-m": {"--help"},  # of python -m pytest
+    "./run.sh sample": flags_in("data/sample.py"),
+    "./run.sh": SCRIPT_FLAGS,
+    **OTHERS,
+}
+
+
+def command_of(words: list[str]) -> str:
+    """The key of FLAGS for a command of ours, or an empty text."""
+    line = " ".join(words)
+    for start in ("./run.sh sample", "./run.sh test", "./run.sh", "torchrun"):
+        if line.startswith(start):
+            return start
+    return words[1] if words[0] in ("python", "python3") and len(words) > 1 else ""
+
+
+def commands_on_pages():
+    """Each command of a block or in backticks that starts something of ours."""
+    found = set()
+    for page in PAGES:
+        lines = [line for block in blocks_of(page) for line in block.commands()]
+        lines += re.findall(r"`((?:python3?|torchrun|\./run\.sh)(?: [^`]*)?)`", prose_of(page))
+        found |= {(page, line) for line in lines if command_of(shlex.split(line))}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("page, line", commands_on_pages(), ids=lambda value: value)
+def test_commands_name_flags_and_scripts_that_exist(page, line):
+    words = shlex.split(line, comments=True)
+    command = command_of(words)
+    known = FLAGS[command] | (SCRIPT_FLAGS if command == "torchrun" else set())
+    named = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert named <= known
+    if command.endswith(".py"):
+        assert (REPO / command).exists()
+    for given in re.findall(r"train_gpt\.py:([\w=.,]+)", line):  # of `ledger run SCRIPT:flag=value`
+        assert {f"--{one.partition('=')[0]}" for one in given.split(",")} <= SCRIPT_FLAGS | {"--flag"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_in_the_text_exist(page):
+    known = set().union(*FLAGS.values())
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", prose_of(page))) <= known
+
+
+def test_wrong_flags_are_found():
+    for line in ("./run.sh --sed 3", "python tests/bench.py pocket --sed 5",
+                 "torchrun --standalone --nproc=8 train_gpt.py"):  # fmt: skip
+        with pytest.raises(AssertionError):
+            test_commands_name_flags_and_scripts_that_exist("", line)
+
+
+# ---- Techniques ----
+
+
+def technique_rows():
+    return [row for table in tables_of("docs/techniques.md")
+            if table[0][0] == "Technique" for row in table[1:]]  # fmt: skip
+
+
+def names_of_the_script():
+    names = set()
+    for node in ast.parse((REPO / "train_gpt.py").read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{one.name}" for one in node.body
+                      if isinstance(one, ast.FunctionDef)}  # fmt: skip
+    return names
+
+
+@pytest.mark.parametrize("row", technique_rows(), ids=lambda row: row[0])
+def test_a_technique_has_a_function_an_author_and_a_record(row):
+    _, meaning, functions, author, effect, record = row
+    assert meaning.endswith(".") and author and effect
+    named = set(re.findall(r"`([^`]+)`", functions))
+    assert functions == "–" or named and named <= names_of_the_script()
+    records = re.findall(r"#\d+ \w+", record)
+    assert records and set(records) <= set(RECORDS)
+
+
+def test_the_scripts_own_map_names_functions_of_the_script():
+    """The docstring's table of techniques, whose last words of a line are names."""
+    table = train_gpt.__doc__.partition("Technique  ")[2].splitlines()[1:]
+    named = [name for line in table for name in re.split(r"\s{2,}", line.strip())[-1].split(", ")]
+    assert named and set(filter(None, named)) <= names_of_the_script()
+
+
+# ---- Single facts ----
+
+
+@pytest.mark.parametrize("page", MOST_LINES)
+def test_a_page_is_no_longer_than_promised(page):
+    assert len(text_of(page).splitlines()) <= MOST_LINES[page]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_figure_is_left_to_be_filled_in(page):
+    assert "NUMBER" not in text_of(page)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_of_prose_are_at_most_112_columns(page):
+    """But for tables, links, blocks, and lines that cannot be broken."""
+    text = COMMENT.sub("", FENCE.sub("", text_of(page)))
+    wide = [line for line in text.splitlines() if len(line) > 112
+            and not line.startswith(("|", "    ", "[")) and "](" not in line and "`" not in line]  # fmt: skip
+    assert wide == []
+
+
+def test_every_record_is_on_both_ladders():
+    front, records = text_of("README.md"), text_of("records/README.md")
+    for record in RECORDS:
+        assert f"[{record}](records/" in front, record
+        assert record.partition(" ")[2] in records, record
+
+
+def test_the_front_page_says_in_ten_lines_that_no_gpu_has_run_it():
+    assert "No GPU has run it yet" in "\n".join(text_of("README.md").splitlines()[:10])
+
+
+def test_targets_and_validation_sets_are_the_presets():
+    record, pocket = PRESETS
+    front = " ".join(text_of("README.md").split())
+    assert f"validation loss of {record.target_loss}" in front
+    assert f"{pocket.target_loss} nats per byte" in front
+    assert f"{pocket.val_tokens:,} validation tokens" in front
+
+
+def test_the_sections_that_the_front_page_names_are_the_scripts():
+    source = (REPO / "train_gpt.py").read_text()
+    above, _, below = source.partition("\n# ==== Harness")
+    words = " ".join(text_of("README.md").partition("## Read it")[2].partition("\n## ")[0].split())
+    for part in (above, below):
+        titles = re.findall(r"^# ---- (.*?) -+$", part, re.MULTILINE)
+        assert ", ".join(titles) in words
+
+
+def test_the_retired_preset_is_named_by_its_page_alone():
+    """And by links to that page, outside logs."""
+    ours = [name for name in files() if "/logs/" not in name and name != "docs/lab.md"]
+    lines = []
+    for name in ours:
+        text = (REPO / name).read_bytes().decode(errors="ignore")
+        lines += [f"{name}: {line.strip()}" for line in text.splitlines()
+                  if re.search(r"\b[l]ab\b", re.sub(r"(docs/)?[l]ab\.md", "", line), re.I)]  # fmt: skip
+    assert lines == []
+
+
+def test_blocks_have_a_language():
+    assert {block.language for block in BLOCKS} <= {"sh", "python", "text"}

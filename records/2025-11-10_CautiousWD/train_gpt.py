@@ -5,8 +5,8 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
-Parent: 2025-10-04_Backout. Change: NorMuon with half of Muon's rates, twice that for the MLP's first
-matrix; cautious weight decay; the extension trains with a longer window.
+Parent: 2025-10-04_Backout. Change: NorMuon with half of Muon's rates, twice that for the MLP's
+first matrix; cautious weight decay; the extension trains with a longer window.
 
 The record comes first: hyperparameters, model, optimizers, schedules, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -169,6 +169,13 @@ def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, **options) -> Tensor:
     return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, **options)
 
 
+# Factors before the casts to FP8. They bring values of typical size into its range. They are no
+# attributes of the class below, as a compiler does not follow those of an autograd.Function.
+FP8_X_SCALE = 448 / 100
+FP8_W_SCALE = 448 / 1.5
+FP8_GRAD_SCALE = 448 / 0.75
+
+
 class FP8Product(torch.autograd.Function):
     """x (S, D) @ w (V, D).T in FP8, as bf16: @YouJiacheng.
 
@@ -183,24 +190,24 @@ class FP8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w):
-        x_f8 = to_fp8(x, FP8Product.X_SCALE, torch.float8_e4m3fn)  # (S, D)
-        w_f8 = to_fp8(w, FP8Product.W_SCALE, torch.float8_e4m3fn)  # (V, D)
+        x_f8 = to_fp8(x, FP8_X_SCALE, torch.float8_e4m3fn)  # (S, D)
+        w_f8 = to_fp8(w, FP8_W_SCALE, torch.float8_e4m3fn)  # (V, D)
         ctx.save_for_backward(x_f8, w_f8)
-        unscale = 1 / (FP8Product.X_SCALE * FP8Product.W_SCALE)
+        unscale = 1 / (FP8_X_SCALE * FP8_W_SCALE)
         return scaled_mm(x_f8, w_f8.T, unscale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad):
         x_f8, w_f8 = ctx.saved_tensors
-        grad_f8 = to_fp8(grad, FP8Product.GRAD_SCALE, torch.float8_e5m2)  # (S, V)
+        grad_f8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)  # (S, V)
         # The right factor of each product is column-major: a transposed copy, transposed back.
         w_columns = w_f8.T.contiguous().T  # (V, D)
         x_columns = x_f8.T.contiguous().T  # (S, D)
         grad_rows = grad_f8.T.contiguous()  # (V, S)
-        unscale_x = 1 / (FP8Product.GRAD_SCALE * FP8Product.W_SCALE)
+        unscale_x = 1 / (FP8_GRAD_SCALE * FP8_W_SCALE)
         grad_x = scaled_mm(grad_f8, w_columns, unscale_x,
                            out_dtype=torch.bfloat16, use_fast_accum=False)
-        unscale_w = 1 / (FP8Product.GRAD_SCALE * FP8Product.X_SCALE)
+        unscale_w = 1 / (FP8_GRAD_SCALE * FP8_X_SCALE)
         grad_w = scaled_mm(grad_rows, x_columns, unscale_w,
                            out_dtype=torch.float32, use_fast_accum=False)
         return grad_x, grad_w
@@ -460,7 +467,7 @@ class GPT(nn.Module):
                 param.uniform_(-bound, bound, generator=generator)
             elif name.endswith(("c_proj", ".weight")):
                 param.zero_()  # zero-initialised projections: @Grad62304977
-            elif "lambda" not in name and name != "skip_weights":  # these have their values from the constructors
+            elif not re.search("lambda|skip", name):  # these have values from the constructors
                 raise KeyError(f"no initialisation for the parameter {name}")
 
     def hidden(self, inputs_BT):
@@ -982,12 +989,15 @@ def round_up(value: int, multiple: int) -> int:
 # ---- Data -------------------------------------------------------------------
 # A shard is a header of 256 little-endian int32 (magic, version, number of tokens), then uint16.
 HEADER_INTS = 256  # 1,024 bytes
-MAGIC = 20240520
-VERSION = 1
+MAGIC = 20240520  # marks a shard
+VERSION = 1  # of its form
 
 
 def find_shards(pattern: str) -> list[Path]:
-    """Files that match the glob, here or else in the repository, sorted. Raises UserError."""
+    """Files that match the glob, here or else in the repository, sorted.
+
+    Raises UserError.
+    """
     files = glob.glob(pattern) or glob.glob(str(ROOT / pattern))  # from any folder
     if not files:
         maker = next((x for x in ("pocket", "fineweb") if x in pattern), "text")
@@ -996,7 +1006,10 @@ def find_shards(pattern: str) -> list[Path]:
 
 
 def shard_size(path: Path) -> int:
-    """Number of tokens by the shard's header, held against the file's size. Raises UserError."""
+    """Number of tokens by the shard's header, held against the file's size.
+
+    Raises UserError.
+    """
     try:
         size = path.stat().st_size
         header = np.fromfile(path, "<i4", HEADER_INTS)
@@ -1005,13 +1018,17 @@ def shard_size(path: Path) -> int:
     if len(header) < HEADER_INTS or list(header[:2]) != [MAGIC, VERSION]:
         raise UserError(f"{path}: not a shard of version {VERSION}; make or fetch it again")
     count = int(header[2])
+    # A download that was cut short is found here.
     if size != 4 * HEADER_INTS + 2 * count:
         raise UserError(f"{path}: {size} bytes do not hold {count} tokens; fetch it again")
     return count
 
 
 def read_shard(path: Path, vocab_size: int) -> np.ndarray:
-    """The shard's tokens, uint16. Raises UserError where it is none, or of another vocabulary."""
+    """The shard's tokens, uint16.
+
+    Raises UserError where it is none, or of another vocabulary.
+    """
     count = shard_size(path)
     tokens = np.fromfile(path, "<u2", count, offset=4 * HEADER_INTS)
     if count and tokens.max() >= vocab_size:
@@ -1028,7 +1045,7 @@ def consecutive_rows(tokens, position: int, length: int, cfg):
     common with N, so that each is taken once.
     """
     step_tokens = cfg.sequences_per_step * length
-    # Sequences of whole steps. Each needs one token more than its length, as the last target.
+    # Sequences of whole steps. Each takes one token more, its last target.
     N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step
     first = round_up(position, length) // length
     if first + cfg.sequences_per_step > N:
@@ -1056,6 +1073,7 @@ class TokenLoader:
         self.files = find_shards(cfg.train_files)  # in the order in which they are read
         self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
         self.shards = {}  # futures of this shard and of the next one
+        # A step is cut from one shard.
         needed = cfg.sequences_per_step * max(cfg.seq_lens)
         for path in self.files:
             if shard_size(path) <= needed:
@@ -1088,7 +1106,10 @@ class TokenLoader:
         self.tokens, self.documents = self.shards[path].result()
 
     def next_step(self, length):
-        """This rank's inputs and targets of each forward pass. Raises UserError without data."""
+        """This rank's inputs and targets of each forward pass.
+
+        Raises UserError without data.
+        """
         for _ in range(len(self.files) + 1):  # the rest of this shard, then each once
             shard, position = self.place
             step = cut_rows(self.tokens, self.documents, position, length, self.cfg)
@@ -1139,10 +1160,13 @@ def read_val_tokens(cfg) -> np.ndarray:
 
 @torch.no_grad()
 def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
-    """Mean loss over the validation tokens, each counted once. Ranks share the sequences."""
+    """Mean loss over the validation tokens, each counted once.
+
+    Ranks share the sequences.
+    """
     model.eval()  # no FP8
     total = torch.zeros(1, dtype=torch.float64, device=ranks.device)
-    count = len(tokens) - 1
+    count = len(tokens) - 1  # the first token has no prediction
     length = cfg.val_seq_len
     # As many sequences at once as have the tokens of a training pass, or one.
     fitting = min(cfg.sequences_per_forward * max(cfg.seq_lens), count) // length
@@ -1156,6 +1180,7 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
         targets.view(-1)[count - start :] = -1  # the padding at the end is not counted
         total += model(inputs, targets)
     model.train()
+    # Each rank has summed the losses of its sequences.
     return ranks.all_gather(total).sum().item() / count
 
 
@@ -1166,8 +1191,11 @@ MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every sequen
 
 
 def write_checkpoint(path: Path, state: dict, keep: int):
-    """Write the state, whole or not at all, and keep the newest ones. Raises UserError."""
-    temporary = path.with_suffix(".tmp")
+    """Write the state, whole or not at all, and keep the newest ones.
+
+    Raises UserError.
+    """
+    temporary = path.with_suffix(".tmp")  # is not taken for a checkpoint
     try:
         with temporary.open("wb") as file:
             torch.save(state, file)
@@ -1184,7 +1212,10 @@ def write_checkpoint(path: Path, state: dict, keep: int):
 
 
 def load_checkpoint(path: Path) -> dict:
-    """The state at `path`, held against its checksums. Raises UserError where it is not whole."""
+    """The state at `path`, held against its checksums.
+
+    Raises UserError where it is not whole.
+    """
     try:
         with zipfile.ZipFile(path) as file:  # as torch.save writes it, with checksums
             assert file.testzip() is None, "damaged"
@@ -1195,10 +1226,12 @@ def load_checkpoint(path: Path) -> dict:
         for count in (state["step"], state["threads"] - 1, shard, position):
             assert type(count) is int and count >= 0, "a count is wrong"
         assert 0 <= state["train_time_ms"] < math.inf, "the time is wrong"
+        # A run that goes on from NaN would never end.
         for tensors in (state["model"], *state["optimizers"].values()):
             for name, tensor in tensors.items():
                 assert torch.isfinite(tensor).all(), f"{name} is not finite"
-    except Exception as error:  # by what is in the file, zipfile and torch raise nearly anything
+    # By what is in the file, zipfile and torch raise nearly anything.
+    except Exception as error:
         cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: no whole checkpoint ({cause}); name another") from None
     return state
@@ -1220,13 +1253,14 @@ def find_checkpoint(cfg, folder: Path, log: Callable) -> Path | None:
 
 def check_same_run(state: dict, cfg, data: str):
     """Raise UserError where `cfg` or the training data, if any, are not the checkpoint's."""
-    differing = []
+    differing = []  # told all at once
     for name, theirs in state["hyperparameters"].items():
         ours = getattr(cfg, name)
         if ours != theirs and name not in MAY_CHANGE:  # the run would not be the same
             differing.append(f"{name} {theirs!r}, now {ours!r}")
     if state["step"] > cfg.num_iterations:
         differing.append(f"num_iterations, its step is {state['step']}")
+    # No training data are read where a finished run is evaluated.
     if data and state["data"] != data:
         differing.append("the training data")
     if differing:
@@ -1235,24 +1269,29 @@ def check_same_run(state: dict, cfg, data: str):
 
 # ---- Ranks and log ----------------------------------------------------------
 class Ranks:
-    """This process among the others, by torchrun's variables, and its device. Raises UserError."""
+    """This process among the others, by torchrun's variables, and its device.
+
+    Raises UserError.
+    """
 
     def __init__(self, cfg):
         # torchrun sets these; without it this process is the only one.
         self.world_size = environment_int("WORLD_SIZE", 1, 2**16)
         self.rank = environment_int("RANK", 0, self.world_size - 1)
-        local_rank = environment_int("LOCAL_RANK", 0, self.world_size - 1)  # on this machine
+        # Of the ranks on this machine
+        local_rank = environment_int("LOCAL_RANK", 0, self.world_size - 1)
         gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
         if local_rank >= gpus > 0 or (cfg.device == "cuda" and not gpus):
             raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
-        self.device = torch.device("cpu")
+        self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
         if gpus:
             self.device = torch.device("cuda", local_rank)
+            # Whatever is made on "cuda" is made on this one.
             torch.cuda.set_device(self.device)
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 raise UserError(f"--device {cfg.device}: this GPU has no bf16; use --device cpu")
         if self.world_size > 1:
-            self.meet("cpu:gloo,cuda:nccl" if gpus else "gloo")
+            self.meet("cpu:gloo,cuda:nccl" if gpus else "gloo")  # gloo for objects of the host
 
     def meet(self, backend):
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -1260,16 +1299,18 @@ class Ranks:
             store = next(dist.rendezvous("env://"))[0]
         except ValueError as error:
             raise UserError(f"WORLD_SIZE={self.world_size}: {error}; start by torchrun") from None
-        # After a restart the store still holds the addresses of dead ranks, under its number.
+        # After a restart the store still holds the addresses of dead ranks,
+        # under the number of their attempt.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(attempt, store)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size)
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.world_size)
 
     def all_gather(self, x):
         """(N,) of every rank, as (ranks, N)."""
         rows = x.repeat(self.world_size, 1)  # one rank has its own
         if self.world_size > 1:
-            dist.all_gather_into_tensor(rows.view(-1), x)
+            dist.all_gather_into_tensor(rows.view(-1), x)  # in place
         return rows
 
     def broadcast(self, value):
@@ -1288,6 +1329,7 @@ class Ranks:
                 value = function(*arguments)
             except UserError as raised:
                 error = raised
+        # All ranks end alike, so that none waits for another for ever.
         value, error = self.broadcast((value, error))
         if error:
             raise error
@@ -1308,6 +1350,7 @@ def environment_int(name: str, default: int, most: int) -> int:
 
 def choose_threads() -> int:
     """As many threads as cores are idle: one that waits for its core holds up all the others."""
+    # torch's number: that of OMP_NUM_THREADS, or of cores.
     most = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ or not Path("/proc/stat").exists():
         return most
@@ -1320,13 +1363,14 @@ def choose_threads() -> int:
 def idle_seconds() -> float:
     """Time that cores have been idle since Linux started, summed over them."""
     total = Path("/proc/stat").read_text().split()
-    return int(total[4]) / os.sysconf("SC_CLK_TCK")
+    return int(total[4]) / os.sysconf("SC_CLK_TCK")  # the fourth number is idle time
 
 
 def device_facts(device: torch.device) -> tuple[str, int]:
     """Name and peak memory in MiB, of the GPU or of the CPU and this process."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device) // 2**20
+        peak = torch.cuda.max_memory_allocated(device)
+        return torch.cuda.get_device_name(device), peak // 2**20
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
     name = names[0] if names else os.uname().machine
@@ -1343,10 +1387,11 @@ class Log:
     def __init__(self, cfg, ranks):
         run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
         self.run_id = ranks.broadcast(run_id)  # time and chance differ between ranks
-        self.folder = Path("logs") / self.run_id
+        self.folder = Path("logs") / self.run_id  # in the current folder
         self.path = self.folder / "log.txt"
         self.enabled = ranks.rank == 0  # to write and to print
         self.file = None
+        # An empty one is left by a disk that was full.
         if self.enabled and self.path.exists() and self.path.stat().st_size:
             if not cfg.resume:
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
@@ -1409,7 +1454,8 @@ class Health:
     On CUDA it is read one step late, so that the host never waits for the step it is in.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last: a closed connection
+    # The last one comes when a connection is closed.
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self, ranks):
         self.ranks = ranks
@@ -1418,7 +1464,8 @@ class Health:
         self.stopping = 0  # that came to any
         self.losses = [math.nan, math.nan]  # of the step that was read last
         for number in self.SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: so do we
+            # nohup ignores SIGHUP, and so do we.
+            if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.on_signal)
 
     def on_signal(self, number, frame):
@@ -1466,7 +1513,8 @@ def build(cfg, ranks):
     model.head_chunks = cfg.head_chunks or 1
     if ranks.device.type == "cuda":
         model.head_type = prepare_for_cuda(model, cfg, ranks.device)
-        # All logits and their gradient fit into 80 GB; a smaller card takes them in pieces.
+        # All logits and their gradient fit into 80 GB.
+        # A smaller card takes them in pieces.
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         model.head_chunks = cfg.head_chunks or math.ceil(70e9 / memory)
     tokens = cfg.sequences_per_forward * max(cfg.seq_lens)  # of a forward pass, at most
@@ -1494,6 +1542,7 @@ class Run:
         self.saved_step = self.first_step  # of the newest checkpoint
         self.exit_code = 0
         self.val_loss = math.nan
+        # What can be wrong with data is found before anything is built.
         self.val_tokens = read_val_tokens(cfg)
         self.loader = None  # a run that is only evaluated needs no training data
         self.data = ""  # digest of the training data
@@ -1503,12 +1552,16 @@ class Run:
         if state:
             check_same_run(state, cfg, self.data)
         self.model, self.optimizers = build(cfg, ranks)
-        self.health = Health(ranks)
+        self.health = Health(ranks)  # from here on signals are caught
         self.clock = Clock(ranks, state["train_time_ms"] if state else 0.0)
         self.facts = dict(
-            device=device_facts(ranks.device)[0], torch=torch.__version__, seed=cfg.seed,
-            world_size=ranks.world_size, threads=torch.get_num_threads(),
-            parameters=sum(optimizer.numel for optimizer in self.optimizers))
+            device=device_facts(ranks.device)[0],
+            torch=torch.__version__,
+            seed=cfg.seed,
+            world_size=ranks.world_size,
+            threads=torch.get_num_threads(),
+            parameters=sum(optimizer.numel for optimizer in self.optimizers),
+        )
         self.write_header()
         if self.loader:
             self.warm_up()
@@ -1519,13 +1572,21 @@ class Run:
         """Begin the log: the script, then all values of the run."""
         val_digest = hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16]
         values = asdict(self.cfg) | self.facts | dict(
-            run_id=self.log.run_id, python=sys.version.split()[0], head=self.model.head_type,
-            head_chunks=self.model.head_chunks, train_digest=self.data, val_digest=val_digest)
+            run_id=self.log.run_id,
+            python=sys.version.split()[0],
+            head=self.model.head_type,
+            head_chunks=self.model.head_chunks,
+            train_digest=self.data,
+            val_digest=val_digest,
+        )
         lines = [f"{key}: {show(value)}" for key, value in values.items()]
         rule = "=" * 100  # ends the source
         self.log.begin("\n".join([SCRIPT.read_text(), rule, *lines, rule]))
-        self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
-                 "{head} head in {head_chunks} piece(s), logs/{run_id}".format(**values))
+        # What matters most, on the console too
+        summary = ("{device}, {threads} thread(s), {world_size} rank(s), "
+                   "{parameters:,} parameters, {head} head in {head_chunks} piece(s), "
+                   "logs/{run_id}")
+        self.log(summary.format(**values))
 
     def warm_up(self):
         """Run every kernel on blank tokens, then put weights and optimizer state back."""
@@ -1535,6 +1596,7 @@ class Run:
         tensors = []
         for optimizer in self.optimizers:
             tensors += optimizer.tensors()
+        # On the host, as a GPU may have no room for a copy.
         before = [tensor.to("cpu", copy=True) for tensor in tensors]
         stage = None
         for start in range(self.last):  # where a stage begins, shapes may be new
@@ -1547,7 +1609,8 @@ class Run:
                 batch = to_batch(tokens, self.ranks.device)
                 accumulate_gradients(self.model, [batch], now)
                 step_optimizers(self.optimizers, now, tokens.size)
-        tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)  # one for each
+        # A validation sequence for each rank
+        tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
         validate(self.model, tokens, self.cfg, self.ranks)
         for tensor, value in zip(tensors, before):
             tensor.copy_(value)  # in place: kernels and views keep their addresses
@@ -1570,7 +1633,7 @@ class Run:
             self.loader.seek(*state["loader"])  # to the step's sequences
 
     def validation_is_due(self, step):
-        every = self.cfg.val_every
+        every = self.cfg.val_every  # 0: only the last step
         return step == self.last or (every > 0 and step % every == 0)
 
     def validate(self, step):
@@ -1597,7 +1660,8 @@ class Run:
 
     def checkpoint_is_due(self, step, complete):
         """Whether to save. Not where gradients are left over from the step before."""
-        every = self.cfg.save_every
+        every = self.cfg.save_every  # 0: never
+        # A step that was resumed from is saved already.
         if not every or step == self.first_step:
             return False
         passed = step // every > self.saved_step // every  # a multiple since the last one
@@ -1608,11 +1672,18 @@ class Run:
         self.check_weights(step)
         self.saved_step = step
         state = dict(
-            step=step, hyperparameters=asdict(self.cfg), data=self.data, loader=self.loader.place,
-            threads=torch.get_num_threads(), train_time_ms=self.clock.read(),
+            step=step,
+            hyperparameters=asdict(self.cfg),
+            data=self.data,
+            loader=self.loader.place,
+            threads=torch.get_num_threads(),
+            train_time_ms=self.clock.read(),
             model=self.model.state_dict(),
-            optimizers={each.name: each.full_state() for each in self.optimizers})
+            optimizers={each.name: each.full_state() for each in self.optimizers},
+        )
+        # Zeros in front let names sort by step.
         path = self.log.folder / f"step-{step:06d}.pt"
+        # Two are kept, should the newest be damaged; the last beside them.
         self.ranks.on_rank_0(write_checkpoint, path, state, 2 + (step == self.last))
 
     def is_asked_to_stop(self, step, complete):
@@ -1629,7 +1700,8 @@ class Run:
 
     def log_step(self, step, num_targets):
         """Log a step's losses: the one minimised and, where it differs, the next token's."""
-        names = ("train_loss", "next_token_loss")[:num_targets]  # with one target both are one
+        # With one target both losses are the same.
+        names = ("train_loss", "next_token_loss")[:num_targets]
         losses = dict(zip(names, self.health.losses))
         self.log.step(step, self.last, self.clock.read(), **losses)
 
@@ -1641,10 +1713,15 @@ class Run:
         for step in range(self.last):
             tokens += self.cfg.sequences_per_step * schedule(step, self.cfg).seq_len
         results = dict(
-            val_loss=f"{self.val_loss:.6f}", train_time_ms=f"{self.clock.ms:.0f}", steps=self.last,
-            tokens=tokens, tokens_per_second=f"{1000 * tokens / self.clock.ms:.0f}",
-            peak_memory_mib=device_facts(self.ranks.device)[1], **self.facts)
-        self.log("---")
+            val_loss=f"{self.val_loss:.6f}",
+            train_time_ms=f"{self.clock.ms:.0f}",
+            steps=self.last,
+            tokens=tokens,
+            tokens_per_second=f"{1000 * tokens / self.clock.ms:.0f}",
+            peak_memory_mib=device_facts(self.ranks.device)[1],  # of rank 0
+            **self.facts,
+        )
+        self.log("---")  # what follows is made to be read by programs
         for key, value in results.items():
             self.log(f"{key}: {value}")
         return 0
@@ -1678,9 +1755,10 @@ def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparame
     def error(message):
         raise UserError(f"{message}; --help lists the flags")
 
+    # argparse splits flags from values; types and rules are those of the table.
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.error = error
+    parser.error = error  # in one line, as all errors
     parser.add_argument("-h", "--help", action="store_true")
     table = {each.name: each for each in fields(Hyperparameters)}
     for name, each in table.items():
@@ -1705,7 +1783,10 @@ def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparame
         except ValueError:
             error(f"--{name} {text}: must be like {show(table[name].default)}")
     cfg = Hyperparameters(**values)
-    check_hyperparameters(cfg)
+    checked = cfg
+    if cfg.resume and not saved:  # with the values of its checkpoint, later
+        checked = Hyperparameters(device=cfg.device, run_id=cfg.run_id, resume=cfg.resume)
+    check_hyperparameters(checked)
     return cfg
 
 
@@ -1739,6 +1820,7 @@ def check_hyperparameters(cfg):
     require(cfg.run_id not in (".", ".."), "run_id", "be the name of a folder")
     require(cfg.device in ("auto", "cuda", "cpu"), "device", "be auto, cuda or cpu")
     require(cfg.resume != "auto" or cfg.run_id, "resume", "come with the --run_id of a run")
+    # What the record's own flags need
     check_model(cfg, require)
 
 
@@ -1746,18 +1828,22 @@ def run_script(argv: list[str] | None) -> int:
     """Train, or go on, as the flags say. Returns the exit code. Raises UserError."""
     cfg = parse_args(argv)
     ranks = Ranks(cfg)
+    # Its folder is where --resume auto looks.
     log = Log(cfg, ranks)
     torch.set_num_threads(choose_threads())
     state = None  # of a checkpoint
     if cfg.resume:
         path = ranks.on_rank_0(find_checkpoint, cfg, log.folder, log)
         cfg = replace(cfg, resume=str(path or ""))
-        if path:
+        if not path:
+            check_hyperparameters(cfg)
+        else:
             state = load_checkpoint(path)
             # The checkpoint's values, but for the flags given.
             cfg = replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
             if "OMP_NUM_THREADS" not in os.environ:  # so that the run goes on to the bit
                 torch.set_num_threads(state["threads"])
+    # A finished record may be evaluated without a GPU.
     to_train = not state or state["step"] < cfg.num_iterations
     if to_train and cfg.preset == "record" and ranks.device.type != "cuda":
         raise UserError("--preset record: there is no CUDA device; use --preset pocket")
@@ -1768,12 +1854,14 @@ def run_script(argv: list[str] | None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
-    # Compiled kernels stay where a reboot leaves them. Both variables are read at first use.
+    # Compiled kernels stay where a reboot leaves them.
+    # Both variables are read at first use.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache, "train_gpt")))
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc keeps what is freed: new pages cost 8 % of a pocket's time
+    # Have glibc keep what is freed. New pages cost 8 % of the pocket's time.
+    if hasattr(libc, "mallopt"):
         M_TRIM_THRESHOLD = -1
         M_MMAP_MAX = -4
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -1781,11 +1869,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run_script(argv)
     except (UserError, OSError) as error:
-        message = str(error)
+        message = str(error)  # of a file or a flag
     except (MemoryError, RuntimeError) as error:
         message = str(error).partition("\n")[0]  # torch has no classes for these
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate" in message:
             message = "out of memory; raise --head_chunks, or lower --sequences_per_forward"
+        # Its own line says why it went.
         elif isinstance(error, dist.DistError) or "gloo" in message.lower():
             message = f"another rank is gone: {message}"
         else:

@@ -33,12 +33,13 @@ import train_gpt
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["test_survival"])
 
-MODEL = [*"""--preset pocket --model_dim 32 --head_dim 16 --attention_pattern LSL
-    --value_embed_pattern 0.0 --backout_layer 1 --sequences_per_step 4 --train_seq_len 256
+MODEL = """--preset pocket --model_dim 32 --head_dim 16 --attention_pattern LSL
+    --value_embed_pattern 0.0 --backout_layer 1 --sequences_per_step 4 --seq_lens 128,256
     --sequences_per_forward 2 --val_tokens 1000 --val_seq_len 256 --val_every 2 --warmup_steps 1
-    --momentum_warmup 5 --final_window 2 --freeze_steps 1""".split(), "--window_stages", "1 2 2 2",
-    "--length_stages", "1 2", "--lr_stages", "80 100"]
-STEPS, STAGES = 9, 4  # which begin at steps 0, 2, 4 and 5; at 4 the embedding leaves the head
+    --freeze_steps 1 --long_windows 1,2 --lr_factors 0.8,1.0""".split()
+# Stages begin at steps 0, 2, 4 and 6. At 4 the embedding leaves the head. Adam rests at even steps,
+# which are those that may be saved.
+STEPS, STAGES = 10, 4
 SHARDS = [2100, 1600]  # tokens: two short steps and a long one, a long one, then the second epoch
 # gloo sums in another order than one process does.
 RANKS_RTOL = 1e-5
@@ -100,9 +101,9 @@ def run_rank(rank, nproc, port, cwd, args, fault):
     sys.exit(train_gpt.main(args))
 
 
-def note_loss(path, step, loss, grads):
+def note_loss(path, step, losses):
     with path.open("a") as file:
-        file.write(f"{step} {loss.item().hex()}\n")
+        file.write(f"{step} {losses[0].item().hex()}\n")
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +145,8 @@ def start(start_in, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(start_in, tmp_path_factory):
-    """The run without any fault, on one rank, with a checkpoint of each step kept."""
-    run = start_in(tmp_path_factory.mktemp("whole"), "--save_every", 1, fault=keep_all)
+    """The run without any fault, on one rank, with all its checkpoints kept."""
+    run = start_in(tmp_path_factory.mktemp("whole"), "--save_every", 2, fault=keep_all)
     assert run.wait() == [0], run.err()
     return run
 
@@ -174,21 +175,21 @@ def assert_same_state(state, expected):
 # Faults, to be bound by `partial` up to the last argument, the rank.
 
 def at_each_step(action):
-    """Call `action(step, loss, grads)` once a step's gradients are there, before its update."""
+    """Call `action(step, losses)` once a step's gradients are there, before its update."""
     check = train_gpt.Health.check
 
-    def check_after_action(health, step, loss, grads):
-        action(step, loss, grads)
-        return check(health, step, loss, grads)
+    def check_after_action(health, step, losses):
+        action(step, losses)
+        return check(health, step, losses)
 
     train_gpt.Health.check = check_after_action
 
 
 def at_step(when, only_rank, action, rank):
-    """Call `action(loss, grads)` at one step on one rank."""
-    def act(step, loss, grads):
+    """Call `action(losses)` at one step on one rank."""
+    def act(step, losses):
         if step == when and rank == only_rank:
-            action(loss, grads)
+            action(losses)
 
     at_each_step(act)
 
@@ -200,8 +201,8 @@ def send_self(numbers, *_):
 
 def keep_all(rank):
     """No checkpoint is removed."""
-    save = train_gpt.save_checkpoint
-    train_gpt.save_checkpoint = lambda folder, state, ranks, keep: save(folder, state, ranks, 999)
+    write = train_gpt.write_checkpoint
+    train_gpt.write_checkpoint = lambda path, state, keep: write(path, state, 999)
 
 
 def killed(step):
@@ -212,28 +213,23 @@ def killed(step):
 
 
 def test_the_whole_run_has_what_there_is_to_go_on_from(whole):
-    """Steps of both lengths, gradients that Adam has not taken yet, a head that is the embedding
-    until step 4, and scalars that rest where a stage begins."""
-    states = {step: whole.state(step) for step in range(1, STEPS + 1)}
-    assert [states[step]["loader"] for step in (1, 2, 3)] == [(0, 512), (0, 1024), (0, 2048)]
-    for step, state in states.items():
-        model, optimizers = state["model"], state["optimizers"]
-        assert bool(optimizers["head"]["sum"].any()) == (step % 2 == 1)
-        assert bool(optimizers["scalars"]["sum"].any()) == (step in (1, 7, 9))
-        # An update at step 5 is the first after the two are apart.
-        assert torch.equal(model["embed.weight"], model["lm_head.weight"]) == (step <= 5)
+    """Steps of both lengths, and a head that is the embedding until step 4."""
+    assert whole.saved() == [2, 4, 6, 8, 10]
+    assert [whole.state(step)["loader"] for step in (2, 4, 6)] == [(0, 1024), (1, 1024), (2, 2048)]
+    for step in whole.saved():
+        model, optimizers = whole.state(step)["model"], whole.state(step)["optimizers"]
+        assert optimizers["head"]["count"] == step // 2
+        assert torch.equal(model["embed.weight"], model["lm_head.weight"]) == (step <= 4)
 
 
-@pytest.mark.parametrize("first, second", [(1, 2), (3, 4), (5, 6), (7, 8)])
-def test_resumed_run_is_the_same_to_the_bit(start_in, whole, tmp_path, first, second):
-    """From within a shard, from the end of one, of the last one, and from the middle of an epoch;
-    from the beginning of each stage, from before it and after.
-
-    The loader does not begin again, the first step has its own learning rate, its batch and its
-    targets, and Adam takes the gradients that it was given before.
+def test_resumed_run_is_the_same_to_the_bit(start_in, whole, tmp_path):
+    """From within a shard, from the end of one, from the middle of an epoch; from the beginning of
+    each stage and after it. The loader does not begin again, the first step has its own learning
+    rate, its batch and its targets.
     """
+    expected = re.findall(r"step:(\d+)/10 val_loss:(\S+)", whole.log())
     runs = {}
-    for step in (first, second):  # side by side
+    for step in (2, 4, 6, 8):  # side by side
         (cwd := tmp_path / str(step)).mkdir()
         runs[step] = start_in(cwd, "--save_every", 100, "--resume",
                               whole.folder / f"step-{step:06d}.pt")
@@ -241,8 +237,7 @@ def test_resumed_run_is_the_same_to_the_bit(start_in, whole, tmp_path, first, se
         assert run.wait() == [0], run.err()
         assert run.losses() == whole.losses()[step:]
         assert_same_state(run.state(), whole.state())
-        expected = re.findall(r"step:(\d+)/9 val_loss:(\S+)", whole.log())
-        found = re.findall(r"step:(\d+)/9 val_loss:(\S+)", run.log())
+        found = re.findall(r"step:(\d+)/10 val_loss:(\S+)", run.log())
         assert found == [pair for pair in expected if int(pair[0]) >= step]
 
 
@@ -259,12 +254,12 @@ def test_killed_run_goes_on_in_the_same_log(start, whole, final_values):
     assert run.losses() == whole.losses()[4:]
     assert_same_state(run.state(), whole.state())
     assert (run.folder / "log.txt").read_text().startswith(before)
-    resumed = "resumed at step:4 from logs/x/step-000004.pt; steps up to 6 are redone"
-    assert resumed in run.log().splitlines()
-    lines = re.findall(r"^step:(\d+)/.*train_time:(\d+)ms.*?( redone:1)?$", run.log(), re.M)
-    redone = {int(step) for step, _, mark in lines if mark}
-    assert redone == {4, 5, 6}, "step 4 is validated again, 5 and 6 are trained again"
-    times = [int(ms) for step, ms, mark in lines if mark or int(step) > 6]
+    _, resumed, after = run.log().partition("resumed at step:4 from logs/x/step-000004.pt\n")
+    assert resumed
+    lines = re.findall(r"^step:(\d+)/10 (train|val)_loss.*train_time:(\d+)ms", after, re.M)
+    assert [(int(step), kind) for step, kind, _ in lines[:3]] == [
+        (4, "val"), (5, "train"), (6, "train")], "validated again, then trained again"
+    times = [int(ms) for *_, ms in lines]
     assert times == sorted(times) and times[0] >= int(saved["train_time_ms"])
     assert int(final_values(run.log())["train_time_ms"]) >= times[-1]
 
@@ -283,13 +278,13 @@ def test_finished_run_is_validated_again_and_not_trained(start, final_values):
     again = final_values(run.log())
     assert {key for key in values if values[key] != again[key]} <= {
         "train_time_ms", "tokens_per_second", "peak_memory_mib"}
-    resumed = run.log().splitlines().index("resumed at step:9 from logs/x/step-000009.pt")
-    [line] = [line for line in run.log().splitlines()[resumed:] if line.startswith("step:")]
-    assert line.startswith("step:9/9 val_loss:") and line.endswith(" redone:1")
+    after = run.log().partition("resumed at step:10 from logs/x/step-000010.pt\n")[2]
+    [line] = re.findall("^step:.*", after, re.M)
+    assert line.startswith("step:10/10 val_loss:")
 
     run = start(*args, "--num_iterations", STEPS + 2)
     assert run.wait() == [0], run.err()
-    assert [step for step, _ in run.losses()] == ["9", "10"]
+    assert [step for step, _ in run.losses()] == ["10", "11"]
     assert run.saved()[-1] == STEPS + 2
 
 
@@ -311,7 +306,7 @@ def test_two_ranks_resume_as_one_two_or_four(start_in, tmp_path):
         shutil.copytree(first.folder, (cwd := tmp_path / str(nproc)) / "logs" / "x")
         run = start_in(cwd, "--save_every", 100, "--resume", "auto", nproc=nproc, fault=fault)
         assert run.wait() == [0] * nproc, run.err()
-        assert re.search(f"{path.name}.* damaged", run.out())
+        assert re.search(f"skipped .*{path.name}: no whole checkpoint", run.out())
         assert "resumed at step:8 from logs/x/step-000008.pt" in run.out()
         losses = mean_losses(run, nproc)
         np.testing.assert_allclose(losses, expected[8:], rtol=RANKS_RTOL)
@@ -325,7 +320,7 @@ def mean_losses(run, nproc):
 
 
 @pytest.mark.parametrize("change, named", [
-    (("--muon_lr", 0.06), f"muon_lr {train_gpt.PRESETS['pocket']['muon_lr']}, now 0.06"),
+    (("--muon_lr", 0.06), "muon_lr 0.08, now 0.06"),
     (("--num_iterations", 3), "num_iterations"),
     ((), "data"),
 ])
@@ -384,13 +379,13 @@ def killed_in_save(moment, which, rank):
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_in_a_save(start, whole, moment):
     """What the killed save leaves behind does no harm; the checkpoint before it is used."""
-    args = ("--save_every", 3, "--resume", "auto")
+    args = ("--save_every", 4, "--resume", "auto")
     run = start(*args, fault=partial(killed_in_save, moment, 2))
     assert run.wait() == [-signal.SIGKILL]
-    assert 3 in run.saved()
+    assert 4 in run.saved()
     run = start(*args)
     assert run.wait() == [0], run.err()
-    assert run.losses() == whole.losses()[6 if moment == "after rename" else 3 :]
+    assert run.losses() == whole.losses()[8 if moment == "after rename" else 4 :]
     assert_same_state(run.state(), whole.state())
     assert not list(run.folder.glob("*.tmp"))
 
@@ -425,12 +420,12 @@ def test_killed_twenty_times(start, start_in, tmp_path_factory):
 # Signals
 
 
-@pytest.mark.parametrize("number, step", [
-    (signal.SIGTERM, 5), (signal.SIGINT, 4), (signal.SIGHUP, 2)])
-def test_signal_saves_at_the_step_boundary(start, whole, number, step):
-    """At which a stage begins; at step 4 the embedding leaves the head."""
+@pytest.mark.parametrize("number, at, step", [
+    (signal.SIGTERM, 4, 6), (signal.SIGINT, 3, 4), (signal.SIGHUP, 1, 2)])
+def test_signal_saves_where_no_gradients_are_left_over(start, whole, number, at, step):
+    """At once or a step later; a stage begins there, at step 4 the embedding leaves the head."""
     args = ("--save_every", 100, "--resume", "auto")
-    run = start(*args, fault=partial(at_step, step - 1, 0, partial(send_self, [number])))
+    run = start(*args, fault=partial(at_step, at, 0, partial(send_self, [number])))
     assert run.wait() == [128 + number], run.err()
     assert run.err() == ""
     assert run.saved() == [step]
@@ -442,7 +437,8 @@ def test_signal_saves_at_the_step_boundary(start, whole, number, step):
     assert_same_state(run.state(), whole.state())
     path = f"logs/x/step-{step:06d}.pt"
     assert f"resumed at step:{step} from {path}" in run.log().splitlines()
-    assert not re.search("train_loss:.* redone:1", run.log()), "no step is taken twice"
+    trained = re.findall(r"^step:(\d+)/10 train_loss", run.log(), re.M)
+    assert trained == [str(step) for step in range(1, STEPS + 1)], "no step is taken twice"
 
 
 def test_signal_in_the_last_step_lets_the_run_end(start, whole):
@@ -486,7 +482,7 @@ def test_signal_to_one_rank_stops_both_at_the_same_step(start):
     fault = partial(at_step, 4, 1, partial(send_self, [signal.SIGTERM]))
     run = start("--save_every", 100, nproc=2, fault=fault)
     assert run.wait() == [128 + signal.SIGTERM] * 2, run.err()
-    assert run.saved() == [5] and len(run.losses(0)) == len(run.losses(1)) == 5
+    assert run.saved() == [6] and len(run.losses(0)) == len(run.losses(1)) == 6
 
 
 def die_or_be_told(rank):
@@ -506,56 +502,77 @@ def test_rank_told_to_stop_because_another_died_does_not_hang(start):
 # Numbers
 
 
-def poison(value, which, loss, grads):
-    (loss if which is None else grads[which].view(-1)[-1]).fill_(value)
+def minus_infinity(losses):
+    losses[0] = -torch.inf
 
 
-def poison_counting(value, which, rank):
-    """Something not finite at step 5 on rank 1; the file `updates` counts the updates."""
-    at_step(5, 1, partial(poison, value, which), rank)
-    step_optimizers, updates = train_gpt.step_optimizers, itertools.count(1)
+def update_by_nan(which, when, rank):
+    """From the `when`-th update on, warm-up not counted, a rule gives NaN, all losses finite."""
+    rule, updates = getattr(train_gpt, which), itertools.count()
 
-    def counted(*args):
-        Path(f"updates-{rank}").write_text(str(next(updates)))
-        step_optimizers(*args)
+    def spoil(weight, *args, **options):
+        rule(weight, *args, **options)
+        if armed and next(updates) >= when:
+            weight.view(-1)[-1] = torch.nan
 
-    train_gpt.step_optimizers = counted
+    armed = []
+    at_step(0, rank, lambda losses: armed.append(True), rank)
+    setattr(train_gpt, which, spoil)
 
 
-@pytest.mark.parametrize("value, which, what", [
-    (float("nan"), 0, "gradient of .+"),
-    (float("-inf"), None, "loss"),
-])
-def test_non_finite_number_on_one_rank_stops_all(start, value, which, what):
-    run = start("--save_every", 2, nproc=2, fault=partial(poison_counting, value, which))
-    assert all(code > 0 for code in run.wait())
+@pytest.mark.parametrize("nproc, fault, step, named, saved", [
+    # On one rank alone, and told on both.
+    (2, partial(at_step, 5, 1, minus_infinity), 5, "the loss is -inf on rank 1", [2, 4]),
+    # The update of step 5: what it leaves is seen before it is saved.
+    (1, partial(update_by_nan, "adam_update", 13), 6, "a weight or a state is not finite", [2, 4]),
+    # The last update: the run does not end well.
+    (1, partial(update_by_nan, "muon_update", 28), 10, "a weight or a state is not finite",
+     [6, 8]),
+], ids=["loss", "Adam", "Muon"])
+def test_numbers_that_are_not_finite_end_the_run_and_are_never_saved(
+    start, whole, nproc, fault, step, named, saved
+):
+    args = ("--save_every", 2, "--resume", "auto")
+    run = start(*args, nproc=nproc, fault=fault)
+    assert run.wait() == [2] * nproc
     line = one_line(run.err())
-    assert "step 5" in line and re.search(f"non-finite {what} on rank 1", line)
-    for rank in (0, 1):
-        updates = (run.cwd / f"updates-{rank}").read_text()
-        assert updates == str(STAGES + 5), "one of each warm-up and those of steps 0 to 4"
-    assert run.saved() == [2, 4]
-    assert run.state(4)["step"] == 4
+    assert f"step {step}: " in line and named in line and "lower the learning rates" in line
+    assert run.saved() == saved
+    for each in saved:
+        assert all(x.isfinite().all() for x in run.state(each)["model"].values())
+    assert "val_loss:nan" not in run.log() and "---" not in run.log()
+    if nproc == 1:  # what was saved last is sound
+        run = start(*args)
+        assert run.wait() == [0], run.err()
+        assert f"resumed at step:{saved[-1]} " in run.log()
+        assert_same_state(run.state(), whole.state())
 
 
 def drift(rank):
     """On rank 1 one bit of one weight is another before the validation at step 6."""
-    check_parity = train_gpt.Ranks.check_parity
+    check_weights = train_gpt.Run.check_weights
 
-    def check_after_flip(ranks, step, model):
+    def check_after_flip(run, step):
         if step == 6 and rank == 1:
-            model.blocks[1].mlp.c_fc.data.view(torch.int32)[3, 5] ^= 1
-        check_parity(ranks, step, model)
+            run.model.blocks[1].mlp.c_fc.data.view(torch.int32)[3, 5] ^= 1
+        check_weights(run, step)
 
-    train_gpt.Ranks.check_parity = check_after_flip
+    train_gpt.Run.check_weights = check_after_flip
 
 
 def test_drifted_parameters_are_found_at_a_validation(start):
     run = start(nproc=2, fault=drift)
-    assert all(code > 0 for code in run.wait())
+    assert run.wait() == [2, 2]
     line = one_line(run.err())
-    assert "step 6" in line and "drifted" in line
-    assert re.findall(r"step:(\d+)/9 val_loss", run.log()) == ["0", "2", "4"]
+    assert "step 6: mlp: the ranks' weights have drifted apart" in line
+    assert re.findall(r"step:(\d+)/10 val_loss", run.log()) == ["0", "2", "4"]
+
+
+def test_what_all_ranks_know_is_said_once(start):
+    run = start("--sequences_per_step", 3, nproc=2)
+    assert run.wait() == [2, 2]
+    assert "--sequences_per_step 3: the 2 ranks must divide it" in one_line(run.err())
+    assert run.err(1) == "" and not run.folder.exists()
 
 
 # Disk and data
@@ -577,12 +594,12 @@ def full_disk(which, rank):
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_full_disk_ends_the_run_with_one_line(start, whole, nproc):
-    args = ("--save_every", 3, "--resume", "auto")
+    args = ("--save_every", 2, "--resume", "auto")
     run = start(*args, nproc=nproc, fault=partial(full_disk, 2))
-    assert all(code > 0 for code in run.wait())
+    assert run.wait() == [2] * nproc
     line = one_line(run.err())
-    assert "step-000006.pt" in line and "No space left" in line and "--resume auto" in line
-    assert {p.name for p in run.folder.iterdir()} == {"log.txt", "step-000003.pt"}
+    assert "step-000004.pt" in line and "No space left" in line and "--resume auto" in line
+    assert {p.name for p in run.folder.iterdir()} == {"log.txt", "step-000002.pt"}
     if nproc == 1:
         run = start(*args)
         assert run.wait() == [0], run.err()
@@ -608,12 +625,12 @@ def test_small_disk(start_in, whole, tmp_path):
 
 def test_checkpoint_that_cannot_be_written(start):
     run = start("--save_every", 2, fault=partial(at_step, 3, 0, make_obstacle))
-    assert run.wait()[0] > 0
+    assert run.wait() == [2]
     assert "step-000004.pt: not written" in one_line(run.err())
     assert run.saved() == [2]
 
 
-def make_obstacle(loss, grads):
+def make_obstacle(losses):
     """A folder where the temporary file of the save at step 4 goes."""
     Path("logs/x/step-000004.tmp").mkdir()
 
@@ -621,11 +638,11 @@ def make_obstacle(loss, grads):
 def test_logs_folder_that_cannot_be_made(start, tmp_path):
     (tmp_path / "logs").write_text("")
     run = start()
-    assert run.wait()[0] > 0
+    assert run.wait() == [2]
     assert "logs" in one_line(run.err())
 
 
-def vanish(path, loss, grads):
+def vanish(path, losses):
     path.unlink()
 
 

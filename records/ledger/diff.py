@@ -13,10 +13,7 @@ DEFINITION = re.compile(r"(?:async )?(?:def|class) (\w+)")
 
 
 def source_of(operand: str) -> str:
-    """The source of a folder, script or log. Raises LedgerError where there is none.
-
-    A folder's source is its train_gpt.py, else that in its record's log, else its only train*.py.
-    """
+    """The source of a script, a log, or a folder: its train_gpt.py, record's log or train*.py."""
     path = Path(operand)
     if path.suffix == ".py" and not path.is_dir():
         return read_text(path)
@@ -46,7 +43,8 @@ def sections(source: str) -> dict[str, list[str]]:
     for file, text in split_files(source).items():
         title = "(docstring and imports)" if by_heading else "(module level)"
         for line in text.splitlines():
-            if match := (HEADING.fullmatch if by_heading else DEFINITION.match)(line):
+            match = HEADING.fullmatch(line) if by_heading else DEFINITION.match(line)
+            if match:
                 title = match[1]
             elif not by_heading and re.match(r"[^\s#)\]}]", line):
                 title = "(module level)"
@@ -68,21 +66,22 @@ def hyperparameters(source: str) -> dict[str, str]:
 
 def diff_sources(a: str, b: str) -> dict:
     """What changed from source `a` to source `b`, as numbers and lines."""
-    before, after, changed = sections(a), sections(b), []
+    before, after = sections(a), sections(b)
+    changed, added, removed = [], 0, 0
     for title in after | before:
         lines = difflib.unified_diff(before.get(title, []), after.get(title, []), lineterm="")
         lines = list(lines)[2:]
-        signs = [line[0] for line in lines]
         if lines:
-            changed.append({"title": title, "added": signs.count("+"),
-                            "removed": signs.count("-"), "lines": lines})
+            signs = "".join(line[0] for line in lines)
+            plus, minus = signs.count("+"), signs.count("-")
+            added += plus
+            removed += minus
+            changed.append({"title": title, "added": plus, "removed": minus, "lines": lines})
     old, new, fields = hyperparameters(a), hyperparameters(b), []
     for name in old | new:
         if old.get(name) != new.get(name):
             fields.append({"name": name, "a": old.get(name), "b": new.get(name)})
-    return {"added": sum(section["added"] for section in changed),
-            "removed": sum(section["removed"] for section in changed),
-            "hyperparameters": fields, "sections": changed}
+    return {"added": added, "removed": removed, "hyperparameters": fields, "sections": changed}
 
 
 def diff_html(a: str, b: str, names: tuple[str, str]) -> str:

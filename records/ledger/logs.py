@@ -51,9 +51,6 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# ---- Sources ------------------------------------------------------------------------
-
-
 def split_banner(source: str) -> tuple[str, str]:
     """(a record's own part, the harness from its banner on); the harness is empty without one."""
     above, banner, below = ("\n" + source).partition("\n" + BANNER)
@@ -70,10 +67,7 @@ def parent_and_change(source: str) -> list[str]:
 
 
 def own_part(source: str) -> str:
-    """What a log is held to: all above the banner but its docstring and imports.
-
-    The docstring is prose, and imports serve the harness too.
-    """
+    """What a log is held to: all above the banner but prose and the imports, which serve all."""
     above = re.sub(r'\A(#!.*\n)?""".*?"""\n', "", split_banner(source)[0], flags=re.S)
     return re.sub(r"^(import|from) .*\n", "", above, flags=re.M).strip()
 
@@ -107,9 +101,6 @@ def assignments(source: str) -> list[tuple[str, ast.expr, bool]]:
                     target = node.targets[0] if isinstance(node, ast.Assign) else node.target
                     found.append((ast.unparse(target), node.value, inside))
     return found
-
-
-# ---- Logs ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -154,7 +145,7 @@ class Log:
 
     @property
     def simulated(self) -> bool:
-        """Whether its GPU was the host's memory and an interpreter, whose runs measure nothing."""
+        """Whether its GPU was an interpreter on the host, whose runs measure nothing."""
         return self.header.get("device", "").startswith("host standing in for")
 
     def tokens_until(self, step: int) -> float | None:
@@ -238,8 +229,7 @@ def parse_body(log: Log) -> None:
 def parse_step(log: Log, line: str) -> None:
     """Read a `step:1/10 val_loss:…` line; the last line of a step wins.
 
-    Where a script predicts several tokens ahead, its train_loss is their sum: what can be compared
-    with other scripts is next_token_loss.
+    Of several tokens ahead train_loss is the sum: other scripts' compare with next_token_loss.
     """
     pairs = dict(pair.partition(":")[::2] for pair in line.split())
     step, _, planned = pairs["step"].partition("/")

@@ -34,7 +34,7 @@ TIMES_LEGEND = """
 Reached: runs with a validation at or below the loss {:g}. Step, Tokens, Seconds: of the first one,
 the median of these runs."""
 
-# ---- Cells --------------------------------------------------------------------------
+PANELS = ("steps", "training tokens", "training time (s)")
 
 
 def number(value: float | None, form: str) -> str:
@@ -53,11 +53,11 @@ def versus_words(versus: dict | None) -> list[str]:
     """Difference with its p, the smallest that would be shown, and the ratios of times."""
     if not versus:
         return ["", "", ""]
-    ratios = versus["time_ratios"] or [math.nan]
-    p = "no p" if versus["p"] is None else f"p {versus['p']:.2g}"
-    return [f"{number(versus['difference'], '+.4f')} ({p})" + "*" * table.is_shown(versus),
+    low, *_, high = ratios = sorted(versus["time_ratios"]) * 2
+    star = "*" * table.is_shown(versus)
+    return [f"{number(versus['difference'], '+.4f')} (p {versus['p'] or math.nan:.2g}){star}",
             number(versus["smallest_shown"], ".2g"),
-            f"×{statistics.median(ratios):.3f} ({min(ratios):.3f}–{max(ratios):.3f})"]
+            f"×{statistics.median(ratios):.3f} ({low:.3f}–{high:.3f})"]
 
 
 def markdown(heading: tuple, rows: list) -> str:
@@ -74,21 +74,23 @@ def print_table(heading: tuple, rows: list, legend: str) -> None:
     print(legend)
 
 
-# ---- Records ------------------------------------------------------------------------
-
-
 def losses_of(runs: list[dict]) -> list[float]:
     return [float(run["val_loss"]) for run in runs]
 
 
 def ladder_row(record: Record) -> list[str]:
-    claim, published = record.claim, record.claim["published"] or {}
-    loss = "{val_loss:.4f} ({n})".format(**published) if published else ""
+    claim = record.claim
+    minutes = loss = equality = ""
+    if claim["published"]:
+        minutes = f"{claim['published']['minutes']:g}"
+        loss = "{val_loss:.4f} ({n})".format(**claim["published"])
+    if claim["equality"]:
+        equality = f"{claim['equality']['largest']:.0e}"
     name = f"{claim['number']} {record.folder.name.partition('_')[2]}"
-    return [name, number(published.get("minutes"), "g"), loss,
-            number((claim["equality"] or {}).get("largest"), ".0e"),
-            number(claim["modelled_minutes"], "g"), loss_words(losses_of(record.runs.get("loss", []))),
-            versus_words(versus_parent(record, "loss"))[0]]
+    losses = losses_of(record.runs.get("loss", []))
+    difference = versus_words(versus_parent(record, "loss"))[0]
+    return [name, minutes, loss, equality, number(claim["modelled_minutes"], "g"),
+            loss_words(losses), difference]
 
 
 def linked_rows(records: list[Record], above: str) -> str:
@@ -103,7 +105,8 @@ def machine_words(records: list[Record]) -> str:
     words = "{device}, torch {torch}, {threads} thread(s) a run, {jobs} run(s) at once"
     found = set()
     for record in records:
-        found.update(words.format(**run) for run in record.runs.get("loss", []))
+        for run in record.runs.get("loss", []):
+            found.add(words.format(**run))
     return "; ".join(sorted(found)) or "nothing yet"
 
 
@@ -111,27 +114,32 @@ def ladder_block(records: list[Record], folder: Path) -> str:
     """The generated lines of records/README.md: the ladder, what it ran on, the rules' numbers."""
     rules = []
     for preset, rule in table.RULES.items():
-        rules.append([f"`{preset}`", *(f"`{value or 'not known here'}`" for value in rule.values())])
+        rules.append([preset])
+        for value in rule.values():
+            rules[-1].append(f"`{value or 'not known here'}`")
+    parts = [linked_rows(records, ""), LADDER_LEGEND.strip(),
+             f"Measured on {machine_words(records)}.",
+             markdown(("preset", *table.RULES["record"]), rules)]
     path = folder / table.TABLE
-    digest = sha256(read_text(path)) if path.exists() else "none yet"
-    return "\n\n".join([linked_rows(records, ""), LADDER_LEGEND.strip(),
-                        f"Measured on {machine_words(records)}.",
-                        markdown(("preset", *table.RULES["record"]), rules),
-                        f"[{table.TABLE}]({table.TABLE}), sha256 {digest}."])
+    if path.exists():
+        parts.append(f"[{path.name}]({path.name}), sha256 {sha256(read_text(path))}.")
+    return "\n\n".join(parts)
 
 
 def record_block(record: Record) -> str:
     """The generated lines of a record's README.md: its row beside its parent's, and the tests."""
     parent = record.parent
-    parts = [linked_rows([parent, record] if parent else [record], "../"),
-             f"Measured on {machine_words([record])}."]
-    for kind in record.runs if parent else ():
+    measured = f"Measured on {machine_words([record])}."
+    if not parent:
+        return linked_rows([record], "../") + "\n\n" + measured
+    parts = [linked_rows([parent, record], "../"), measured]
+    for kind, runs in record.runs.items():
         difference, least, times = versus_words(versus_parent(record, kind))
-        parts.append(f"Against the parent, {len(record.runs[kind])} runs made for their {kind}: "
-                     f"{difference}, shown from {least}; times {times}.")
-    if parent:
-        old, new = [own_part(read_text(one.folder / "train_gpt.py")) for one in (parent, record)]
-        parts.append("Source above the banner: +{} −{} lines.".format(*changed_lines(old, new)))
+        parts.append(f"Against the parent, {len(runs)} runs made for their {kind}: {difference}, "
+                     f"shown from {least}; times {times}.")
+    old = own_part(read_text(parent.folder / "train_gpt.py"))
+    new = own_part(read_text(record.folder / "train_gpt.py"))
+    parts.append("Source above the banner: +{} −{} lines.".format(*changed_lines(old, new)))
     return "\n\n".join(parts)
 
 
@@ -149,18 +157,19 @@ def write_block(path: Path, text: str) -> None:
     write_file(path, f"{before}{text}\n{after}")
 
 
-# ---- Contestants of `run` -------------------------------------------------------------
-
-
 def results(contestants: list) -> list[dict]:
     """What `run` found, as numbers: each contestant, against its parent or the first one."""
     found, runs = [], {}
     for one in contestants:
         rows = [table.run_row(one.label, "loss", log) for log in one.logs]
-        parent = table.read_claim(one.folder)["parent"] if one.folder else None
-        other = parent if parent in runs else contestants[0].label
-        target, losses = float(one.logs[0].header["target_loss"]), losses_of(rows)
-        versus = {"name": other, **table.compare(rows, runs[other])} if runs else None
+        other, versus = contestants[0].label, None
+        if one.folder:
+            parent = table.read_claim(one.folder)["parent"]
+            other = parent if parent in runs else other
+        if runs:
+            versus = {"name": other, **table.compare(rows, runs[other])}
+        target = float(one.logs[0].header["target_loss"])
+        losses = losses_of(rows)
         found.append({"name": one.label, "losses": losses, "target": target, "against": versus,
                       "p_target": table.p_below(losses, target), "runs": rows})
         runs[one.label] = rows
@@ -173,26 +182,34 @@ def result_cells(one: dict) -> list[str]:
             *versus_words(one["against"])]
 
 
-# ---- Other people's logs ----------------------------------------------------------------
-
-
 def foreign_row(group: Group, record: Group, previous: Group | None) -> dict:
     """What a group of runs is, as numbers; its lines against the record before it."""
-    log, losses = group.logs[0], [log.val_loss for log in group.logs]
+    log, losses, times = group.logs[0], [], []
+    for one in group.logs:
+        losses.append(one.val_loss)
+        times.append(one.train_time_ms)
     dated = DATED.fullmatch(group.folder.name) or ["", "", group.folder.name]
     steps = log.planned_steps or log.last_step
     tokens = log.tokens_until(steps)
-    row = {"date": dated[1], "name": dated[2], "runs": group.words(record), "n": len(losses),
-           "ranks": group.ranks or None, "steps": steps, "losses": losses,
-           "tokens_per_step": tokens and round(tokens / max(1, steps)),
-           "val_loss_mean": round(statistics.fmean(losses), 6),
-           "val_loss_std": table.std_of(losses), "p_target": table.p_below(losses, TARGET),
-           "train_time_ms_median": median([log.train_time_ms for log in group.logs]),
-           "lines_added": None, "lines_removed": None}
+    added = removed = None
     if previous and log.source:
         added, removed = changed_lines(previous.logs[0].source, log.source)
-        row |= {"lines_added": added, "lines_removed": removed}
-    return row
+    return {
+        "date": dated[1],
+        "name": dated[2],
+        "runs": group.words(record),
+        "n": len(losses),
+        "ranks": group.ranks or None,
+        "steps": steps,
+        "tokens_per_step": tokens and round(tokens / max(1, steps)),
+        "val_loss_mean": round(statistics.fmean(losses), 6),
+        "val_loss_std": table.std_of(losses),
+        "p_target": table.p_below(losses, TARGET),
+        "train_time_ms_median": median(times),
+        "lines_added": added,
+        "lines_removed": removed,
+        "losses": losses,
+    }
 
 
 def foreign_cells(row: dict) -> list[str]:
@@ -202,23 +219,25 @@ def foreign_cells(row: dict) -> list[str]:
             number(row["tokens_per_step"], ","), number(ms and ms / 60_000, ".3f")]
 
 
-# ---- Curves and pictures: nine inches are the 900 pixels of a page, drawn twice as fine ----
-
-
 def median(values: list) -> float | None:
     return None if None in values or not values else statistics.median(values)
 
 
 def time_to_loss(name: str, logs: list[Log], target: float) -> dict:
     """When runs first validated at or below a loss, in the median."""
-    hits, tokens = [], []
+    steps, tokens, times, last = [], [], [], []
     for log in logs:
-        for step in [step for step in sorted(log.val) if log.val[step][0] <= target][:1]:
-            hits.append((step, log.val[step][1]))
-            tokens.append(log.tokens_until(step))
-    return {"name": name, "loss": target, "last_losses": [log.val_loss for log in logs],
-            "n": len(logs), "reached": len(hits), "step": int(median([step for step, _ in hits]) or 0),
-            "tokens": median(tokens), "time_ms": median([ms for _, ms in hits])}
+        last.append(log.val_loss)
+        for step in sorted(log.val):
+            loss, ms = log.val[step]
+            if loss <= target:
+                steps.append(step)
+                tokens.append(log.tokens_until(step))
+                times.append(ms)
+                break
+    return {"name": name, "loss": target, "last_losses": last, "n": len(logs),
+            "reached": len(steps), "step": int(median(steps) or 0), "tokens": median(tokens),
+            "time_ms": median(times)}
 
 
 def time_cells(one: dict) -> list[str]:
@@ -230,13 +249,17 @@ def time_cells(one: dict) -> list[str]:
 
 def curve_of(log: Log) -> list[tuple]:
     """(step, loss, time) of a run's validations; of its training, in pieces, if it has but one."""
-    points = [(step, *log.val[step]) for step in sorted(log.val) if step or len(log.val) == 1]
-    steps = sorted(log.train) if len(points) == 1 else []
-    size = max(1, len(steps) // 50)
-    for end in range(size, len(steps) + 1, size):
-        losses = [log.train[step][0] or math.nan for step in steps[end - size:end]]
-        last = steps[end - 1]
-        points.insert(-1, (last, statistics.fmean(losses), log.train[last][1]))
+    points = []
+    for step, (loss, ms) in sorted(log.val.items()):
+        if step or len(log.val) == 1:
+            points.append((step, loss, ms))
+    if len(points) == 1:
+        size, losses = max(1, len(log.train) // 50), []
+        for step, (loss, ms) in sorted(log.train.items()):
+            losses.append(math.nan if loss is None else loss)
+            if len(losses) == size:
+                points.insert(-1, (step, statistics.fmean(losses), ms))
+                losses = []
     return points
 
 
@@ -261,21 +284,20 @@ def save(figure, png: str) -> None:
 def draw_ladder(records: list[Record], png: str) -> None:
     """Published and modelled minutes of each record, on a logarithmic axis."""
     figure, (axis,) = picture(1, 0.36 * len(records) + 1.2)
-    names, published, modelled = [], [], []
-    for record in records:
-        names.append(ladder_row(record)[0])
-        published.append((record.claim["published"] or {}).get("minutes", math.nan))
-        modelled.append(record.claim["modelled_minutes"] or math.nan)
-    for values, marker, side, label in ((published, "o", "left", "published"),
-                                        (modelled, "D", "right", "modelled, not run")):
-        axis.plot(values, range(len(names)), marker, markersize=8, label=label)
-        for y, value in enumerate(values):
-            shift = 9 if side == "left" else -9
-            if value > 0:
-                axis.annotate(f"{value:g}", (value, y), (shift, 0), ha=side, va="center",
+    names = [ladder_row(record)[0] for record in records]
+    for y, record in enumerate(records):
+        published = (record.claim["published"] or {}).get("minutes")
+        modelled = record.claim["modelled_minutes"]
+        for minutes, look, shift, side in ((published, "oC0", 9, "left"),
+                                           (modelled, "DC1", -9, "right")):
+            if minutes:
+                axis.plot(minutes, y, look, markersize=8)
+                axis.annotate(f"{minutes:g}", (minutes, y), (shift, 0), ha=side, va="center",
                               textcoords="offset points")
-    axis.set(xscale="log", xlim=(1.5, 20), ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)),
-             yticklabels=names, xlabel="minutes on 8×H100 (logarithmic)")
+    axis.plot([], [], "oC0", label="published")
+    axis.plot([], [], "DC1", label="modelled, not run")
+    axis.set(xscale="log", xlim=(1.5, 20), xlabel="minutes on 8×H100 (logarithmic)",
+             ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=names)
     axis.set_xticks([2, 3, 5, 10, 20], ["2", "3", "5", "10", "20"])
     axis.minorticks_off()
     axis.legend(loc="lower right")
@@ -284,31 +306,38 @@ def draw_ladder(records: list[Record], png: str) -> None:
 
 def draw_curves(groups: dict[str, list[Log]], target: float, png: str) -> None:
     """Loss of each run over steps, tokens and training time, where its log has them."""
-    kinds = ("steps", "training tokens", "training time (s)")
-    figure, axes = picture(len(kinds), 4.5)
-    tops, lows = [target], [target]
+    figure, axes = picture(len(PANELS), 4.5)
+    top = bottom = target
     for index, (name, logs) in enumerate(groups.items()):
-        missing = set()
+        missing, label = set(), name
         for log in logs:
-            steps, losses, times = zip(*curve_of(log))
-            tokens = [log.tokens_until(step) or math.nan for step in steps]
-            seconds = [math.nan if ms is None else ms / 1000 for ms in times]
-            # A curve of training begins with the untrained model: what is above its tenth is cut.
-            tops.append(losses[len(losses) // 10])
-            lows.append(min(losses))
-            for axis, kind, x in zip(axes, kinds, (steps, tokens, seconds)):
-                label = name if log is logs[0] else None
+            points = curve_of(log)
+            losses = [loss for _, loss, _ in points]
+            for axis, panel in zip(axes, PANELS):
+                x = [panel_value(panel, log, step, ms) for step, _, ms in points]
                 axis.plot(x, losses, "-o", color=f"C{index}", markevery=[-1], label=label,
                           alpha=0.4 + 0.6 / len(logs))
                 if math.isnan(x[-1]):
-                    missing.add(kind)
-        for kind in sorted(missing):
-            print(f"{name} has no {kind}, so it is not in that panel", file=sys.stderr)
-    margin = max(max(tops) - min(lows), 0.01) * 0.06
-    for axis, kind in zip(axes, kinds):
+                    missing.add(panel)
+            label = None
+            # A curve of training begins with the untrained model: what is above its tenth is cut.
+            top = max(top, losses[len(losses) // 10])
+            bottom = min(bottom, *losses)
+        for panel in sorted(missing):
+            print(f"{name} has no {panel}, so it is not in that panel", file=sys.stderr)
+    margin = max(top - bottom, 0.01) * 0.06
+    for axis, panel in zip(axes, PANELS):
         axis.axhline(target, color="#4a525a", linestyle=(0, (2, 2)))
-        axis.set(xlabel=kind, ylim=(min(lows) - margin, max(tops) + margin))
+        axis.set(xlabel=panel, ylim=(bottom - margin, top + margin))
         axis.locator_params(axis="x", nbins=4)
     axes[0].set_ylabel("loss (nats per token; point: validation)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     save(figure, png)
+
+
+def panel_value(panel: str, log: Log, step: int, ms: float | None) -> float:
+    if panel == "steps":
+        return step
+    if panel == "training tokens":
+        return log.tokens_until(step) or math.nan
+    return math.nan if ms is None else ms / 1000

@@ -44,9 +44,6 @@ def read_any(path: Path) -> Log:
     return log
 
 
-# ---- Tokens of a step, from the arithmetic of a source's settings -------------------
-
-
 def evaluate(node: ast.expr, names: dict):
     """Numbers, known names, lists, + - * / and //; None where more would have to be run."""
     match node:
@@ -95,8 +92,7 @@ def constant_stage(log: Log) -> list[tuple[float, float]]:
 def scheduled_stages(log: Log) -> list[tuple[float, float]]:
     """(end, tokens of a step) of each stage of a batch that grows, or empty.
 
-    In the public lineage these are `train_bs_schedule`, in stages of equal length, and, later, a
-    list of `TrainingStage`. One ends with the step in which its share of the steps is used up.
+    A stage ends with the step in which its share of the scheduled steps is used up.
     """
     found, told = settings(log), []
     extension, batches = found.get("train_bs_extension"), found.get("train_bs_schedule")
@@ -114,9 +110,6 @@ def scheduled_stages(log: Log) -> list[tuple[float, float]]:
             stages.append((math.ceil(round(total, 6)), tokens))
         stages.append((math.inf, extension or tokens))
     return stages
-
-
-# ---- Folders of logs ----------------------------------------------------------------
 
 
 @dataclass
@@ -179,10 +172,7 @@ def is_late(folder: Path, body: str) -> bool:
 
 
 def origins(folder: Path) -> dict[str, str]:
-    """sha256 of a source: the oldest dated folder beside this one, if older, that has it.
-
-    A run long after its folder's date tells that the folder is misdated, and no one's origin.
-    """
+    """sha256 of a source: the oldest dated folder beside this one, if older, that has it."""
     found = {}
     for older in sorted(folder.parent.iterdir()) if DATED.fullmatch(folder.name) else ():
         if DATED.fullmatch(older.name) and older.name < folder.name:

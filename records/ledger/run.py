@@ -1,6 +1,7 @@
 """Runs: scripts trained in turns, their logs kept, and a record's seeds run once more."""
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -18,26 +19,12 @@ from ledger import table
 from ledger.logs import LedgerError, Log, read_log, read_text, sha256, write_file
 
 REPO = Path(__file__).resolve().parents[2]
+sys.dont_write_bytecode = True  # of the scripts whose settings are asked
 KEPT = ("run_id", "preset", "seed")  # flags that the ledger sets for all
 # How far a loss may be from the same run's on another machine, in nats per token. The pocket was
 # seen to move by some 0.002 between machines; this is ten times that, and two to three standard
 # deviations of its seeds (0.007 to 0.012). What is further off was not made by this script.
 MOVES = 0.02
-SETTINGS = """
-import importlib.util, json, sys
-sys.dont_write_bytecode = True
-for path, words in json.load(sys.stdin):
-    spec = importlib.util.spec_from_file_location("script", path)
-    script = sys.modules["script"] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(script)
-        found = {}
-        for name, value in vars(script.parse_args(words)).items():
-            found[name] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    except (Exception, SystemExit) as error:
-        found = {"error": str(error) or repr(error)}
-    print(json.dumps(found))
-"""
 
 
 @dataclass
@@ -75,16 +62,15 @@ def contestant_of(operand: str) -> Contestant:
 
 def contestants_of(operands: list[str], preset: str) -> list[Contestant]:
     """The operands as contestants, no two alike, with flags that their scripts take."""
-    found = [contestant_of(operand) for operand in operands]
-    for number, one in enumerate(found):
-        for other in found[:number]:
+    found = []
+    for operand in operands:
+        one = contestant_of(operand)
+        for other in found:
             if (one.source, one.flags) == (other.source, other.flags):
-                raise LedgerError(f"{operands[number]} is the same script with the same flags as "
+                raise LedgerError(f"{operand} is the same script with the same flags as "
                                   f"{other.label}; give it once, with --seeds")
-    pairs = [(one.script, flag_words({"preset": preset, **one.flags})) for one in found]
-    for operand, values in zip(operands, settings_of(pairs)):
-        if "error" in values:
-            raise LedgerError(f"{operand}: {values['error']}")
+        settings_of(one.script, {"preset": preset, **one.flags})
+        found.append(one)
     return found
 
 
@@ -92,26 +78,23 @@ def flag_words(flags: dict[str, object]) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-def settings_of(pairs: list[tuple[Path, list[str]]]) -> list[dict[str, str]]:
-    """Each script's hyperparameters with these flags, as a log's header shows them.
+def settings_of(script: Path, flags: dict[str, str]) -> dict[str, str]:
+    """A script's hyperparameters with these flags, as headers show them. Raises LedgerError.
 
-    A script without `parse_args` has none, and is not imported: it might train at once. Where a
-    script refuses its flags, they are {"error": its words}.
+    A script without `parse_args` has none, and is not imported: it might train at once.
     """
-    found, asked = {}, []
-    for script, words in pairs:
-        if re.search(r"^def parse_args\(", read_text(script), re.M):
-            asked.append((str(script), words))
-    if asked:
-        done = subprocess.run([sys.executable, "-c", SETTINGS], input=json.dumps(asked), text=True,
-                              capture_output=True)
-        lines = done.stdout.splitlines()
-        if done.returncode or len(lines) != len(asked):
-            last = (done.stderr.strip() or "nothing").splitlines()[-1]
-            raise LedgerError(f"{asked[0][0]}: its settings cannot be read: {last}")
-        for pair, line in zip(asked, lines):
-            found[str(pair)] = json.loads(line)
-    return [found.get(str((str(script), words)), {}) for script, words in pairs]
+    if not re.search(r"^def parse_args\(", read_text(script), re.M):
+        return {}
+    spec = importlib.util.spec_from_file_location("contestant", script)
+    module = sys.modules["contestant"] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        found = vars(module.parse_args(flag_words(flags))).copy()
+    except (Exception, SystemExit) as error:
+        raise LedgerError(f"{script.parent.name}/{script.name}: {error}") from None
+    for name, value in found.items():
+        found[name] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return found
 
 
 def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str, running: set) -> Log:
@@ -147,8 +130,7 @@ def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str, run
 class Turns:
     """Every seed of every contestant, A B A B, as many at once as there are jobs.
 
-    A finished run in `out` is used again where source, flags, preset, ranks, jobs and kind are the
-    same: its RUN_ID has a hash of them.
+    A finished run is used again where its RUN_ID, which hashes all that it depends on, is there.
     """
 
     out: Path
@@ -216,10 +198,7 @@ class Turns:
         return f"it ran on a {logs[0].header['device']}" if logs[0].simulated else ""
 
     def keep(self, contestants: list[Contestant]) -> None:
-        """Copy the logs of records that were measured to their folders, and make their rows.
-
-        The first seed's log keeps the source, the others its sha256.
-        """
+        """Copy the logs of measured records, the first with its source, and make their rows."""
         for one in contestants:
             if not one.folder:
                 continue

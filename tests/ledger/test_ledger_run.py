@@ -132,7 +132,7 @@ REFUSED = {
     "a seed of its own": (["a.py", "a.py:seed=3"], "seed is the ledger's; use --preset or --seeds"),
     "a run's name": (["a.py:run_id=x"], "run_id is the ledger's"),
     "a preset of its own": (["a.py", "a.py:preset=record"], "preset is the ledger's"),
-    "a flag that the script does not have": (["a.py", "a.py:lr=3"], "a.py:lr=3: --lr 3: no such"),
+    "a flag that the script does not have": (["a.py", "a.py:lr=3"], "a.py: --lr 3: no such"),
     "a value of another kind": (["a.py:muon_lr=x"], "could not convert string to float: 'x'"),
     "a preset that the script does not have": (["a.py", "--preset", "lab"], "'lab'"),
     "a flag without a value": (["a.py:muon_lr"], "'muon_lr' is no flag"),
@@ -168,7 +168,7 @@ def test_a_script_that_trains_when_it_is_imported_is_not_imported(tmp_path):
     (tmp_path / "s.py").write_text(f"open({str(trap)!r}, 'w')\n")
     from ledger.run import settings_of
 
-    assert settings_of([(tmp_path / "s.py", ["--preset", "pocket"])]) == [{}]
+    assert settings_of(tmp_path / "s.py", {"preset": "pocket"}) == {}
     assert not trap.exists()
 
 

@@ -155,7 +155,7 @@ def test_list_tells_the_table(measured, capsys):
     assert len(second["runs"]["loss"]) == SEEDS and len(second["runs"]["time"]) == 5
     page = (folder / "README.md").read_text()
     assert f"| [2 Second]({NEWEST}) |" in page and f"({SEEDS}) |" in page
-    assert "| `pocket` | `1.64` | `262144` |" in page
+    assert "| pocket | `1.64` | `262144` |" in page
     assert "Measured on cpu (fake), torch 2.13.0+cpu, " in page and page.endswith("\n\nEnd.\n")
     page = (folder / NEWEST / "README.md").read_text()
     assert "+1 −1 lines" in page and f"[1 First](../{PARENT})" in page and page.endswith("\n\nEnd.\n")

@@ -1183,9 +1183,11 @@ def write_checkpoint(path: Path, state: dict, keep: int):
         for old in saved[:-keep]:
             old.unlink()
     except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
-        temporary.unlink(missing_ok=True)
-        cause = error.__context__ or error
-        raise UserError(f"{path}: not written ({cause}); make room, --resume auto") from None
+        if temporary.is_file():
+            temporary.unlink()
+        while error.__context__:  # the first one is the cause
+            error = error.__context__
+        raise UserError(f"{path}: not written ({error}); make room, --resume auto") from None
 
 
 def load_checkpoint(path: Path) -> dict:

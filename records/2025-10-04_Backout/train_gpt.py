@@ -171,9 +171,9 @@ def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, **options) -> Tensor:
 
 # Factors before the casts to FP8. They bring values of typical size into its range. They are no
 # attributes of the class below, as a compiler does not follow those of an autograd.Function.
-FP8_X_SCALE = 448 / 100
-FP8_W_SCALE = 448 / 1.5
-FP8_GRAD_SCALE = 448 / 0.75
+FP8_X_SCALE = 448 / 768**0.5
+FP8_W_SCALE = 2.0**9
+FP8_GRAD_SCALE = 448.0
 
 
 class FP8Product(torch.autograd.Function):
@@ -182,11 +182,6 @@ class FP8Product(torch.autograd.Function):
     x and w are cast to e4m3, which has more digits; the gradient to e5m2, which has more range.
     A compiler sees the casts and fuses them with what comes before.
     """
-
-    # Factors before the casts. They bring values of typical size into FP8's range.
-    X_SCALE = 448 / 768**0.5
-    W_SCALE = 2.0**9
-    GRAD_SCALE = 448.0
 
     @staticmethod
     def forward(ctx, x, w):
@@ -426,7 +421,7 @@ class GPT(nn.Module):
             self.blocks.append(Block(cfg, window, table))
         self.smear_gate = CastedLinear(min(12, cfg.model_dim), 1)
         self.smear_lambda = nn.Parameter(torch.tensor(0.0))  # no previous token at first
-        # U-Net: for each layer of the first half, the weight of its output in the second one.
+        # U-Net: for each layer of the second half, the weight of the earlier output that it adds.
         pairs = len(self.blocks) // 2
         self.skip_weights = nn.Parameter(torch.full((pairs,), -1.5))  # sigmoid: 0.18 at first
         self.backout_lambda = nn.Parameter(torch.tensor(0.5))

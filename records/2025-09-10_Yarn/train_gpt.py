@@ -74,7 +74,7 @@ def both(value):
 class Hyperparameters:
     """Everything a run can be asked to do differently. Each field is a flag of the same name.
 
-    A run has four stages: its three thirds, the last validation.
+    A run has four stages: its three thirds and the last validation.
     A tuple has an entry for each stage. Where it is shorter, its last entry holds on.
     In brackets stand the values of the presets record and pocket, or the one of both.
     """
@@ -87,7 +87,7 @@ class Hyperparameters:
     model_dim: int = row(768, 64)  # width of the residual stream
     head_dim: int = row(128, 16)  # width of an attention head
     attention_pattern: str = row("LSSSLSS.SSSL", "L.")  # each layer's window: Long, Short, . none
-    value_embed_pattern: str = row("012......012", "0.")  # each layer's value embeddings, . for none
+    value_embed_pattern: str = row("012......012", "0.")  # each layer's value embedding, . for none
     mlp_pattern: str = row(".MMMMMMMMMMM", "MM")  # each layer's MLP: M, . none
     attention_scale: float = row(0.1, 0.5)  # factor of the attention scores in the first stage
     rope_base: int = row(1024, 32)  # inverse of the lowest rotary frequency
@@ -170,9 +170,9 @@ def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, **options) -> Tensor:
 
 # Factors before the casts to FP8. They bring values of typical size into its range. They are no
 # attributes of the class below, as a compiler does not follow those of an autograd.Function.
-FP8_X_SCALE = 448 / 100
-FP8_W_SCALE = 448 / 1.5
-FP8_GRAD_SCALE = 448 / 0.75
+FP8_X_SCALE = 448 / 768**0.5
+FP8_W_SCALE = 2.0**9
+FP8_GRAD_SCALE = 448.0
 
 
 class FP8Product(torch.autograd.Function):
@@ -181,11 +181,6 @@ class FP8Product(torch.autograd.Function):
     x and w are cast to e4m3, which has more digits; the gradient to e5m2, which has more range.
     A compiler sees the casts and fuses them with what comes before.
     """
-
-    # Factors before the casts. They bring values of typical size into FP8's range.
-    X_SCALE = 448 / 768**0.5
-    W_SCALE = 2.0**9
-    GRAD_SCALE = 448.0
 
     @staticmethod
     def forward(ctx, x, w):
@@ -426,7 +421,7 @@ class GPT(nn.Module):
         patterns = (cfg.attention_pattern, cfg.value_embed_pattern, cfg.mlp_pattern)
         for window, table, mlp in zip(*patterns):
             self.blocks.append(Block(cfg, window, table, has_mlp=mlp == "M"))
-        # U-Net: for each layer of the first half, the weight of its output in the second one.
+        # U-Net: for each layer of the second half, the weight of the earlier output that it adds.
         pairs = len(self.blocks) // 2
         self.skip_weights = nn.Parameter(torch.ones(pairs))
         self.lm_head = CastedLinear(cfg.model_dim, vocab)

@@ -18,13 +18,13 @@ import signal
 import sys
 from pathlib import Path
 
-RECORDS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(RECORDS))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ledger import diff, pages, public, run, table
 from ledger.logs import LedgerError, Log, write_file
 from ledger.verify import verify
 
+RECORDS = Path(__file__).resolve().parents[1]
 Args = argparse.Namespace
 
 
@@ -74,8 +74,10 @@ def list_others(folder: Path, quiet: bool) -> list[dict]:
     rows, previous = [], None
     for groups in public.list_groups(folder):
         rows.append(pages.foreign_row(groups[0], groups[0], previous))
-        rows += [pages.foreign_row(group, groups[0], None) for group in groups[1:]]
-        previous = groups[0] if groups[0].logs[0].source else previous
+        for group in groups[1:]:
+            rows.append(pages.foreign_row(group, groups[0], None))
+        if groups[0].logs[0].source:
+            previous = groups[0]
     if not rows:
         raise LedgerError(f"{folder} has no records and no logs; give a folder that has")
     if not quiet:
@@ -102,7 +104,7 @@ def diff_verb(args: Args) -> dict:
 def logs_of(operand: str) -> tuple[str, list[Log]]:
     """(record's name, logs) of a log, or of a folder's record; what is left out is said."""
     path = Path(operand)
-    name, files = path.stem, [path]
+    name, files = path.stem.replace("log", path.resolve().parent.name), [path]
     for folder in (path.resolve(), *path.resolve().parents)[::-1]:
         if public.DATED.fullmatch(folder.name):
             name = public.DATED.fullmatch(folder.name)[2]
@@ -145,12 +147,12 @@ def curves_verb(args: Args) -> list[dict]:
 def verify_verb(args: Args) -> dict:
     folder, only = split_folder(args.folder)
     count, findings, notes = verify(folder, only)
-    for record in table.find_records(folder) if args.replay else ():
-        for path in table.seed_files(record.folder, "loss")[:args.replay]:
-            if only in (None, record.folder.name):
+    for record in table.find_records(folder) if args.replay and not findings else ():
+        if only in (None, record.folder.name):
+            for path in table.seed_files(record.folder, "loss")[:args.replay]:
                 true, words = run.replay(record, path)
                 (notes if true else findings).append(words)
-    args.status = 1 if findings else 0
+    args.status = int(bool(findings))
     if not args.json:
         for note in notes:
             print(note, file=sys.stderr)

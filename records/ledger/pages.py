@@ -170,8 +170,9 @@ def results(contestants: list) -> list[dict]:
             versus = {"name": other, **table.compare(rows, runs[other])}
         target = float(one.logs[0].header["target_loss"])
         losses = losses_of(rows)
-        found.append({"name": one.label, "losses": losses, "target": target, "against": versus,
-                      "p_target": table.p_below(losses, target), "runs": rows})
+        p = table.p_below(losses, target)
+        found.append({"name": one.label, "losses": losses, "target": target, "p_target": p,
+                      "against": versus, "runs": rows})
         runs[one.label] = rows
     return found
 
@@ -214,9 +215,15 @@ def foreign_row(group: Group, record: Group, previous: Group | None) -> dict:
 
 def foreign_cells(row: dict) -> list[str]:
     ms = row["train_time_ms_median"]
-    return [f"{row['date']} {row['name'][:20]}".strip(), row["runs"].replace("source of ", "")[:31],
-            loss_words(row["losses"]), number(row["p_target"], ".1g"), f"{row['steps']:,}",
-            number(row["tokens_per_step"], ","), number(ms and ms / 60_000, ".3f")]
+    return [
+        f"{row['date']} {row['name'][:20]}".strip(),
+        row["runs"].replace("source of ", "")[:31],
+        loss_words(row["losses"]),
+        number(row["p_target"], ".1g"),
+        f"{row['steps']:,}",
+        number(row["tokens_per_step"], ","),
+        number(ms and ms / 60_000, ".3f"),
+    ]
 
 
 def median(values: list) -> float | None:
@@ -235,16 +242,28 @@ def time_to_loss(name: str, logs: list[Log], target: float) -> dict:
                 tokens.append(log.tokens_until(step))
                 times.append(ms)
                 break
-    return {"name": name, "loss": target, "last_losses": last, "n": len(logs),
-            "reached": len(steps), "step": int(median(steps) or 0), "tokens": median(tokens),
-            "time_ms": median(times)}
+    return {
+        "name": name,
+        "loss": target,
+        "last_losses": last,
+        "n": len(logs),
+        "reached": len(steps),
+        "step": int(median(steps) or 0),
+        "tokens": median(tokens),
+        "time_ms": median(times),
+    }
 
 
 def time_cells(one: dict) -> list[str]:
     ms = one["time_ms"]
-    return [one["name"], loss_words(one["last_losses"]), f"{one['reached']} of {one['n']}",
-            number(one["step"], ","), number(one["tokens"], ",.0f"),
-            number(ms and ms / 1000, ".2f")]
+    return [
+        one["name"],
+        loss_words(one["last_losses"]),
+        f"{one['reached']} of {one['n']}",
+        number(one["step"] or None, ","),
+        number(one["tokens"], ",.0f"),
+        number(ms and ms / 1000, ".2f"),
+    ]
 
 
 def curve_of(log: Log) -> list[tuple]:
@@ -307,14 +326,16 @@ def draw_ladder(records: list[Record], png: str) -> None:
 def draw_curves(groups: dict[str, list[Log]], target: float, png: str) -> None:
     """Loss of each run over steps, tokens and training time, where its log has them."""
     figure, axes = picture(len(PANELS), 4.5)
+    from matplotlib.ticker import EngFormatter
+
     top = bottom = target
     for index, (name, logs) in enumerate(groups.items()):
         missing, label = set(), name
         for log in logs:
-            points = curve_of(log)
-            losses = [loss for _, loss, _ in points]
-            for axis, panel in zip(axes, PANELS):
-                x = [panel_value(panel, log, step, ms) for step, _, ms in points]
+            steps, losses, times = zip(*curve_of(log))
+            tokens = [log.tokens_until(step) or math.nan for step in steps]
+            seconds = [math.nan if ms is None else ms / 1000 for ms in times]
+            for axis, panel, x in zip(axes, PANELS, (steps, tokens, seconds)):
                 axis.plot(x, losses, "-o", color=f"C{index}", markevery=[-1], label=label,
                           alpha=0.4 + 0.6 / len(logs))
                 if math.isnan(x[-1]):
@@ -330,14 +351,7 @@ def draw_curves(groups: dict[str, list[Log]], target: float, png: str) -> None:
         axis.axhline(target, color="#4a525a", linestyle=(0, (2, 2)))
         axis.set(xlabel=panel, ylim=(bottom - margin, top + margin))
         axis.locator_params(axis="x", nbins=4)
+    axes[1].xaxis.set_major_formatter(EngFormatter())
     axes[0].set_ylabel("loss (nats per token; point: validation)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     save(figure, png)
-
-
-def panel_value(panel: str, log: Log, step: int, ms: float | None) -> float:
-    if panel == "steps":
-        return step
-    if panel == "training tokens":
-        return log.tokens_until(step) or math.nan
-    return math.nan if ms is None else ms / 1000

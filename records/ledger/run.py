@@ -62,14 +62,14 @@ def contestant_of(operand: str) -> Contestant:
 
 def contestants_of(operands: list[str], preset: str) -> list[Contestant]:
     """The operands as contestants, no two alike, with flags that their scripts take."""
-    found = []
+    found, seen = [], {}
     for operand in operands:
         one = contestant_of(operand)
-        for other in found:
-            if (one.source, one.flags) == (other.source, other.flags):
-                raise LedgerError(f"{operand} is the same script with the same flags as "
-                                  f"{other.label}; give it once, with --seeds")
-        settings_of(one.script, {"preset": preset, **one.flags})
+        settings = settings_of(one.script, {"preset": preset, **one.flags})
+        same = seen.setdefault((one.source, str(settings or one.flags)), operand)
+        if found and same != operand or operand in operands[:len(found)]:
+            raise LedgerError(f"{operand} is the same script with the same settings as {same}; "
+                              "give it once, with --seeds")
         found.append(one)
     return found
 
@@ -99,18 +99,18 @@ def settings_of(script: Path, flags: dict[str, str]) -> dict[str, str]:
 
 def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str, running: set) -> Log:
     """Run a script in `folder`, in a process of its own; its log. Raises LedgerError."""
-    command = [sys.executable]
+    command = [sys.executable, str(script), *flag_words(flags)]
     if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     has_data = any((above / "data" / "pocket.py").exists() for above in script.parents)
     if not has_data:
         with contextlib.suppress(FileExistsError):
             (folder / "data").symlink_to(REPO / "data")
     source = sha256(read_text(script))
     with tempfile.TemporaryFile("w+", errors="replace") as console:
-        process = subprocess.Popen([*command, str(script), *flag_words(flags)], cwd=folder,
-                                   stdin=subprocess.DEVNULL, stdout=console, stderr=console,
-                                   env={**os.environ, "OMP_NUM_THREADS": threads})
+        environment = {**os.environ, "OMP_NUM_THREADS": threads}
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                                   stdout=console, stderr=console)
         running.add(process)
         status = process.wait()
         running.discard(process)
@@ -138,8 +138,8 @@ class Turns:
     seeds: int
     ranks: int
     jobs: int
-    kind: str
-    running: set = field(default_factory=set)
+    kind: str  # of the table's rows
+    running: set = field(default_factory=set)  # processes
 
     def one(self, contestant: Contestant, seed: int) -> Log:
         """The log of a run, made now if it is not there yet."""
@@ -227,7 +227,8 @@ def replay(record: table.Record, path: Path) -> tuple[bool, str]:
         new = train(record.folder / "train_gpt.py", Path(out), flags,
                     int(old.header["world_size"]), old.header["threads"], set())
     before, now = old.final["val_loss"], new.final["val_loss"]
-    what = f"{record.folder.name}: logs/{path.name}: run again it has val_loss {now}, its log {before}"
+    what = (f"{record.folder.name}: logs/{path.name}: run again it has val_loss {now}, its log "
+            f"{before}")
     differ = []
     for name in ("torch", "device", "threads", "world_size"):
         if new.header[name] != old.header[name]:
@@ -236,4 +237,4 @@ def replay(record: table.Record, path: Path) -> tuple[bool, str]:
         return now == before, f"{what}, on the same machine"
     near = abs(float(now) - float(before)) <= MOVES
     return near, (f"{what}; not comparable to the digit with {', '.join(differ)}; "
-                  f"{'within' if near else 'further off than'} {MOVES}, what machines may move it by")
+                  f"{'within' if near else 'further off than'} {MOVES}, what machines may move")

@@ -15,7 +15,8 @@ FREE = ("seed", "device", "run_id", "head_chunks")
 
 def script_findings(record: Record, script: str, root: Path) -> list[str]:
     """A harness that is not the root's, or has another meaning; a docstring that is not its own."""
-    found, (above, harness) = [], split(script)
+    above, harness = split(script)
+    found = []
     wanted = record.claim["parent"] or "none"
     parent, change = parent_and_change(script)
     if parent != wanted:
@@ -138,7 +139,8 @@ def block_findings(folder: Path, wanted: str) -> list[str]:
 def record_findings(record: Record, root: Path, notes: list[str]) -> list[str]:
     """Every claim of a record that its files do not bear; adds to the notes."""
     folder, parent, gain = record.folder, record.claim["parent"], record.claim["gain"]
-    script, found = read_text(folder / "train_gpt.py"), []
+    script = read_text(folder / "train_gpt.py")
+    found = []
     if not table.FOLDER_NAME.fullmatch(folder.name):
         found.append("the folder's name is not a date and a name, YYYY-MM-DD_Name")
     if parent and (not record.parent or parent >= folder.name):

@@ -30,7 +30,7 @@ def records(measured, tmp_path):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_ladder():
-    """`list --write` draws no picture, which takes longer than all else; gives the real function."""
+    """`list --write` draws no picture, which takes long; gives the function that would."""
     real, pages.draw_ladder = pages.draw_ladder, lambda records, png: None
     yield real
     pages.draw_ladder = real

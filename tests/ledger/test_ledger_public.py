@@ -198,7 +198,7 @@ def lineage_of_others(root: Path) -> Path:
     """Three folders: the second pools a baseline's, a 1-GPU and an 8-GPU run, and has a script."""
     old, new = SOURCE, SOURCE.replace("8*64", "4*64")
     write_logs(root, {
-        "2024-10-14_ModernArch/a.txt": foreign(old, loss=3.2791, ms=900_000).replace("2025", "2024"),
+        "2024-10-14_ModernArch/a.txt": foreign(old, ms=900_000).replace("2025", "2024"),
         "2025-01-04-SoftCap/b.txt": foreign(old, loss=3.2811, ms=905_000),
         "2025-01-04-SoftCap/one/c.txt": foreign(new, gpus=1, loss=3.2780, ms=594_000),
         "2025-01-04-SoftCap/d.txt": foreign(new, loss=3.2770, ms=78_000),

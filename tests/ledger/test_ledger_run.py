@@ -1,4 +1,4 @@
-"""Scripts are measured in turns; what is finished is kept, and what cannot be measured is refused."""
+"""Scripts are measured in turns; what is finished is kept; what cannot be measured is refused."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def test_runs_go_in_turns_and_the_logs_are_kept(measured):
     names = [(name, str(seed)) for seed in range(SEEDS) for name in (PARENT, NEWEST)]
     assert [seed_of(path) for path in order] == names + names[:10]  # losses, then times
     for name, source in ((PARENT, SCRIPT), (NEWEST, CHILD)):
-        for kind, folder in table.FOLDERS.items():
+        for kind in table.FOLDERS:
             kept = table.seed_files(measured / "records" / name, kind)
             assert [path.name for path in kept] == [f"seed-{i}.txt" for i in range(len(kept))]
             assert len(kept) == table.SEEDS[kind]
@@ -69,9 +69,11 @@ def test_results_are_those_of_the_logs(measured, capsys):
     assert run(*operands, json_out=True) == 0
     out, err = capsys.readouterr()
     first, second = json.loads(out)
-    losses = [[float(value_in(path, "val_loss")) for path in table.seed_files(records / name, "loss")]
-              for name in (PARENT, NEWEST)]  # fmt: skip
-    assert (first["losses"], second["losses"]) == tuple(losses)
+    losses = []
+    for name in (PARENT, NEWEST):
+        files = table.seed_files(records / name, "loss")
+        losses.append([float(value_in(path, "val_loss")) for path in files])
+    assert [first["losses"], second["losses"]] == losses
     assert first["against"] is None and second["against"]["name"] == PARENT
     assert second["against"]["test"] == "paired t-test"
     p = stats.ttest_rel(losses[1], losses[0]).pvalue
@@ -127,8 +129,9 @@ def test_two_jobs_run_at_once_on_one_thread_each_and_their_logs_tell(tmp_path, m
 
 
 REFUSED = {
-    "a contestant twice": (["a.py", "a.py"], "is the same script with the same flags as a"),
-    "a contestant twice under other names": (["a.py:loss=2", "b.py:loss=2"], "same flags as a:lo"),
+    "a contestant twice": (["a.py", "a.py"], "the same script with the same settings as a"),
+    "a contestant twice under other names": (["a.py:loss=2", "b.py:loss=2"], "settings as a.py:loss=2"),
+    "what the preset says already": (["a.py", "a.py:muon_lr=5e-2"], "same settings as a.py"),
     "a seed of its own": (["a.py", "a.py:seed=3"], "seed is the ledger's; use --preset or --seeds"),
     "a run's name": (["a.py:run_id=x"], "run_id is the ledger's"),
     "a preset of its own": (["a.py", "a.py:preset=record"], "preset is the ledger's"),
@@ -147,7 +150,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_measured_is_refused_before_the_first_run(what, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_measured_is_refused_at_once(what, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     for name in ("a.py", "b.py"):
@@ -186,7 +189,8 @@ def test_a_failing_run_is_named_and_the_rest_kept(tmp_path, capfd):
 
 def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     script = tmp_path / "slow.py"
-    wait = "    if not Path('go').exists() and cfg.seed == 1:\n        __import__('time').sleep(60)\n"
+    wait = "    if not Path('go').exists() and cfg.seed == 1:\n"
+    wait += "        __import__('time').sleep(60)\n"
     script.write_text(SCRIPT.replace("    folder = Path", wait + "    folder = Path"))
     command = [*LEDGER, "run", script, "--seeds", "2", "--out", tmp_path]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -37,9 +37,9 @@ SPOILED = {
         f"{NEWEST}/train_gpt.py", "cfg[name] = values[preset]",
         "cfg[name] = values[preset]; cfg['muon_lr'] = 0.1", "has muon_lr 0.05, its preset has 0.1"),
     "the harness": (
-        f"{NEWEST}/train_gpt.py", "return loss", "return 0.9 * loss", "byte for byte, from its ban"),
+        f"{NEWEST}/train_gpt.py", "return loss", "return 0.9 * loss", "byte for byte, from its b"),
     "the root's harness": (
-        "../train_gpt.py", "return loss", "return 0.9 * loss", f"{PARENT}: train_gpt.py is not the"),
+        "../train_gpt.py", "return loss", "return 0.9 * loss", f"{PARENT}: train_gpt.py is not"),
     "a script without a banner": (
         f"{NEWEST}/train_gpt.py", "# ==== H", "# ---- H", "byte for byte, from its banner on"),
     "a second banner": (
@@ -57,17 +57,17 @@ SPOILED = {
         f"{NEWEST}/train_gpt.py", f"Parent: {PARENT}.", "Parent: 2025-01-01_No.",
         f"does not say `Parent: {PARENT}.`"),
     "a docstring without a change": (
-        f"{NEWEST}/train_gpt.py", "Change: less loss.", "", "does not say `Change: …` in words of its own"),
+        f"{NEWEST}/train_gpt.py", "Change: less loss.", "", "does not say `Change: …` in"),
     "a README with another title": (
         f"{NEWEST}/README.md", f"# {NEWEST}", f"# {PARENT}", "README.md's title is"),
-    "the root's script": ("../train_gpt.py", "0.8**step", "0.7**step", "train_gpt.py is not the root's"),
+    "the root's script": ("../train_gpt.py", "0.8**step", "0.7**step", "gpt.py is not the root's"),
     # The claim
     "a gain in time": (
         f"{NEWEST}/record.json", '"gain": "loss"', '"gain": "time"', "its runs show none"),
     "a gain of no kind": (
-        f"{NEWEST}/record.json", '"gain": "loss"', '"gain": "fame"', "and gain is loss, time or null"),
+        f"{NEWEST}/record.json", '"gain": "loss"', '"gain": "fame"', "gain is loss, time"),
     "a gain over nothing": (
-        f"{PARENT}/record.json", '"gain": null', '"gain": "loss"', "gain in loss over its parent, and"),
+        f"{PARENT}/record.json", '"gain": null', '"gain": "loss"', "gain in loss"),
     "an unknown parent": (
         f"{NEWEST}/record.json", f'"{PARENT}"', '"2026-01-01_No"', "2026-01-01_No/record.json is missing"),
     "a claim without a source": (

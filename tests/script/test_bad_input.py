@@ -1,0 +1,310 @@
+"""What goes wrong ends in one line and in 2: flags, environment, checkpoints, NaN, memory. And what
+depends on more than flags: the number of threads, the weights that a run begins with.
+"""
+
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny_runs
+import torch
+from tiny_runs import FLAGS, STEPS, one_error, to_argv
+
+import train_gpt
+
+run, data_flags = tiny_runs.run, tiny_runs.data_flags  # fixtures
+
+# Flags and environment
+
+
+@pytest.mark.parametrize(("flags", "named"), [
+    (dict(long_windows=2147483648), "--long_windows 2147483648: must be from 1 to "),
+    (dict(long_windows=16777216), "--long_windows 16777216: must be from 1 to "),
+    (dict(short_windows="1,nan"), "--short_windows 1,nan: must be like 1,3,5,6"),
+    (dict(embed_lr=1e38), "--embed_lr 1e+38: must be from 0 to 1000"),
+    (dict(muon_lr="nan"), "--muon_lr nan: must be from 0 to 1000"),
+    (dict(targets_ahead=10**9), "--targets_ahead 1000000000: must be at most 16"),
+    (dict(model_dim=16_000_000), "--model_dim 16000000: must be at most 8192"),
+    (dict(val_seq_len=1_280_000), "--val_seq_len 1280000: must not exceed val_tokens"),
+    (dict(val_seq_len=1_280_000, val_tokens=2_000_000), "--val_tokens 2000000: lower it below"),
+    (dict(seq_lens=128 * 10**7), "--seq_lens 1280000000: must be "),
+    (dict(sequences_per_step=10**6), "a step takes 128000000 and one more; lower --seq_lens"),
+    (dict(seed=2**70), f"--seed {2**70}: must be from 0 to "),
+    (dict(run_id="a\nb"), "--run_id a b: must be of letters, digits, "),
+    (dict(run_id="../x"), "--run_id ../x: must be of letters, digits, "),
+    (dict(device="cuda"), "--device cuda: no GPU 0; use --device cpu"),
+    (dict(device="meta"), "--device meta: must be auto, cuda or cpu"),
+    (dict(init="logs/y/step-000006.pt"), "logs/y/step-000006.pt: no whole checkpoint (No such"),
+    (dict(resume="logs/x/step-00006.pt"), "logs/x/step-00006.pt: no whole checkpoint (No such"),
+], ids=str)  # fmt: skip
+def test_flags_that_no_run_can_be_made_of(run, tmp_path, monkeypatch, flags, named):
+    """Before any memory is asked for, and with nothing written."""
+    if "init" not in flags:
+        monkeypatch.setattr(train_gpt, "GPT", lambda cfg: pytest.fail("it was not refused"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    result = run(**flags)
+    assert named in one_error(result) and result.out == ""
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(("variables", "named"), [
+    (dict(WORLD_SIZE="abc"), "WORLD_SIZE=abc: must be from 1 to 65536; start by torchrun"),
+    (dict(WORLD_SIZE="0"), "WORLD_SIZE=0: must be from 1 to 65536"),
+    (dict(RANK="5"), "RANK=5: must be from 0 to 0; start by torchrun"),
+    (dict(LOCAL_RANK="abc"), "LOCAL_RANK=abc: must be from 0 to 0"),
+    (dict(WORLD_SIZE="2"), "WORLD_SIZE=2: "),
+    (dict(WORLD_SIZE="2", RANK="0"), "WORLD_SIZE=2: "),
+], ids=str)  # fmt: skip
+def test_variables_of_torchrun_that_are_not_torchruns(run, tmp_path, monkeypatch, variables, named):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    line = one_error(run())
+    assert named in line and "start by torchrun" in line
+    assert not (tmp_path / "logs").exists()
+
+
+def test_only_the_first_rank_of_a_machine_speaks(run, monkeypatch):
+    for name, value in dict(WORLD_SIZE="2", RANK="1", LOCAL_RANK="1").items():
+        monkeypatch.setenv(name, value)
+    result = run(seed=-1)
+    assert (result.code, result.out, result.err) == (2, "", "")
+
+
+def test_a_process_ends_with_one_line_and_2(run_script, tmp_path):
+    done = run_script(["--preset", "pocket", "--seq_lens", 100])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "train_gpt.py: error: --seq_lens 100: must be multiples of 128\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("resume", [{}, {"resume": "auto"}], ids=str)
+def test_a_bad_run_leaves_the_log_of_a_good_one_alone(run, tmp_path, resume):
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    run(save_every=2)
+    before = files()
+    line = one_error(run(val_tokens=10_000, save_every=2, **resume))
+    taken = "--run_id x: logs/x/log.txt is there already; go on with its run by --resume auto, or"
+    assert ("--val_tokens 10000" if resume else taken) in line
+    assert before == files()
+
+
+def test_a_foreign_token_met_while_training_ends_the_run_with_its_log(run, tmp_path, write_shard):
+    generator = np.random.default_rng(0)
+    write_shard(tmp_path / "t_0.bin", generator.integers(0, 257, 1600))
+    write_shard(tmp_path / "t_1.bin", generator.integers(0, 300, 1600))
+    result = run(train_files=f"{tmp_path}/t_*.bin")
+    assert "t_1.bin: token " in one_error(result)
+    assert "step:3/6 val_loss" in result.log
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(),
+    MemoryError("Unable to allocate 745. GiB for an array\nwith shape (100,)"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate "
+                 "memory: you tried to allocate 800000000000 bytes. Error code 12"),
+], ids=lambda error: str(error)[:20])
+def test_memory_that_runs_out_ends_in_a_line(run, monkeypatch, error):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(train_gpt, "train", fail)
+    remedy = "out of memory; raise --head_chunks, or lower --sequences_per_forward\n"
+    assert one_error(run()).endswith(remedy)
+
+
+def test_an_error_of_the_scripts_own_keeps_its_traceback(run, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(train_gpt, "train", fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        run()
+
+
+# NaN; an update that is not finite is in test_survival.py
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("step", [3, STEPS])
+def test_a_validation_that_is_not_finite_ends_the_run(run, monkeypatch, value, step):
+    """On the last step too, and without a result."""
+    losses = iter([0.0, *[2.0] * (step // 3), value])  # the first one is the warm-up's
+    monkeypatch.setattr(train_gpt, "validate", lambda *args: next(losses))
+    result = run()
+    assert f"step {step}: the validation loss is {value}" in one_error(result)
+    assert "\n---\n" not in result.log and f"step:{step}/6 val_loss" not in result.log
+
+
+def test_rates_that_are_too_large_leave_nothing_that_is_not_finite(run):
+    result = run(save_every=2, head_lr=1000, embed_lr=1000, muon_lr=1000, num_iterations=40,
+                 warmup_steps=0, val_every=0)
+    assert "lower the learning rates" in one_error(result) and "\n---\n" not in result.log
+    for path in Path("logs/x").glob("step-*.pt"):
+        train_gpt.load_checkpoint(path)
+
+
+# Threads
+
+
+@pytest.mark.parametrize(("idle", "threads"), [
+    (0.0, 1), (0.4, 1), (0.6, 1), (1.4, 1), (1.6, 2), (3.3, 3), (7.9, 8), (40.0, 8)])
+def test_as_many_threads_as_cores_are_idle(monkeypatch, idle, threads):
+    """Of 8 cores, by the time that they were idle in a while; one at least."""
+    now = [100.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(train_gpt.torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(train_gpt, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(train_gpt, "idle_seconds", lambda: 7.0 + idle * now[0])
+    assert train_gpt.choose_threads() == 8, "OMP_NUM_THREADS decides where it is set"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert train_gpt.choose_threads() == threads
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux has it")
+def test_idle_time_is_that_of_all_cores():
+    """As the cores' own lines add up to."""
+    def by_core():
+        text = Path("/proc/stat").read_text()
+        ticks = sum(int(idle) for idle in re.findall(r"^cpu\d+(?: \d+){3} (\d+)", text, re.M))
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    before, found, after = by_core(), train_gpt.idle_seconds(), by_core()
+    assert before - 1 <= found <= after + 1
+
+
+def test_a_run_tells_its_threads_and_a_resumed_one_takes_its_checkpoints(run, monkeypatch):
+    """The number alone is looked at here: two real threads may share a core with other tests."""
+    number = [1]
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: number.__setitem__(0, threads))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: number[0])
+    monkeypatch.setattr(train_gpt, "choose_threads", lambda: 2)
+    first = run(save_every=2)
+    assert ", 2 thread(s), " in first.out.splitlines()[0] and first.values["threads"] == "2"
+    assert "\nthreads: 2\n" in first.log.partition("=" * 100)[2].partition("=" * 100)[0]
+    monkeypatch.setattr(train_gpt, "choose_threads", lambda: 1)
+    argv = ["--resume", "logs/x/step-000004.pt"]
+    assert run(argv).values["threads"] == "1", "OMP_NUM_THREADS decides where it is set"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert run(argv).values["threads"] == "2"
+
+
+# Whole files that do not fit
+
+
+@pytest.fixture
+def checkpoint(run):
+    """The path of a checkpoint of step 4, whose head has left the embedding in step 6."""
+    assert run(save_every=2).code == 0
+    return Path("logs/x/step-000004.pt")
+
+
+def other_shape(state):
+    state["model"]["lm_head.weight"] = torch.zeros(3, 32)
+
+
+def without_a_weight(state):
+    del state["model"]["blocks.0.attn.qkv_w"]
+
+
+def without_weights(state):
+    state["model"] = {}
+
+
+def without_an_optimizer(state):
+    del state["optimizers"]["head"]
+
+
+def without_a_mean(state):
+    del state["optimizers"]["mlp"]["mean"]
+
+
+def shorter_mean(state):
+    state["optimizers"]["head"]["mean"] = torch.zeros(7)
+
+
+def longer_mean(state):
+    state["optimizers"]["mlp"]["mean"] = torch.ones(10**6)
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    (other_shape, "size mismatch for lm_head.weight"),
+    (without_a_weight, "blocks.0.attn.qkv_w"),
+    (without_weights, "lm_head.weight"),
+    (without_an_optimizer, "optimizer of head"),
+    (without_a_mean, "optimizer of mlp: 'mean'"),
+    (shorter_mean, "optimizer of head"),
+    (longer_mean, "optimizer of mlp"),
+    (lambda state: state.pop("model"), "no whole checkpoint (KeyError: 'model')"),
+    (lambda state: state.pop("optimizers"), "no whole checkpoint (KeyError: 'optimizers')"),
+    (lambda state: state.update(train_time_ms="a minute"), "no whole checkpoint (TypeError"),
+], ids=lambda case: getattr(case, "__name__", case))  # fmt: skip
+def test_resume_of_a_whole_file_that_does_not_fit_says_what(run, checkpoint, change, named):
+    state = torch.load(checkpoint, weights_only=True)
+    change(state)
+    torch.save(state, checkpoint)
+    line = one_error(run(["--resume", str(checkpoint)]))
+    assert f"{checkpoint}: " in line and named in line
+
+
+# --init
+
+
+def test_init_takes_weights_and_nothing_else(run, checkpoint, data_flags):
+    """Moments and schedules begin anew, and an untied head stays untied."""
+    path = checkpoint.with_name("step-000006.pt")
+    theirs = train_gpt.load_checkpoint(path)["model"]
+    assert not torch.equal(theirs["embed.weight"], theirs["lm_head.weight"])
+    cfg = train_gpt.parse_args(to_argv(FLAGS | data_flags | dict(init=path)))
+    model, optimizers = train_gpt.build(cfg, train_gpt.Ranks(cfg))
+    assert model.state_dict().keys() == theirs.keys()
+    assert all(torch.equal(x, theirs[name]) for name, x in model.state_dict().items())
+    assert not any(x.any() for optimizer in optimizers for x in optimizer.state.values())
+    assert not any(train_gpt.schedule(step, cfg).tied for step in range(STEPS))
+
+
+def test_init_trains_on_other_data_and_can_be_resumed(run, checkpoint, tiny_shards):
+    path = checkpoint.with_name("step-000006.pt")
+    other = dict(train_files=tiny_shards([4000], name="other", seed=9), seed=4, muon_lr=0.05)
+    scratch = run(run_id="scratch", **other)
+    tuned = run(run_id="tuned", init=path, save_every=2, **other)
+    assert tuned.code == 0, tuned.err
+    assert tuned.losses[0] != scratch.losses[0] and len(tuned.losses) == STEPS
+    state = train_gpt.load_checkpoint("logs/tuned/step-000002.pt")
+    assert not torch.equal(state["model"]["embed.weight"], state["model"]["lm_head.weight"])
+    assert state["optimizers"]["embed"]["count"] == state["optimizers"]["head"]["count"] == 1
+    path.unlink()  # it is needed no more
+    resumed = run(["--resume", "logs/tuned/step-000002.pt"])
+    assert resumed.losses == tuned.losses[2:]
+    assert resumed.values["val_loss"] == tuned.values["val_loss"]
+
+
+def test_init_goes_with_resume_auto(run, checkpoint):
+    """Where there is nothing to go on from yet, the run begins with the weights."""
+    path = checkpoint.with_name("step-000006.pt")
+    begun = run(run_id="y", init=path, resume="auto", save_every=2)
+    assert begun.code == 0 and "starting afresh" in begun.out
+    assert begun.losses == run(run_id="z", init=path).losses
+    again = run(run_id="y", init=path, resume="auto", save_every=2)
+    assert (again.code, again.losses) == (0, [])
+
+
+@pytest.mark.parametrize(("flags", "named"), [
+    (dict(model_dim=64), "size mismatch for lm_head.weight"),
+    (dict(attention_pattern="LSL", value_embed_pattern="0.0"), "blocks.3.attn.qkv_w"),
+    (dict(attention_pattern="LS.LL", value_embed_pattern="0..01"), "value_embeds.1.weight"),
+], ids=str)  # fmt: skip
+def test_init_names_what_does_not_fit(run, checkpoint, flags, named):
+    line = one_error(run(run_id="y", init=checkpoint, **flags))
+    assert f"{checkpoint}: " in line and named in line and "name another" in line
+    assert not Path("logs/y").exists()

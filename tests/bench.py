@@ -2,10 +2,11 @@
 """Measure what the README quotes. This is no test: run it on an idle machine, and give it time.
 
     python tests/bench.py pocket [--seeds 5] [--against CMD]   time to the target, in turns with CMD
+    python tests/bench.py pocket --picture docs/pocket.png     the same, drawn: loss over seconds
     python tests/bench.py phases                               where a step's time goes
     python tests/bench.py profile [--preset record]            a few steps by operator, with a trace
     python tests/bench.py scaling                              cost by tokens, length and width
-    python tests/bench.py gpu [--steps 5]                      the record's step on this GPU
+    python tests/bench.py gpu [--steps 5]                      tests, start and steps on this GPU
     python tests/bench.py kernels [--card h200] [--script F]   the same modelled, without a GPU
     python tests/bench.py memory [--script F]                  a GPU's memory, counted without one
 
@@ -13,6 +14,10 @@ Any other flag goes to train_gpt.py or F. Numbers are medians, with (lowest-high
 
 CMD is a command that ends with a block of `key: value` as train_gpt.py does; {seed} in it becomes
 the seed. By default it is the yardstick, tests/plain_baseline.py; '' runs the preset alone.
+
+--picture draws the runs of this script and of the yardstick. What they print is kept in --keep, a
+folder beside the picture by default; --redraw draws it again without a run. `gpu` takes less than
+ten minutes and keeps all that it prints, and its runs' logs, in a new folder under logs/.
 """
 
 import argparse
@@ -46,13 +51,12 @@ from shards import write_shard  # noqa: E402
 
 import train_gpt  # noqa: E402
 
-SCRIPT = [sys.executable, str(REPO / "train_gpt.py")]
-YARDSTICK = shlex.join([
-    sys.executable, str(REPO / "tests" / "plain_baseline.py"),
-    "--train", str(REPO / "data" / "pocket" / "pocket_train_*.bin"),
-    "--val", str(REPO / "data" / "pocket" / "pocket_val_*.bin"),
-    "--target", "1.64", "--seed", "{seed}",
-])  # fmt: skip
+# Commands, from the repository's root; python is this one.
+SCRIPT = "python train_gpt.py"
+YARDSTICK = ("python tests/plain_baseline.py --train data/pocket/pocket_train_*.bin "
+             "--val data/pocket/pocket_val_*.bin --target 1.64 --seed {seed}")
+EVERY = {"pocket": " --val_every 20", "against": " --eval_every 50"}  # validations to draw
+NAMES = {"pocket": "this GPT", "against": "plain GPT"}
 DOCUMENT_MEDIAN, DOCUMENT_MEAN, DOCUMENT_MIN = 403, 690, 32  # tokens, of FineWeb's documents
 SPEC_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "4090": 165.2, "3090": 71.0}  # bf16
 
@@ -105,16 +109,20 @@ class RunFailed(Exception):
     """A measured command did not end well."""
 
 
-def run_command(command, label, env=None):
+def run_command(command, label, env=None, cwd=REPO):
     """Run a command to its end, with its last line live.
 
     Returns its final values as strings, and with them wall_s, peak_mib of its process, and
     lines: (seconds since the start, text) of all it printed. Raises RunFailed.
     """
-    lines, start = [], time.perf_counter()
+    words = shlex.split(command)
+    if words[0] == "python":
+        words[0] = sys.executable
+    lines = []
+    start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True,
-                                   env={**os.environ, **(env or {})})
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True,
+                                   cwd=cwd, env={**os.environ, **(env or {})})
         try:
             for line in process.stdout:
                 lines.append((time.perf_counter() - start, line.rstrip()))
@@ -128,10 +136,14 @@ def run_command(command, label, env=None):
         if process.returncode:
             errors.seek(0)
             reason = (errors.read().splitlines() or ["no message"])[-1]
-            raise RunFailed(f"{shlex.join(command)} ended with {process.returncode}: {reason}")
-    values = dict(re.findall(r"^(\w+): (.*)$", "\n".join(text for _, text in lines), re.M))
+            raise RunFailed(f"{command} ended with {process.returncode}: {reason}")
+    values = final_values("\n".join(text for _, text in lines))
     peak = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     return values | dict(wall_s=time.perf_counter() - start, peak_mib=peak, lines=lines)
+
+
+def final_values(text):
+    return dict(re.findall(r"^(\w+): (.*)$", text, re.M))
 
 
 def training_seconds(values):
@@ -142,18 +154,33 @@ def training_seconds(values):
 
 def pocket(args, flags):
     """Train on each seed in turns with another command; compare times, losses and memory."""
+    folder = None  # that keeps what the runs print
+    if args.picture:
+        folder = args.keep or args.picture.with_suffix("")
+    if args.redraw:
+        draw(folder, args.picture)
+        return
     cfg = train_gpt.parse_args(["--preset", "pocket", *flags])
-    commands = {"pocket": shlex.join([*SCRIPT, "--preset", "pocket", *flags, "--seed", "{seed}"])}
+    commands = {"pocket": shlex.join([*SCRIPT.split(), "--preset", "pocket", *flags])
+                + " --seed {seed}"}
     if args.against:
         commands["against"] = args.against
-    runs, total, start = {name: [] for name in commands}, args.seeds * len(commands), time.time()
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        commands = {name: command + EVERY[name] for name, command in commands.items()}
+    runs = {name: [] for name in commands}
+    total = args.seeds * len(commands)
+    start = time.time()
     try:
         for seed in range(args.seeds):
             for name, command in commands.items():
                 done = sum(map(len, runs.values()))
-                command = shlex.split(command.replace("{seed}", str(seed)))
+                command = command.replace("{seed}", str(seed))
                 values = run_command(command, f"run {done + 1} of {total}, {name}, seed {seed}")
                 runs[name].append(values)
+                if folder:
+                    printed = "".join(f"{text}\n" for _, text in values["lines"])
+                    (folder / f"{name}-{seed}.txt").write_text(f"$ {command}\n{printed}")
                 left = (time.time() - start) / (done + 1) * (total - done - 1)
                 say(f"run {done + 1} of {total}: {name}, seed {seed}: val_loss "
                     f"{values['val_loss']}, training {training_seconds(values):.1f} s, command to "
@@ -161,6 +188,63 @@ def pocket(args, flags):
     finally:  # what has been measured is reported, however the rest ends
         if runs["pocket"]:
             report_pocket({name: each for name, each in runs.items() if each}, cfg.target_loss)
+    if folder:
+        draw(folder, args.picture)
+
+
+def draw(folder, picture):
+    """Draw the runs kept in the folder: validation loss over seconds of training."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    kept = {name: sorted(folder.glob(f"{name}-*.txt")) for name in NAMES}
+    if not kept["pocket"]:
+        raise train_gpt.UserError(f"--keep {folder}: there is no pocket-*.txt")
+    target = train_gpt.parse_args(["--preset", "pocket"]).target_loss
+    # Twice as many pixels as a page shows.
+    with rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(9, 4.6), layout="constrained")
+        axes = figure.add_subplot()
+        for (name, files), color in zip(kept.items(), ("tab:blue", "tab:gray")):
+            curves = [losses_over_seconds(file.read_text()) for file in files]
+            for seconds, losses in curves:
+                axes.plot(seconds, losses, color=color, linewidth=1.6, alpha=0.7)
+            if curves:
+                seconds = statistics.median(seconds[-1] for seconds, _ in curves)
+                loss = statistics.median(losses[-1] for _, losses in curves)
+                reached = statistics.median(
+                    seconds_to(target, *curve) for curve in curves)
+                words = f"{NAMES[name]}: {loss:.3f} after {seconds:.1f} s"
+                if math.isfinite(reached):
+                    words += f", {target} after {reached:.1f} s"
+                    axes.plot(reached, target, "o", color=color, markersize=8)
+                axes.plot([], [], color=color, linewidth=3, label=words)
+        axes.axhline(target, color="black", linestyle="--", linewidth=1, label=f"target: {target}")
+        axes.set_ylim(1.4, 3.4)
+        axes.set_xlim(left=0)
+        facts = final_values(kept["pocket"][0].read_text())
+        axes.set_xlabel(f"seconds of training, {facts['threads']} threads, {facts['device']}")
+        axes.set_ylabel("validation loss, nats per byte")
+        axes.legend(frameon=False, loc="upper right")
+        figure.savefig(picture, dpi=200, metadata={"Software": None})
+    say(f"{picture}, of {sum(map(len, kept.values()))} runs in {folder}")
+
+
+def losses_over_seconds(text):
+    """Seconds and losses of the validations in what a run has printed."""
+    found = re.findall(r"^step:\d+/\d+ val_loss:([\d.]+) train_time:(\d+)ms", text, re.M)
+    return [int(ms) / 1000 for _, ms in found], [float(loss) for loss, _ in found]
+
+
+def seconds_to(target, seconds, losses):
+    """When a loss reaches the target, linear between validations; infinite where it never does."""
+    for index, loss in enumerate(losses):
+        if loss <= target:
+            if index == 0:
+                return seconds[0]
+            share = (losses[index - 1] - target) / (losses[index - 1] - loss)
+            return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
+    return math.inf
 
 
 def report_pocket(runs, target):
@@ -260,9 +344,9 @@ def phases(args, flags):
     watch.wrap(script, "orthogonalize", "Newton-Schulz")
     watch.wrap(script.Muon, "update", "Muon, the rest of it")
     watch.wrap(script.Adam, "update", "Adam")
-    watch.wrap(script.Health, "check", "check of loss and gradients")
+    watch.wrap(script.Health, "check", "check of the losses")
     for name in ("warm_up", "validate"):
-        watch.wrap(script, name, None)
+        watch.wrap(script.Run, name, None)
     say("a pocket run, measured step by step ...")
     run_here(flags)
     ms = watch.milliseconds()
@@ -308,24 +392,27 @@ def profile(args, flags):
 class Trainer:
     """A model of the script with its optimizers, and the parts of its training step."""
 
-    def __init__(self, preset, *flags):
-        self.cfg = train_gpt.parse_args(["--preset", preset, *map(str, flags)])
-        ranks = train_gpt.Ranks(self.cfg)
+    def __init__(self, cfg, ranks, model, optimizers):
+        self.cfg = cfg
         self.device = ranks.device
-        self.model, self.optimizers = train_gpt.build(self.cfg, ranks)
+        self.model = model
+        self.optimizers = optimizers
 
     def forward(self, inputs, targets, step=0):
-        weights = train_gpt.target_weights(step, self.cfg, self.device)
-        return self.model(inputs, targets, weights)
+        """The loss that a step minimises."""
+        weights = train_gpt.schedule(step, self.cfg).target_weights
+        losses = self.model(inputs, targets, len(weights))
+        return sum(weight * loss for weight, loss in zip(weights, losses))
 
     def optimize(self, step):
         """Step the optimizers, as at that step of a run."""
-        train_gpt.step_optimizers(self.optimizers, step, self.cfg.sequences_per_step)
+        now = train_gpt.schedule(step, self.cfg)
+        train_gpt.step_optimizers(self.optimizers, now, self.cfg.sequences_per_step)
 
     def optimizer_seconds(self, first=0):
-        """Of a step of theirs, the mean of those from `first` on until all have stepped."""
-        steps = range(first, first + self.cfg.adam_every)
-        return statistics.mean(self.seconds(self.optimize, step)[1] for step in steps)
+        """Of a step of theirs: the mean of two, as Adam rests in the first."""
+        seconds = [self.seconds(self.optimize, step)[1] for step in (first, first + 1)]
+        return statistics.mean(seconds)
 
     def seconds(self, function, *args):
         """Result and seconds of a call, waiting for the device before and after."""
@@ -343,11 +430,15 @@ class Trainer:
 
 def time_steps(rows, length, *flags, repeats=5):
     """A trainer, us a token of its passes, ms of its optimizer steps, on rows of random tokens."""
-    trainer = Trainer("pocket", "--device", "cpu", "--sequences_per_step", rows,
-                      "--sequences_per_forward", rows, "--train_seq_len", length, *flags)
-    tokens = torch.randint(trainer.cfg.vocab_size, (rows, length + 1))
-    batch = tokens[:, :-1].int(), tokens[:, 1:].contiguous()
-    passes, steps = [], []
+    cfg = train_gpt.parse_args([
+        "--preset", "pocket", "--device", "cpu", "--sequences_per_step", str(rows),
+        "--sequences_per_forward", str(rows), "--seq_lens", str(length), *map(str, flags)])
+    ranks = train_gpt.Ranks(cfg)
+    trainer = Trainer(cfg, ranks, *train_gpt.build(cfg, ranks))
+    tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=(rows, length + 1))
+    batch = train_gpt.to_batch(tokens, ranks.device)
+    passes = []
+    steps = []
     for repeat in range(repeats + 1):  # the first one warms up
         show(f"{rows} x {length} tokens, model_dim {trainer.cfg.model_dim}: {repeat} of {repeats}")
         passes.append(trainer.seconds(lambda: trainer.forward(*batch).backward())[1])
@@ -450,24 +541,39 @@ def kernel_shares(trainer, step):
     return ms.most_common()
 
 
-def first_launch(flags, cache):
-    """Print what a launch costs without and with compiled code in the cache."""
-    one_step_a_stage = ["--num_iterations", "4", "--extension_steps", "1"]
+def first_launch(flags, folder, cache):
+    """Print what a launch costs without and with compiled code in the cache. Logs are kept."""
+    flags = [*flags, "--num_iterations", "4", "--extension_steps", "1"]  # a step a stage
 
     def launches():
         for name in ("cold", "warm"):
-            values = run_command([*SCRIPT, *flags, *one_step_a_stage], name,
-                                 env=dict(TORCHINDUCTOR_CACHE_DIR=cache))
-            ready = next(at for at, text in values["lines"] if text.startswith("compile_seconds"))
-            yield [name, values["compile_seconds"], f"{ready:.1f}"]
+            command = shlex.join(["python", str(REPO / "train_gpt.py"), *flags, "--run_id", name])
+            values = run_command(command, name, dict(TORCHINDUCTOR_CACHE_DIR=cache), cwd=folder)
+            lines = values["lines"]
+            ready, line = next(x for x in lines if x[1].startswith("compile_seconds"))
+            yield [name, line.partition(": ")[2], f"{ready:.1f}"]
 
     print_table(["launch", "compile_seconds", "command to first step, s"], launches())
 
 
+def run_tests(folder):
+    """Run the tests that are a GPU's, four minutes at most, and print how they ended."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu/test_gpu.py"]
+    show("tests ...")
+    log = folder / "tests.txt"
+    with log.open("w") as file:
+        try:
+            subprocess.run(command, cwd=REPO, stdout=file, stderr=file, timeout=240)
+        except subprocess.TimeoutExpired:
+            file.write("stopped after four minutes\n")
+    say(f"tests: {log.read_text().splitlines()[-1]}; {log}")
+
+
 def stages(cfg):
     """The steps of each stage of a run."""
-    return [list(steps) for _, steps in itertools.groupby(
-        range(cfg.num_iterations), lambda step: train_gpt.stage(step, cfg))]
+    groups = itertools.groupby(
+        range(cfg.num_iterations), lambda step: train_gpt.schedule(step, cfg).stage)
+    return [list(steps) for _, steps in groups]
 
 
 def measure_steps(trainer, loader, num_steps):
@@ -476,7 +582,7 @@ def measure_steps(trainer, loader, num_steps):
     Returns a function that makes a step of the last stage."""
     cfg, device = trainer.cfg, trainer.device
     hidden, head = trainer.matrix_parameters()
-    fp8 = bool(trainer.model.lm_head.fp8_scales)
+    fp8 = trainer.model.head_type == "fp8"
     bf16_rate = matmul_tflops(device)
     head_rate = matmul_tflops(device, fp8=True) if fp8 else bf16_rate
     name = train_gpt.device_facts(device)[0]
@@ -489,9 +595,10 @@ def measure_steps(trainer, loader, num_steps):
 
     rows = []
     for steps in stages(cfg):
-        first = steps[len(steps) // 2] // cfg.adam_every * cfg.adam_every  # scalars step there
-        length = train_gpt.sequence_length(first, cfg)
-        trainer.model.set_window(steps[0])
+        first = steps[len(steps) // 2]
+        now = train_gpt.schedule(first, cfg)
+        length = now.seq_len
+        trainer.model.set_stage(now.stage)
         batches = loader.next_step(length)
         step(first, batches)
         ms = [1000 * trainer.seconds(step, first + n, batches)[1] for n in range(num_steps)]
@@ -507,8 +614,8 @@ def measure_steps(trainer, loader, num_steps):
         floor = ((6 * tokens * hidden + attention) / bf16_rate
                  + 6 * tokens * head / head_rate) / 1e9  # ms at the measured rates
         rows.append([
-            f"{len(steps)}", f"{length:,}", str(len(train_gpt.target_weights(first, cfg))),
-            str(train_gpt.BLOCK * train_gpt.window_blocks(first, cfg)), spread(ms),
+            f"{len(steps)}", f"{length:,}", str(len(now.target_weights)),
+            str(train_gpt.BLOCK * int(trainer.model.windows[0])), spread(ms),
             f"{1000 * tokens / median:,.0f}",
             f"{model_flops / median / spec / 1e9:.1%}" if spec else "unknown peak",
             f"{median / floor:.2f}", *(f"{parts[part]:.1f}" for part in parts),
@@ -520,34 +627,58 @@ def measure_steps(trainer, loader, num_steps):
     return functools.partial(step, first, batches)
 
 
+class Both(io.TextIOBase):
+    """Standard output that is kept in a file too."""
+
+    def __init__(self, *files):
+        self.files = files
+
+    def write(self, text):
+        for file in self.files:
+            file.write(text)
+            file.flush()
+        return len(text)
+
+
 def gpu(args, flags):
-    """Measure the record's configuration on this GPU: start, steps, parts, memory."""
+    """Test and measure the record on this GPU: tests, start, steps, parts, memory. Keep all."""
     if not torch.cuda.is_available():
         raise train_gpt.UserError("there is no CUDA device; `phases` and `scaling` run on the CPU")
-    cfg = train_gpt.parse_args(flags)
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        step_tokens = cfg.sequences_per_step * cfg.train_seq_len
-        write_documents(folder / "train_000000.bin", 16 * step_tokens, cfg)
-        write_documents(folder / "val_000000.bin", cfg.val_seq_len + 1, cfg)
-        flags = ["--train_files", str(folder / "train_*.bin"), "--val_files",
-                 str(folder / "val_*.bin"), "--val_tokens", str(cfg.val_seq_len), *flags]
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache = str(folder / "cache")
-        first_launch(flags, cache)
+    folder = Path("logs", time.strftime("gpu-%Y%m%d-%H%M%S")).resolve()
+    folder.mkdir(parents=True)
+    with (
+        (folder / "bench.txt").open("w") as kept,
+        tempfile.TemporaryDirectory() as data,
+        contextlib.redirect_stdout(Both(sys.stdout, kept)),
+    ):
+        say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+        run_tests(folder)
+        measure_gpu(args, flags, folder, Path(data))
+        say(f"kept in {folder}")
 
-        trainer = Trainer("record", *flags)
-        loader = train_gpt.TokenLoader(trainer.cfg, 0, 1, trainer.device)
-        show("compiling ...")
-        for steps in stages(trainer.cfg)[::-1]:
-            train_gpt.warm_up(trainer.model, trainer.optimizers, loader.per_forward, steps[0],
-                              trainer.cfg, trainer.optimizers[0].ranks)
-        torch.cuda.reset_peak_memory_stats()
-        step = measure_steps(trainer, loader, args.steps)
-        print(f"peak memory of the training steps: "
-              f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, head in "
-              f"{trainer.model.head_chunks} piece(s)")
-        print_table(["kernels, in the last stage", "ms a step"],
-                    [[kind, f"{ms:.1f}"] for kind, ms in kernel_shares(trainer, step)])
+
+def measure_gpu(args, flags, folder, data):
+    """Measure on documents as long as FineWeb's, of random tokens."""
+    cfg = train_gpt.parse_args(flags)
+    step_tokens = cfg.sequences_per_step * max(cfg.seq_lens)
+    write_documents(data / "train_000000.bin", 16 * step_tokens, cfg)
+    write_documents(data / "val_000000.bin", cfg.val_seq_len + 1, cfg)
+    flags = ["--train_files", str(data / "train_*.bin"), "--val_files", str(data / "val_*.bin"),
+             "--val_tokens", str(cfg.val_seq_len), *flags]
+    cache = str(data / "cache")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    first_launch(flags, folder, cache)
+
+    cfg = train_gpt.parse_args([*flags, "--run_id", folder.name + "-steps"])
+    ranks = train_gpt.Ranks(cfg)
+    run = train_gpt.Run(cfg, ranks, train_gpt.Log(cfg, ranks), None)  # it warms up
+    trainer = Trainer(cfg, ranks, run.model, run.optimizers)
+    torch.cuda.reset_peak_memory_stats()
+    step = measure_steps(trainer, run.loader, args.steps)
+    say(f"peak memory of the training steps: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, "
+        f"head in {run.model.head_chunks} piece(s)")
+    print_table(["kernels, in the last stage", "ms a step"],
+                [[kind, f"{ms:.1f}"] for kind, ms in kernel_shares(trainer, step)])
 
 
 # -----------------------------------------------------------------------------
@@ -682,12 +813,17 @@ def main():
     parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, default=5, help="of pocket: seeds, from 0 up")
     parser.add_argument("--against", metavar="CMD", default=YARDSTICK, help="of pocket: see above")
+    parser.add_argument("--picture", type=Path, help="of pocket: see above")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of pocket: see above")
+    parser.add_argument("--redraw", action="store_true", help="of pocket: see above")
     parser.add_argument("--steps", type=int, default=5, help="of gpu: timed steps at each window")
     parser.add_argument("--card", choices=cost.RATES, default="h200", help="of kernels")
     parser.add_argument("--script", type=Path, default=REPO / "train_gpt.py",
                         help="of kernels, memory")
     args, flags = parser.parse_known_args()
     args.script = str(args.script.resolve())
+    if (args.keep or args.redraw) and not args.picture:
+        parser.error("--keep and --redraw come with --picture PATH")
     try:
         commands[args.what](args, flags)
     except (train_gpt.UserError, RunFailed) as error:

@@ -29,6 +29,7 @@ from collections import Counter
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[3]
+OPTIMIZER_STEPS = 2  # after which every optimizer has stepped
 
 
 @dataclasses.dataclass
@@ -36,7 +37,7 @@ class Trace:
     """What a script does on one GPU of a card. Sizes in bytes.
 
     facts: what the script chose: fp8, head_chunks, kernel_options; padded_vocab, model_dim,
-        optimizer_steps, until all optimizers have stepped; stages, the number of steps in each;
+        optimizer_steps that are noted; stages, the number of steps in each;
         stage, the one that was noted, and of it: targets of a token, tokens of a forward pass,
         head_tokens of a piece of the head, step_tokens, and block_pairs, visited by attention in a
         forward pass, all layers together, the mean over the stage.
@@ -355,14 +356,16 @@ class Tracer:
     def __init__(self, path: str, flags: list[str], stage: int):
         import torch
 
-        self.notes, self.graphs, self.cpu_seconds, self.memory = Notes(), {}, {}, {}
+        self.notes = Notes()
+        self.graphs = {}
+        self.cpu_seconds = {}
+        self.memory = {}
         stand_in_for_launches(self.notes)
         stand_in_for_tensors(self.notes)
         spec = importlib.util.spec_from_file_location("traced_script", path)
         self.script = sys.modules["traced_script"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.script)
-        cfg = self.script.parse_args(flags)
-        self.cfg = cfg[-1] if isinstance(cfg, tuple) else cfg  # before August 2026: with the preset
+        self.cfg = self.script.parse_args(flags)
         self.stages = stages(self.script, self.cfg)
         self.stage = stage % len(self.stages)
         self.device = torch.device("cuda", 0)
@@ -370,20 +373,26 @@ class Tracer:
 
     def compiled(self, part: str, function):
         """Run it for what it compiles."""
-        before, start = self.notes.modules, time.process_time()
-        result = function()
+        before = self.notes.modules
+        start = time.process_time()
+        function()
         spent = time.process_time() - start
         self.cpu_seconds[part] = self.cpu_seconds.get(part, 0) + spent
         self.graphs[part] = self.graphs.get(part, 0) + self.notes.modules - before
-        return result
 
     def noted(self, phase: str, function):
-        """Run it again for what it launches, and the most memory that is in use meanwhile."""
-        self.notes.phase, self.notes.peak = phase, self.notes.live_bytes()
+        """Run it again for what it launches."""
+        self.begin(phase)
         with self.recorder:
-            result = function()
-        self.notes.phase, self.memory[f"peak of {phase}"] = None, self.notes.peak
-        return result
+            function()
+        self.begin(None)
+
+    def begin(self, phase: str | None):
+        """Note for another phase; of the one before, the most memory that was in use."""
+        if self.notes.phase:
+            self.memory[f"peak of {self.notes.phase}"] = self.notes.peak
+        self.notes.phase = phase
+        self.notes.peak = self.notes.live_bytes()
 
     def ranks(self, world_size: int):
         fields = dict(rank=0, world_size=world_size, device=self.device)
@@ -395,135 +404,137 @@ class Tracer:
         targets = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
         return targets.int(), targets
 
-    def build(self) -> None:
+    def build(self):
         import torch
 
-        script, cfg = self.script, self.cfg
-        with torch.device(self.device):
-            self.model = script.GPT(cfg)
-        script.prepare_for_cuda(self.model, cfg, self.device)
-        if hasattr(script, "choose_head_chunks"):  # else prepare_for_cuda has chosen
-            self.model.head_chunks = script.choose_head_chunks(self.model, cfg, self.device)
-        self.optimizers = script.build_optimizers(self.model, cfg, self.ranks(1))
-        owned = [x for o in self.optimizers for x in (*vars(o).values(), *o.state.values())]
-        for x in (*owned, *self.model.parameters(), *self.model.buffers()):
+        self.model, self.optimizers = self.script.build(self.cfg, self.ranks(1))
+        owned = [*self.model.parameters(), *self.model.buffers()]
+        for optimizer in self.optimizers:
+            owned += [*vars(optimizer).values(), *optimizer.state.values()]
+        for x in owned:
             if isinstance(x, torch.Tensor):
                 self.notes.allocated(x)
 
-    def forward(self, step: int):
-        """The loss of a forward pass of that step."""
-        script, cfg = self.script, self.cfg
-        batch = self.batch(cfg.sequences_per_forward, length_of(script, cfg, step))
-        if hasattr(script, "target_weights"):
-            return self.model(*batch, script.target_weights(step, cfg, self.device))
-        return self.model(*batch)
+    def set_stage(self, step: int):
+        self.model.set_stage(self.script.schedule(step, self.cfg).stage)
 
-    def train(self, whole: bool) -> None:
-        """Forward and backward, also where the window is another: of the stage, or of all."""
+    def gradients(self, step: int):
+        """A forward and a backward pass of that step, as the script makes them."""
+        now = self.script.schedule(step, self.cfg)
+        batch = self.batch(self.cfg.sequences_per_forward, now.seq_len)
+        self.script.accumulate_gradients(self.model, [batch], now)
+
+    def train(self, whole: bool):
+        """Both passes of the stage, or of all, and where something changes within them."""
+        import torch
+
         for number, steps in enumerate(self.stages):
-            if not whole and number != self.stage:
-                continue
             part = f"stage {number}"
-            for step in changes_of_window(self.script, self.cfg, steps):
-                set_window(self.script, self.model, step)
-                loss = self.compiled(part, functools.partial(self.forward, step))
-                self.compiled(part, loss.backward)
-                part = "within stages"
-            del loss
+            for step in changes_within(self.script, self.cfg, steps):
+                if whole or number == self.stage:
+                    self.set_stage(step)
+                    self.compiled(part, functools.partial(self.gradients, step))
+                    part = "within stages"
         state = self.notes.live_bytes()
-        loss = self.noted("forward", lambda: self.forward(self.stages[self.stage][0]))
-        self.memory |= dict(state=state, kept=self.notes.live_bytes() - state)
-        self.noted("backward", loss.backward)
+        backward = torch.Tensor.backward
 
-    def validate(self) -> None:
-        """After some step, and after the last one, which has a window of its own."""
+        def backward_as_a_phase(loss):
+            self.memory |= dict(state=state, kept=self.notes.live_bytes() - state)
+            self.begin("backward")
+            backward(loss)
+
+        torch.Tensor.backward = backward_as_a_phase
+        first = self.stages[self.stage][0]
+        self.set_stage(first)
+        self.noted("forward", functools.partial(self.gradients, first))
+        torch.Tensor.backward = backward
+
+    def validate(self):
+        """After some step, and after the last one, which has windows of its own."""
         import torch
 
         cfg = self.cfg
-        tokens = cfg.sequences_per_forward * cfg.train_seq_len
+        tokens = cfg.sequences_per_forward * max(cfg.seq_lens)
         pair = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
         self.model.eval()
         with torch.no_grad():
             for act in self.compiled, self.compiled, self.noted:
                 act("validation", lambda: self.model(*pair))
-                set_window(self.script, self.model, cfg.num_iterations)
+                self.set_stage(cfg.num_iterations)
         self.model.train()
 
-    def update(self, world_size: int) -> None:
-        """Step the optimizers as one rank of so many does, amid the stage, until each has."""
-        phase, optimizers = "optimizers", self.optimizers
+    def update(self, world_size: int):
+        """Two steps of the optimizers, after which each has stepped, as one rank of so many."""
+        phase = "optimizers"
+        optimizers = self.optimizers
         if world_size > 1:
-            phase, self.script.dist = f"optimizers of {world_size} ranks", Wire(self.notes)
-            optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks(world_size))
+            phase = f"optimizers of {world_size} ranks"
+            self.script.dist = Wire(self.notes)
+            optimizers = self.script.build_optimizers(
+                self.model, self.cfg, self.ranks(world_size))
+        steps = self.stages[self.stage]
+        first = steps[len(steps) // 2]  # amid the stage
 
-        every, steps = getattr(self.cfg, "adam_every", 1), self.stages[self.stage]
-        first = steps[len(steps) // 2] // every * every
+        def two_steps():
+            for step in range(first, first + OPTIMIZER_STEPS):
+                now = self.script.schedule(step, self.cfg)
+                self.script.step_optimizers(optimizers, now, 1)
 
-        def steps_until_all():
-            for step in range(first, first + every):
-                self.script.step_optimizers(optimizers, step, 1)
-
-        for act in self.compiled, self.noted:
-            act(phase, steps_until_all)
+        self.compiled(phase, two_steps)
+        self.noted(phase, two_steps)
 
     def facts(self) -> dict:
-        model, cfg, steps = self.model, self.cfg, self.stages[self.stage]
-        length = length_of(self.script, cfg, steps[0])
-        pieces = cfg.sequences_per_forward * cfg.train_seq_len // model.head_chunks
+        model = self.model
+        cfg = self.cfg
+        steps = self.stages[self.stage]
+        length, targets = shapes(self.script.schedule(steps[0], cfg))
+        tokens = cfg.sequences_per_forward * length
+        attention = [block.attn for block in model.blocks if block.attn is not None]
         return dict(
             head_chunks=model.head_chunks,
-            kernel_options=getattr(model, "kernel_options", None),
-            fp8=bool(getattr(model.lm_head, "fp8_scales", None)),
+            kernel_options=getattr(attention[0], "kernel_options", None),
+            fp8=model.head_type == "fp8",
             padded_vocab=len(model.lm_head.weight),
             model_dim=cfg.model_dim,
-            optimizer_steps=getattr(cfg, "adam_every", 1),
+            optimizer_steps=OPTIMIZER_STEPS,
             stages=[len(each) for each in self.stages],
             stage=self.stage,
-            targets=targets_of(self.script, cfg, steps[0]),
-            tokens=cfg.sequences_per_forward * length,
-            head_tokens=min(pieces, cfg.sequences_per_forward * length),
+            targets=targets,
+            tokens=tokens,
+            head_tokens=min(model.tokens_per_piece, tokens),
             step_tokens=cfg.sequences_per_step * length,
             block_pairs=block_pairs(self.script, cfg, steps),
         )
 
 
-def length_of(script, cfg, step: int) -> int:
-    """Tokens of each of a step's sequences."""
-    has_stages = hasattr(script, "sequence_length")
-    return script.sequence_length(step, cfg) if has_stages else cfg.train_seq_len
-
-
-def targets_of(script, cfg, step: int) -> int:
-    """How many tokens are predicted after each one."""
-    return len(script.target_weights(step, cfg)) if hasattr(script, "target_weights") else 1
-
-
-def window_of(script, cfg, step: int) -> int | None:
-    """The long window in blocks, where a script has one that grows."""
-    return script.window_blocks(step, cfg) if hasattr(script, "window_blocks") else None
+def shapes(now) -> tuple[int, int]:
+    """Tokens of a step's sequences and targets of each token."""
+    return now.seq_len, len(getattr(now, "target_weights", [1.0]))
 
 
 def stages(script, cfg) -> list[list[int]]:
     """The steps of a run in the parts that need graphs of their own."""
-
-    def shapes(step):
-        return length_of(script, cfg, step), targets_of(script, cfg, step)
-
-    return [list(steps) for _, steps in itertools.groupby(range(cfg.num_iterations), shapes)]
+    groups = itertools.groupby(
+        range(cfg.num_iterations), lambda step: shapes(script.schedule(step, cfg)))
+    return [list(steps) for _, steps in groups]
 
 
-def changes_of_window(script, cfg, steps: list[int]) -> list[int]:
-    """Those from which on the window is another, and the last."""
-    windows = itertools.groupby(steps, lambda step: window_of(script, cfg, step))
-    return sorted({*(next(same) for _, same in windows), steps[-1]})
+def changes_within(script, cfg, steps: list[int]) -> list[int]:
+    """The first of the steps, those from which on the script's own stage is another, the last."""
+    groups = itertools.groupby(steps, lambda step: script.schedule(step, cfg).stage)
+    return sorted({*(next(same) for _, same in groups), steps[-1]})
 
 
-def set_window(script, model, step: int) -> None:
-    """What a script's training loop does before a step."""
-    if hasattr(model, "set_window"):
-        model.set_window(step)
-    else:
-        model.window.fill_(script.window_blocks(step, model.cfg))
+def windows_of(script, cfg, step: int) -> dict[str, int]:
+    """The window in blocks of the layers with each letter, where a script has such."""
+    if hasattr(cfg, "long_windows"):
+        stage = script.schedule(step, cfg).stage
+        return dict(L=script.at_stage(cfg.long_windows, stage),
+                    S=script.at_stage(cfg.short_windows, stage))
+    if hasattr(script, "window_blocks"):
+        window = script.window_blocks(step, cfg)
+        return dict(L=window, S=max(1, window // 2))
+    return {}
 
 
 def block_pairs(script, cfg, steps: list[int]) -> float | None:
@@ -538,21 +549,25 @@ def block_pairs(script, cfg, steps: list[int]) -> float | None:
 
     if not hasattr(script, "flex_mask"):
         return None
-    tokens = cfg.sequences_per_forward * length_of(script, cfg, steps[0])
+    tokens = cfg.sequences_per_forward * script.schedule(steps[0], cfg).seq_len
     generator = np.random.default_rng(0)
     spread = math.sqrt(2 * math.log(690 / 403))
     longest = getattr(cfg, "max_document_tokens", 0) or math.inf
     lengths = generator.lognormal(math.log(403), spread, size=tokens // 32).clip(32, longest)
-    lengths = lengths.astype(int)
+    begins = np.cumsum(lengths.astype(int))
     starts = torch.zeros(tokens, dtype=torch.int32)
-    starts[np.cumsum(lengths)[np.cumsum(lengths) < tokens]] = 1
-    taken, total = Counter(window_of(script, cfg, step) for step in steps), 0
-    for window, times in taken.items():
-        for letter, blocks in (("L", window), ("S", max(1, window // 2))):
-            mask = script.flex_mask(starts.cumsum(0, dtype=torch.int32), torch.tensor(blocks))
-            visited = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
-            total += times * cfg.attention_pattern.count(letter) * int(visited)
-    return total / sum(taken.values())
+    starts[begins[begins < tokens]] = 1
+    docs = starts.cumsum(0, dtype=torch.int32)
+    times = Counter()  # that layers of a window are visited
+    for step in steps:
+        for letter, window in windows_of(script, cfg, step).items():
+            times[window] += cfg.attention_pattern.count(letter)
+    total = 0
+    for window, count in times.items():
+        mask = script.flex_mask(docs, torch.tensor(window))
+        visited = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
+        total += count * int(visited)
+    return total / len(steps)
 
 
 # ---- Machine code -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ where the input cannot be used. records/README.md has the rules.
 """
 
 import argparse
+import difflib
 import json
 import math
 import signal
@@ -21,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ledger import diff, pages, public, run, table
-from ledger.logs import LedgerError, Log, write_file
+from ledger.logs import LedgerError, write_file
 from ledger.verify import verify
 
 RECORDS = Path(__file__).resolve().parents[1]
@@ -66,7 +67,8 @@ def list_verb(args: Args) -> list[dict]:
         pages.write_block(folder / "README.md", pages.ladder_block(records, folder))
         pages.draw_ladder(records, str(folder / "ladder.png"))
     if not args.json:
-        pages.print_table(pages.LADDER, list(map(pages.ladder_row, records)), pages.LADDER_LEGEND)
+        cells = list(map(pages.ladder_row, records))
+        pages.print_table(pages.LADDER, cells, pages.LADDER_LEGEND)
     return [{"record": one.folder.name, **one.claim, "runs": one.runs} for one in records]
 
 
@@ -90,7 +92,9 @@ def diff_verb(args: Args) -> dict:
     a, b = diff.source_of(args.a), diff.source_of(args.b)
     found = diff.diff_sources(a, b)
     if args.html:
-        write_file(Path(args.html), diff.diff_html(a, b, (args.a, args.b)))
+        sides = a.splitlines(), b.splitlines(), args.a, args.b
+        page = difflib.HtmlDiff(tabsize=4, wrapcolumn=100)
+        write_file(Path(args.html), page.make_file(*sides, context=True, numlines=3))
     if not args.json:
         print(f"{args.a} → {args.b}: +{found['added']} −{found['removed']} lines")
         for field in found["hyperparameters"]:
@@ -101,30 +105,12 @@ def diff_verb(args: Args) -> dict:
     return {"a": args.a, "b": args.b, **found}
 
 
-def logs_of(operand: str) -> tuple[str, list[Log]]:
-    """(record's name, logs) of a log, or of a folder's record; what is left out is said."""
-    path = Path(operand)
-    name, files = path.stem.replace("log", path.resolve().parent.name), [path]
-    for folder in (path.resolve(), *path.resolve().parents)[::-1]:
-        if public.DATED.fullmatch(folder.name):
-            name = public.DATED.fullmatch(folder.name)[2]
-    if path.is_dir():
-        files = table.seed_files(path, "loss")
-    if files:
-        return name, [public.read_any(file) for file in files]
-    record, *others = public.folder_groups(path)
-    for group in others:
-        print(f"{path}: {len(group.logs)} log(s) are left out, {group.words(record)}",
-              file=sys.stderr)
-    return name, record.logs
-
-
 def curves_verb(args: Args) -> list[dict]:
     groups, targets = {}, []
     if not math.isfinite(args.target or 0):
         raise LedgerError(f"--target {args.target}: no loss; give a number")
     for operand in args.operands:
-        name, logs = logs_of(operand)
+        name, logs = diff.logs_of(operand)
         for log in logs:
             log.val = {step: pair for step, pair in log.val.items() if math.isfinite(pair[0])}
             if not log.val:

@@ -1,12 +1,14 @@
-"""What changed between two sources: section by section, with the hyperparameters on top."""
+"""What operands stand for, sources and logs, and what changed between two sources."""
 
 import ast
 import difflib
 import re
+import sys
 from pathlib import Path
 
-from ledger.logs import LedgerError, assignments, read_text, split_files
-from ledger.public import folder_groups, read_any
+from ledger.logs import LedgerError, Log, assignments, read_text, split_files
+from ledger.public import DATED, folder_groups, read_any
+from ledger.table import seed_files
 
 HEADING = re.compile(r"# [-=]{2,} (\w.*?) ?[-=]{3,}")  # of our sections, and the harness's banner
 DEFINITION = re.compile(r"(?:async )?(?:def|class) (\w+)")
@@ -34,6 +36,24 @@ def source_of(operand: str) -> str:
     if not source:
         raise LedgerError(f"{path} has no source in it; give the script or another log")
     return source
+
+
+def logs_of(operand: str) -> tuple[str, list[Log]]:
+    """(record's name, logs) of a log, or of a folder's record; what is left out is said."""
+    path = Path(operand)
+    name, files = path.stem.replace("log", path.resolve().parent.name), [path]
+    for folder in (path.resolve(), *path.resolve().parents)[::-1]:
+        if DATED.fullmatch(folder.name):
+            name = DATED.fullmatch(folder.name)[2]
+    if path.is_dir():
+        files = seed_files(path, "loss")
+    if files:
+        return name, [read_any(file) for file in files]
+    record, *others = folder_groups(path)
+    for group in others:
+        print(f"{path}: {len(group.logs)} log(s) are left out, {group.words(record)}",
+              file=sys.stderr)
+    return name, record.logs
 
 
 def sections(source: str) -> dict[str, list[str]]:
@@ -82,9 +102,3 @@ def diff_sources(a: str, b: str) -> dict:
         if old.get(name) != new.get(name):
             fields.append({"name": name, "a": old.get(name), "b": new.get(name)})
     return {"added": added, "removed": removed, "hyperparameters": fields, "sections": changed}
-
-
-def diff_html(a: str, b: str, names: tuple[str, str]) -> str:
-    """Both sources side by side, where they differ, as a page that needs nothing else."""
-    page = difflib.HtmlDiff(tabsize=4, wrapcolumn=100)
-    return page.make_file(a.splitlines(), b.splitlines(), *names, context=True, numlines=3)

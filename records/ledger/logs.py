@@ -233,18 +233,17 @@ def parse_step(log: Log, line: str) -> None:
     """
     pairs = dict(pair.partition(":")[::2] for pair in line.split())
     step, _, planned = pairs["step"].partition("/")
-    if "next_token_loss" in pairs:
-        pairs["train_loss"] = pairs["next_token_loss"]
-    numbers = []
+    found = {}
     try:
-        for name in ("train_loss", "val_loss", "train_time"):
-            numbers.append(float(pairs[name].removesuffix("ms")) if name in pairs else None)
+        for name in pairs.keys() & {"train_loss", "next_token_loss", "val_loss", "train_time"}:
+            found[name] = float(pairs[name].removesuffix("ms"))
         step = int(step)
         log.planned_steps = int(planned) if planned else log.planned_steps
     except ValueError:
         log.notes.append(f"a step line that cannot be read: {line[:60]!r}")
         return
-    train_loss, val_loss, ms = numbers
+    train_loss = found.get("next_token_loss", found.get("train_loss"))
+    val_loss, ms = found.get("val_loss"), found.get("train_time")
     if "nan" in pairs.get("step_avg", ""):  # warm-up steps, before the clock is set to zero
         ms = None if step else 0.0
     if val_loss is not None:

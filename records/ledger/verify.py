@@ -55,10 +55,7 @@ def log_findings(log: Log, settings: dict[str, str]) -> list[str]:
     for name, value in settings.items():
         if name not in FREE and header.get(name) != value:
             found.append(f"has {name} {header.get(name)}, its preset has {value}")
-    rules = table.RULES.get(header["preset"])
-    if not rules:
-        found.append(f"has preset {header['preset']}, which the rules do not have")
-    for name, value in (rules or {}).items():
+    for name, value in table.RULES[header["preset"]].items():
         if value and header.get(name) != value:
             found.append(f"has {name} {header.get(name)}, by the rules it is {value}")
     return found
@@ -96,8 +93,8 @@ def runs_findings(record: Record, script: str, settings: dict, notes: list[str])
             seeds.append(log.header.get("seed"))
             for name in log.header.keys() - {"seed", "run_id"}:
                 headers.setdefault(name, set()).add(log.header[name])
-        for name, values in headers.items():
-            if len(values) > 1:
+        for name in headers:
+            if len(headers[name]) > 1:
                 found.append(f"{where}/ has runs that differ in {name}")
         if seeds and sorted(seeds) != sorted(map(str, range(SEEDS[kind]))):
             found.append(f"{where}/ has the seeds {', '.join(seeds)}; by the rules they are 0 to "
@@ -106,7 +103,9 @@ def runs_findings(record: Record, script: str, settings: dict, notes: list[str])
         theirs = record.parent.runs.get(kind, []) if record.parent else []
         for name in table.MACHINE:
             ours = {run[name] for run in runs}
-            if ours and theirs and ours != {run[name] for run in theirs}:
+            if len(ours) > 1:
+                found.append(f"{where}/ has runs that differ in {name}")
+            elif ours and theirs and ours != {run[name] for run in theirs}:
                 found.append(f"{where}/: its parent was run with another {name}: {theirs[0][name]}")
             if name == "jobs" and kind == "time" and ours - {"1"}:
                 found.append(f"{where}/ has one of several runs at once, whose time is no measure")

@@ -130,7 +130,7 @@ def test_two_jobs_run_at_once_on_one_thread_each_and_their_logs_tell(tmp_path, m
 
 REFUSED = {
     "a contestant twice": (["a.py", "a.py"], "the same script with the same settings as a"),
-    "a contestant twice under other names": (["a.py:loss=2", "b.py:loss=2"], "settings as a.py:loss=2"),
+    "a contestant twice under other names": (["a.py:loss=2", "b.py:loss=2"], "settings as a.py:l"),
     "what the preset says already": (["a.py", "a.py:muon_lr=5e-2"], "same settings as a.py"),
     "a seed of its own": (["a.py", "a.py:seed=3"], "seed is the ledger's; use --preset or --seeds"),
     "a run's name": (["a.py:run_id=x"], "run_id is the ledger's"),

@@ -173,7 +173,8 @@ def test_a_run_compiles_while_it_warms_up_alone(
     monkeypatch.setattr(train_gpt.Run, "warm_up", warm_up_and_count)
     flags = dataclasses.asdict(TINY) | dict(
         preset="pocket", device="cpu", run_id="x", attention_pattern="L", value_embed_pattern=".",
-        seq_lens=(128, 256, 384), val_seq_len=512, val_tokens=600, val_every=0, num_iterations=4, extension_steps=1,
+        seq_lens=(128, 256, 384), val_seq_len=512, val_tokens=600, val_every=0,
+        num_iterations=4, extension_steps=1,
         sequences_per_step=1, warmup_steps=1, max_document_tokens=0,
         train_files=tiny_shards([9000]), val_files=tiny_shards([700], name="tiny_val"),
     )

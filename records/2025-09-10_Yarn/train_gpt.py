@@ -74,8 +74,7 @@ def both(value):
 class Hyperparameters:
     """Everything a run can be asked to do differently. Each field is a flag of the same name.
 
-    A run has four stages: its three thirds and the last validation.
-    A tuple has an entry for each stage. Where it is shorter, its last entry holds on.
+    Tuples have an entry for each third and for the last validation; their last entry holds on.
     In brackets stand the values of the presets record and pocket, or the one of both.
     """
 
@@ -100,7 +99,7 @@ class Hyperparameters:
     muon_momentum: float = row(0.95, 0.85)  # decay of Muon's mean of gradients, after its warm-up
     # Schedules
     num_iterations: int = row(1670, 240)  # optimizer steps
-    seq_lens: tuple = row((49152,), (128,))  # tokens of a training sequence, by stage
+    seq_lens: tuple = row((49152,), (128,))  # tokens of a training sequence
     long_windows: tuple = row((3, 7, 11, 13), (1,))  # blocks of 128 tokens seen, by stage
     short_windows: tuple = row((1, 3, 5, 6), (1,))  # the same of layers with short windows
     cooldown_frac: float = row(0.5, 0.7)  # last part of the run, in which the rates fall
@@ -135,8 +134,7 @@ def check_model(cfg, require):
     require(letters, "attention_pattern", "be of L, S and .")
     require(len(cfg.value_embed_pattern) == layers, "value_embed_pattern", "have an entry a layer")
     require("0123456789".startswith(tables), "value_embed_pattern", "have ., or 0, 1, 2, …")
-    require(len(cfg.mlp_pattern) == layers, "mlp_pattern", "have an entry a layer")
-    require(re.fullmatch("[M.]*", cfg.mlp_pattern), "mlp_pattern", "be of M and .")
+    require(re.fullmatch("[M.]" * layers, cfg.mlp_pattern), "mlp_pattern", "have M or . a layer")
     require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
 
 
@@ -384,16 +382,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: attention and an MLP, if it has them, both on the normed residual stream."""
+    """A layer: attention, if it has any, and an MLP, both on the normed residual stream."""
 
-    def __init__(self, cfg, window, value_table, has_mlp):
+    def __init__(self, cfg, window, value_table, mlp):
         super().__init__()
         self.window = window  # L, S, or . for no attention
         self.value_table = value_table  # a digit, or . for none
         self.attn = None
         if window != ".":
             self.attn = CausalSelfAttention(cfg)
-        self.mlp = MLP(cfg) if has_mlp else None
+        self.mlp = MLP(cfg) if mlp == "M" else None
         # The embedding is mixed in as each layer learns to.
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # factors of x and x0
 
@@ -418,9 +416,8 @@ class GPT(nn.Module):
         for _ in set(cfg.value_embed_pattern) - {"."}:
             self.value_embeds.append(nn.Embedding(vocab, cfg.model_dim))
         self.blocks = nn.ModuleList()
-        patterns = (cfg.attention_pattern, cfg.value_embed_pattern, cfg.mlp_pattern)
-        for window, table, mlp in zip(*patterns):
-            self.blocks.append(Block(cfg, window, table, has_mlp=mlp == "M"))
+        for letters in zip(cfg.attention_pattern, cfg.value_embed_pattern, cfg.mlp_pattern):
+            self.blocks.append(Block(cfg, *letters))
         # U-Net: for each layer of the second half, the weight of the earlier output that it adds.
         pairs = len(self.blocks) // 2
         self.skip_weights = nn.Parameter(torch.ones(pairs))
@@ -778,7 +775,7 @@ def schedule(step: int, cfg) -> Schedule:
 
     return Schedule(
         stage=stage,
-        seq_len=at_stage(cfg.seq_lens, stage),
+        seq_len=cfg.seq_lens[0],
         lr_factor=lr_factor,
         momentum=momentum,
     )

@@ -75,7 +75,8 @@ def test_memory_that_is_saved_leaves_the_losses_as_they_are(run, monkeypatch, fl
         parts = run(**dict(sequences_per_forward=4, run_id="y") | GROWING | flags)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert len(whole.losses) == STEPS and whole.losses != parts.losses
+    assert len(whole.losses) == STEPS and parts.model.tokens_per_piece <= 512
+    assert whole.model.tokens_per_piece == 4 * 256
     np.testing.assert_allclose(parts.losses, whole.losses, rtol=1e-10)
     assert parts.values["val_loss"] == whole.values["val_loss"]
     assert f"head in {flags.get('head_chunks', 1)} piece(s)" in parts.out

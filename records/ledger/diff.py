@@ -74,11 +74,11 @@ def sections(source: str) -> dict[str, list[str]]:
 
 
 def hyperparameters(source: str) -> dict[str, str]:
-    """Field: value as written, of class Hyperparameters; without the meaning that ends a row."""
+    """Field: value as written, of class Hyperparameters; of `row(record, pocket)`, both values."""
     found = {}
     for name, value, is_field in assignments(source):
-        if is_field and isinstance(value, ast.Call) and len(value.args) > 1:
-            found[name] = ", ".join(map(ast.unparse, value.args[:-1]))
+        if is_field and isinstance(value, ast.Call):
+            found[name] = ", ".join(map(ast.unparse, value.args))
         elif is_field:
             found[name] = ast.unparse(value)
     return found

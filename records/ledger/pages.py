@@ -55,7 +55,8 @@ def versus_words(versus: dict | None) -> list[str]:
         return ["", "", ""]
     low, *_, high = ratios = sorted(versus["time_ratios"]) * 2
     star = "*" * table.is_shown(versus)
-    return [f"{number(versus['difference'], '+.4f')} (p {versus['p'] or math.nan:.2g}){star}",
+    p = number(versus["p"], ".2g") or "unknown"
+    return [f"{number(versus['difference'], '+.4f')} (p {p}){star}",
             number(versus["smallest_shown"], ".2g"),
             f"×{statistics.median(ratios):.3f} ({low:.3f}–{high:.3f})"]
 
@@ -135,8 +136,10 @@ def record_block(record: Record) -> str:
     parts = [linked_rows([parent, record], "../"), measured]
     for kind, runs in record.runs.items():
         difference, least, times = versus_words(versus_parent(record, kind))
-        parts.append(f"Against the parent, {len(runs)} runs made for their {kind}: {difference}, "
-                     f"shown from {least}; times {times}.")
+        words = f"loss {difference}, shown from {least}"
+        if kind == "time":
+            words = f"each alone on the machine: times {times}"
+        parts.append(f"Against the parent, {len(runs)} runs, {words}.")
     old = own_part(read_text(parent.folder / "train_gpt.py"))
     new = own_part(read_text(record.folder / "train_gpt.py"))
     parts.append("Source above the banner: +{} −{} lines.".format(*changed_lines(old, new)))

@@ -31,8 +31,8 @@ RULES = {  # what the header of every run with a preset has to have; None: not k
                "val_files": "data/fineweb10B/fineweb_val_*.bin",
                "train_files": "data/fineweb10B/fineweb_train_*.bin"},
     "pocket": {"target_loss": "1.64", "val_tokens": "262144", "val_digest": "f89a85391a8fc0bf",
-               "val_files": "data/pocket/*_val_*.bin",
-               "train_files": "data/pocket/*_train_*.bin"},
+               "val_files": "data/pocket/pocket_val_*.bin",
+               "train_files": "data/pocket/pocket_train_*.bin"},
 }
 
 FIELDS = ("number", "change", "parent", "published", "modelled_minutes", "equality", "gain")

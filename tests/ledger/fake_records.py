@@ -33,29 +33,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 
-def row(record, pocket, meaning):
+def row(record, pocket):
     return {"record": record, "pocket": pocket}
 
 
-def both(value, meaning):
-    return row(value, value, meaning)
+def both(value):
+    return row(value, value)
 
 
 # ---- Hyperparameters ---------------------------------------------------------
 class Hyperparameters:
-    num_iterations: int = row(80, 4 * 10, "steps")
-    loss: float = both(1.6, "where the loss ends")
-    muon_lr: float = both(0.05, "rate, of no effect")
-    long_windows: tuple = row((3, 7), (1, 1), "windows by stage")
-    targets: int = both(1, "tokens ahead")
-    target_loss: float = row(3.28, 1.64, "nats per token")
+    num_iterations: int = row(80, 4 * 10)  # steps
+    loss: float = both(1.6)  # where the loss ends
+    muon_lr: float = both(0.05)  # rate, of no effect
+    long_windows: tuple = row((3, 7), (1, 1))  # windows by stage
+    targets: int = both(1)  # tokens ahead
+    target_loss: float = row(3.28, 1.64)  # nats per token
     train_files: str = row("data/fineweb10B/fineweb_train_*.bin",
-                           "data/pocket/*_train_*.bin", "shards")
+                           "data/pocket/pocket_train_*.bin")
     val_files: str = row("data/fineweb10B/fineweb_val_*.bin",
-                         "data/pocket/*_val_*.bin", "shards")
-    val_tokens: int = row(10_485_760, 262_144, "tokens")
-    seed: int = both(0, "of all that is random")
-    run_id: str = both("", "folder")
+                         "data/pocket/pocket_val_*.bin")
+    val_tokens: int = row(10_485_760, 262_144)
+    seed: int = both(0)
+    run_id: str = both("")
 
 
 # ---- Model -------------------------------------------------------------------
@@ -132,7 +132,7 @@ def harness(cfg):
 if __name__ == "__main__":
     harness(parse_args(sys.argv[1:]))
 '''
-CHILD = SCRIPT.replace("both(1.6,", "both(1.5,").replace(
+CHILD = SCRIPT.replace("both(1.6)", "both(1.5)").replace(
     "Parent: none. It is the first.", f"Parent: {PARENT}. Change: less loss."
 )
 

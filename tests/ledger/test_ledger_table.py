@@ -219,8 +219,8 @@ def test_help_fits_a_screen(verb, capsys):
 def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
     new = (
         SCRIPT.replace("import random\n", "")
-        .replace('row(80, 4 * 10, "steps")', 'row(80, 50, "steps of it")')
-        .replace("    loss: float", '    extra: int = both(1, "more")\n    loss: float')
+        .replace("row(80, 4 * 10)  # steps", "row(80, 50)  # steps of it")
+        .replace("    loss: float", "    extra: int = both(1)\n    loss: float")
         .replace("(3, 7), (1, 1)", "(3, 7), (1, 2)")
         .replace("def train(cfg)", "def helper():\n    return 1\n\n\ndef train(config)")
     )

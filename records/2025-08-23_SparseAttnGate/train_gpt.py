@@ -15,7 +15,7 @@ Technique                                         where it is
 ReLU²                                             MLP
 QK-norm, merged QKV, value embeddings             CausalSelfAttention
 sparse attention gate                             CausalSelfAttention
-half-truncated rotary embedding                   GPT, rotate
+half-truncated rotary embedding                   GPT.set_rotary, rotate
 growing windows                                   schedule, GPT.set_window
 sliding windows over documents, FlexAttention     flex_mask, attend
 FP8 head                                          FP8Product, CastedLinear
@@ -299,19 +299,22 @@ def gather_window(blocks: Tensor, window: int) -> Tensor:
     return torch.cat(shifted, dim=1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask, kernel_options) -> Tensor:
-    """Attention among all B·T tokens under either mask. q, k, v and the result: (B, T, H, K)."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
+    """Attention among all B·T tokens under either mask. q, k, v and the result: (B, T, H, K).
+
+    The scale is 1, as q and k each carry the root of the attention scale (`GPT.set_rotary`).
+    """
     shape = q.shape
     if isinstance(mask, BlockMask):
         q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))  # (1, H, S, K)
-        y = flex_attention(q, k, v, block_mask=mask, scale=scale, kernel_options=kernel_options)
+        y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=kernel_options)
     else:
         window = mask.size(-1) // BLOCK
         q = q.reshape(-1, BLOCK, *shape[2:])  # (blocks, 128, H, K)
         k = gather_window(k.reshape(q.shape), window)  # (blocks, window · 128, H, K)
         v = gather_window(v.reshape(q.shape), window)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (blocks, H, tokens, K)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=scale)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=1.0)
     return y.transpose(1, 2).reshape(shape)
 
 
@@ -335,7 +338,6 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
-        self.scale = cfg.attention_scale
         self.kernel_options = None  # of FlexAttention
         self.qkv_w = nn.Parameter(torch.empty(3, dim, dim))  # @fernbear.bsky.social, @YouJiacheng
         self.c_proj = CastedLinear(dim, dim)
@@ -352,7 +354,7 @@ class CausalSelfAttention(nn.Module):
         v = self.lambdas[0] * v
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             v = v + self.lambdas[1] * value_embed.view_as(v)
-        y = attend(q, k, v, self.scale, mask, self.kernel_options)
+        y = attend(q, k, v, mask, self.kernel_options)
         # A head with nothing to say may stay silent, without a token to attend to: @classiclarryd
         channels = x[..., : self.attn_gate.in_features]
         gate_BTH = torch.sigmoid(self.attn_gate(channels))
@@ -415,24 +417,35 @@ class GPT(nn.Module):
         self.skip_weights = nn.Parameter(torch.ones(pairs))
         self.lm_head = CastedLinear(cfg.model_dim, vocab)
         self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)  # of the head
-        # A tensor, so that a window that grows compiles nothing anew: long and short, in blocks.
+        # Tensors, so that a window that grows compiles nothing anew: long and short, in blocks;
+        # cosines and sines of the rotary embedding.
         windows = torch.zeros(2, dtype=torch.int32)
         self.register_buffer("windows", windows, persistent=False)
-        last = schedule(cfg.num_iterations, cfg)
-        self.set_window(last.window)  # a model that is loaded is used as in the last validation
-        # Half-truncated rotary embedding: half of the pairs do not rotate at all: @YouJiacheng
-        quarter = cfg.head_dim // 4
-        exponent = torch.linspace(0, 1, steps=quarter)
-        frequency = F.pad((1 / cfg.rope_base) ** exponent, (0, quarter))  # (K / 2,)
-        position = torch.arange(max(*cfg.seq_lens, cfg.val_seq_len))
-        theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
-        rotary = torch.stack([theta.cos(), theta.sin()])
+        max_length = max(*cfg.seq_lens, cfg.val_seq_len)
+        rotary = torch.zeros(2, max_length, 1, cfg.head_dim // 2)
         self.register_buffer("rotary", rotary, persistent=False)
+        self.set_rotary()
+        self.set_window(schedule(cfg.num_iterations, cfg).window)  # as in the last validation
 
     def set_window(self, blocks):
         """Take the long window; the short one is half as long."""
         self.windows[0] = blocks
         self.windows[1] = max(1, blocks // 2)
+
+    def set_rotary(self):
+        """Fill in the rotary embedding, the same in all steps."""
+        exponent = torch.linspace(0, 1, steps=self.cfg.head_dim // 4, device=self.rotary.device)
+        frequency = (1 / self.cfg.rope_base) ** exponent
+        attention_scale = self.cfg.attention_scale
+        # Half-truncated: half of the pairs do not rotate at all: @YouJiacheng
+        frequency = F.pad(frequency, (0, self.cfg.head_dim // 4))  # (K / 2,)
+        max_length = self.rotary.size(1)
+        position = torch.arange(max_length, device=frequency.device)
+        theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
+        # The scale of the scores is in both queries and keys, hence its root.
+        scale = attention_scale**0.5
+        self.rotary[0] = scale * theta.cos()
+        self.rotary[1] = scale * theta.sin()
 
     @torch.no_grad()
     def init_weights(self, generator):
@@ -757,13 +770,11 @@ def schedule(step: int, cfg) -> Schedule:
     high = min(1.0, step / 300)
     momentum = high * cfg.muon_momentum + (1 - high) * 0.85
 
-    # The long window grows linearly, from one block on: @fernbear.bsky.social
-    window = math.ceil(cfg.window_tokens * step / cfg.num_iterations / BLOCK)
-
     return Schedule(
         stage=0,  # all steps run the same kernels
         seq_len=cfg.seq_lens[0],
-        window=max(1, window),
+        # The long window grows linearly, from one block on: @fernbear.bsky.social
+        window=max(1, math.ceil(cfg.window_tokens * step / cfg.num_iterations / BLOCK)),
         lr_factor=lr_factor,
         momentum=momentum,
     )

@@ -5,16 +5,25 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
-Parent: none. It has ReLU², QK-norm, zero-initialised output projections and a padded vocabulary.
+Parent: none. It has ReLU², QK-norm, output projections that begin at zero, and a padded vocabulary.
+
+The record comes first: hyperparameters, model, optimizers, schedules, training loop. The harness
+below the banner reads data, validates, saves and logs. It is the same in every record.
+
+Technique                                         where it is
+ReLU²                                             MLP
+QK-norm                                           CausalSelfAttention
+rotary embedding                                  GPT, rotate
+tied head                                         GPT
+Muon                                              orthogonalize, muon_update
+falling rates                                     schedule
 """
 
-# ---- Setup ------------------------------------------------------------------
 import argparse
 import ctypes
-import functools
 import glob
+import hashlib
 import inspect
-import itertools
 import math
 import os
 import re
@@ -24,9 +33,9 @@ import sys
 import time
 import warnings
 import zipfile
-import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 if __name__ == "__main__":  # Ctrl-C ends the imports, which take seconds, without a traceback
@@ -39,856 +48,1386 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-BLOCK = 128  # tokens in a block of the attention mask
-SCRIPT = Path(__file__).resolve()
-ROOT = next((p for p in SCRIPT.parents if (p / "data" / "pocket.py").exists()), SCRIPT.parent)
-
-class UserError(Exception):
-    """What ends the run with one line, exit code 2 and no traceback."""
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 # ---- Hyperparameters --------------------------------------------------------
+def row(record, pocket):
+    """A field of the table: its value in each preset."""
+    return field(default=record, metadata={"pocket": pocket})
+
+
+def both(value):
+    """A field that has one value in both presets."""
+    return row(value, value)
+
+
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Everything a run can be asked to do differently; each field is a flag of the same name."""
-    # Data, step and validation
-    preset: str = "record"  # the set of values that the other flags change
-    vocab_size: int = 50257  # token ids lie below it
-    eot_token: int = 50256  # end-of-text, the token that opens each document
-    sequences_per_step: int = 512  # sequences in one step, all ranks together
-    train_seq_len: int = 1024  # tokens of a training sequence, a multiple of 128
-    sequence_stride: int = 1  # sequence k of a shard's N is the one at k · stride mod N
-    align_documents: bool = False  # each sequence begins with a document
-    max_document_tokens: int = 0  # sequences are packed with the beginnings of documents; 0: not
-    seed: int = 0  # of the initial weights
-    val_seq_len: int = 1024  # tokens of a validation sequence, a multiple of 128
+    """Everything a run can be asked to do differently. Each field is a flag of the same name.
+
+    In brackets stand the values of the presets record and pocket, or the one of both.
+    """
+
+    preset: str = row("record", "pocket")  # the column of values that the other flags change
     # Model
-    model_dim: int = 768  # width of the residual stream
-    head_dim: int = 128  # width of an attention head
-    mlp_ratio: int = 4  # hidden width of the MLP, in model_dim
-    num_layers: int = 12  # transformer blocks
-    rope_base: int = 10000  # inverse of the lowest rotary frequency
-    vocab_multiple: int = 128  # rows of embedding and head are padded to a multiple of it
-    # Optimizers and schedules
-    embed_lr: float = 0.0036  # Adam, the matrix of embedding and head
-    adam_beta1: float = 0.9  # decay of Adam's mean of gradients
-    adam_beta2: float = 0.95  # decay of Adam's mean of squared gradients
-    adam_eps: float = 1e-8  # added to Adam's denominator
-    muon_lr: float = 0.00036  # Muon, hidden matrices; root mean square of a step
-    muon_momentum: float = 0.95  # decay of Muon's sum of gradients
-    ns_steps: int = 5  # Newton-Schulz iterations
-    cooldown_frac: float = 1450 / 5100  # last part of the run, over which the rates fall
-    final_lr_frac: float = 0.0  # fraction of the rates at the end of the run
-    # Run: a checkpoint may be resumed with other values of all that follows
-    num_iterations: int = 5100  # optimizer steps
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
-    val_tokens: int = 10_485_760  # validation tokens, each counted once
-    sequences_per_forward: int = 64  # sequences that a rank runs at once, at most
-    target_loss: float = 3.28  # validation loss to reach, nats per token
-    val_every: int = 125  # steps between validations; 0: only the last
-    device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
-    run_id: str = ""  # folder under logs/; empty: made from time and chance
-    warmup_steps: int = 10  # untimed steps on random tokens that warm the kernels up
-    head_chunks: int = 0  # pieces in which head and loss are computed; 0: by free memory
-    save_every: int = 0  # steps between checkpoints; 0: none
-    resume: str = ""  # checkpoint to go on from; auto: the newest whole one of --run_id
+    vocab_size: int = row(50257, 257)  # token ids lie below it
+    vocab_multiple: int = row(128, 16)  # embeddings and head are padded to a multiple of it
+    eot_token: int = row(50256, 256)  # end-of-text, the token that opens each document
+    model_dim: int = row(768, 64)  # width of the residual stream
+    head_dim: int = row(128, 16)  # width of an attention head
+    num_layers: int = row(12, 2)  # layers of attention and MLP
+    rope_base: int = row(10000, 32)  # inverse of the lowest rotary frequency
+    seed: int = both(0)  # of the initial weights
+    # Optimizers
+    embed_lr: float = row(0.0036, 0.025)  # Adam's rate of the matrix of embedding and head
+    muon_lr: float = row(0.00036, 0.005)  # Muon's rate; about the root mean square of a step
+    muon_momentum: float = row(0.95, 0.85)  # decay of Muon's sum of gradients
+    # Schedules
+    num_iterations: int = row(5100, 240)  # optimizer steps
+    seq_lens: tuple = row((1024,), (128,))  # tokens of a training sequence
+    cooldown_frac: float = row(1450 / 5100, 0.7)  # last part of the run, in which the rates fall
+    # Data and validation
+    train_files: str = row("data/fineweb10B/fineweb_train_*.bin", "data/pocket/pocket_train_*.bin")
+    val_files: str = row("data/fineweb10B/fineweb_val_*.bin", "data/pocket/pocket_val_*.bin")
+    sequences_per_step: int = row(512, 16)  # sequences of a step, all ranks together
+    sequences_per_forward: int = row(64, 16)  # sequences that a rank runs at once, at most
+    sequence_stride: int = row(1, 1_000_003)  # between sequences, modulo all of a shard
+    val_seq_len: int = row(1024, 128)  # tokens of a validation sequence
+    val_tokens: int = row(10_485_760, 262_144)  # validation tokens, each counted once
+    val_every: int = row(125, 0)  # steps between validations; 0: only the last
+    target_loss: float = row(3.28, 1.64)  # validation loss to reach, nats per token
+    # Run
+    device: str = both("auto")  # cuda, cpu, or auto: cuda where there is one
+    run_id: str = both("")  # name of the folder under logs/; empty: made from the time
+    warmup_steps: int = row(10, 1)  # untimed steps on blank tokens, which warm the kernels up
+    head_chunks: int = both(0)  # pieces in which the head is computed; 0: by the card's memory
+    save_every: int = both(0)  # steps between checkpoints; 0: none
+    resume: str = both("")  # checkpoint to go on from; auto: the newest whole one of --run_id
+    init: str = both("")  # checkpoint whose weights a new run begins with
 
-PRESETS = {"record": {}, "pocket": dict(preset="pocket",
-    train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
-    vocab_size=257, eot_token=256, vocab_multiple=16, num_iterations=240, sequences_per_step=16,
-    sequences_per_forward=16, train_seq_len=128, sequence_stride=1_000_003, val_seq_len=128,
-    val_tokens=262_144, val_every=0, warmup_steps=1, target_loss=1.64, model_dim=64, head_dim=16,
-    rope_base=32, cooldown_frac=0.7, muon_momentum=0.85, num_layers=2,
-    embed_lr=0.025, muon_lr=0.005)}
-PRESETS["lab"] = PRESETS["pocket"] | dict(preset="lab", train_files="data/lab/lab_train_*.bin",
-    val_files="data/lab/lab_val_*.bin", val_tokens=131_072, target_loss=1.4, sequences_per_step=4,
-    sequences_per_forward=4, head_dim=32, rope_base=1024, cooldown_frac=0.6, muon_momentum=0.95,
-    train_seq_len=1024, val_seq_len=1024, num_layers=6,
-    embed_lr=0.025, num_iterations=515, muon_lr=0.004)
 
-def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
-    """The flags given, on top of the preset named or else of a checkpoint's saved values."""
-    def error(message: str):
-        raise UserError(f"{message}; --help lists the flags")
-    def boolean(text: str) -> bool:
-        return ["false", "true"].index(text.lower()) == 1
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [--FLAG VALUE ...]", description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog=f"In brackets: {', '.join(PRESETS)}.", argument_default=argparse.SUPPRESS)
-    parser.error = error
-    types = {field.name: field.type for field in fields(Hyperparameters)}
-    for line in inspect.getsource(Hyperparameters).splitlines():  # a field's comment is its help
-        if title := re.match(r"    # ([^:]*)", line):
-            group = parser.add_argument_group(title[1])
-        elif flag := re.match(r"    (\w+): .*  # (.*)", line):
-            kind = dict(type=types[flag[1]], choices=PRESETS if flag[1] == "preset" else None)
-            if types[flag[1]] is bool:
-                kind = dict(type=boolean, nargs="?", const=True)
-            values = [getattr(Hyperparameters(**preset), flag[1]) for preset in PRESETS.values()]
-            group.add_argument(f"--{flag[1]}", help=f"{flag[2]} {values}", metavar="X", **kind)
-    flags = vars(parser.parse_args(argv))
-    values = PRESETS[flags.get("preset", "record")]
-    if saved and "preset" not in flags:
-        values = {key: saved[key] for key in saved if key not in ("device", "run_id", "resume")}
-    cfg = Hyperparameters(**values | flags)
-    check_hyperparameters(cfg)
-    return cfg
+def check_model(cfg, require):
+    """Ask `require(holds, flag, rule)` for what this record needs beyond the harness."""
+    require(cfg.head_dim % 2 == 0, "head_dim", "be a multiple of 2")
+    require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
+    require(cfg.num_layers <= 99, "num_layers", "be at most 99")
+    require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
 
-def check_hyperparameters(cfg: Hyperparameters) -> None:
-    """Raise UserError for a value that no run can be made of: flag, value and rule."""
-    def require(names: str, holds, rule: str) -> None:
-        for name in names.split():
-            if not holds(value := getattr(cfg, name)):
-                raise UserError(f"--{name} {value}: must {rule}")
-    numbers = " ".join(f.name for f in fields(cfg) if f.type in (int, float))
-    require(numbers, lambda x: 0 <= x < math.inf, "be finite and not negative")
-    require("""num_iterations sequences_per_step train_seq_len sequences_per_forward val_tokens
-        val_seq_len model_dim head_dim mlp_ratio num_layers rope_base vocab_multiple""",
-            lambda x: x > 0, "be positive")
-    require("train_seq_len val_seq_len", lambda x: x % BLOCK == 0, f"be a multiple of {BLOCK}")
-    require("adam_beta1 adam_beta2 muon_momentum", lambda x: x < 1, "be below 1")
-    require("cooldown_frac final_lr_frac", lambda x: x <= 1, "be at most 1")
-    require("seed", lambda x: x < 2**63, "be below 2**63")
-    require("run_id", lambda x: "/" not in x and x not in (".", ".."), "be the name of a folder")
-    require("head_dim", lambda x: x % 4 == 0, "be a multiple of 4")
-    require("model_dim", lambda x: x % cfg.head_dim == 0, f"be a multiple of {cfg.head_dim}")
-    require("vocab_size", lambda x: cfg.eot_token < x <= 2**16, "exceed eot_token, up to 65536")
-    require("device", lambda x: x in ("auto", "cuda", "cpu"), "be auto, cuda or cpu")
-    require("resume", lambda x: x != "auto" or cfg.run_id, "come with the --run_id of a run")
-
-# ---- Data (the same in every record) ----------------------------------------
-HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1  # of a shard, little-endian int32
-
-def find_shards(pattern: str) -> list[Path]:
-    """Files that match the glob, here or else in the repository, sorted. Raises UserError."""
-    files = sorted(glob.glob(pattern) or glob.glob(str(ROOT / pattern)))
-    if not files:
-        maker = next((x for x in ("pocket", "fineweb", "lab") if f"data/{x}" in pattern), "text")
-        raise UserError(f"no file matches {pattern!r}; make the data with: python data/{maker}.py")
-    return list(map(Path, files))
-
-def shard_size(path: Path) -> int:
-    """Number of tokens by the shard's header, held against the file's size. Raises UserError."""
-    try:
-        size, header = path.stat().st_size, [*np.fromfile(path, "<i4", HEADER_INTS), 0, 0, 0]
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it again") from None
-    *kind, count = map(int, header[:3])
-    if kind != [MAGIC, VERSION]:
-        raise UserError(f"{path}: magic, version {kind}, not {[MAGIC, VERSION]}; remake it")
-    if size != 4 * HEADER_INTS + 2 * count:
-        raise UserError(f"{path}: {size} bytes do not hold {count} tokens; fetch it again")
-    return count
-
-def read_shard(path: Path, vocab_size: int) -> np.ndarray:
-    """The shard's tokens, uint16. Raises UserError where it is none, or of another vocabulary."""
-    tokens = np.fromfile(path, "<u2", shard_size(path), offset=4 * HEADER_INTS)
-    if len(tokens) and tokens.max() >= vocab_size:
-        at = np.argmax(tokens >= vocab_size)
-        raise UserError(f"{path}: token {tokens[at]} at position {at}; "
-                        f"raise --vocab_size {vocab_size} or name other data")
-    return tokens
-
-# Three ways to cut a shard: a step's rows (N, length + 1) at a position and the next one, or None.
-def consecutive_rows(tokens, documents, position: int, length: int, cfg: Hyperparameters):
-    """Tokens as they follow one another; a stride spreads the step's sequences over the shard."""
-    step_tokens = cfg.sequences_per_step * length
-    N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step  # sequences of whole steps
-    first = round_up(position, length) // length
-    if first + cfg.sequences_per_step > N:
-        return None
-    stride = next(n for n in itertools.count(cfg.sequence_stride) if math.gcd(n, N) == 1)
-    starts = [k * stride % N * length for k in range(first, first + cfg.sequences_per_step)]
-    return np.stack([tokens[x : x + length + 1] for x in starts]), first * length + step_tokens
-
-def aligned_rows(tokens, documents, position: int, length: int, cfg: Hyperparameters):
-    """Each sequence begins with a document, the rest of the last one is skipped: @classiclarryd."""
-    if position + 2 * cfg.sequences_per_step * length + 1 >= len(tokens):
-        return None
-    starts, following = [], np.searchsorted(documents, position)
-    while following < len(documents) and len(starts) < cfg.sequences_per_step:
-        starts.append(documents[following])
-        following = np.searchsorted(documents, starts[-1] + length)
-    if following == len(documents):
-        return None
-    return np.stack([tokens[x : x + length + 1] for x in starts]), int(documents[following])
-
-def packed_rows(tokens, documents, position: int, length: int, cfg: Hyperparameters):
-    """Each sequence is filled with the first tokens of one document after the other: @varunneal.
-    The position counts documents; what is left of one that is cut is skipped."""
-    ends, rows = np.append(documents[1:], len(tokens)), []
-    for _ in range(cfg.sequences_per_step):
-        pieces, room = [], length + 1
-        while room:
-            if position == len(documents):
-                return None
-            size = min(ends[position] - documents[position], cfg.max_document_tokens, room)
-            pieces.append(tokens[documents[position] :][:size])
-            room -= size
-            position += 1
-        rows.append(np.concatenate(pieces))
-    return np.stack(rows), position
-
-class TokenLoader:
-    """Gives each rank its sequences of each step, the r-th part of the step's sequences to rank r.
-    A step's sequences are of one shard: what does not fill a step at its end is skipped."""
-    def __init__(self, cfg: Hyperparameters, rank: int, world_size: int, device, say=print):
-        self.cfg, self.rank, self.device, self.say, self.ahead = cfg, rank, device, say, {}
-        self.files, self.reader = find_shards(cfg.train_files), ThreadPoolExecutor(1)
-        size, path = min((shard_size(path), path) for path in self.files)
-        if size <= (taken := cfg.sequences_per_step * cfg.train_seq_len):
-            raise UserError(f"{path}: {size} tokens, a step takes {taken} and one more; "
-                            "lower --train_seq_len")
-        if cfg.sequences_per_step % world_size:
-            raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
-                            f"the {world_size} ranks must divide it")
-        self.sequences = cfg.sequences_per_step // world_size
-        self.per_forward = max(n for n in range(1, self.sequences + 1)
-                               if self.sequences % n == 0 and n <= cfg.sequences_per_forward)
-        self.micro_steps = self.sequences // self.per_forward  # forward passes of a rank in a step
-        self.seek(0, 0)
-
-    def read(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
-        """A shard's tokens, and where its documents begin."""
-        tokens = read_shard(path, self.cfg.vocab_size)
-        return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
-
-    def seek(self, shard: int, position: int) -> None:
-        """Have the next step begin there, in a shard counted on from epoch to epoch."""
-        self.place = shard, position  # for any number of ranks
-        here, following = (self.files[i % len(self.files)] for i in (shard, shard + 1))
-        self.ahead = {path: self.ahead.get(path) or self.reader.submit(self.read, path)
-                      for path in (here, following)}
-        self.tokens, self.documents = self.ahead[here].result()
-
-    def next_step(self, length: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's share of the next step's sequences: inputs and targets of each forward pass.
-        Raises UserError where no shard holds the documents of a step."""
-        cut = aligned_rows if self.cfg.align_documents else consecutive_rows
-        cut = packed_rows if self.cfg.max_document_tokens else cut
-        for _ in range(len(self.files) + 1):
-            shard, position = self.place
-            if step := cut(self.tokens, self.documents, position, length, self.cfg):
-                rows, position = step
-                self.place = shard, position
-                mine = rows[self.rank * self.sequences :][: self.sequences]
-                return [to_batch(part, self.device) for part in np.split(mine, self.micro_steps)]
-            self.seek(shard + 1, 0)
-            if (shard + 1) % len(self.files) == 0:
-                epoch = (shard + 1) // len(self.files) + 1
-                self.say(f"data: its end is reached, epoch {epoch} begins")
-        raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for "
-                        "a step; lower --train_seq_len or --sequences_per_step")
-
-def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
-    buffer = torch.from_numpy(tokens.astype(np.int64))
-    pair, cuda = (buffer[:, :-1].int(), buffer[:, 1:].contiguous()), device.type == "cuda"
-    return tuple(x.pin_memory().to(device, non_blocking=True) if cuda else x for x in pair)
 
 # ---- Model ------------------------------------------------------------------
 # In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary.
-Linear = functools.partial(nn.Linear, bias=False)
-
+# The residual stream x has the shape (B, T, D).
 def norm(x: Tensor) -> Tensor:
-    """RMS norm over the last dimension, with the epsilon of F.rms_norm in the torch of its day."""
-    size = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-    mean_square = size.square() / x.size(-1)
-    return (x * (mean_square + torch.finfo(x.dtype).eps).rsqrt()).type_as(x)
+    """RMS norm over the last dimension."""
+    length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
+    mean_square = length.square() / x.size(-1)
+    epsilon = torch.finfo(x.dtype).eps  # as in the F.rms_norm of its day
+    return (x * (mean_square + epsilon).rsqrt()).type_as(x)
+
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, https://arxiv.org/abs/2104.09864, by the angles of (T, 1, K / 2) pairs."""
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by angles (T, 1, K / 2).
+
+    Entry i and entry i + K / 2 are a pair.
+    """
     x = x_BTHK
-    cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, -sin], dim=-1)
-    return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).type_as(x_BTHK)
+    half = x.size(-1) // 2
+    partner = x.roll(half, dims=-1)  # of each entry, the other one of its pair
+    cos = torch.cat([cos, cos], dim=-1)  # (T, 1, K)
+    sin = torch.cat([sin, -sin], dim=-1)  # (T, 1, K)
+    return (x * cos + partner * sin).type_as(x_BTHK)
+
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, cfg: Hyperparameters):
-        super().__init__()
-        self.heads = cfg.model_dim // cfg.head_dim
-        self.c_q = Linear(cfg.model_dim, cfg.model_dim)
-        self.c_k = Linear(cfg.model_dim, cfg.model_dim)
-        self.c_v = Linear(cfg.model_dim, cfg.model_dim)
-        self.c_proj = Linear(cfg.model_dim, cfg.model_dim)
+    """Causal attention with rotary embedding."""
 
-    def forward(self, x: Tensor, turn: tuple) -> Tensor:
-        q, k, v = (linear(x).unflatten(-1, (self.heads, -1))
-                   for linear in (self.c_q, self.c_k, self.c_v))
-        q, k = (norm(rotate(x, *turn)) for x in (q, k))  # QK-norm: @Grad62304977
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    def __init__(self, cfg):
+        super().__init__()
+        dim = cfg.model_dim
+        self.num_heads = dim // cfg.head_dim
+        self.c_q = nn.Linear(dim, dim, bias=False)
+        self.c_k = nn.Linear(dim, dim, bias=False)
+        self.c_v = nn.Linear(dim, dim, bias=False)
+        self.c_proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x, rotary):
+        heads = (self.num_heads, -1)
+        q = self.c_q(x).unflatten(-1, heads)  # (B, T, H, K)
+        k = self.c_k(x).unflatten(-1, heads)
+        v = self.c_v(x).unflatten(-1, heads)
+        q = norm(rotate(q, *rotary))  # QK-norm: @Grad62304977
+        k = norm(rotate(k, *rotary))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, K)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
-class MLP(nn.Module):
-    def __init__(self, cfg: Hyperparameters):
-        super().__init__()
-        self.c_fc = Linear(cfg.model_dim, cfg.mlp_ratio * cfg.model_dim)
-        self.c_proj = Linear(cfg.mlp_ratio * cfg.model_dim, cfg.model_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.relu(self.c_fc(x)).square())  # ReLU²: https://arxiv.org/abs/2109.08668
+class MLP(nn.Module):
+    """Two linear maps and ReLU² between them."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.c_fc = nn.Linear(cfg.model_dim, 4 * cfg.model_dim, bias=False)
+        self.c_proj = nn.Linear(4 * cfg.model_dim, cfg.model_dim, bias=False)
+
+    def forward(self, x):
+        x = self.c_fc(x)  # (B, T, 4 D)
+        x = F.relu(x).square()  # ReLU²: https://arxiv.org/abs/2109.08668
+        return self.c_proj(x)
+
 
 class Block(nn.Module):
-    def __init__(self, cfg: Hyperparameters):
+    """A layer: attention and an MLP, both on the normed residual stream."""
+
+    def __init__(self, cfg):
         super().__init__()
         self.attn = CausalSelfAttention(cfg)
         self.mlp = MLP(cfg)
 
-    def forward(self, x: Tensor, turn: tuple) -> Tensor:
-        x = x + self.attn(norm(x), turn)
+    def forward(self, x, rotary):
+        x = x + self.attn(norm(x), rotary)
         return x + self.mlp(norm(x))
 
-def translate_names(model: nn.Module, state: dict[str, Tensor], *_) -> None:
-    """Names of a compiled model, and of records published before record #22, become ours."""
-    for old in list(state):
-        new = old.removeprefix("_orig_mod.").replace("value_embeds.embed.", "value_embeds.")
-        state[new] = state.pop(old)
 
 class GPT(nn.Module):
-    """The model. Its forward gives the summed cross-entropy of targets (B, T; -1: none) after
-    inputs (B, T), rows apart."""
-    def __init__(self, cfg: Hyperparameters):
+    """The model, under the published parameter names."""
+
+    def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
         self.embed = nn.Embedding(vocab, cfg.model_dim)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.num_layers))
-        self.lm_head = Linear(cfg.model_dim, vocab)
+        self.blocks = nn.ModuleList()
+        for _ in range(cfg.num_layers):
+            self.blocks.append(Block(cfg))
+        self.lm_head = nn.Linear(cfg.model_dim, vocab, bias=False)
         self.lm_head.weight = self.embed.weight
-        positions = max(cfg.train_seq_len, cfg.val_seq_len)
-        frequency = 1 / cfg.rope_base ** (torch.arange(0, cfg.head_dim, 2) / cfg.head_dim)
-        theta = torch.outer(torch.arange(positions), frequency)[:, None]
-        self.register_buffer("cos", theta.cos().bfloat16(), persistent=False)
-        self.register_buffer("sin", theta.sin().bfloat16(), persistent=False)
-        self.head_chunks = max(1, cfg.head_chunks)
-        self.register_load_state_dict_pre_hook(translate_names)
+        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)  # of the head
+        # Cosines and sines of the rotary embedding
+        exponent = torch.arange(0, cfg.head_dim, 2) / cfg.head_dim
+        frequency = 1 / cfg.rope_base**exponent  # (K / 2,)
+        position = torch.arange(max(*cfg.seq_lens, cfg.val_seq_len))
+        theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
+        rotary = torch.stack([theta.cos(), theta.sin()]).bfloat16()
+        self.register_buffer("rotary", rotary, persistent=False)
 
     @torch.no_grad()
-    def init_weights(self, generator: torch.Generator) -> None:
+    def init_weights(self, generator):
         """Initialise every matrix by its name. Raises KeyError for one it does not know."""
         for name, param in self.named_parameters():
             if name.endswith(("embed.weight", "q.weight", "k.weight", "v.weight", "fc.weight")):
                 bound = param.size(-1) ** -0.5
                 param.uniform_(-bound, bound, generator=generator)
-            elif name.endswith("c_proj.weight"):
+            elif name.endswith(".weight"):
                 param.zero_()  # zero-initialised projections: @Grad62304977
             else:
                 raise KeyError(f"no initialisation for the parameter {name}")
 
-    def hidden(self, inputs_BT: Tensor) -> Tensor:
+    def hidden(self, inputs_BT):
         """The normed output of the last layer, (B, T, D)."""
-        turn = self.cos[: inputs_BT.size(1)], self.sin[: inputs_BT.size(1)]
+        rotary = self.rotary[:, : inputs_BT.size(1)]
         x = self.embed(inputs_BT)
         for block in self.blocks:
-            x = block(x, turn)
+            x = block(x, rotary)
         return norm(x)
-        self.register_load_state_dict_pre_hook(translate_names)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Logits, fp32, (…, V)."""
+    def logits(self, x):
+        """Logits (…, V) in fp32."""
         return self.lm_head(x).float()
 
-    def head_loss(self, x_SD: Tensor, targets_S: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(x_SD), targets_S, ignore_index=-1, reduction="sum")
+    def head_loss(self, x_SD, targets_S):
+        """Cross-entropy, summed over positions."""
+        logits_SV = self.logits(x_SD)
+        return F.cross_entropy(logits_SV, targets_S, ignore_index=-1, reduction="sum")
 
-    def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        x, targets = self.hidden(inputs_BT).flatten(0, 1), targets_BT.flatten()
-        chunks = self.head_chunks if self.training else 1  # without gradients there is room enough
-        size = self.cfg.sequences_per_forward * self.cfg.train_seq_len // chunks
-        if size >= len(x):
-            return self.head_loss(x, targets)
-        parts = zip(*(t.split(round_up(max(size, 1), BLOCK)) for t in (x, targets)), strict=True)
-        return sum(checkpoint(self.head_loss, *part, use_reentrant=False) for part in parts)
+    def forward(self, inputs_BT, targets_BT):
+        """Summed cross-entropy of the next tokens.
+
+        targets_BT has the token after each of inputs_BT, or -1 for none.
+        """
+        x_SD = self.hidden(inputs_BT).flatten(0, 1)
+        targets_S = targets_BT.flatten()
+        size = self.tokens_per_piece
+        if len(x_SD) <= size:
+            return self.head_loss(x_SD, targets_S)
+        # Piece by piece, each computed again in the backward pass, all logits are never held.
+        loss = 0
+        for x, targets in zip(x_SD.split(size), targets_S.split(size)):
+            loss = loss + checkpoint(self.head_loss, x, targets, use_reentrant=False)
+        return loss
+
 
 # ---- Optimizers -------------------------------------------------------------
-def orthogonalize(grad_MN: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Nearly the closest semi-orthogonal matrix. Source: Keller Jordan et al.,
-    https://kellerjordan.github.io/posts/muon/"""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    tall = grad_MN.size(-2) > grad_MN.size(-1)
-    X = (grad_MN.mT if tall else grad_MN).to(dtype)
-    X = X / (X.norm() + 1e-7)
-    for _ in range(steps):
+def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """Nearly the closest semi-orthogonal matrix, by Newton-Schulz iterations.
+
+    Muon: Keller Jordan et al., https://kellerjordan.github.io/posts/muon/.
+    """
+    is_tall = grad_MN.size(-2) > grad_MN.size(-1)
+    X = grad_MN.mT if is_tall else grad_MN  # the smaller side decides the cost
+    X = X.to(dtype)
+    X = X / (X.norm() + 1e-7)  # the norm is at least the spectral norm
+    a, b, c = 3.4445, -4.7750, 2.0315  # coefficients of X, A X and A² X
+    for _ in range(5):
         A = X @ X.mT
         B = A @ X
         X = a * X + b * B + c * A @ B
-    return X.mT if tall else X
+    return X.mT if is_tall else X
 
-def muon_update(update_MN, grad_MN, sum_MN, momentum: float, ns_steps: int) -> None:
-    """Muon's update of a matrix, to be scaled; orthogonalised in the update's type."""
-    sum_MN.mul_(momentum).add_(grad_MN)
-    grad_MN = grad_MN + momentum * sum_MN
-    update_MN.copy_(orthogonalize(grad_MN, ns_steps, update_MN.dtype))
 
-def adam_update(weight, grad, mean, square, step, lr: Tensor, beta1, beta2, eps) -> None:
-    """Adam's step, https://arxiv.org/abs/1412.6980, in place, computed in fp32."""
-    step += 1
-    new_mean = mean.float().lerp(grad.float(), 1 - beta1)
-    new_square = square.float().lerp(grad.float().square(), 1 - beta2)
-    denominator = (new_square / (1 - beta2**step)).sqrt() + eps
-    weight.copy_(weight.float() - lr / (1 - beta1**step) * new_mean / denominator)
+def muon_update(update, grad, mean, *, momentum):
+    """The update of Muon for a matrix (M, N), without its rate; writes it in `update`.
+
+    mean: of gradients, not yet divided by the sum of its factors.
+    """
+    mean.mul_(momentum).add_(grad)
+    nesterov = grad + momentum * mean
+    update.copy_(orthogonalize(nesterov, update.dtype))
+
+
+def adam_update(weight, grad, mean, square, count, *, lr, betas):
+    """A step of Adam, https://arxiv.org/abs/1412.6980, in fp32 and in place.
+
+    count: of steps taken, a tensor.
+    """
+    count += 1
+    beta1, beta2 = betas
+    grad = grad.float()
+    new_mean = mean.float().lerp(grad, 1 - beta1)
+    new_square = square.float().lerp(grad.square(), 1 - beta2)
+    # Both means begin at zero; what that takes from them is given back.
+    step_size = lr / (1 - beta1**count)
+    size = (new_square / (1 - beta2**count)).sqrt()
+    weight.copy_(weight.float() - step_size * new_mean / (size + 1e-8))
     mean.copy_(new_mean)
     square.copy_(new_square)
 
-class Optimizer:
-    """Parameters, and their gradients, that are views of one flat buffer each, on every rank."""
-    def __init__(self, name: str, params: list, lr: float, cfg, ranks):
-        self.name, self.base_lr, self.cfg, self.ranks, self.handle = name, lr, cfg, ranks, None
-        self.numel = sum(p.numel() for p in params)
-        self.weights = params[0].detach().new_zeros(self.numel)
-        self.grads = torch.zeros_like(self.weights)
-        ends = itertools.accumulate(p.numel() for p in params)
-        for p, end in zip(params, ends, strict=True):
-            weight, grad = (x[end - p.numel() : end].view_as(p) for x in (self.weights, self.grads))
-            p.data, p.grad = weight.copy_(p.detach()), grad
-        self.lr = torch.zeros((), device=self.weights.device)
-        self.state = dict(mean=torch.zeros_like(self.grads))
 
-    def reduce(self) -> None:
+@dataclass
+class Group:
+    """A row of the table: which parameters, and how they step."""
+
+    name: str
+    rule: type  # Adam or Muon
+    params: list
+    lr: float  # Adam: about a weight's change; Muon: about its root mean square
+    betas: tuple = (0.9, 0.95)  # Adam: decay of its means of gradients and of their squares
+
+
+def parameter_groups(model: GPT, cfg) -> list[Group]:
+    """The table. Each parameter of the model is in one row."""
+    def ending(*names):
+        return [param for name, param in model.named_parameters() if name.endswith(names)]
+
+    attention = ending("c_q.weight", "c_k.weight", "c_v.weight", "attn.c_proj.weight")
+    return [
+        Group("attention", Muon, attention, cfg.muon_lr),
+        Group("mlp in", Muon, ending("c_fc.weight"), cfg.muon_lr),
+        Group("mlp out", Muon, ending("mlp.c_proj.weight"), cfg.muon_lr),
+        Group("embed", Adam, [model.embed.weight], cfg.embed_lr),
+    ]
+
+
+class Optimizer:
+    """A group's parameters and gradients, each as one flat buffer, whole on every rank.
+
+    One call sums all its gradients over the ranks. Every rank computes the whole step.
+    """
+
+    def __init__(self, group, ranks):
+        self.group = group
+        self.name = group.name
+        self.ranks = ranks
+        self.handle = None  # of a communication under way
+        self.numel = sum(param.numel() for param in group.params)
+        first = group.params[0].detach()
+        self.weights = first.new_zeros(self.numel)
+        self.grads = torch.zeros_like(self.weights)
+        start = 0
+        for param in group.params:  # they become views of the buffers
+            end = start + param.numel()
+            weight = self.weights[start:end].view_as(param)
+            param.data = weight.copy_(param.detach())
+            param.grad = self.grads[start:end].view_as(param)
+            start = end
+        self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
+        self.state = {"mean": torch.zeros_like(self.grads)}
+
+    def tensors(self):
+        return [self.weights, *self.state.values()]
+
+    def reduce(self):
         """Begin to sum the gradients over the ranks."""
         if self.ranks.world_size > 1:
             self.handle = dist.all_reduce(self.grads, async_op=True)
 
-    def update(self, step: int, divisor: int) -> None:
+    def update(self, now, divisor):
         """Step by gradients / divisor."""
+        self.wait()
+        self.grads.div_(divisor)
+        self.lr.fill_(self.group.lr * now.lr_factor)
+        self.update_weights(now)
+
+    def wait(self):
         if self.handle:
             self.handle.wait()
-        self.grads.div_(divisor)
-        self.lr.fill_(self.base_lr * lr_scale(step, self.cfg))
-        self.update_weights(step)
+            self.handle = None
 
-    def full_state(self) -> dict[str, Tensor]:
+    def full_state(self):
         """The state, the same on all ranks."""
         return {key: value.flatten().cpu() for key, value in self.state.items()}
 
-    def load_full_state(self, full: dict[str, Tensor]) -> None:
+    def load_full_state(self, full):
         """Take what `full_state` gave."""
         for key, value in self.state.items():
             value.copy_(full[key].view_as(value))
 
-class Adam(Optimizer):
-    """Adam on any tensors. lr: about the change of each weight in a step."""
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.state |= dict(square=torch.zeros_like(self.grads), step=torch.zeros_like(self.lr))
-        self.rule = torch.compile(adam_update, dynamic=False) if self.lr.is_cuda else adam_update
 
-    def update_weights(self, step: int) -> None:
-        betas_eps = self.cfg.adam_beta1, self.cfg.adam_beta2, self.cfg.adam_eps
-        self.rule(self.weights, self.grads, *self.state.values(), self.lr, *betas_eps)
+class Adam(Optimizer):
+    """Adam on tensors of any shapes."""
+
+    def __init__(self, group, ranks):
+        super().__init__(group, ranks)
+        self.state["square"] = torch.zeros_like(self.grads)
+        self.state["count"] = torch.zeros_like(self.lr)
+        self.rule = compile_on_gpu(adam_update, self.lr)
+
+    def update_weights(self, now):
+        state = self.state.values()
+        self.rule(self.weights, self.grads, *state, lr=self.lr, betas=self.group.betas)
+
 
 class Muon(Optimizer):
-    """Muon on matrices of one shape. lr: root mean square of a step."""
-    def __init__(self, name: str, params: list[nn.Parameter], *args):
-        super().__init__(name, params, *args)
-        self.shape = params[0].shape
-        self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
-        self.updates = torch.zeros_like(self.weights, dtype=self.dtype)
-        self.rule = torch.compile(muon_update, dynamic=False) if self.lr.is_cuda else muon_update
+    """Muon on matrices of one shape."""
 
-    def update_weights(self, step: int) -> None:
-        batch = (x.view(-1, *self.shape) for x in (self.updates, self.grads, self.state["mean"]))
-        for update, grad, mean in zip(*batch, strict=True):
-            self.rule(update, grad, mean, self.cfg.muon_momentum, self.cfg.ns_steps)
-        self.weights.sub_(self.updates * (self.lr * max(self.shape) ** 0.5))
+    def __init__(self, group, ranks):
+        self.shape = group.params[0].shape[-2:]
+        super().__init__(group, ranks)
+        self.batch = (-1, *self.shape)
+        self.momentum = torch.zeros_like(self.lr)
+        dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
+        self.updates = torch.zeros_like(self.weights, dtype=dtype)
+        self.rule = compile_on_gpu(muon_update, self.lr)
 
-def build_optimizers(model: GPT, cfg: Hyperparameters, ranks: "Ranks") -> list[Optimizer]:
-    """An optimizer for each row of the table, which covers every parameter once."""
-    params = list(model.parameters())
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    table = [(Muon, f"matrices of {M}x{N}", [p for p in matrices if p.shape[-2:] == (M, N)],
-              cfg.muon_lr) for M, N in sorted({p.shape[-2:] for p in matrices})]
-    table += [(Adam, "embed", [model.embed.weight], cfg.embed_lr)]
-    covered = sorted(id(p) for _, _, rows, _ in table for p in rows)
-    assert covered == sorted(map(id, params)), "every parameter needs one row of the table"
-    return [kind(name, rows, lr, cfg, ranks) for kind, name, rows, lr in table]
+    def update_weights(self, now):
+        self.momentum.fill_(now.momentum)
+        updates = self.updates.view(self.batch)
+        grads = self.grads.view(self.batch)
+        means = self.state["mean"].view(self.batch)
+        for update, grad, mean in zip(updates, grads, means):
+            self.rule(update, grad, mean, momentum=self.momentum)
+        factor = max(self.shape) ** 0.5  # for a root mean square of about 1
+        self.weights.sub_(self.updates * (self.lr * factor))
 
-def step_optimizers(optimizers: list[Optimizer], step: int, divisor: int) -> None:
-    """One step of all; what one computes overlaps what the others communicate."""
+
+def compile_on_gpu(rule: Callable, tensor: Tensor) -> Callable:
+    return torch.compile(rule, dynamic=False) if tensor.is_cuda else rule
+
+
+def build_optimizers(model: GPT, cfg, ranks) -> list[Optimizer]:
+    """An optimizer for each row of the table that has parameters."""
+    groups = parameter_groups(model, cfg)
+    covered = sorted(id(param) for group in groups for param in group.params)
+    assert covered == sorted(map(id, model.parameters())), "each parameter needs one row"
+    return [group.rule(group, ranks) for group in groups if group.params]
+
+
+def step_optimizers(optimizers: list[Optimizer], now: "Schedule", divisor: int):
+    """One step of all. What one computes overlaps what the others communicate."""
     for optimizer in optimizers:
         optimizer.reduce()
     for optimizer in optimizers:
-        optimizer.update(step, divisor)
+        optimizer.update(now, divisor)
     for optimizer in optimizers:
         optimizer.grads.zero_()
 
-# ---- Schedules --------------------------------------------------------------
-def lr_scale(step: int, cfg: Hyperparameters) -> float:
-    """Factor of every learning rate: 1, then falling linearly to final_lr_frac at the end."""
-    frac = min(1.0, (1 - step / cfg.num_iterations) / (cfg.cooldown_frac or 1e-9))
-    return frac + (1 - frac) * cfg.final_lr_frac
 
-# ---- Distributed and logging (the same in every record) ---------------------
+# ---- Schedules --------------------------------------------------------------
+@dataclass
+class Schedule:
+    """The numbers of one step."""
+
+    stage: int
+    seq_len: int  # tokens of a sequence
+    lr_factor: float  # of all rates
+    momentum: float  # Muon's
+
+
+def schedule(step: int, cfg) -> Schedule:
+    """The numbers of a step, from 0 to num_iterations; with the last one nothing is trained."""
+    progress = step / cfg.num_iterations
+
+    # Rates: they fall linearly to zero.
+    lr_factor = min(1.0, (1 - progress) / cfg.cooldown_frac)
+
+    return Schedule(
+        stage=0,  # all steps run the same kernels
+        seq_len=cfg.seq_lens[0],
+        lr_factor=lr_factor,
+        momentum=cfg.muon_momentum,
+    )
+
+
+# ---- Training ---------------------------------------------------------------
+def cut_rows(tokens, documents, position: int, length: int, cfg):
+    """A step's sequences (N, length + 1) from a position of a shard on, and the next position."""
+    return consecutive_rows(tokens, position, length, cfg)
+
+
+def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
+    """Compilation for the GPU at hand. Returns the head's type."""
+    model.compile(dynamic=False)
+    return "bf16"
+
+
+def accumulate_gradients(model: GPT, batches: list, now: Schedule) -> Tensor:
+    """Add up the gradients of the mean losses of a step's batches. Returns the mean loss, (1,)."""
+    total = 0
+    for inputs, targets in batches:
+        loss = model(inputs, targets) / targets.numel()
+        loss.backward()
+        total = total + loss.detach()
+    return total.view(1) / len(batches)
+
+
+def train(run: "Run", cfg):
+    """The training loop. It ends when all steps are done, or when a signal asks to stop."""
+    last = cfg.num_iterations
+    run.clock.start()
+    for step in range(run.first_step, last + 1):  # one round more than steps: the last validates
+        now = schedule(step, cfg)
+
+        if run.validation_is_due(step):
+            run.clock.stop()
+            run.validate(step)
+            run.clock.start()
+
+        if run.checkpoint_is_due(step, complete=True):
+            run.clock.stop()
+            run.save_checkpoint(step)
+            run.clock.start()
+        if step == last or run.is_asked_to_stop(step, complete=True):
+            break
+
+        batches = run.loader.next_step(now.seq_len)
+        losses = accumulate_gradients(run.model, batches, now)
+        run.health.check(step, losses)
+        step_optimizers(run.optimizers, now, divisor=len(batches) * run.ranks.world_size)
+        run.log_step(step + 1, num_targets=1)
+    run.clock.stop()
+
+
+# ==== Harness: below this line every record has the same bytes ===============
+SCRIPT = Path(__file__).resolve()
+ROOT = SCRIPT.parents[2] if SCRIPT.parents[1].name == "records" else SCRIPT.parent
+
+
+class UserError(Exception):
+    """What ends the run with one line, exit code 2 and no traceback."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+# ---- Data -------------------------------------------------------------------
+# A shard is a header of 256 little-endian int32 (magic, version, number of tokens), then uint16.
+HEADER_INTS = 256  # 1,024 bytes
+MAGIC = 20240520  # marks a shard
+VERSION = 1  # of its form
+
+
+def find_shards(pattern: str) -> list[Path]:
+    """Files that match the glob, here or else in the repository, sorted.
+
+    Raises UserError.
+    """
+    files = glob.glob(pattern) or glob.glob(str(ROOT / pattern))  # from any folder
+    if not files:
+        maker = next((x for x in ("pocket", "fineweb") if x in pattern), "text")
+        raise UserError(f"no file matches {pattern!r}; make the data with: python data/{maker}.py")
+    return [Path(file) for file in sorted(files)]
+
+
+def shard_size(path: Path) -> int:
+    """Number of tokens by the shard's header, held against the file's size.
+
+    Raises UserError.
+    """
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, "<i4", HEADER_INTS)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it again") from None
+    if len(header) < HEADER_INTS or list(header[:2]) != [MAGIC, VERSION]:
+        raise UserError(f"{path}: not a shard of version {VERSION}; make or fetch it again")
+    count = int(header[2])
+    # A download that was cut short is found here.
+    if size != 4 * HEADER_INTS + 2 * count:
+        raise UserError(f"{path}: {size} bytes do not hold {count} tokens; fetch it again")
+    return count
+
+
+def read_shard(path: Path, vocab_size: int) -> np.ndarray:
+    """The shard's tokens, uint16.
+
+    Raises UserError where it is none, or of another vocabulary.
+    """
+    count = shard_size(path)
+    tokens = np.fromfile(path, "<u2", count, offset=4 * HEADER_INTS)
+    if count and tokens.max() >= vocab_size:
+        at = np.argmax(tokens >= vocab_size)  # the first one
+        raise UserError(f"{path}: token {tokens[at]} at position {at}; "
+                        f"raise --vocab_size {vocab_size} or name other data")
+    return tokens
+
+
+def consecutive_rows(tokens, position: int, length: int, cfg):
+    """Sequences as they follow one another, or, with a stride, spread over the shard.
+
+    Sequence k of a shard's N is the one at k · stride modulo N. The stride has no divisor in
+    common with N, so that each is taken once.
+    """
+    step_tokens = cfg.sequences_per_step * length
+    # Sequences of whole steps. Each takes one token more, its last target.
+    N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step
+    first = round_up(position, length) // length
+    if first + cfg.sequences_per_step > N:
+        return None
+    stride = cfg.sequence_stride
+    while math.gcd(stride, N) > 1:
+        stride += 1
+    rows = []
+    for k in range(first, first + cfg.sequences_per_step):
+        start = k * stride % N * length
+        rows.append(tokens[start : start + length + 1])
+    return np.stack(rows), first * length + step_tokens
+
+
+class TokenLoader:
+    """Gives rank r the r-th part of each step's sequences, which are all of one shard.
+
+    What does not fill a step at a shard's end is skipped. The next shard is read ahead.
+    """
+
+    def __init__(self, cfg, ranks, log):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.log = log
+        self.files = find_shards(cfg.train_files)  # in the order in which they are read
+        self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
+        self.shards = {}  # futures of this shard and of the next one
+        # A step is cut from one shard.
+        needed = cfg.sequences_per_step * max(cfg.seq_lens)
+        for path in self.files:
+            if shard_size(path) <= needed:
+                raise UserError(f"{path}: {shard_size(path)} tokens, a step takes {needed} and one "
+                                "more; lower --seq_lens")
+        self.sequences = cfg.sequences_per_step // ranks.world_size  # of this rank
+        if self.sequences * ranks.world_size != cfg.sequences_per_step:
+            raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
+                            f"the {ranks.world_size} ranks must divide it")
+        # As many at once as may be and as make forward passes of one size.
+        self.per_forward = min(self.sequences, cfg.sequences_per_forward)
+        while self.sequences % self.per_forward:
+            self.per_forward -= 1
+        self.seek(0, 0)
+
+    def read(self, path):
+        """A shard's tokens, and where its documents begin."""
+        tokens = read_shard(path, self.cfg.vocab_size)
+        return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
+
+    def seek(self, shard, position):
+        """Have the next step begin there, in a shard counted on from epoch to epoch."""
+        self.place = (shard, position)  # the same on any number of ranks
+        held = self.shards  # what is read already is kept
+        self.shards = {}
+        for number in (shard, shard + 1):
+            path = self.files[number % len(self.files)]
+            self.shards[path] = held.get(path) or self.reader.submit(self.read, path)
+        path = self.files[shard % len(self.files)]
+        self.tokens, self.documents = self.shards[path].result()
+
+    def next_step(self, length):
+        """This rank's inputs and targets of each forward pass.
+
+        Raises UserError without data.
+        """
+        for _ in range(len(self.files) + 1):  # the rest of this shard, then each once
+            shard, position = self.place
+            step = cut_rows(self.tokens, self.documents, position, length, self.cfg)
+            if step:
+                rows, position = step
+                self.place = (shard, position)
+                # All ranks cut the same rows, and each takes its own.
+                first = self.ranks.rank * self.sequences
+                mine = rows[first : first + self.sequences]
+                parts = np.split(mine, self.sequences // self.per_forward)
+                return [to_batch(part, self.ranks.device) for part in parts]
+            self.seek(shard + 1, 0)  # the next shard, after the last one the first again
+            if (shard + 1) % len(self.files) == 0:
+                self.log(f"data: epoch {(shard + 1) // len(self.files) + 1} begins")
+        raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
+                        "lower --seq_lens or --sequences_per_step")
+
+    def digest(self):
+        """Tells other training data apart, by sizes and first MiB."""
+        digest = hashlib.sha256()
+        for path in self.files:
+            digest.update(f"{path.name} {shard_size(path)}".encode())
+            digest.update(np.fromfile(path, "u1", 2**20))
+        return digest.hexdigest()[:16]
+
+
+def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
+    tokens = torch.from_numpy(tokens.astype(np.int64))
+    inputs = tokens[:, :-1].int()
+    targets = tokens[:, 1:].contiguous()
+    if device.type == "cuda":  # from pinned memory the host need not wait for the copy
+        inputs = inputs.pin_memory().to(device, non_blocking=True)
+        targets = targets.pin_memory().to(device, non_blocking=True)
+    return inputs, targets
+
+
+# ---- Validation -------------------------------------------------------------
+def read_val_tokens(cfg) -> np.ndarray:
+    """The first val_tokens validation tokens and one more, uint16. Raises UserError."""
+    shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
+    tokens = np.concatenate(shards)
+    if len(tokens) <= cfg.val_tokens:
+        raise UserError(f"--val_tokens {cfg.val_tokens}: lower it below the {len(tokens)} tokens "
+                        f"of {cfg.val_files}")
+    return tokens[: cfg.val_tokens + 1]
+
+
+@torch.no_grad()
+def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
+    """Mean loss over the validation tokens, each counted once.
+
+    Ranks share the sequences.
+    """
+    model.eval()  # no FP8
+    total = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+    count = len(tokens) - 1  # the first token has no prediction
+    length = cfg.val_seq_len
+    # As many sequences at once as have the tokens of a training pass, or one.
+    fitting = min(cfg.sequences_per_forward * max(cfg.seq_lens), count) // length
+    size = length * max(1, fitting)  # tokens of a forward pass
+    tokens = np.pad(tokens, (0, size))  # for the last pass
+    for start in range(ranks.rank * size, count, ranks.world_size * size):
+        part = tokens[start : start + size + 1]
+        # (sequences, length + 1): the last token of a row is the first one of the next.
+        rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
+        inputs, targets = to_batch(rows, ranks.device)
+        targets.view(-1)[count - start :] = -1  # the padding at the end is not counted
+        total += model(inputs, targets)
+    model.train()
+    # Each rank has summed the losses of its sequences.
+    return ranks.all_gather(total).sum().item() / count
+
+
+# ---- Checkpoints ------------------------------------------------------------
+# What a resumed run may change. All else must be as in its checkpoint.
+MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every sequences_per_forward
+    target_loss device run_id warmup_steps head_chunks save_every resume""".split()
+
+
+def write_checkpoint(path: Path, state: dict, keep: int):
+    """Write the state, whole or not at all, and keep the newest ones.
+
+    Raises UserError.
+    """
+    temporary = path.with_suffix(".tmp")  # is not taken for a checkpoint
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # on the disk before the name is
+        temporary.replace(path)  # at once: whoever looks finds all or nothing
+        saved = sorted(path.parent.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)
+        for old in saved[:-keep]:
+            old.unlink()
+    except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
+        if temporary.is_file():
+            temporary.unlink()
+        while error.__context__:  # the first one is the cause
+            error = error.__context__
+        raise UserError(f"{path}: not written ({error}); make room, --resume auto") from None
+
+
+def load_checkpoint(path: Path) -> dict:
+    """The state at `path`, held against its checksums.
+
+    Raises UserError where it is not whole.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:  # as torch.save writes it, with checksums
+            assert file.testzip() is None, "damaged"
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        check_hyperparameters(Hyperparameters(**state["hyperparameters"]))
+        # Whatever is not there or of another type raises here.
+        shard, position = state["loader"]
+        for count in (state["step"], state["threads"] - 1, shard, position):
+            assert type(count) is int and count >= 0, "a count is wrong"
+        assert 0 <= state["train_time_ms"] < math.inf, "the time is wrong"
+        # A run that goes on from NaN would never end.
+        for tensors in (state["model"], *state["optimizers"].values()):
+            for name, tensor in tensors.items():
+                assert torch.isfinite(tensor).all(), f"{name} is not finite"
+    # By what is in the file, zipfile and torch raise nearly anything.
+    except Exception as error:
+        cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: no whole checkpoint ({cause}); name another") from None
+    return state
+
+
+def find_checkpoint(cfg, folder: Path, log: Callable) -> Path | None:
+    """The checkpoint that --resume asks for, where it is whole. Raises UserError."""
+    if cfg.resume != "auto":
+        load_checkpoint(Path(cfg.resume))
+        return Path(cfg.resume)
+    for path in sorted(folder.glob("step-*.pt"), reverse=True):  # the newest first
+        try:
+            load_checkpoint(path)
+            return path
+        except UserError as error:
+            log(f"skipped {error}")
+    log(f"no checkpoint in {folder}: starting afresh")
+
+
+def check_same_run(state: dict, cfg, data: str):
+    """Raise UserError where `cfg` or the training data, if any, are not the checkpoint's."""
+    differing = []  # told all at once
+    for name, theirs in state["hyperparameters"].items():
+        ours = getattr(cfg, name)
+        if ours != theirs and name not in MAY_CHANGE:  # the run would not be the same
+            differing.append(f"{name} {theirs!r}, now {ours!r}")
+    if state["step"] > cfg.num_iterations:
+        differing.append(f"num_iterations, its step is {state['step']}")
+    # No training data are read where a finished run is evaluated.
+    if data and state["data"] != data:
+        differing.append("the training data")
+    if differing:
+        raise UserError(f"{cfg.resume}: of another run; what differs: {'; '.join(differing)}")
+
+
+# ---- Ranks and log ----------------------------------------------------------
 class Ranks:
-    """This process among the others, by torchrun's variables, and its device. Raises UserError."""
-    def __init__(self, cfg: Hyperparameters):
-        env = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
-        self.rank, self.world_size, local_rank = (int(os.environ.get(*x)) for x in env.items())
+    """This process among the others, by torchrun's variables, and its device.
+
+    Raises UserError.
+    """
+
+    def __init__(self, cfg):
+        # torchrun sets these; without it this process is the only one.
+        self.world_size = environment_int("WORLD_SIZE", 1, 2**16)
+        self.rank = environment_int("RANK", 0, self.world_size - 1)
+        # Of the ranks on this machine
+        local_rank = environment_int("LOCAL_RANK", 0, self.world_size - 1)
         gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
-        self.device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
-        if local_rank >= gpus > 0 or cfg.device == "cuda" and not gpus:
+        if local_rank >= gpus > 0 or (cfg.device == "cuda" and not gpus):
             raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
+        self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
         if gpus:
+            self.device = torch.device("cuda", local_rank)
+            # Whatever is made on "cuda" is made on this one.
             torch.cuda.set_device(self.device)
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 raise UserError(f"--device {cfg.device}: this GPU has no bf16; use --device cpu")
         if self.world_size > 1:
-            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-            # After a restart the store still holds the addresses of dead ranks, under its number.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
-            dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store,
-                                    rank=self.rank, world_size=self.world_size)
+            self.meet("cpu:gloo,cuda:nccl" if gpus else "gloo")  # gloo for objects of the host
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def meet(self, backend):
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        try:
+            store = next(dist.rendezvous("env://"))[0]
+        except ValueError as error:
+            raise UserError(f"WORLD_SIZE={self.world_size}: {error}; start by torchrun") from None
+        # After a restart the store still holds the addresses of dead ranks,
+        # under the number of their attempt.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(attempt, store)
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.world_size)
+
+    def all_gather(self, x):
         """(N,) of every rank, as (ranks, N)."""
-        rows = x.repeat(self.world_size, 1)
+        rows = x.repeat(self.world_size, 1)  # one rank has its own
         if self.world_size > 1:
-            dist.all_gather_into_tensor(rows.view(-1), x)
+            dist.all_gather_into_tensor(rows.view(-1), x)  # in place
         return rows
 
     def broadcast(self, value):
         """Rank 0's value of any picklable object."""
-        box = [value]
+        box = [value]  # is filled in place
         if self.world_size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def check_parity(self, step: int, model: nn.Module) -> None:
-        """Raise UserError where the ranks' parameters are not the same bits."""
-        checksum = sum(p.detach().flatten().view(torch.uint8).sum() for p in model.parameters())
-        if len(self.all_gather(checksum[None]).unique()) > 1:
-            raise UserError(f"step {step}: the ranks' parameters have drifted apart")
+    def on_rank_0(self, function, *arguments):
+        """What the function gives on rank 0, or its UserError, on all ranks."""
+        value = None
+        error = None
+        if self.rank == 0:
+            try:
+                value = function(*arguments)
+            except UserError as raised:
+                error = raised
+        # All ranks end alike, so that none waits for another for ever.
+        value, error = self.broadcast((value, error))
+        if error:
+            raise error
+        return value
+
+    def wait_for_device(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def environment_int(name: str, default: int, most: int) -> int:
+    """A number of torchrun's, from the default to `most`. Raises UserError."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or not default <= int(text) <= most:
+        raise UserError(f"{name}={text}: must be from {default} to {most}; start by torchrun")
+    return int(text)
+
+
+def choose_threads() -> int:
+    """As many threads as cores are idle: one that waits for its core holds up all the others."""
+    # torch's number: that of OMP_NUM_THREADS, or of cores.
+    most = torch.get_num_threads()
+    if "OMP_NUM_THREADS" in os.environ or not Path("/proc/stat").exists():
+        return most
+    before = idle_seconds()
+    time.sleep(0.2)  # the kernel counts in hundredths of a second
+    idle = (idle_seconds() - before) / 0.2
+    return min(most, max(1, round(idle)))
+
+
+def idle_seconds() -> float:
+    """Time that cores have been idle since Linux started, summed over them."""
+    total = Path("/proc/stat").read_text().split()
+    return int(total[4]) / os.sysconf("SC_CLK_TCK")  # the fourth number is idle time
+
 
 def device_facts(device: torch.device) -> tuple[str, int]:
     """Name and peak memory in MiB, of the GPU or of the CPU and this process."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device) // 2**20
-    info, mib = Path("/proc/cpuinfo"), 2**20 if sys.platform == "darwin" else 2**10
-    name = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
-    name = f"cpu ({name[1] if name else os.uname().machine})"
-    return name, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // mib
+        peak = torch.cuda.max_memory_allocated(device)
+        return torch.cuda.get_device_name(device), peak // 2**20
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    name = names[0] if names else os.uname().machine
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
+    return f"cpu ({name})", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+
 
 class Log:
-    """Rank 0's log file and console; the other ranks stay silent. A new log begins with its header;
-    an old one goes on where its run is resumed. Raises UserError where it is not."""
-    def __init__(self, cfg: Hyperparameters, ranks: Ranks):
-        run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
-        self.enabled, self.run_id = ranks.rank == 0, ranks.broadcast(run_id)
-        self.folder, self.file, self.last_step = Path("logs") / self.run_id, None, -1
-        path = self.folder / "log.txt"
-        if self.enabled and path.exists() and path.stat().st_size:
-            if not cfg.resume:
-                raise UserError(f"--run_id {cfg.run_id}: {path} is there already; go on with its "
-                                "run by --resume auto, or name another --run_id")
-            steps = re.findall(r"^step:(\d+)/", path.read_text(errors="replace"), re.M)
-            self.last_step = max(map(int, steps), default=-1)
-            self.file = path.open("a", buffering=1, errors="replace")
+    """Rank 0's log file and console; the other ranks stay silent.
 
-    def begin(self, header: str) -> None:
+    A log that is there already goes on where its run is resumed, and only there: UserError.
+    """
+
+    def __init__(self, cfg, ranks):
+        run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+        self.run_id = ranks.broadcast(run_id)  # time and chance differ between ranks
+        self.folder = Path("logs") / self.run_id  # in the current folder
+        self.path = self.folder / "log.txt"
+        self.enabled = ranks.rank == 0  # to write and to print
+        self.file = None
+        # An empty one is left by a disk that was full.
+        if self.enabled and self.path.exists() and self.path.stat().st_size:
+            if not cfg.resume:
+                raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
+                                "its run by --resume auto, or name another --run_id")
+            self.open()
+
+    def open(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file = self.path.open("a", buffering=1, errors="replace")  # line by line
+
+    def begin(self, header):
         """Make a new log of the header; an old one has its own."""
         if self.enabled and not self.file:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = (self.folder / "log.txt").open("a", buffering=1, errors="replace")
+            self.open()
             self(header, console=False)
 
-    def __call__(self, text: str, console: bool = True) -> None:
+    def __call__(self, text, console=True):
         if self.file:
             self.file.write(text + "\n")
         if self.enabled and console:
             print(text, flush=True)
 
-    def step(self, step: int, last: int, ms: float, **losses: float) -> None:
-        """A step's line, marked if the log has it from before a crash; the console shows tenths."""
-        shown = "".join(f"{k}:{loss:.4f} " for k, loss in losses.items() if math.isfinite(loss))
-        redone = " redone:1" if step <= self.last_step else ""
-        self(f"step:{step}/{last} {shown}train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"
-             + redone, console="val_loss" in losses or step * 10 // last > (step - 1) * 10 // last)
+    def step(self, step, last, ms, **losses):
+        """A step's line. The console shows every tenth of the run."""
+        parts = [f"step:{step}/{last}"]
+        for name, loss in losses.items():
+            if math.isfinite(loss):  # on a GPU none is known yet after the first step
+                parts.append(f"{name}:{loss:.4f}")
+        parts.append(f"train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms")
+        is_tenth = step * 10 // last > (step - 1) * 10 // last  # the first of a tenth
+        self(" ".join(parts), console=is_tenth or "val_loss" in losses)
+
+
+class Clock:
+    """Milliseconds of training: those between each start and the stop after it."""
+
+    def __init__(self, ranks, ms):
+        self.ranks = ranks
+        self.ms = ms  # up to the last stop
+        self.started = None  # in seconds; None: it stands still
+
+    def start(self):
+        self.started = time.perf_counter()
+
+    def stop(self):
+        """Stop, once the device has done all that it was given."""
+        self.ranks.wait_for_device()
+        self.ms = self.read()
+        self.started = None
+
+    def read(self):
+        if self.started is None:
+            return self.ms
+        return self.ms + 1000 * (time.perf_counter() - self.started)
+
 
 class Health:
-    """What ranks tell each other at every step: a signal to stop, a non-finite loss or gradient.
-    On CUDA it is read one step late, so that the host never waits for the step it is in."""
-    SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP  # the last: a closed connection
+    """What ranks tell each other at every step: their losses, and whether a signal asks to stop.
 
-    def __init__(self, ranks: Ranks, names: list[str]):
-        self.ranks, self.names, self.news = ranks, names, []
-        self.signal, self.stopping, self.loss = 0, 0, math.nan
+    On CUDA it is read one step late, so that the host never waits for the step it is in.
+    """
+
+    # The last one comes when a connection is closed.
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self.news = []  # that have not been read: step, rows of all ranks, CUDA event
+        self.signal = 0  # that came to this rank
+        self.stopping = 0  # that came to any
+        self.losses = [math.nan, math.nan]  # of the step that was read last
         for number in self.SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: so do we
+            # nohup ignores SIGHUP, and so do we.
+            if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.on_signal)
 
-    def on_signal(self, number: int, frame) -> None:
+    def on_signal(self, number, frame):
         self.signal = number
         for each in self.SIGNALS:
             signal.signal(each, signal.SIG_DFL)  # a second one ends the process at once
 
-    def check(self, step: int, loss: Tensor, grads: list[Tensor]) -> None:
-        """Share the news of this step, before its update. Raises UserError, as `read`."""
-        sums = [x.sum(dtype=torch.float32) for x in (loss, *grads)]  # finite where all entries are
-        news = torch.stack([*sums, torch.full_like(sums[0], self.signal)])
-        rows = self.ranks.all_gather(news)
-        event = torch.cuda.Event() if news.is_cuda else None
-        self.news.append((step, rows.to("cpu", non_blocking=True), event))
-        if event:
+    def check(self, step, losses):
+        """Share the losses of a step, before its update. Raises UserError, as `read`."""
+        news = torch.cat([losses.float(), torch.full_like(losses[:1], self.signal)])
+        rows = self.ranks.all_gather(news).to("cpu", non_blocking=True)
+        event = None
+        if news.is_cuda:
+            event = torch.cuda.Event()  # comes when the copy above is done
             event.record()
+        self.news.append((step, rows, event))
         self.read(late=int(news.is_cuda))
 
-    def read(self, late: int = 0) -> None:
-        """Take in all news but the last `late`. Raises UserError: step, rank and what is bad."""
+    def read(self, late=0):
+        """Take in all news but the last `late`. Raises UserError: step, rank and loss."""
         while len(self.news) > late:
             step, rows, event = self.news.pop(0)
             if event:
                 event.synchronize()
-            for (rank, entry), value in np.ndenumerate(rows.tolist()):
-                if not math.isfinite(value):
-                    raise UserError(f"step {step}: non-finite {self.names[entry]} on rank {rank}")
-            self.loss, self.stopping = rows[:, 0].mean().item(), int(rows[:, -1].max())
+            for rank, loss in enumerate(rows[:, 0].tolist()):
+                if not math.isfinite(loss):
+                    raise UserError(f"step {step}: the loss is {loss} on rank {rank}; "
+                                    "lower the learning rates")
+            *self.losses, _ = rows.mean(0).tolist()  # ranks have equally many tokens
+            self.stopping = int(rows[:, -1].max())
 
-# ---- Checkpoints (the same in every record) ---------------------------------
-def save_checkpoint(folder: Path, state: dict, ranks: Ranks, keep: int) -> None:
-    """Rank 0 writes the state, whole or not at all, and keeps the newest. Raises UserError."""
-    path, failure = folder / f"step-{state['step']:06d}.pt", None
-    temporary = path.with_suffix(".tmp")
-    try:
-        if ranks.rank == 0:
-            with temporary.open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            for old in sorted(folder.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)[:-keep]:
-                old.unlink()
-    except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
-        if temporary.is_file():
-            temporary.unlink()
-        failure = f"{path}: not written ({error.__context__ or error}); make room, --resume auto"
-    if failure := ranks.broadcast(failure):
-        raise UserError(failure)
 
-def is_whole(path: Path) -> bool:
-    """Whether the file is there with all that torch.save wrote, by the checksums in it."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            return file.testzip() is None
-    except Exception:  # by where the damage is, zipfile raises nearly anything
-        return False
+# ---- The run ----------------------------------------------------------------
+def build(cfg, ranks):
+    """Model and optimizers as a run begins, with the weights of --init where it has some.
 
-def find_checkpoint(cfg: Hyperparameters, ranks: Ranks, log: Log) -> Path | None:
-    """The checkpoint that --resume asks for, the same one on all ranks. Raises UserError."""
-    auto = cfg.resume == "auto"
-    if not auto and not Path(cfg.resume).is_file():
-        raise UserError(f"--resume {cfg.resume}: there is no such file; name another")
-    paths = sorted(log.folder.glob("step-*.pt"), reverse=True) if auto else [Path(cfg.resume)]
-    for path in ranks.broadcast(paths):
-        if ranks.broadcast(ranks.rank == 0 and is_whole(path)):
-            return path
-        log(f"skipped the checkpoint {path}: it is damaged")
-    if not auto:
-        raise UserError(f"--resume {cfg.resume}: no whole checkpoint; name another")
-    log(f"no checkpoint in {log.folder}: starting afresh")
-
-def load_checkpoint(path: Path) -> dict:
-    """The state at `path`. Raises UserError where it is none."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        needed = "step model optimizers loader data train_time_ms"
-        types = {key: type(value) for key, value in state["hyperparameters"].items()}
-        if (set(needed.split()) - state.keys() or state["step"] < 0
-                or types != {field.name: field.type for field in fields(Hyperparameters)}):
-            raise ValueError
-        check_hyperparameters(Hyperparameters(**state["hyperparameters"]))
-    except Exception as error:  # by what is in the file, torch.load raises nearly anything
-        raise UserError(f"{path}: no checkpoint, {type(error).__name__}; name another") from None
-    return state
-
-def check_same_run(path: Path, state: dict, cfg: Hyperparameters, data: list | None) -> None:
-    """Raise UserError where `cfg` or the training data, if any, are not the checkpoint's."""
-    theirs, ours = state["hyperparameters"], asdict(cfg)
-    fixed = itertools.takewhile("num_iterations".__ne__, ours)  # what follows may change
-    differing = [f"{k} {theirs[k]!r}, now {ours[k]!r}" for k in fixed if theirs[k] != ours[k]]
-    if state["step"] > cfg.num_iterations:
-        differing.append(f"num_iterations, its step is {state['step']}")
-    if data is not None and state["data"] != data:
-        differing.append("the training data")
-    if differing:
-        raise UserError(f"{path}: of another run; what differs: {'; '.join(differing)}")
-
-# ---- Validation (the same in every record) ----------------------------------
-def read_val_tokens(cfg: Hyperparameters) -> np.ndarray:
-    """The first val_tokens validation tokens and one more, uint16. Raises UserError."""
-    shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
-    tokens = np.concatenate(shards)[: cfg.val_tokens + 1]
-    if len(tokens) <= cfg.val_tokens:
-        raise UserError(f"--val_tokens {cfg.val_tokens}: lower it below {cfg.val_files!r}'s "
-                        f"{len(tokens)} tokens")
-    return tokens
-
-@torch.no_grad()
-def validate(model: nn.Module, tokens: np.ndarray, cfg: Hyperparameters, ranks: Ranks) -> float:
-    """Mean loss over the validation tokens, each counted once; the sequences are dealt to ranks."""
-    model.eval()
-    total, length = torch.zeros((), dtype=torch.float64, device=ranks.device), cfg.val_seq_len
-    count = len(tokens) - 1
-    size = length * max(1, min(cfg.sequences_per_forward * cfg.train_seq_len, count) // length)
-    tokens = np.pad(tokens, (0, size))
-    for start in range(ranks.rank * size, count, ranks.world_size * size):
-        part = tokens[start : start + size + 1]
-        rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
-        inputs, targets = to_batch(rows, ranks.device)
-        targets.view(-1)[count - start :] = -1  # the last ones are padding
-        total += model(inputs, targets)
-    model.train()
-    return ranks.all_gather(total[None]).sum().item() / count
-
-# ---- Training ---------------------------------------------------------------
-def prepare_for_cuda(model: GPT, cfg: Hyperparameters, device: torch.device) -> None:
-    """Compilation that suits the GPU at hand."""
-    model.compile(dynamic=False)
-
-def choose_head_chunks(model: GPT, cfg: Hyperparameters, device: torch.device) -> int:
-    """Pieces in which head and loss fit into a GPU's free memory, or a GiB where nothing is
-    compiled; a power of two, 16 at most."""
-    tokens = cfg.sequences_per_forward * cfg.train_seq_len
-    bytes_each, room = 32, 2**30  # bytes for a logit
-    if device.type == "cuda":  # some 50 bytes for each activation that is kept
-        kept = 50 * tokens * cfg.model_dim * len(model.blocks)
-        bytes_each, room = 4, max(1e8, torch.cuda.mem_get_info(device)[0] - kept)
-    pieces = bytes_each * tokens * len(model.lm_head.weight) / room
-    return cfg.head_chunks or min(16, 2 ** max(0, math.ceil(math.log2(pieces))))
-
-def warm_up(model: GPT, optimizers: list, per_forward: int, cfg, ranks: Ranks) -> None:
-    """Run every kernel on random tokens, then put weights and optimizer state back."""
-    tensors = [x for o in optimizers for x in (o.weights, *o.state.values())]
-    before, length = [x.to("cpu", copy=True) for x in tensors], cfg.train_seq_len
-    size = ranks.world_size * max(cfg.val_seq_len, per_forward * (length + 1))
-    tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=size)
-    batch = to_batch(tokens[: per_forward * (length + 1)].reshape(per_forward, -1), ranks.device)
-    for _ in range(cfg.warmup_steps):
-        model(*batch).backward()
-        step_optimizers(optimizers, 0, len(tokens))
-    validate(model, tokens, cfg, ranks)
-    for x, value in zip(tensors, before, strict=True):
-        x.copy_(value)
-
-def build(cfg: Hyperparameters, ranks: Ranks) -> tuple[GPT, list]:
-    """Model and optimizers as a run begins."""
+    Raises UserError, as `load_weights`.
+    """
     with torch.device(ranks.device):
         model = GPT(cfg)
         model.init_weights(torch.Generator(ranks.device).manual_seed(cfg.seed))
+    if cfg.init and not cfg.resume:
+        load_weights(model, load_checkpoint(Path(cfg.init)), cfg.init)
+    model.head_type = "fp32"
+    model.head_chunks = cfg.head_chunks or 1
     if ranks.device.type == "cuda":
-        prepare_for_cuda(model, cfg, ranks.device)
-    model.head_chunks = choose_head_chunks(model, cfg, ranks.device)
+        model.head_type = prepare_for_cuda(model, cfg, ranks.device)
+        # All logits and their gradient fit into 80 GB.
+        # A smaller card takes them in pieces.
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+        model.head_chunks = cfg.head_chunks or math.ceil(70e9 / memory)
+    tokens = cfg.sequences_per_forward * max(cfg.seq_lens)  # of a forward pass, at most
+    model.tokens_per_piece = round_up(math.ceil(tokens / model.head_chunks), 128)
     return model, build_optimizers(model, cfg, ranks)
 
-def train(cfg: Hyperparameters, ranks: Ranks, log: Log, state: dict | None) -> int:
-    """Train, validate and log as `cfg` says, on from `state`; the exit code."""
-    device, last, on_gpu = ranks.device, cfg.num_iterations, ranks.device.type == "cuda"
-    first, train_ms = (state["step"], state["train_time_ms"]) if state else (0, 0.0)
-    val_tokens = read_val_tokens(cfg)
-    loader = TokenLoader(cfg, ranks.rank, ranks.world_size, device, log) if first < last else None
-    data = loader and [[path.name, shard_size(path), zlib.crc32(np.fromfile(path, "u1", 2**20))]
-                       for path in loader.files]  # tells other data apart
-    if state:
-        check_same_run(Path(cfg.resume), state, cfg, data)
-    model, optimizers = build(cfg, ranks)
-    health = Health(ranks, ["loss", *(f"gradient of {o.name}" for o in optimizers)])
-    machine = dict(device=device_facts(device)[0], torch=torch.__version__, seed=cfg.seed,
-                   world_size=ranks.world_size, parameters=sum(o.numel for o in optimizers))
-    head = "bf16" if on_gpu else "fp32"
-    setup = dict(run_id=log.run_id, python=sys.version.split()[0], threads=torch.get_num_threads())
-    facts = asdict(cfg) | machine | setup | dict(head=head, head_chunks=model.head_chunks)
-    lines = (f"{key}: {value}" for key, value in facts.items())
-    log.begin("\n".join([SCRIPT.read_text(), "=" * 100, *lines, "=" * 100]))
-    log("{device}, {world_size} rank(s), {parameters:,} parameters, {head} head in {head_chunks} "
-        "piece(s), logs/{run_id}".format(**facts))
-    if loader:
-        log("warming up; a GPU compiles for 1 to 3 minutes the first time ...", console=on_gpu)
-        started = time.perf_counter()
-        warm_up(model, optimizers, loader.per_forward, cfg, ranks)  # its copies wait for the device
-        log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=on_gpu)
-    if state:
+
+def load_weights(model, state, path):
+    """Take a checkpoint's weights. Raises UserError, which names what does not fit."""
+    try:
         model.load_state_dict(state["model"])
-        for optimizer in optimizers:
-            optimizer.load_full_state(state["optimizers"][optimizer.name])
-        redone = f"; steps up to {log.last_step} are redone" if log.last_step > first else ""
-        log(f"resumed at step:{first} from {cfg.resume}{redone}")
-    if state and loader:
-        loader.seek(*state["loader"])
-    started = time.perf_counter() - train_ms / 1000  # the clock starts
-    for step in range(first, last + 1):  # one round more than steps: the last only validates
-        stopping = health.stopping if step < last else 0
-        if step == last or cfg.val_every and step % cfg.val_every == 0 and not stopping:
-            optimizers[0].lr.item()  # waits for the device
-            train_ms = 1000 * (time.perf_counter() - started)  # the clock stops
-            health.read()
-            ranks.check_parity(step, model)
-            val_loss = validate(model, val_tokens, cfg, ranks)
-            log.step(step, last, train_ms, val_loss=val_loss)
-            started = time.perf_counter() - train_ms / 1000  # the clock goes on
-        if cfg.save_every and step > first and (
-                stopping or step == last or step % cfg.save_every == 0):
-            health.read()
-            save_checkpoint(log.folder, ranks=ranks, keep=2 + (step == last), state=dict(
-                step=step, hyperparameters=asdict(cfg), data=data, loader=loader.place,
-                train_time_ms=1000 * (time.perf_counter() - started), model=model.state_dict(),
-                optimizers={o.name: o.full_state() for o in optimizers}))
-        if stopping:
-            log(f"stopped at step:{step} by {signal.Signals(stopping).name}; "
-                + (f"to go on: --run_id {log.run_id} --resume auto" if cfg.save_every
-                   else "nothing is saved, as --save_every is 0"))
-            return 128 + stopping
-        if step == last:
-            break
-        loss = torch.zeros((), device=device)
-        for inputs, targets in loader.next_step(cfg.train_seq_len):
-            micro_loss = model(inputs, targets) / targets.numel()
-            micro_loss.backward()
-            loss += micro_loss.detach() / loader.micro_steps
-        health.check(step, loss, [o.grads for o in optimizers])
-        step_optimizers(optimizers, step, loader.micro_steps * ranks.world_size)
-        log.step(step + 1, last, 1000 * (time.perf_counter() - started), train_loss=health.loss)
-    tokens = last * cfg.sequences_per_step * cfg.train_seq_len
-    results = dict(val_loss=f"{val_loss:.6f}", train_time_ms=f"{train_ms:.0f}", steps=last,
-                   tokens=tokens, tokens_per_second=f"{1000 * tokens / train_ms:.0f}",
-                   peak_memory_mib=device_facts(device)[1], **machine)
-    log("\n".join(["---", *(f"{key}: {value}" for key, value in results.items())]))
-    return 0
+    except (RuntimeError, AttributeError) as error:
+        raise UserError(f"{path}: {error}; name another checkpoint") from None
+
+
+class Run:
+    """All that the training loop works with."""
+
+    def __init__(self, cfg, ranks, log, state):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.log = log
+        self.last = cfg.num_iterations  # the step that is only validated
+        self.first_step = state["step"] if state else 0
+        self.saved_step = self.first_step  # of the newest checkpoint
+        self.exit_code = 0
+        self.val_loss = math.nan
+        # What can be wrong with data is found before anything is built.
+        self.val_tokens = read_val_tokens(cfg)
+        self.loader = None  # a run that is only evaluated needs no training data
+        self.data = ""  # digest of the training data
+        if self.first_step < self.last:
+            self.loader = TokenLoader(cfg, ranks, log)
+            self.data = self.loader.digest()
+        if state:
+            check_same_run(state, cfg, self.data)
+        self.model, self.optimizers = build(cfg, ranks)
+        self.health = Health(ranks)  # from here on signals are caught
+        self.clock = Clock(ranks, state["train_time_ms"] if state else 0.0)
+        self.facts = dict(
+            device=device_facts(ranks.device)[0],
+            torch=torch.__version__,
+            seed=cfg.seed,
+            world_size=ranks.world_size,
+            threads=torch.get_num_threads(),
+            parameters=sum(optimizer.numel for optimizer in self.optimizers),
+        )
+        self.write_header()
+        if self.loader:
+            self.warm_up()
+        if state:
+            self.restore(state)
+
+    def write_header(self):
+        """Begin the log: the script, then all values of the run."""
+        val_digest = hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16]
+        values = asdict(self.cfg) | self.facts | dict(
+            run_id=self.log.run_id,
+            python=sys.version.split()[0],
+            head=self.model.head_type,
+            head_chunks=self.model.head_chunks,
+            train_digest=self.data,
+            val_digest=val_digest,
+        )
+        lines = [f"{key}: {show(value)}" for key, value in values.items()]
+        rule = "=" * 100  # ends the source
+        self.log.begin("\n".join([SCRIPT.read_text(), rule, *lines, rule]))
+        # What matters most, on the console too
+        summary = ("{device}, {threads} thread(s), {world_size} rank(s), "
+                   "{parameters:,} parameters, {head} head in {head_chunks} piece(s), "
+                   "logs/{run_id}")
+        self.log(summary.format(**values))
+
+    def warm_up(self):
+        """Run every kernel on blank tokens, then put weights and optimizer state back."""
+        on_gpu = self.ranks.device.type == "cuda"
+        self.log("warming up; a GPU compiles for 1 to 3 minutes the first time ...", console=on_gpu)
+        started = time.perf_counter()
+        tensors = []
+        for optimizer in self.optimizers:
+            tensors += optimizer.tensors()
+        # On the host, as a GPU may have no room for a copy.
+        before = [tensor.to("cpu", copy=True) for tensor in tensors]
+        stage = None
+        for start in range(self.last):  # where a stage begins, shapes may be new
+            if schedule(start, self.cfg).stage == stage:
+                continue
+            stage = schedule(start, self.cfg).stage
+            for step in range(start, start + self.cfg.warmup_steps):
+                now = schedule(step, self.cfg)
+                tokens = np.zeros((self.loader.per_forward, now.seq_len + 1), int)
+                batch = to_batch(tokens, self.ranks.device)
+                accumulate_gradients(self.model, [batch], now)
+                step_optimizers(self.optimizers, now, tokens.size)
+        # A validation sequence for each rank
+        tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
+        validate(self.model, tokens, self.cfg, self.ranks)
+        for tensor, value in zip(tensors, before):
+            tensor.copy_(value)  # in place: kernels and views keep their addresses
+        for optimizer in self.optimizers:
+            optimizer.grads.zero_()
+        self.log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=on_gpu)
+
+    def restore(self, state):
+        """Go on from a checkpoint. Raises UserError where it does not fit."""
+        path = self.cfg.resume
+        load_weights(self.model, state, path)
+        for optimizer in self.optimizers:
+            name = optimizer.name
+            try:
+                optimizer.load_full_state(state["optimizers"][name])
+            except (KeyError, RuntimeError, TypeError) as error:
+                raise UserError(f"{path}: optimizer of {name}: {error}; name another") from None
+        self.log(f"resumed at step:{self.first_step} from {path}")
+        if self.loader:
+            self.loader.seek(*state["loader"])  # to the step's sequences
+
+    def validation_is_due(self, step):
+        every = self.cfg.val_every  # 0: only the last step
+        return step == self.last or (every > 0 and step % every == 0)
+
+    def validate(self, step):
+        """Validate and log. Raises UserError, as `check_weights`."""
+        self.check_weights(step)
+        self.val_loss = validate(self.model, self.val_tokens, self.cfg, self.ranks)
+        if not math.isfinite(self.val_loss):
+            raise UserError(f"step {step}: the validation loss is {self.val_loss}")
+        self.log.step(step, self.last, self.clock.read(), val_loss=self.val_loss)
+
+    def check_weights(self, step):
+        """Raise UserError where weights or state are not finite, or differ between ranks."""
+        self.health.read()  # what a GPU has not told yet
+        for optimizer in self.optimizers:
+            finite = [torch.isfinite(tensor).all() for tensor in optimizer.tensors()]
+            checksum = optimizer.weights.view(torch.uint8).sum()  # of their bits
+            rows = self.ranks.all_gather(torch.stack([*finite, checksum]))
+            name = optimizer.name
+            if not rows[:, :-1].all():
+                raise UserError(f"step {step}: {name}: a weight or a state is not finite; "
+                                "lower the learning rates")
+            if len(rows[:, -1].unique()) > 1:
+                raise UserError(f"step {step}: {name}: the ranks' weights have drifted apart")
+
+    def checkpoint_is_due(self, step, complete):
+        """Whether to save. Not where gradients are left over from the step before."""
+        every = self.cfg.save_every  # 0: never
+        # A step that was resumed from is saved already.
+        if not every or step == self.first_step:
+            return False
+        passed = step // every > self.saved_step // every  # a multiple since the last one
+        return step == self.last or (complete and (passed or self.health.stopping > 0))
+
+    def save_checkpoint(self, step):
+        """Save all that a run needs to go on to the bit. Raises UserError."""
+        self.check_weights(step)
+        self.saved_step = step
+        state = dict(
+            step=step,
+            hyperparameters=asdict(self.cfg),
+            data=self.data,
+            loader=self.loader.place,
+            threads=torch.get_num_threads(),
+            train_time_ms=self.clock.read(),
+            model=self.model.state_dict(),
+            optimizers={each.name: each.full_state() for each in self.optimizers},
+        )
+        # Zeros in front let names sort by step.
+        path = self.log.folder / f"step-{step:06d}.pt"
+        # Two are kept, should the newest be damaged; the last beside them.
+        self.ranks.on_rank_0(write_checkpoint, path, state, 2 + (step == self.last))
+
+    def is_asked_to_stop(self, step, complete):
+        """Whether a signal asks to stop, and what must be saved is saved."""
+        stopping = self.health.stopping
+        if not stopping or (self.cfg.save_every and not complete):
+            return False
+        advice = "nothing is saved, as --save_every is 0"
+        if self.cfg.save_every:
+            advice = f"to go on: --run_id {self.log.run_id} --resume auto"
+        self.log(f"stopped at step:{step} by {signal.Signals(stopping).name}; {advice}")
+        self.exit_code = 128 + stopping  # as shells have it
+        return True
+
+    def log_step(self, step, num_targets):
+        """Log a step's losses: the one minimised and, where it differs, the next token's."""
+        # With one target both losses are the same.
+        names = ("train_loss", "next_token_loss")[:num_targets]
+        losses = dict(zip(names, self.health.losses))
+        self.log.step(step, self.last, self.clock.read(), **losses)
+
+    def finish(self):
+        """Log the results. Returns the exit code."""
+        if self.exit_code:
+            return self.exit_code
+        tokens = 0
+        for step in range(self.last):
+            tokens += self.cfg.sequences_per_step * schedule(step, self.cfg).seq_len
+        results = dict(
+            val_loss=f"{self.val_loss:.6f}",
+            train_time_ms=f"{self.clock.ms:.0f}",
+            steps=self.last,
+            tokens=tokens,
+            tokens_per_second=f"{1000 * tokens / self.clock.ms:.0f}",
+            peak_memory_mib=device_facts(self.ranks.device)[1],  # of rank 0
+            **self.facts,
+        )
+        self.log("---")  # what follows is made to be read by programs
+        for key, value in results.items():
+            self.log(f"{key}: {value}")
+        return 0
+
+
+# ---- Command line -----------------------------------------------------------
+def show(value) -> str:
+    """A value as its flag takes it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def parse_value(text: str, default):
+    """A flag's text as a value of the default's type. Raises ValueError."""
+    if isinstance(default, bool):
+        return ["false", "true"].index(text.lower()) == 1
+    if isinstance(default, tuple):
+        return tuple(type(default[0])(entry) for entry in text.split(","))
+    return type(default)(text)
+
+
+def print_help():
+    """The table of hyperparameters, as it stands above."""
+    table = inspect.getsource(Hyperparameters).partition("class Hyperparameters:\n")[2]
+    table = table.replace('"""', "")
+    print(__doc__)
+    print(re.sub(r"    (\w+): \w+ = \w+", r"  --\1 ", table))
+
+
+def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
+    """The flags given, on top of the preset named or else of a checkpoint's saved values."""
+    def error(message):
+        raise UserError(f"{message}; --help lists the flags")
+
+    # argparse splits flags from values; types and rules are those of the table.
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.error = error  # in one line, as all errors
+    parser.add_argument("-h", "--help", action="store_true")
+    table = {each.name: each for each in fields(Hyperparameters)}
+    for name, each in table.items():
+        optional = dict(nargs="?", const="true") if each.type is bool else {}
+        parser.add_argument(f"--{name}", **optional)
+    given = vars(parser.parse_args(argv))
+    if "help" in given:
+        print_help()
+        sys.exit()
+    # Values come from the preset or the checkpoint, then from the flags.
+    preset = given.get("preset", "record")
+    if preset not in ("record", "pocket"):
+        error(f"--preset {preset}: must be record or pocket")
+    values = asdict(Hyperparameters())
+    if preset == "pocket":
+        values = {name: each.metadata["pocket"] for name, each in table.items()}
+    if saved and "preset" not in given:
+        values = saved | dict(device="auto", run_id="", resume="")
+    for name, text in given.items():
+        try:
+            values[name] = parse_value(text, table[name].default)
+        except ValueError:
+            error(f"--{name} {text}: must be like {show(table[name].default)}")
+    cfg = Hyperparameters(**values)
+    checked = cfg
+    if cfg.resume and not saved:  # with the values of its checkpoint, later
+        checked = Hyperparameters(device=cfg.device, run_id=cfg.run_id, resume=cfg.resume)
+    check_hyperparameters(checked)
+    return cfg
+
+
+def check_hyperparameters(cfg):
+    """Raise UserError for a value that no run can be made of: flag, value and rule."""
+    def require(holds, name, rule):
+        if not holds:
+            raise UserError(f"--{name} {show(getattr(cfg, name))}: must {rule}")
+
+    may_be_zero = """seed val_every warmup_steps head_chunks save_every max_document_tokens
+        extension_steps freeze_steps momentum_cooldown skip_layer backout_layer eot_token""".split()
+    # No number is negative, infinite or larger than any machine can bear.
+    for each in fields(cfg):
+        value = getattr(cfg, each.name)
+        least = int(each.name not in may_be_zero)
+        most = 2**20 if each.type is tuple else 2**31 - 1  # lengths and windows
+        for entry in value if each.type is tuple else (value,):
+            if isinstance(entry, float):
+                require(0 <= entry <= 1000, each.name, "be from 0 to 1000")
+            elif each.type in (int, tuple):
+                require(least <= entry <= most, each.name, f"be from {least} to {most}")
+    # Attention goes by blocks of 128 tokens.
+    for length in cfg.seq_lens:
+        require(length % 128 == 0, "seq_lens", "be multiples of 128")
+    require(cfg.val_seq_len % 128 == 0, "val_seq_len", "be a multiple of 128")
+    require(cfg.val_seq_len <= max(128, cfg.val_tokens), "val_seq_len", "not exceed val_tokens")
+    require(cfg.model_dim <= 2**13, "model_dim", "be at most 8192")
+    require(cfg.eot_token < cfg.vocab_size <= 2**16, "vocab_size", "exceed eot_token, up to 65536")
+    require(cfg.muon_momentum < 1, "muon_momentum", "be below 1")
+    require(re.fullmatch(r"[\w.+-]*", cfg.run_id), "run_id", "be of letters, digits, _ . + -")
+    require(cfg.run_id not in (".", ".."), "run_id", "be the name of a folder")
+    require(cfg.device in ("auto", "cuda", "cpu"), "device", "be auto, cuda or cpu")
+    require(cfg.resume != "auto" or cfg.run_id, "resume", "come with the --run_id of a run")
+    # What the record's own flags need
+    check_model(cfg, require)
+
+
+def run_script(argv: list[str] | None) -> int:
+    """Train, or go on, as the flags say. Returns the exit code. Raises UserError."""
+    cfg = parse_args(argv)
+    ranks = Ranks(cfg)
+    # Its folder is where --resume auto looks.
+    log = Log(cfg, ranks)
+    torch.set_num_threads(choose_threads())
+    state = None  # of a checkpoint
+    if cfg.resume:
+        path = ranks.on_rank_0(find_checkpoint, cfg, log.folder, log)
+        cfg = replace(cfg, resume=str(path or ""))
+        if not path:
+            check_hyperparameters(cfg)
+        else:
+            state = load_checkpoint(path)
+            # The checkpoint's values, but for the flags given.
+            cfg = replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
+            if "OMP_NUM_THREADS" not in os.environ:  # so that the run goes on to the bit
+                torch.set_num_threads(state["threads"])
+    # A finished record may be evaluated without a GPU.
+    to_train = not state or state["step"] < cfg.num_iterations
+    if to_train and cfg.preset == "record" and ranks.device.type != "cuda":
+        raise UserError("--preset record: there is no CUDA device; use --preset pocket")
+    run = Run(cfg, ranks, log, state)
+    train(run, cfg)
+    return run.finish()
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
+    # Compiled kernels stay where a reboot leaves them.
+    # Both variables are read at first use.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache, "train_gpt")))
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # both: at first use
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc keeps what is freed: pages cost time
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    libc = ctypes.CDLL(None)
+    # Have glibc keep what is freed. New pages cost 8 % of the pocket's time.
+    if hasattr(libc, "mallopt"):
+        M_TRIM_THRESHOLD = -1
+        M_MMAP_MAX = -4
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(M_MMAP_MAX, 0)
     try:
-        cfg, state = parse_args(argv), None
-        ranks = Ranks(cfg)
-        log = Log(cfg, ranks)
-        if cfg.resume and (path := find_checkpoint(cfg, ranks, log)):
-            state = load_checkpoint(path)
-            cfg = replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
-        unfinished = not state or state["step"] < cfg.num_iterations
-        if unfinished and cfg.preset == "record" and ranks.device.type != "cuda":
-            raise UserError("--preset record: there is no CUDA device; use --preset pocket")
-        return train(cfg, ranks, log, state)
+        return run_script(argv)
     except (UserError, OSError) as error:
-        message = error
+        message = str(error)  # of a file or a flag
     except (MemoryError, RuntimeError) as error:
-        message = str(error).partition("\n")[0]
+        message = str(error).partition("\n")[0]  # torch has no classes for these
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate" in message:
             message = "out of memory; raise --head_chunks, or lower --sequences_per_forward"
+        # Its own line says why it went.
         elif isinstance(error, dist.DistError) or "gloo" in message.lower():
             message = f"another rank is gone: {message}"
         else:
             raise
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{SCRIPT.name}: error: {' '.join(str(message).split())}", file=sys.stderr)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine know the same
+        print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,7 +5,7 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
-Parent: none. It has ReLU², QK-norm, output projections that begin at zero, and a padded vocabulary.
+Parent: none. It has ReLU², QK-norm, zero-initialised output projections and a padded vocabulary.
 
 The record comes first: hyperparameters, model, optimizers, schedules, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -14,9 +14,8 @@ Technique                                         where it is
 ReLU²                                             MLP
 QK-norm                                           CausalSelfAttention
 rotary embedding                                  GPT, rotate
-tied head                                         GPT
 Muon                                              orthogonalize, muon_update
-falling rates                                     schedule
+rates                                             schedule
 """
 
 import argparse
@@ -74,12 +73,12 @@ class Hyperparameters:
     eot_token: int = row(50256, 256)  # end-of-text, the token that opens each document
     model_dim: int = row(768, 64)  # width of the residual stream
     head_dim: int = row(128, 16)  # width of an attention head
-    num_layers: int = row(12, 2)  # layers of attention and MLP
+    num_layers: int = row(12, 2)  # of attention and an MLP each
     rope_base: int = row(10000, 32)  # inverse of the lowest rotary frequency
     seed: int = both(0)  # of the initial weights
     # Optimizers
     embed_lr: float = row(0.0036, 0.025)  # Adam's rate of the matrix of embedding and head
-    muon_lr: float = row(0.00036, 0.005)  # Muon's rate; about the root mean square of a step
+    muon_lr: float = row(0.00036, 0.005)  # Muon's rate; root mean square of a step
     muon_momentum: float = row(0.95, 0.85)  # decay of Muon's sum of gradients
     # Schedules
     num_iterations: int = row(5100, 240)  # optimizer steps
@@ -107,9 +106,8 @@ class Hyperparameters:
 
 def check_model(cfg, require):
     """Ask `require(holds, flag, rule)` for what this record needs beyond the harness."""
-    require(cfg.head_dim % 2 == 0, "head_dim", "be a multiple of 2")
+    require(cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
     require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
-    require(cfg.num_layers <= 99, "num_layers", "be at most 99")
     require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
 
 
@@ -138,7 +136,7 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    """Causal attention with rotary embedding."""
+    """Attention with rotary embedding, within each sequence."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -200,9 +198,8 @@ class GPT(nn.Module):
         for _ in range(cfg.num_layers):
             self.blocks.append(Block(cfg))
         self.lm_head = nn.Linear(cfg.model_dim, vocab, bias=False)
-        self.lm_head.weight = self.embed.weight
+        self.lm_head.weight = self.embed.weight  # one matrix
         self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)  # of the head
-        # Cosines and sines of the rotary embedding
         exponent = torch.arange(0, cfg.head_dim, 2) / cfg.head_dim
         frequency = 1 / cfg.rope_base**exponent  # (K / 2,)
         position = torch.arange(max(*cfg.seq_lens, cfg.val_seq_len))
@@ -275,11 +272,11 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def muon_update(update, grad, mean, *, momentum):
-    """The update of Muon for a matrix (M, N), without its rate; writes it in `update`.
+    """Muon's update of a matrix (M, N), without its rate, into `update`.
 
-    mean: of gradients, not yet divided by the sum of its factors.
+    mean: of gradients.
     """
-    mean.mul_(momentum).add_(grad)
+    mean.mul_(momentum).add_(grad)  # a sum here, that is, the mean times a constant
     nesterov = grad + momentum * mean
     update.copy_(orthogonalize(nesterov, update.dtype))
 
@@ -309,7 +306,7 @@ class Group:
     name: str
     rule: type  # Adam or Muon
     params: list
-    lr: float  # Adam: about a weight's change; Muon: about its root mean square
+    lr: float  # Adam: about a weight's change; Muon: about the spectral norm of a change
     betas: tuple = (0.9, 0.95)  # Adam: decay of its means of gradients and of their squares
 
 
@@ -328,10 +325,7 @@ def parameter_groups(model: GPT, cfg) -> list[Group]:
 
 
 class Optimizer:
-    """A group's parameters and gradients, each as one flat buffer, whole on every rank.
-
-    One call sums all its gradients over the ranks. Every rank computes the whole step.
-    """
+    """A group's parameters and gradients, each as one flat buffer, and its state, on every rank."""
 
     def __init__(self, group, ranks):
         self.group = group
@@ -361,11 +355,11 @@ class Optimizer:
             self.handle = dist.all_reduce(self.grads, async_op=True)
 
     def update(self, now, divisor):
-        """Step by gradients / divisor."""
+        """Step by gradients / divisor, or begin to."""
         self.wait()
         self.grads.div_(divisor)
         self.lr.fill_(self.group.lr * now.lr_factor)
-        self.update_weights(now)
+        self.begin_update(now)
 
     def wait(self):
         if self.handle:
@@ -383,7 +377,7 @@ class Optimizer:
 
 
 class Adam(Optimizer):
-    """Adam on tensors of any shapes."""
+    """Adam on tensors of any shapes, by every rank."""
 
     def __init__(self, group, ranks):
         super().__init__(group, ranks)
@@ -391,31 +385,29 @@ class Adam(Optimizer):
         self.state["count"] = torch.zeros_like(self.lr)
         self.rule = compile_on_gpu(adam_update, self.lr)
 
-    def update_weights(self, now):
+    def begin_update(self, now):
         state = self.state.values()
         self.rule(self.weights, self.grads, *state, lr=self.lr, betas=self.group.betas)
 
 
 class Muon(Optimizer):
-    """Muon on matrices of one shape."""
+    """Muon on matrices of one shape, by every rank."""
 
     def __init__(self, group, ranks):
         self.shape = group.params[0].shape[-2:]
         super().__init__(group, ranks)
         self.batch = (-1, *self.shape)
-        self.momentum = torch.zeros_like(self.lr)
         dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
         self.updates = torch.zeros_like(self.weights, dtype=dtype)
         self.rule = compile_on_gpu(muon_update, self.lr)
 
-    def update_weights(self, now):
-        self.momentum.fill_(now.momentum)
+    def begin_update(self, now):
         updates = self.updates.view(self.batch)
         grads = self.grads.view(self.batch)
         means = self.state["mean"].view(self.batch)
         for update, grad, mean in zip(updates, grads, means):
-            self.rule(update, grad, mean, momentum=self.momentum)
-        factor = max(self.shape) ** 0.5  # for a root mean square of about 1
+            self.rule(update, grad, mean, momentum=now.momentum)
+        factor = max(self.shape) ** 0.5  # brings the entries' root mean square to 1
         self.weights.sub_(self.updates * (self.lr * factor))
 
 
@@ -1424,7 +1416,8 @@ def main(argv: list[str] | None = None) -> int:
             message = f"another rank is gone: {message}"
         else:
             raise
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine know the same
+    # All ranks of a machine know the same, so one is enough.
+    if os.environ.get("LOCAL_RANK", "0") == "0" or "WORLD_SIZE" not in os.environ:
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

@@ -15,10 +15,9 @@ Technique                                         where it is
 ReLU²                                             MLP
 QK-norm                                           CausalSelfAttention
 rotary embedding                                  GPT, rotate
-untied head                                       GPT.init_weights, parameter_groups
 Muon                                              orthogonalize, muon_update
 distributed Muon                                  Optimizer, Muon, step_optimizers
-falling rates                                     schedule
+rates                                             schedule
 """
 
 import argparse
@@ -76,11 +75,11 @@ class Hyperparameters:
     eot_token: int = row(50256, 256)  # end-of-text, the token that opens each document
     model_dim: int = row(768, 64)  # width of the residual stream
     head_dim: int = row(128, 16)  # width of an attention head
-    num_layers: int = row(12, 2)  # layers of attention and MLP
+    num_layers: int = row(12, 2)  # of attention and an MLP each
     rope_base: int = row(10000, 32)  # inverse of the lowest rotary frequency
     seed: int = both(0)  # of the initial weights
     # Optimizers
-    embed_lr: float = row(0.3, 0.5)  # Adam's rate of token embedding
+    embed_lr: float = row(0.3, 0.5)  # Adam's rate of the token embedding
     head_lr: float = row(0.002, 0.03)  # Adam's rate of output head
     muon_lr: float = row(0.02, 0.08)  # Muon's rate; about the spectral norm of a step
     muon_momentum: float = row(0.95, 0.85)  # decay of Muon's sum of gradients
@@ -110,9 +109,8 @@ class Hyperparameters:
 
 def check_model(cfg, require):
     """Ask `require(holds, flag, rule)` for what this record needs beyond the harness."""
-    require(cfg.head_dim % 2 == 0, "head_dim", "be a multiple of 2")
+    require(cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
     require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
-    require(cfg.num_layers <= 99, "num_layers", "be at most 99")
     require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
 
 
@@ -141,7 +139,7 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    """Causal attention with rotary embedding."""
+    """Attention with rotary embedding, within each sequence."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -204,7 +202,6 @@ class GPT(nn.Module):
             self.blocks.append(Block(cfg))
         self.lm_head = nn.Linear(cfg.model_dim, vocab, bias=False)
         self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)  # of the head
-        # Cosines and sines of the rotary embedding
         exponent = torch.arange(0, cfg.head_dim, 2) / cfg.head_dim
         frequency = 1 / cfg.rope_base**exponent  # (K / 2,)
         position = torch.arange(max(*cfg.seq_lens, cfg.val_seq_len))
@@ -279,11 +276,11 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def muon_update(update, grad, mean, *, momentum):
-    """The update of Muon for a matrix (M, N), without its rate; writes it in `update`.
+    """Muon's update of a matrix (M, N), without its rate, into `update`.
 
-    mean: of gradients, not yet divided by the sum of its factors.
+    mean: of gradients.
     """
-    mean.mul_(momentum).add_(grad)
+    mean.mul_(momentum).add_(grad)  # a sum here, that is, the mean times a constant
     nesterov = grad + momentum * mean
     update.copy_(orthogonalize(nesterov, update.dtype))
 
@@ -378,9 +375,6 @@ class Optimizer:
         self.lr.fill_(self.group.lr * now.lr_factor)
         self.begin_update(now)
 
-    def finish_update(self):
-        """Apply what other ranks computed."""
-
     def wait(self):
         if self.handle:
             self.handle.wait()
@@ -426,23 +420,18 @@ class Muon(Optimizer):
         self.shape = group.params[0].shape[-2:]
         super().__init__(group, ranks, ranks.world_size, unit=self.shape.numel())
         self.batch = (-1, *self.shape)
-        self.momentum = torch.zeros_like(self.lr)
         dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
         self.updates = torch.zeros_like(self.weights, dtype=dtype)  # of all ranks
         self.rule = compile_on_gpu(muon_update, self.lr)
 
     def begin_update(self, now):
-        self.momentum.fill_(now.momentum)
-        share = self.updates.zero_()[self.mine]
+        share = self.updates.zero_()[self.mine].view(self.batch)
         grads = self.grads[self.mine].view(self.batch)
         means = self.state["mean"].view(self.batch)
-        for update, grad, mean in zip(share.view(self.batch), grads, means):
-            self.rule(update, grad, mean, momentum=self.momentum)
-        if self.owners > 1:
-            self.handle = dist.all_reduce(self.updates, async_op=True)  # of others: zero here
-
-    def finish_update(self):
-        self.wait()
+        for update, grad, mean in zip(share, grads, means):
+            self.rule(update, grad, mean, momentum=now.momentum)
+        if self.ranks.world_size > 1:
+            dist.all_reduce(self.updates)
         rows, columns = self.shape
         factor = max(1, rows / columns) ** 0.5  # of matrices that are tall
         self.weights.sub_(self.updates * (self.lr * factor))
@@ -467,7 +456,6 @@ def step_optimizers(optimizers: list[Optimizer], now: "Schedule", divisor: int):
     for optimizer in optimizers:
         optimizer.update(now, divisor)
     for optimizer in optimizers:
-        optimizer.finish_update()
         optimizer.grads.zero_()
 
 
@@ -504,7 +492,7 @@ def cut_rows(tokens, documents, position: int, length: int, cfg):
 
 
 def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
-    """Attention kernel and compilation for the GPU at hand. Returns the head's type."""
+    """Types, kernel options and compilation for the GPU at hand. Returns the head's type."""
     torch.backends.cuda.enable_flash_sdp(False)  # attention by cuDNN, where the GPU can
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     model.compile(dynamic=False)
@@ -1456,7 +1444,8 @@ def main(argv: list[str] | None = None) -> int:
             message = f"another rank is gone: {message}"
         else:
             raise
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine know the same
+    # All ranks of a machine know the same, so one is enough.
+    if os.environ.get("LOCAL_RANK", "0") == "0" or "WORLD_SIZE" not in os.environ:
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

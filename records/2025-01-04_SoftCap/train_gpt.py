@@ -29,7 +29,6 @@ import ctypes
 import glob
 import hashlib
 import inspect
-import itertools
 import math
 import os
 import re
@@ -313,7 +312,7 @@ class Block(nn.Module):
 
     def __init__(self, cfg, window, value_table):
         super().__init__()
-        self.window = window  # L, S, or . for no attention
+        self.window = window  # L, or . for no attention
         self.value_table = value_table  # a digit, or . for none
         self.attn = None
         if window != ".":
@@ -419,7 +418,7 @@ class GPT(nn.Module):
     def head_loss(self, x_SD, targets_S, ids_V):
         """Cross-entropy, summed over positions.
 
-        As logits are capped at 30, the sum of their exponentials needs no maximum.
+        As logits are capped at 15, the sum of their exponentials needs no maximum.
         """
         logits_SV = self.logits(x_SD)
         if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits; a gather does not
@@ -466,7 +465,7 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def muon_update(update, grad, mean, *, momentum):
-    """The update of Muon for a matrix (M, N), without its rate; writes it in `update`.
+    """Muon's update of a matrix (M, N), without its rate, into `update`.
 
     mean: of gradients.
     """
@@ -669,7 +668,7 @@ class Schedule:
 
     stage: int
     seq_len: int  # tokens of a sequence
-    window: int  # the long one, in blocks
+    window: int  # in blocks
     lr_factor: float  # of all rates
     momentum: float  # Muon's
 
@@ -685,13 +684,13 @@ def schedule(step: int, cfg) -> Schedule:
     high = min(1.0, step / 300)
     momentum = high * cfg.muon_momentum + (1 - high) * 0.85
 
-    # The long window grows linearly, from one block on: @fernbear.bsky.social
+    # The window grows linearly, from one block on: @fernbear.bsky.social
     window_tokens = (1 - progress) * BLOCK + progress * cfg.window_tokens
 
     return Schedule(
         stage=0,  # all steps run the same kernels
         seq_len=cfg.seq_lens[0],
-        window=int(window_tokens) // BLOCK,
+        window=max(1, int(window_tokens) // BLOCK),
         lr_factor=lr_factor,
         momentum=momentum,
     )
@@ -1667,7 +1666,8 @@ def main(argv: list[str] | None = None) -> int:
             message = f"another rank is gone: {message}"
         else:
             raise
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine know the same
+    # All ranks of a machine know the same, so one is enough.
+    if os.environ.get("LOCAL_RANK", "0") == "0" or "WORLD_SIZE" not in os.environ:
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

@@ -30,7 +30,6 @@ import ctypes
 import glob
 import hashlib
 import inspect
-import itertools
 import math
 import os
 import re
@@ -368,7 +367,7 @@ class Block(nn.Module):
 
     def __init__(self, cfg, window, value_table):
         super().__init__()
-        self.window = window  # L, S, or . for no attention
+        self.window = window  # L, or . for no attention
         self.value_table = value_table  # a digit, or . for none
         self.attn = None
         if window != ".":
@@ -526,7 +525,7 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def muon_update(update, grad, mean, *, momentum):
-    """The update of Muon for a matrix (M, N), without its rate; writes it in `update`.
+    """Muon's update of a matrix (M, N), without its rate, into `update`.
 
     mean: of gradients.
     """
@@ -728,7 +727,7 @@ class Schedule:
 
     stage: int
     seq_len: int  # tokens of a sequence
-    window: int  # the long one, in blocks
+    window: int  # in blocks
     lr_factor: float  # of all rates
     momentum: float  # Muon's
 
@@ -745,7 +744,7 @@ def schedule(step: int, cfg) -> Schedule:
     high = min(1.0, step / 300)
     momentum = high * cfg.muon_momentum + (1 - high) * 0.85
 
-    # The long window grows linearly, from one block on: @fernbear.bsky.social
+    # The window grows linearly, from one block on: @fernbear.bsky.social
     window = math.ceil(cfg.window_tokens * step / cfg.num_iterations / BLOCK)
 
     return Schedule(
@@ -1729,7 +1728,8 @@ def main(argv: list[str] | None = None) -> int:
             message = f"another rank is gone: {message}"
         else:
             raise
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine know the same
+    # All ranks of a machine know the same, so one is enough.
+    if os.environ.get("LOCAL_RANK", "0") == "0" or "WORLD_SIZE" not in os.environ:
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

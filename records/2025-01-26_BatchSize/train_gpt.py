@@ -30,7 +30,6 @@ import ctypes
 import glob
 import hashlib
 import inspect
-import itertools
 import math
 import os
 import re
@@ -533,7 +532,7 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def muon_update(update, grad, mean, *, momentum):
-    """The update of Muon for a batch of matrices (B, M, N), without its rate; writes it in `update`.
+    """The update of Muon for matrices (B, M, N), without its rate; writes it in `update`.
 
     mean: of gradients.
     """
@@ -1738,7 +1737,8 @@ def main(argv: list[str] | None = None) -> int:
             message = f"another rank is gone: {message}"
         else:
             raise
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine know the same
+    # All ranks of a machine know the same, so one is enough.
+    if os.environ.get("LOCAL_RANK", "0") == "0" or "WORLD_SIZE" not in os.environ:
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

@@ -1809,7 +1809,8 @@ def main(argv: list[str] | None = None) -> int:
             message = f"another rank is gone: {message}"
         else:
             raise
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a machine know the same
+    # All ranks of a machine know the same, so one is enough.
+    if os.environ.get("LOCAL_RANK", "0") == "0" or "WORLD_SIZE" not in os.environ:
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

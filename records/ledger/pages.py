@@ -14,6 +14,7 @@ from ledger.table import Record, versus_parent
 BLOCK = ("<!-- ledger: begin -->", "<!-- ledger: end -->")  # around a README's generated lines
 LADDER = ("Record", "Minutes", "Loss (n)", "Float64", "Modelled", "Pocket loss ± std (n)",
           "Difference")
+FRONT = ("Record", "Idea", "Published (min)", "Modelled (min)", "Changed lines")
 LADDER_LEGEND = """
 Minutes, Loss: of the public record's n runs on 8×H100, by its own files. Float64: the largest
 difference between our script and the public one. Modelled: minutes of our script on 8×H100, where
@@ -79,6 +80,13 @@ def losses_of(runs: list[dict]) -> list[float]:
     return [float(run["val_loss"]) for run in runs]
 
 
+def name_of(record: Record) -> str:
+    """A record's name, after its number in the public list where it has one."""
+    name = record.folder.name.partition("_")[2]
+    published = record.claim["published"]
+    return f"#{published['number']} {name}" if published else name
+
+
 def ladder_row(record: Record) -> list[str]:
     claim = record.claim
     minutes = loss = equality = ""
@@ -87,10 +95,9 @@ def ladder_row(record: Record) -> list[str]:
         loss = "{val_loss:.4f} ({n})".format(**claim["published"])
     if claim["equality"]:
         equality = f"{claim['equality']['largest']:.0e}"
-    name = f"{claim['number']} {record.folder.name.partition('_')[2]}"
     losses = losses_of(record.runs.get("loss", []))
     difference = versus_words(versus_parent(record, "loss"))[0]
-    return [name, minutes, loss, equality, number(claim["modelled_minutes"], "g"),
+    return [name_of(record), minutes, loss, equality, number(claim["modelled_minutes"], "g"),
             loss_words(losses), difference]
 
 
@@ -100,6 +107,26 @@ def linked_rows(records: list[Record], above: str) -> str:
         name, *cells = ladder_row(record)
         rows.append([f"[{name}]({above}{record.folder.name})", *cells])
     return markdown(LADDER, rows)
+
+
+def lines_words(record: Record) -> str:
+    """How many lines of the source above the banner changed from the parent to the record."""
+    if not record.parent:
+        return ""
+    old = own_part(read_text(record.parent.folder / "train_gpt.py"))
+    new = own_part(read_text(record.folder / "train_gpt.py"))
+    return "+{} −{}".format(*changed_lines(old, new))
+
+
+def front_block(records: list[Record], folder: Path) -> str:
+    """The generated lines of the project's README.md: what each record is, in a row."""
+    rows = []
+    for record in records:
+        name, minutes, *_ = ladder_row(record)
+        link = f"[{name}]({folder.name}/{record.folder.name})"
+        modelled = number(record.claim["modelled_minutes"], "g")
+        rows.append([link, record.claim["change"], minutes, modelled, lines_words(record)])
+    return markdown(FRONT, rows)
 
 
 def machine_words(records: list[Record]) -> str:
@@ -140,9 +167,7 @@ def record_block(record: Record) -> str:
         if kind == "time":
             words = f"each alone on the machine: times {times}"
         parts.append(f"Against the parent, {len(runs)} runs, {words}.")
-    old = own_part(read_text(parent.folder / "train_gpt.py"))
-    new = own_part(read_text(record.folder / "train_gpt.py"))
-    parts.append("Source above the banner: +{} −{} lines.".format(*changed_lines(old, new)))
+    parts.append(f"Source above the banner: {lines_words(record)} lines.")
     return "\n\n".join(parts)
 
 

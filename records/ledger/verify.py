@@ -176,6 +176,8 @@ def verify(folder: Path, only: str | None) -> tuple[int, list[str], list[str]]:
             findings.append(f"{records[-1].folder.name}: train_gpt.py is not the root's")
         findings += table_findings(folder)
         findings += block_findings(folder, pages.ladder_block(records, folder))
+        if (folder.parent / "README.md").exists():
+            findings += block_findings(folder.parent, pages.front_block(records, folder))
     except (LedgerError, OSError) as error:
         findings.append(str(error))
     for path in folder.iterdir():

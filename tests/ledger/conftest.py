@@ -22,7 +22,7 @@ def measured(tmp_path_factory):
 @pytest.fixture
 def records(measured, tmp_path):
     """A copy of the measured records."""
-    for name in ("records", "train_gpt.py"):
+    for name in ("records", "README.md", "train_gpt.py"):
         copy = shutil.copytree if name == "records" else shutil.copy
         copy(measured / name, tmp_path / name)
     return tmp_path / "records"

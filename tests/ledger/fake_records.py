@@ -159,7 +159,8 @@ def make_records(root: Path) -> Path:
         (folder / "train_gpt.py").write_text(SCRIPT if name == PARENT else CHILD)
         (folder / "record.json").write_text(json.dumps(claim, indent=2))
         (folder / "README.md").write_text(f"# {name}\n\n{block}\n\nEnd.\n")
-    (root / "records" / "README.md").write_text(f"# Records\n\n{block}\n\nEnd.\n")
+    for path in (root / "records" / "README.md", root / "README.md"):
+        path.write_text(f"# Records\n\n{block}\n\nEnd.\n")
     (root / "train_gpt.py").write_text(CHILD)
     return root / "records"
 

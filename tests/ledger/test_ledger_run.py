@@ -137,7 +137,7 @@ REFUSED = {
     "a preset of its own": (["a.py", "a.py:preset=record"], "preset is the ledger's"),
     "a flag that the script does not have": (["a.py", "a.py:lr=3"], "a.py: --lr 3: no such"),
     "a value of another kind": (["a.py:muon_lr=x"], "could not convert string to float: 'x'"),
-    "a preset that the script does not have": (["a.py", "--preset", "lab"], "'lab'"),
+    "a preset that the script does not have": (["a.py", "--preset", "large"], "'large'"),
     "a flag without a value": (["a.py:muon_lr"], "'muon_lr' is no flag"),
     "a script that is not there": (["c.py:muon_lr=1"], "c.py:muon_lr=1: no script there"),
     "a folder without a script": (["folder"], "folder: no script there"),

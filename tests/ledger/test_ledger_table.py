@@ -154,12 +154,15 @@ def test_list_tells_the_table(measured, capsys):
     assert (first["number"], first["record"], first["published"]["minutes"]) == (1, PARENT, 15.2)
     assert len(second["runs"]["loss"]) == SEEDS and len(second["runs"]["time"]) == 5
     page = (folder / "README.md").read_text()
-    assert f"| [2 Second]({NEWEST}) |" in page and f"({SEEDS}) |" in page
+    assert f"| [Second]({NEWEST}) |" in page and f"({SEEDS}) |" in page
     assert "| pocket | `1.64` | `262144` |" in page
     assert "Measured on cpu (fake), torch 2.13.0+cpu, " in page and page.endswith("\n\nEnd.\n")
     page = (folder / NEWEST / "README.md").read_text()
     assert "+1 −1 lines" in page and page.endswith("\n\nEnd.\n")
-    assert f"[1 First](../{PARENT})" in page
+    assert f"[#5 First](../{PARENT})" in page
+    rows = (measured / "README.md").read_text().splitlines()
+    assert f"| [#5 First](records/{PARENT}) | the first | 15.2 |  |  |" in rows
+    assert f"| [Second](records/{NEWEST}) | less loss |  | 2.5 | +1 −1 |" in rows
     assert main(["list", str(folder / NEWEST)]) == 0
     out = capsys.readouterr().out
     assert "Second" in out and "First" not in out
@@ -174,7 +177,7 @@ def test_our_own_records_fit_a_screen_in_at_most_seven_columns(capsys):
 
 
 def test_written_pages_are_not_written_otherwise_again(records):
-    files = [*records.glob("*.*"), *records.glob("*/README.md")]
+    files = [*records.glob("*.*"), *records.glob("*/README.md"), records.parent / "README.md"]
     before = [path.read_bytes() for path in files]
     assert main(["list", str(records), "--write"]) == 0
     assert [path.read_bytes() for path in files] == before

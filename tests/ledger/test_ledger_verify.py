@@ -116,6 +116,7 @@ SPOILED = {
         f"{TIMES}/seed-0.txt", "preset: pocket", "preset: record", "has preset record, its preset"),
     # Tables
     "the ladder's table": ("README.md", "1.5", "1.4", "README.md is not what"),
+    "the front page's table": ("../README.md", "15.2", "14.2", "/README.md is not what"),
     "the rules' table": ("README.md", "| `1.64` |", "| `1.74` |", "README.md is not what"),
     "a record's README": (f"{NEWEST}/README.md", "(10)", "(11)", "README.md is not what"),
     "a README without its lines": (

@@ -65,8 +65,9 @@ def list_verb(args: Args) -> list[dict]:
             pages.write_block(record.folder / "README.md", pages.record_block(record))
     if args.write and not only:
         pages.write_block(folder / "README.md", pages.ladder_block(records, folder))
-        if (folder.parent / "README.md").exists():
-            pages.write_block(folder.parent / "README.md", pages.front_block(records, folder))
+        front = folder.parent / "README.md"
+        if front.exists():
+            pages.write_block(front, pages.front_block(records, folder))
         pages.draw_ladder(records, str(folder / "ladder.png"))
     if not args.json:
         cells = list(map(pages.ladder_row, records))

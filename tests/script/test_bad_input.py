@@ -229,22 +229,12 @@ def without_a_mean(state):
     del state["optimizers"]["mlp"]["mean"]
 
 
-def shorter_mean(state):
-    state["optimizers"]["head"]["mean"] = torch.zeros(7)
-
-
-def longer_mean(state):
-    state["optimizers"]["mlp"]["mean"] = torch.ones(10**6)
-
-
 @pytest.mark.parametrize(("change", "named"), [
     (other_shape, "size mismatch for lm_head.weight"),
     (without_a_weight, "blocks.0.attn.qkv_w"),
     (without_weights, "lm_head.weight"),
     (without_an_optimizer, "optimizer of head"),
     (without_a_mean, "optimizer of mlp: 'mean'"),
-    (shorter_mean, "optimizer of head"),
-    (longer_mean, "optimizer of mlp"),
     (lambda state: state.pop("model"), "no whole checkpoint (KeyError: 'model')"),
     (lambda state: state.pop("optimizers"), "no whole checkpoint (KeyError: 'optimizers')"),
     (lambda state: state.update(train_time_ms="a minute"), "no whole checkpoint (TypeError"),

@@ -11,6 +11,8 @@ from fake_records import main
 from ledger import diff, logs, pages, public
 from scipy import stats
 
+pytest_plugins = ["record_fixtures"]
+
 RULE = "=" * 100
 
 SOURCE = """import torch

@@ -25,6 +25,8 @@ from fake_records import (
 from ledger import logs, table
 from scipy import stats
 
+pytest_plugins = ["record_fixtures"]
+
 LEDGER = [sys.executable, REPO / "records/ledger"]
 
 

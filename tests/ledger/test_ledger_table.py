@@ -15,6 +15,8 @@ from fake_records import CHILD, NEWEST, PARENT, REPO, SCRIPT, SEEDS, main, value
 from ledger import diff, logs, pages, public, table
 from scipy import special, stats
 
+pytest_plugins = ["record_fixtures"]
+
 
 @pytest.fixture
 def text(measured) -> str:

@@ -21,6 +21,8 @@ from fake_records import (
 )
 from ledger import logs, verify
 
+pytest_plugins = ["record_fixtures"]
+
 LOGS, TIMES = f"{NEWEST}/logs", f"{NEWEST}/logs/times"
 SPOILED = {
     "a character of the script": (

@@ -70,7 +70,7 @@ def in_float64():
             torch.set_default_dtype(before)
 
 
-def tiny(number, steps=7, **changes):
+def tiny(number, steps=5, **changes):
     """Station and hyperparameters of a model that takes milliseconds; its pattern is the record's.
 
     Windows of 1, 2 and 3 blocks, 4 at the end and 5 in the last validation, of sequences of 6, or
@@ -391,17 +391,17 @@ class HeldRun:
 
     def check(self, step, losses):
         assert step == self.step
-        station, weights, count = self.station, self.weights, len(self.streams)
-        loss = sum(oracles.training_loss(station, weights, s, step) for s in self.streams)
-        tokens = count * oracles.seq_len(station, step)
-        assert losses[0].item() == pytest.approx(loss.item() / tokens, rel=1e-12)
+        station, weights = self.station, self.weights
         grads = oracles.gradients(station, weights, self.streams, step)
-        if self.number < 40 or step % 2 == 0:  # a step's own gradients
+        if self.number < 40 or step % 2 == 0:  # gradients are those of the step alone
             with torch.no_grad():
+                loss = sum(oracles.training_loss(station, weights, s, step) for s in self.streams)
+                tokens = len(self.streams) * oracles.seq_len(station, step)
+                assert losses[0].item() == pytest.approx(loss.item() / tokens, rel=1e-12)
                 tied = oracles.tied(station, step)
                 head, embed = self.model.lm_head.weight.grad, self.model.embed.weight.grad
                 head += tied * embed
-                self.hold(grads, of=lambda p: p.grad, factor=count)
+                self.hold(grads, of=lambda p: p.grad, factor=len(self.streams))
                 head -= tied * embed
         oracles.optimizer_step(station, weights, grads, self.state, step)
 
@@ -411,11 +411,11 @@ class HeldRun:
         self.step += 1
 
 
-@pytest.mark.parametrize(("number", "steps"), [*((n, 7) for n in FOLDERS), (53, 8)])
+@pytest.mark.parametrize(("number", "steps"), [*((n, 5) for n in FOLDERS), (53, 7)])
 def test_a_whole_run_takes_the_published_steps(number, steps):
     """The loop itself, every step of it: windows, losses, gradients, both optimizers, validation.
 
-    Of 7 steps the embedding leaves the head at an odd one, of 8 at an even one.
+    Of 5 steps the embedding leaves the head at an even one, of 7 at an odd one.
     """
     with in_float64():
         run = HeldRun(number, steps)

@@ -574,7 +574,9 @@ def test_a_head_of_zeros_begins_at_the_log_of_the_padded_vocabulary(number, scri
 def test_a_tied_head_of_small_numbers_begins_at_the_published_loss():
     """10.8367, above ln 50304: the cap's half is the mean logit of a target, and the log of the
     sum of all is nearly the same for every token."""
-    model = of_published_vocabulary(load(12), model_dim=768, head_dim=128)
+    model = of_published_vocabulary(
+        load(12), model_dim=768, head_dim=128, value_embed_pattern="....."
+    )
     inputs, _ = random_batch(0, rows=1, length=BLOCK)
     with torch.no_grad():
         logits = model.logits(model.hidden(inputs)[0, :16]).double()
@@ -715,7 +717,7 @@ def test_gradients_are_of_mean_losses(number, script):
     """Of each forward pass; since SparseAttnGate of sums, as is held to the oracles."""
     cfg = tiny(script)
     model, other = make_model(script, cfg), make_model(script, cfg)
-    batches = [random_batch(seed) for seed in range(2)]
+    batches = [random_batch(seed, rows=1) for seed in range(2)]
     losses = script.accumulate_gradients(model, batches, script.schedule(0, cfg))
     mean = sum(other(*batch) / batch[1].numel() for batch in batches)
     mean.backward()
@@ -761,49 +763,42 @@ class Exchange:
         return self.collect(x, async_op, lambda parts: [r.copy_(p) for r, p in zip(rows, parts)])
 
 
-def steps_of_a_rank(script, cfg, rank, world_size, dist=None, state=None):
-    """Names and weights, and the whole state, after two steps, or after two more from `state`."""
+def steps_of_a_rank(script, cfg, steps, state=None, rank=0, dist=None):
+    """Weights by name and the whole state after some steps, from a whole state if one is given."""
     ranks = script.Ranks(cfg)
-    ranks.rank, ranks.world_size = rank, world_size
     if dist:
-        dist.mine.rank = rank
+        ranks.rank, ranks.world_size, dist.mine.rank = rank, dist.world_size, rank
     model = make_model(script, cfg).double()
     optimizers = script.build_optimizers(model, cfg, ranks)
     for optimizer in optimizers:
         optimizer.dtype = torch.float64
         if state:
             optimizer.load_full_state(state[optimizer.name])
-    for step in range(2):
+    for step in steps:
         for name, grad in random_grads(model, step).items():
             # An eighth of each entry from a rank, from one five eighths: no rounding.
-            most = torch.arange(grad.numel()).view_as(grad) % world_size == rank
-            share = 1 / 8 + 1 / 2 * most if world_size == 4 else 1.0
-            model.get_parameter(name).grad += share * grad
+            most = torch.arange(grad.numel()).view_as(grad) % 4 == rank
+            model.get_parameter(name).grad += grad * (1 / 8 + 1 / 2 * most if dist else 1)
         script.step_optimizers(optimizers, script.schedule(step, cfg), 1)
     return dict(model.named_parameters()), {o.name: o.full_state() for o in optimizers}
 
 
 def test_ranks_together_step_as_one_does(number, script, monkeypatch):
-    """Four, which do not divide the MLP's matrices, and again from the state that they gave."""
-    cfg, world_size, state = tiny(script), 4, None
+    """Four, which do not divide the MLP's matrices, from the state of one, which takes theirs."""
+    cfg, dist = tiny(script), Exchange(4)
     with in_float64():
-        for _ in range(2):
-            expected = steps_of_a_rank(script, cfg, 0, 1, state=state)
-            dist = Exchange(world_size)
-            with monkeypatch.context() as patch, ThreadPoolExecutor(world_size) as threads:
-                patch.setattr(script, "dist", dist)
-                found = [threads.submit(steps_of_a_rank, script, cfg, rank, world_size, dist, state)
-                         for rank in range(world_size)]
-            for weights, states in (future.result() for future in found):
-                for name, weight in weights.items():
-                    torch.testing.assert_close(weight, expected[0][name], rtol=1e-9, atol=1e-12)
-                for name, values in states.items():
-                    for key, value in values.items():
-                        whole = expected[1][name][key]
-                        assert not value.flatten()[whole.numel() :].any()  # of padding
-                        value = value.flatten()[: whole.numel()].view_as(whole)
-                        torch.testing.assert_close(value, whole, rtol=1e-9, atol=1e-12)
-            state = found[0].result()[1]
+        _, state = steps_of_a_rank(script, cfg, range(2))
+        weights, whole = steps_of_a_rank(script, cfg, range(2, 4), state)
+        with monkeypatch.context() as patch, ThreadPoolExecutor(4) as threads:
+            patch.setattr(script, "dist", dist)
+            found = [threads.submit(steps_of_a_rank, script, cfg, range(2, 4), state, rank, dist)
+                     for rank in range(4)]  # fmt: skip
+        for future in found:
+            for name, weight in future.result()[0].items():
+                torch.testing.assert_close(weight, weights[name], rtol=1e-9, atol=1e-12)
+            _, taken = steps_of_a_rank(script, cfg, [], future.result()[1])
+            for name, values in taken.items():
+                torch.testing.assert_close(values, whole[name], rtol=1e-9, atol=1e-12)
 
 
 # The scripts as a user runs them

@@ -66,7 +66,7 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.partition("::")[0].rpartition("/")[2]
-            return KEPT_TOGETHER.get(file, nodeid)
+            return KEPT_TOGETHER.get(file, file)  # pytest tears fixtures down by file
 
     return Scheduling(config, log)
 

@@ -36,10 +36,6 @@ MOST_WORKERS = 8  # each holds torch, and some tests start processes of their ow
 KEPT_TOGETHER = {  # files whose tests go to one worker, as they share what takes seconds to make
     "test_gpu.py": "the device",
     "test_host_gpu.py": "the device",
-    "test_kernels.py": "traces",
-    "test_distributed.py": "runs of some ranks",
-    "test_survival.py": "a whole run",
-    "test_sample.py": "short runs",
 }
 TINY_MODEL = dict(  # of bytes, for any number of layers
     vocab_size=257, eot_token=256, model_dim=32, head_dim=16, backout_layer=0
@@ -60,13 +56,13 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Deal tests out one by one, but those of some files together."""
+    """Deal tests out by file, as pytest tears fixtures down, and some files together."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.partition("::")[0].rpartition("/")[2]
-            return KEPT_TOGETHER.get(file, file)  # pytest tears fixtures down by file
+            return KEPT_TOGETHER.get(file, file)
 
     return Scheduling(config, log)
 

@@ -114,26 +114,26 @@ def test_each_steps_line_has_the_losses_of_its_tokens(
     if cut == "packed":
         (tmp_path / "tiny_train_000001.bin").unlink()
     steps = steps_of(cut, read_tokens(tmp_path), 4, lengths)
-    expected, next_token, build = [], [], train_gpt.build
+    expected, next_token, built = [], [], {}
+    check, build = train_gpt.Health.check, train_gpt.build
 
     def noted(cfg, ranks):
-        model, optimizers = build(cfg, ranks)
-        check = train_gpt.Health.check
+        built["model"], optimizers = build(cfg, ranks)
+        return built["model"], optimizers
 
-        def checked(self, step, losses):
-            model.eval()
-            thirds = step / (5 / 3)
-            second, third = (0.5 * min(1, 2 - thirds), 0.25 * min(1, 1 - thirds))
-            weights = [1, max(0, second), max(0, third)]
-            expected.append(mean_loss(model, steps[step], weights))
-            next_token.append(mean_loss(model, steps[step], [1]) if second > 0 else None)
-            model.train()
-            check(self, step, losses)
-
-        monkeypatch.setattr(train_gpt.Health, "check", checked)
-        return model, optimizers
+    def checked(self, step, losses):
+        model = built["model"]
+        model.eval()
+        thirds = step / (5 / 3)
+        second, third = (0.5 * min(1, 2 - thirds), 0.25 * min(1, 1 - thirds))
+        weights = [1, max(0, second), max(0, third)]
+        expected.append(mean_loss(model, steps[step], weights))
+        next_token.append(mean_loss(model, steps[step], [1]) if second > 0 else None)
+        model.train()
+        check(self, step, losses)
 
     monkeypatch.setattr(train_gpt, "build", noted)
+    monkeypatch.setattr(train_gpt.Health, "check", checked)
     result = run(train_files=train_files, **flags)
     pattern = r"^step:(\d+)/6 train_loss:(\S+) (?:next_token_loss:(\S+) )?train_time:"
     logged = re.findall(pattern, result.log, re.M)

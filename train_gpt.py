@@ -1141,19 +1141,21 @@ class TokenLoader:
     What does not fill a step at a shard's end is skipped. The next shard is read ahead.
     """
 
-    def __init__(self, cfg, ranks, log):
+    def __init__(self, cfg, ranks, log, shard=0, position=0):
         self.cfg = cfg
         self.ranks = ranks
         self.log = log
         self.files = find_shards(cfg.train_files)  # in the order in which they are read
-        self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
-        self.shards = {}  # futures of this shard and of the next one
-        # A step is cut from one shard.
-        needed = cfg.sequences_per_step * max(cfg.seq_lens)
+        needed = cfg.sequences_per_step * max(cfg.seq_lens)  # a step is cut from one shard
+        digest = hashlib.sha256()  # of names, sizes and first MiB
         for path in self.files:
-            if shard_size(path) <= needed:
-                raise UserError(f"{path}: {shard_size(path)} tokens, a step takes {needed} and one "
-                                "more; lower --seq_lens")
+            size = shard_size(path)
+            if size <= needed:
+                raise UserError(f"{path}: {size} tokens, a step takes {needed} and one more; "
+                                "lower --seq_lens")
+            digest.update(f"{path.name} {size}".encode())
+            digest.update(np.fromfile(path, "u1", 2**20))
+        self.digest = digest.hexdigest()[:16]  # tells other training data apart
         self.sequences = cfg.sequences_per_step // ranks.world_size  # of this rank
         if self.sequences * ranks.world_size != cfg.sequences_per_step:
             raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
@@ -1162,23 +1164,21 @@ class TokenLoader:
         self.per_forward = min(self.sequences, cfg.sequences_per_forward)
         while self.sequences % self.per_forward:
             self.per_forward -= 1
-        self.seek(0, 0)
+        self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
+        self.ahead = self.reader.submit(self.read, shard)
+        self.begin_shard(shard, position)
 
-    def read(self, path):
-        """A shard's tokens, and where its documents begin."""
+    def read(self, shard):
+        """The tokens of a shard, counted on from epoch to epoch, and where documents begin."""
+        path = self.files[shard % len(self.files)]
         tokens = read_shard(path, self.cfg.vocab_size)
         return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
 
-    def seek(self, shard, position):
-        """Have the next step begin there, in a shard counted on from epoch to epoch."""
+    def begin_shard(self, shard, position=0):
+        """Take the shard that was read ahead, and begin to read the next one."""
         self.place = (shard, position)  # the same on any number of ranks
-        held = self.shards  # what is read already is kept
-        self.shards = {}
-        for number in (shard, shard + 1):
-            path = self.files[number % len(self.files)]
-            self.shards[path] = held.get(path) or self.reader.submit(self.read, path)
-        path = self.files[shard % len(self.files)]
-        self.tokens, self.documents = self.shards[path].result()
+        self.tokens, self.documents = self.ahead.result()
+        self.ahead = self.reader.submit(self.read, shard + 1)
 
     def next_step(self, length):
         """This rank's inputs and targets of each forward pass.
@@ -1196,30 +1196,20 @@ class TokenLoader:
                 mine = rows[first : first + self.sequences]
                 parts = np.split(mine, self.sequences // self.per_forward)
                 return [to_batch(part, self.ranks.device) for part in parts]
-            self.seek(shard + 1, 0)  # the next shard, after the last one the first again
+            self.begin_shard(shard + 1)  # after the last one the first again
             if (shard + 1) % len(self.files) == 0:
                 self.log(f"data: epoch {(shard + 1) // len(self.files) + 1} begins")
         raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
                         "lower --seq_lens or --sequences_per_step")
 
-    def digest(self):
-        """Tells other training data apart, by sizes and first MiB."""
-        digest = hashlib.sha256()
-        for path in self.files:
-            digest.update(f"{path.name} {shard_size(path)}".encode())
-            digest.update(np.fromfile(path, "u1", 2**20))
-        return digest.hexdigest()[:16]
-
 
 def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
     tokens = torch.from_numpy(tokens.astype(np.int64))
-    inputs = tokens[:, :-1].int()
-    targets = tokens[:, 1:].contiguous()
-    if device.type == "cuda":  # from pinned memory the host need not wait for the copy
-        inputs = inputs.pin_memory().to(device, non_blocking=True)
-        targets = targets.pin_memory().to(device, non_blocking=True)
-    return inputs, targets
+    if device.type == "cuda":
+        tokens = tokens.pin_memory()  # the host need not wait for the copy
+    tokens = tokens.to(device, non_blocking=True)
+    return tokens[:, :-1].int(), tokens[:, 1:].contiguous()
 
 
 # ---- Validation -------------------------------------------------------------
@@ -1390,27 +1380,20 @@ class Ranks:
             dist.all_gather_into_tensor(rows.view(-1), x)  # in place
         return rows
 
-    def broadcast(self, value):
-        """Rank 0's value of any picklable object."""
-        box = [value]  # is filled in place
-        if self.world_size > 1:
-            dist.broadcast_object_list(box, src=0)
-        return box[0]
-
     def on_rank_0(self, function, *arguments):
         """What the function gives on rank 0, or its UserError, on all ranks."""
-        value = None
-        error = None
+        outcome = [None]  # is filled in place
         if self.rank == 0:
             try:
-                value = function(*arguments)
-            except UserError as raised:
-                error = raised
+                outcome = [function(*arguments)]
+            except UserError as error:
+                outcome = [error]
+        if self.world_size > 1:
+            dist.broadcast_object_list(outcome, src=0)
         # All ranks end alike, so that none waits for another for ever.
-        value, error = self.broadcast((value, error))
-        if error:
-            raise error
-        return value
+        if isinstance(outcome[0], UserError):
+            raise outcome[0]
+        return outcome[0]
 
     def wait_for_device(self):
         if self.device.type == "cuda":
@@ -1455,6 +1438,10 @@ def device_facts(device: torch.device) -> tuple[str, int]:
     return f"cpu ({name})", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
 
+def new_run_id() -> str:
+    return time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+
+
 class Log:
     """Rank 0's log file and console; the other ranks stay silent.
 
@@ -1462,28 +1449,24 @@ class Log:
     """
 
     def __init__(self, cfg, ranks):
-        run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
-        self.run_id = ranks.broadcast(run_id)  # time and chance differ between ranks
+        self.run_id = cfg.run_id or ranks.on_rank_0(new_run_id)
         self.folder = Path("logs") / self.run_id  # in the current folder
         self.path = self.folder / "log.txt"
         self.enabled = ranks.rank == 0  # to write and to print
         self.file = None
         # An empty one is left by a disk that was full.
-        if self.enabled and self.path.exists() and self.path.stat().st_size:
-            if not cfg.resume:
+        if self.path.exists() and self.path.stat().st_size:
+            if self.enabled and not cfg.resume:
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
                                 "its run by --resume auto, or name another --run_id")
-            self.open()
+            self.open("")
 
-    def open(self):
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = self.path.open("a", buffering=1, errors="replace")  # line by line
-
-    def begin(self, header):
-        """Make a new log of the header; an old one has its own."""
+    def open(self, header):
+        """Open the log, unless it is open. A new one begins with the header."""
         if self.enabled and not self.file:
-            self.open()
-            self(header, console=False)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file = self.path.open("a", buffering=1, errors="replace")  # line by line
+            self.file.write(header)
 
     def __call__(self, text, console=True):
         if self.file:
@@ -1579,13 +1562,13 @@ class Health:
 def build(cfg, ranks):
     """Model and optimizers as a run begins, with the weights of --init where it has some.
 
-    Raises UserError, as `load_weights`.
+    Raises UserError, as `load_state`.
     """
     with torch.device(ranks.device):
         model = GPT(cfg)
         model.init_weights(torch.Generator(ranks.device).manual_seed(cfg.seed))
     if cfg.init and not cfg.resume:
-        load_weights(model, load_checkpoint(Path(cfg.init)), cfg.init)
+        load_state(model, [], load_checkpoint(Path(cfg.init)), cfg.init)
     model.head_type = "fp32"
     model.head_chunks = cfg.head_chunks or 1
     if ranks.device.type == "cuda":
@@ -1599,12 +1582,16 @@ def build(cfg, ranks):
     return model, build_optimizers(model, cfg, ranks)
 
 
-def load_weights(model, state, path):
-    """Take a checkpoint's weights. Raises UserError, which names what does not fit."""
+def load_state(model, optimizers, state, path):
+    """Take weights and optimizer state of a checkpoint. UserError names what does not fit."""
+    part = "weights"
     try:
         model.load_state_dict(state["model"])
-    except (RuntimeError, AttributeError) as error:
-        raise UserError(f"{path}: {error}; name another checkpoint") from None
+        for optimizer in optimizers:
+            part = f"optimizer of {optimizer.name}"
+            optimizer.load_full_state(state["optimizers"][optimizer.name])
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise UserError(f"{path}: {part}: {error}; name another checkpoint") from None
 
 
 class Run:
@@ -1624,8 +1611,9 @@ class Run:
         self.loader = None  # a run that is only evaluated needs no training data
         self.data = ""  # digest of the training data
         if self.first_step < self.last:
-            self.loader = TokenLoader(cfg, ranks, log)
-            self.data = self.loader.digest()
+            place = state["loader"] if state else (0, 0)
+            self.loader = TokenLoader(cfg, ranks, log, *place)
+            self.data = self.loader.digest
         if state:
             check_same_run(state, cfg, self.data)
         self.model, self.optimizers = build(cfg, ranks)
@@ -1643,7 +1631,8 @@ class Run:
         if self.loader:
             self.warm_up()
         if state:
-            self.restore(state)
+            load_state(self.model, self.optimizers, state, cfg.resume)
+            log(f"resumed at step:{self.first_step} from {cfg.resume}")
 
     def write_header(self):
         """Begin the log: the script, then all values of the run."""
@@ -1658,7 +1647,7 @@ class Run:
         )
         lines = [f"{key}: {show(value)}" for key, value in values.items()]
         rule = "=" * 100  # ends the source
-        self.log.begin("\n".join([SCRIPT.read_text(), rule, *lines, rule]))
+        self.log.open("\n".join([SCRIPT.read_text(), rule, *lines, rule, ""]))
         # What matters most, on the console too
         summary = ("{device}, {threads} thread(s), {world_size} rank(s), "
                    "{parameters:,} parameters, {head} head in {head_chunks} piece(s), "
@@ -1675,13 +1664,11 @@ class Run:
             tensors += optimizer.tensors()
         # On the host, as a GPU may have no room for a copy.
         before = [tensor.to("cpu", copy=True) for tensor in tensors]
-        stage = None
-        for start in range(self.last):  # where a stage begins, shapes may be new
-            if schedule(start, self.cfg).stage == stage:
-                continue
-            stage = schedule(start, self.cfg).stage
-            for step in range(start, start + self.cfg.warmup_steps):
-                now = schedule(step, self.cfg)
+        runs = {}  # of each stage, which may have new shapes
+        for step in range(self.last):
+            now = schedule(step, self.cfg)
+            runs[now.stage] = runs.get(now.stage, 0) + 1
+            if runs[now.stage] <= self.cfg.warmup_steps:
                 tokens = np.zeros((self.loader.per_forward, now.seq_len + 1), int)
                 batch = to_batch(tokens, self.ranks.device)
                 accumulate_gradients(self.model, [batch], now)
@@ -1694,20 +1681,6 @@ class Run:
         for optimizer in self.optimizers:
             optimizer.grads.zero_()
         self.log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=on_gpu)
-
-    def restore(self, state):
-        """Go on from a checkpoint. Raises UserError where it does not fit."""
-        path = self.cfg.resume
-        load_weights(self.model, state, path)
-        for optimizer in self.optimizers:
-            name = optimizer.name
-            try:
-                optimizer.load_full_state(state["optimizers"][name])
-            except (KeyError, RuntimeError, TypeError) as error:
-                raise UserError(f"{path}: optimizer of {name}: {error}; name another") from None
-        self.log(f"resumed at step:{self.first_step} from {path}")
-        if self.loader:
-            self.loader.seek(*state["loader"])  # to the step's sequences
 
     def validation_is_due(self, step):
         every = self.cfg.val_every  # 0: only the last step
@@ -1849,7 +1822,7 @@ def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparame
     preset = given.get("preset", "record")
     if preset not in ("record", "pocket"):
         error(f"--preset {preset}: must be record or pocket")
-    values = asdict(Hyperparameters())
+    values = {}  # none: those of the record
     if preset == "pocket":
         values = {name: each.metadata["pocket"] for name, each in table.items()}
     if saved and "preset" not in given:
@@ -1893,8 +1866,8 @@ def check_hyperparameters(cfg):
     require(cfg.model_dim <= 2**13, "model_dim", "be at most 8192")
     require(cfg.eot_token < cfg.vocab_size <= 2**16, "vocab_size", "exceed eot_token, up to 65536")
     require(cfg.muon_momentum < 1, "muon_momentum", "be below 1")
-    require(re.fullmatch(r"[\w.+-]*", cfg.run_id), "run_id", "be of letters, digits, _ . + -")
-    require(cfg.run_id not in (".", ".."), "run_id", "be the name of a folder")
+    folder = re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id)
+    require(folder, "run_id", "be of letters, digits, _ . + -, and not begin with .")
     require(cfg.device in ("auto", "cuda", "cpu"), "device", "be auto, cuda or cpu")
     require(cfg.resume != "auto" or cfg.run_id, "resume", "come with the --run_id of a run")
     # What the record's own flags need
@@ -1911,15 +1884,14 @@ def run_script(argv: list[str] | None) -> int:
     state = None  # of a checkpoint
     if cfg.resume:
         path = ranks.on_rank_0(find_checkpoint, cfg, log.folder, log)
-        cfg = replace(cfg, resume=str(path or ""))
-        if not path:
-            check_hyperparameters(cfg)
-        else:
+        if path:
             state = load_checkpoint(path)
             # The checkpoint's values, but for the flags given.
-            cfg = replace(parse_args(argv, state["hyperparameters"]), resume=str(path))
+            cfg = parse_args(argv, state["hyperparameters"])
             if "OMP_NUM_THREADS" not in os.environ:  # so that the run goes on to the bit
                 torch.set_num_threads(state["threads"])
+        cfg = replace(cfg, resume=str(path or ""))
+        check_hyperparameters(cfg)
     # A finished record may be evaluated without a GPU.
     to_train = not state or state["step"] < cfg.num_iterations
     if to_train and cfg.preset == "record" and ranks.device.type != "cuda":

@@ -151,7 +151,7 @@ FAULTS = [
     Fault("script", "a stride that divides the shard is taken", "train_gpt.py",
           "while math.gcd(stride, N) > 1:", "while stride < 1:"),
     Fault("script", "a shard's first document is skipped from the second shard on", "train_gpt.py",
-          "self.seek(shard + 1, 0)", "self.seek(shard + 1, 1)"),
+          "self.begin_shard(shard + 1)", "self.begin_shard(shard + 1, 1)"),
     # Validation
     Fault("script", "the last validation token is not counted", "train_gpt.py",
           "targets.view(-1)[count - start :]", "targets.view(-1)[count - start - 1 :]"),

@@ -69,7 +69,7 @@ BAD_FLAGS = [
     ("--cooldown_frac 0", "--cooldown_frac 0.0: must be above 0, at most 1"),
     ("--device tpu", "--device tpu: must be auto, cuda or cpu"),
     ("--resume auto", "--resume auto: must come with the --run_id of a run"),
-    ("--run_id ..", "--run_id ..: must be the name of a folder"),
+    ("--run_id ..", "--run_id ..: must be of letters, digits, _ . + -, and not begin with ."),
     ("--run_id a/b", "--run_id a/b: must be of letters"),
     ("--seed -1", "--seed -1: must be from 0 to "),
     (f"--seed {2**70}", "--seed"),

@@ -155,8 +155,9 @@ def test_warm_up_leaves_no_trace_in_a_run(run, steps):
     assert_same_end(run(warmup_steps=steps, run_id="y", **GROWING), without)
 
 
-def test_each_stage_is_warmed_up_before_the_first_step(run, monkeypatch, data_flags):
-    """The steps from its beginning on, so that what is compiled is what it runs."""
+@pytest.mark.parametrize(("steps", "warmed"), [(1, STAGE_STARTS), (2, range(STEPS))])
+def test_each_stage_is_warmed_up_before_the_first_step(run, monkeypatch, data_flags, steps, warmed):
+    """By its first steps, so that what is compiled is what it runs."""
     called, lengths = [], set()
     step_optimizers, accumulate = train_gpt.step_optimizers, train_gpt.accumulate_gradients
 
@@ -167,9 +168,8 @@ def test_each_stage_is_warmed_up_before_the_first_step(run, monkeypatch, data_fl
     monkeypatch.setattr(train_gpt, "accumulate_gradients", noted)
     monkeypatch.setattr(train_gpt, "step_optimizers", lambda optimizers, now, divisor: (
         called.append(now), step_optimizers(optimizers, now, divisor)))  # fmt: skip
-    run(warmup_steps=2, **GROWING)
+    run(warmup_steps=steps, **GROWING)
     cfg = parse_args(to_argv(FLAGS | data_flags | GROWING))
-    warmed = [step + more for step in STAGE_STARTS for more in (0, 1)]
     assert called == [schedule(step, cfg) for step in [*warmed, *range(STEPS)]]
     assert lengths == {(False, 128), (True, 256)}
 

@@ -1,22 +1,17 @@
 """Runs that are killed, stopped, resumed, or that go wrong, with faults really injected, on CPU.
 
-Each rank of a run is a process, forked from a server that has imported torch once. A fault is a
-function of this file that a rank calls before main() to put something in the script's way. Every
-run notes the exact loss of each step. What is expected of a resumed run is what one run without
-any fault did, the fixture `whole`.
+A fault is a function of this file that a rank calls before main() to put something in the script's
+way. What is expected of a resumed run is what one run without any fault did, the fixture `whole`.
 """
 
 import contextlib
-import errno
 import itertools
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import random
 import re
+import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,84 +22,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rank_processes import Run, at_each_step, start_run
 from test_checkpoints import equal
 
 import train_gpt
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["test_survival"])
-
-MODEL = """--preset pocket --model_dim 32 --head_dim 16 --attention_pattern LSL
-    --value_embed_pattern 0.0 --backout_layer 1 --sequences_per_step 4 --seq_lens 128,256
-    --sequences_per_forward 2 --val_tokens 1000 --val_seq_len 256 --val_every 2 --warmup_steps 1
+MODEL = """--preset pocket --model_dim 32 --head_dim 16 --attention_pattern LS
+    --value_embed_pattern 0. --backout_layer 0 --sequences_per_step 4 --seq_lens 128,256
+    --sequences_per_forward 4 --val_tokens 1000 --val_seq_len 256 --val_every 2 --warmup_steps 1
     --freeze_steps 1 --long_windows 1,2 --lr_factors 0.8,1.0""".split()
 # Stages begin at steps 0, 2, 4 and 6. At 4 the embedding leaves the head. Adam rests at even steps,
 # which are those that may be saved.
-STEPS, STAGES = 10, 4
+STEPS = 10
 SHARDS = [2100, 1600]  # tokens: two short steps and a long one, a long one, then the second epoch
 # gloo sums in another order than one process does.
 RANKS_RTOL = 1e-5
-
-
-class Run:
-    """The processes of a run, one a rank: `wait` for them, then read what they did."""
-
-    def __init__(self, processes, cwd):
-        self.processes, self.cwd = processes, cwd
-        self.folder = cwd / "logs" / "x"
-
-    def wait(self, timeout=120):
-        """Exit codes by rank, negative where a signal ended it. A rank that hangs is a failure."""
-        deadline = time.monotonic() + timeout
-        for process in self.processes:
-            process.join(max(0, deadline - time.monotonic()))
-        hanging = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
-        for rank in hanging:
-            self.processes[rank].kill()
-        assert not hanging, f"ranks {hanging} hang after {timeout} s"
-        return [process.exitcode for process in self.processes]
-
-    def out(self, rank=0):
-        return (self.cwd / f"out-{rank}").read_text()
-
-    def err(self, rank=0):
-        return (self.cwd / f"err-{rank}").read_text()
-
-    def log(self):
-        """The log without the script's source and the list of hyperparameters that open it."""
-        return (self.folder / "log.txt").read_text().rpartition("=" * 100)[2]
-
-    def losses(self, rank=0):
-        """[[step, loss as float.hex]] of each step that came to its gradients."""
-        return [line.split() for line in (self.cwd / f"losses-{rank}").read_text().splitlines()]
-
-    def state(self, step=STEPS):
-        return torch.load(self.folder / f"step-{step:06d}.pt", weights_only=True)
-
-    def saved(self):
-        """Steps of the checkpoints that are there."""
-        return sorted(int(path.stem[5:]) for path in self.folder.glob("step-*.pt"))
-
-
-def run_rank(rank, nproc, port, cwd, args, fault):
-    """What the process of a rank does: main(), its output in files, a fault put in its way."""
-    os.chdir(cwd)
-    for number, name in ((1, f"out-{rank}"), (2, f"err-{rank}")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    if nproc > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    Path(f"losses-{rank}").write_text("")
-    at_each_step(partial(note_loss, Path(f"losses-{rank}")))
-    if fault:
-        fault(rank)
-    sys.exit(train_gpt.main(args))
-
-
-def note_loss(path, step, losses):
-    with path.open("a") as file:
-        file.write(f"{step} {losses[0].item().hex()}\n")
 
 
 @pytest.fixture(scope="module")
@@ -117,23 +49,16 @@ def data(tmp_path_factory, write_shard):
     return folder
 
 
+def flags(data, args):
+    files = ["--train_files", f"{data}/train_*.bin", "--val_files", f"{data}/val_*.bin"]
+    return [*MODEL, *files, "--num_iterations", STEPS, *args]
+
+
 @pytest.fixture(scope="module")
 def start_in(data):
     """`start_in(cwd, *args, nproc=1, fault=None)` starts a run named x and returns it."""
-    with pytest.MonkeyPatch.context() as patch:  # the server finds this file and the script
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        multiprocessing.forkserver.ensure_running()
-
     def start_in(cwd, *args, nproc=1, fault=None, data=data):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-        flags = [*MODEL, "--train_files", f"{data}/train_*.bin", "--val_files", f"{data}/val_*.bin",
-                 "--num_iterations", str(STEPS), "--run_id", "x", *map(str, args)]
-        processes = [FORKS.Process(target=run_rank, args=(rank, nproc, port, cwd, flags, fault))
-                     for rank in range(nproc)]
-        for process in processes:
-            process.start()
-        return Run(processes, cwd)
+        return start_run(cwd, flags(data, args), nproc, fault)
 
     return start_in
 
@@ -152,10 +77,19 @@ def whole(start_in, tmp_path_factory):
     return run
 
 
-def one_line(text):
-    """The text, which must be one line, so no traceback."""
-    assert len(text.splitlines()) == 1, text
-    return text
+def keep_all(rank):
+    write = train_gpt.write_checkpoint
+    train_gpt.write_checkpoint = lambda path, state, keep: write(path, state, 999)
+
+
+def one_line(run):
+    """What the run said of its end: one line, so no traceback."""
+    assert len(run.err().splitlines()) == 1, run.err()
+    return run.err()
+
+
+def val_losses(run):
+    return re.findall(r"step:(\d+)/10 val_loss:(\S+)", run.log())
 
 
 def assert_same_state(state, expected):
@@ -170,24 +104,13 @@ def assert_goes_on(run, whole, step):
     assert run.wait() == [0], run.err()
     assert f"resumed at step:{step} from " in run.log()
     assert run.losses() == whole.losses()[step:]
-    assert_same_state(run.state(), whole.state())
+    assert_same_state(run.state(STEPS), whole.state(STEPS))
 
 
 # Faults, to be bound by `partial` up to the last argument, the rank.
 
-def at_each_step(action):
-    """Call `action(step, losses)` once a step's gradients are there, before its update."""
-    check = train_gpt.Health.check
-
-    def check_after_action(health, step, losses):
-        action(step, losses)
-        return check(health, step, losses)
-
-    train_gpt.Health.check = check_after_action
-
-
 def at_step(when, only_rank, action, rank):
-    """Call `action(losses)` at one step on one rank."""
+    """Call `action(losses)` at one step on one rank, before its update."""
     def act(step, losses):
         if step == when and rank == only_rank:
             action(losses)
@@ -200,14 +123,8 @@ def send_self(numbers, *_):
         os.kill(os.getpid(), number)
 
 
-def keep_all(rank):
-    """No checkpoint is removed."""
-    write = train_gpt.write_checkpoint
-    train_gpt.write_checkpoint = lambda path, state, keep: write(path, state, 999)
-
-
-def killed(step):
-    return partial(at_step, step, 0, partial(send_self, [signal.SIGKILL]))
+def signalled(step, *numbers, rank=0):
+    return partial(at_step, step, rank, partial(send_self, numbers))
 
 
 # Resume
@@ -228,7 +145,6 @@ def test_resumed_run_is_the_same_to_the_bit(start_in, whole, tmp_path):
     each stage and after it. The loader does not begin again, the first step has its own learning
     rate, its batch and its targets.
     """
-    expected = re.findall(r"step:(\d+)/10 val_loss:(\S+)", whole.log())
     runs = {}
     for step in (2, 4, 6, 8):  # side by side
         (cwd := tmp_path / str(step)).mkdir()
@@ -236,13 +152,12 @@ def test_resumed_run_is_the_same_to_the_bit(start_in, whole, tmp_path):
                               whole.folder / f"step-{step:06d}.pt")
     for step, run in runs.items():
         assert_goes_on(run, whole, step)
-        found = re.findall(r"step:(\d+)/10 val_loss:(\S+)", run.log())
-        assert found == [pair for pair in expected if int(pair[0]) >= step]
+        assert val_losses(run) == val_losses(whole)[step // 2 :]
 
 
 def test_killed_run_goes_on_in_the_same_log(start, whole, final_values):
     args = ("--save_every", 4, "--resume", "auto")
-    run = start(*args, fault=killed(6))
+    run = start(*args, fault=signalled(6, signal.SIGKILL))
     assert run.wait() == [-signal.SIGKILL]
     assert "afresh" in run.out()
     saved = run.state(4)
@@ -260,16 +175,14 @@ def test_killed_run_goes_on_in_the_same_log(start, whole, final_values):
     assert int(final_values(run.log())["train_time_ms"]) >= times[-1]
 
 
-def test_finished_run_is_validated_again_and_not_trained(start, final_values):
-    args = ("--save_every", 4, "--resume", "auto")
-    first = start(*args)
-    assert first.wait() == [0]
-    values = final_values(first.log())
-    files = {path: path.stat().st_mtime_ns for path in first.folder.glob("step-*")}
-    run = start(*args)
+def test_finished_run_is_validated_again_and_not_trained(start, whole, tmp_path, final_values):
+    shutil.copytree(whole.folder, tmp_path / "logs" / "x")
+    values = final_values(whole.log())
+    files = {path.name: path.stat().st_mtime_ns for path in whole.folder.glob("step-*")}
+    run = start("--save_every", 2, "--resume", "auto")
     assert run.wait() == [0], run.err()
     assert not run.losses()
-    assert files == {path: path.stat().st_mtime_ns for path in run.folder.glob("step-*")}
+    assert files == {path.name: path.stat().st_mtime_ns for path in run.folder.glob("step-*")}
     again = final_values(run.log())
     assert {key for key in values if values[key] != again[key]} <= {
         "train_time_ms", "tokens_per_second", "peak_memory_mib"}
@@ -277,9 +190,9 @@ def test_finished_run_is_validated_again_and_not_trained(start, final_values):
     [line] = re.findall("^step:.*", after, re.M)
     assert line.startswith("step:10/10 val_loss:")
 
-    run = start(*args, "--num_iterations", STEPS + 2)
+    run = start("--save_every", 2, "--resume", "auto", "--num_iterations", STEPS + 2)
     assert run.wait() == [0], run.err()
-    assert [step for step, _ in run.losses()] == ["10", "11"]
+    assert [step for step, _ in run.losses()] == [10, 11]
     assert run.saved()[-1] == STEPS + 2
 
 
@@ -293,82 +206,45 @@ def test_two_ranks_resume_as_one_two_or_four(start_in, tmp_path):
     """All ranks take the checkpoint that rank 0 finds, the one before a damaged one."""
     first = start_in(tmp_path, "--save_every", 4, nproc=2)
     assert first.wait() == [0, 0], first.err()
-    expected = mean_losses(first, 2)
-    path = first.folder / f"step-{STEPS:06d}.pt"
-    path.write_bytes(path.read_bytes()[:-1])
-
+    newest = first.folder / f"step-{STEPS:06d}.pt"
+    newest.write_bytes(newest.read_bytes()[:-1])
     for nproc, fault in ((1, None), (2, blind), (4, None)):
         shutil.copytree(first.folder, (cwd := tmp_path / str(nproc)) / "logs" / "x")
         run = start_in(cwd, "--save_every", 100, "--resume", "auto", nproc=nproc, fault=fault)
         assert run.wait() == [0] * nproc, run.err()
-        assert re.search(f"skipped .*{path.name}: no whole checkpoint", run.out())
+        assert re.search(f"skipped .*{newest.name}: no whole checkpoint", run.out())
         assert "resumed at step:8 from logs/x/step-000008.pt" in run.out()
-        losses = mean_losses(run, nproc)
-        np.testing.assert_allclose(losses, expected[8:], rtol=RANKS_RTOL)
-        if nproc == 2:
-            assert losses == expected[8:]
-
-
-def mean_losses(run, nproc):
-    by_rank = [[float.fromhex(loss) for _, loss in run.losses(rank)] for rank in range(nproc)]
-    return [sum(losses) / nproc for losses in zip(*by_rank, strict=True)]
-
-
-@pytest.mark.parametrize("change, named", [
-    (("--muon_lr", 0.06), "muon_lr 0.08, now 0.06"),
-    (("--num_iterations", 3), "num_iterations"),
-    ((), "data"),
-])
-def test_another_run_is_refused(start, whole, data, tmp_path, change, named):
-    """A checkpoint of other hyperparameters, of a longer run, of data that have changed."""
-    other = shutil.copytree(data, tmp_path / "other")
-    if named == "data":
-        with (other / "train_0.bin").open("r+b") as file:
-            file.seek(1500)
-            file.write(b"\0\0")
-    run = start("--resume", whole.folder / "step-000004.pt", *change, data=other)
-    assert run.wait() == [2]
-    line = one_line(run.err())
-    assert "step-000004.pt" in line and named in line
-    assert not run.losses()
+        rtol = 0 if nproc == 2 else RANKS_RTOL
+        np.testing.assert_allclose(run.mean_losses(), first.mean_losses()[8:], rtol=rtol)
 
 
 # Kill
 
-
-MOMENTS = ["half-written", "before fsync", "before rename", "after rename"]
+MOMENTS = {  # the function that does not come to its end
+    "half-written": (torch, "save"),
+    "before fsync": (os, "fsync"),
+    "before rename": (Path, "replace"),
+    "after rename": (Path, "replace"),
+}
 
 
 def killed_in_save(moment, which, rank):
     """SIGKILL at a moment of the `which`-th save."""
-    def kill_at(owner, name, call, before):
-        original, calls = getattr(owner, name), itertools.count(1)
+    owner, name = MOMENTS[moment]
+    function, calls = getattr(owner, name), itertools.count(1)
 
-        def counted(*args):
-            due = next(calls) == call
-            if due:
-                before(*args)
-            result = original(*args)
-            if due:
-                send_self([signal.SIGKILL])
-            return result
-
-        setattr(owner, name, counted)
-
-    def kill(*args):
+    def die(*args):
+        if next(calls) < which:
+            return function(*args)
+        if moment == "half-written":
+            state, file = args
+            file.write(os.urandom(100_000))
+            file.flush()
+        if moment == "after rename":
+            function(*args)
         send_self([signal.SIGKILL])
 
-    def half(state, file):
-        file.write(os.urandom(100_000))
-        file.flush()
-        kill()
-
-    kill_at(*{
-        "half-written": (torch, "save", which, half),
-        "before fsync": (os, "fsync", which, kill),
-        "before rename": (Path, "replace", which, kill),
-        "after rename": (Path, "replace", which, lambda *args: None),
-    }[moment])
+    setattr(owner, name, die)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -387,11 +263,11 @@ def killed_at_random(seed, rank):
     """SIGKILL, every second time within a save, else shortly after the gradients of some step."""
     chance = random.Random(seed)
     if seed % 2:
-        return killed_in_save(chance.choice(MOMENTS), chance.randrange(1, 3), rank)
-    left, delay = itertools.count(-chance.randrange(4)), chance.uniform(0, 0.02)
+        return killed_in_save(chance.choice(list(MOMENTS)), chance.randrange(1, 3), rank)
+    steps_left, delay = itertools.count(-chance.randrange(4)), chance.uniform(0, 0.02)
 
     def act(*_):
-        if next(left) == 0:
+        if next(steps_left) == 0:
             threading.Timer(delay, send_self, [[signal.SIGKILL]]).start()
 
     at_each_step(act)
@@ -400,14 +276,14 @@ def killed_at_random(seed, rank):
 @pytest.mark.slow
 def test_killed_twenty_times(start, start_in, tmp_path_factory):
     """What is resumed after each death comes to the parameters of a run that nobody killed."""
-    args = ("--num_iterations", 150, "--val_every", 50, "--save_every", 2)
+    args = ("--num_iterations", 100, "--val_every", 50, "--save_every", 2)
     whole = start_in(tmp_path_factory.mktemp("uninterrupted"), *args)
     for seed in range(20):
         run = start(*args, "--resume", "auto", fault=partial(killed_at_random, seed))
         assert run.wait() == [-signal.SIGKILL], f"death {seed}: {run.err()}"
     run = start(*args, "--resume", "auto")
     assert run.wait() == whole.wait() == [0], run.err() + whole.err()
-    assert_same_state(run.state(150), whole.state(150))
+    assert_same_state(run.state(100), whole.state(100))
 
 
 # Signals
@@ -418,7 +294,7 @@ def test_killed_twenty_times(start, start_in, tmp_path_factory):
 def test_signal_saves_where_no_gradients_are_left_over(start, whole, number, at, step):
     """At once or a step later; a stage begins there, at step 4 the embedding leaves the head."""
     args = ("--save_every", 100, "--resume", "auto")
-    run = start(*args, fault=partial(at_step, at, 0, partial(send_self, [number])))
+    run = start(*args, fault=signalled(at, number))
     assert run.wait() == [128 + number], run.err()
     assert run.err() == ""
     assert run.saved() == [step]
@@ -431,22 +307,20 @@ def test_signal_saves_where_no_gradients_are_left_over(start, whole, number, at,
 
 
 def test_signal_in_the_last_step_lets_the_run_end(start, whole):
-    fault = partial(at_step, STEPS - 1, 0, partial(send_self, [signal.SIGTERM]))
-    run = start("--save_every", 100, fault=fault)
+    run = start("--save_every", 100, fault=signalled(STEPS - 1, signal.SIGTERM))
     assert run.wait() == [0], run.err()
     assert run.saved() == [STEPS] and "stopped" not in run.log()
-    assert_same_state(run.state(), whole.state())
+    assert_same_state(run.state(STEPS), whole.state(STEPS))
 
 
 def test_second_signal_ends_at_once(start):
-    fault = partial(at_step, 4, 0, partial(send_self, [signal.SIGTERM, signal.SIGINT]))
-    run = start("--save_every", 100, fault=fault)
+    run = start("--save_every", 100, fault=signalled(4, signal.SIGTERM, signal.SIGINT))
     assert run.wait() == [-signal.SIGINT]
     assert run.saved() == []
 
 
 def test_signal_without_saving_only_stops(start):
-    run = start(fault=partial(at_step, 4, 0, partial(send_self, [signal.SIGTERM])))
+    run = start(fault=signalled(4, signal.SIGTERM))
     assert run.wait() == [128 + signal.SIGTERM], run.err()
     assert run.saved() == [] and "resume" not in run.log()
     assert run.log().splitlines()[-1] == (
@@ -456,7 +330,7 @@ def test_signal_without_saving_only_stops(start):
 def ignoring(number, rank):
     """As under nohup; the signal comes at step 4."""
     signal.signal(number, signal.SIG_IGN)
-    at_step(4, 0, partial(send_self, [number]), rank)
+    signalled(4, number)(rank)
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
@@ -468,16 +342,15 @@ def test_signal_that_the_caller_ignores_stops_nothing(start, number):
 
 
 def test_signal_to_one_rank_stops_both_at_the_same_step(start):
-    fault = partial(at_step, 4, 1, partial(send_self, [signal.SIGTERM]))
-    run = start("--save_every", 100, nproc=2, fault=fault)
+    run = start("--save_every", 100, nproc=2, fault=signalled(4, signal.SIGTERM, rank=1))
     assert run.wait() == [128 + signal.SIGTERM] * 2, run.err()
     assert run.saved() == [6] and len(run.losses(0)) == len(run.losses(1)) == 6
 
 
 def die_or_be_told(rank):
     """At step 4 rank 1 is killed and rank 0 gets a SIGTERM, as from torchrun."""
-    at_step(4, 1, partial(send_self, [signal.SIGKILL]), rank)
-    at_step(4, 0, partial(send_self, [signal.SIGTERM]), rank)
+    signalled(4, signal.SIGKILL, rank=1)(rank)
+    signalled(4, signal.SIGTERM)(rank)
 
 
 def test_rank_told_to_stop_because_another_died_does_not_hang(start):
@@ -495,27 +368,26 @@ def minus_infinity(losses):
     losses[0] = -torch.inf
 
 
-def update_by_nan(which, when, rank):
-    """From the `when`-th update on, warm-up not counted, a rule gives NaN, all losses finite."""
-    rule, updates = getattr(train_gpt, which), itertools.count()
+def nan_from(rule_name, when, rank):
+    """From the update of a step on a rule gives NaN; the losses until then are finite."""
+    rule, begun = getattr(train_gpt, rule_name), []
 
     def spoil(weight, *args, **options):
         rule(weight, *args, **options)
-        if armed and next(updates) >= when:
+        if begun:
             weight.view(-1)[-1] = torch.nan
 
-    armed = []
-    at_step(0, rank, lambda losses: armed.append(True), rank)
-    setattr(train_gpt, which, spoil)
+    at_step(when, rank, begun.append, rank)
+    setattr(train_gpt, rule_name, spoil)
 
 
 @pytest.mark.parametrize("nproc, fault, step, named, saved", [
     # On one rank alone, and told on both.
     (2, partial(at_step, 5, 1, minus_infinity), 5, "the loss is -inf on rank 1", [2, 4]),
-    # The update of step 5: what it leaves is seen before it is saved.
-    (1, partial(update_by_nan, "adam_update", 13), 6, "a weight or a state is not finite", [2, 4]),
+    # What an update leaves is seen before it is saved.
+    (1, partial(nan_from, "adam_update", 5), 6, "a weight or a state is not finite", [2, 4]),
     # The last update: the run does not end well.
-    (1, partial(update_by_nan, "muon_update", 28), 10, "a weight or a state is not finite",
+    (1, partial(nan_from, "muon_update", STEPS - 1), STEPS, "a weight or a state is not finite",
      [6, 8]),
 ], ids=["loss", "Adam", "Muon"])
 def test_numbers_that_are_not_finite_end_the_run_and_are_never_saved(
@@ -524,11 +396,9 @@ def test_numbers_that_are_not_finite_end_the_run_and_are_never_saved(
     args = ("--save_every", 2, "--resume", "auto")
     run = start(*args, nproc=nproc, fault=fault)
     assert run.wait() == [2] * nproc
-    line = one_line(run.err())
+    line = one_line(run)
     assert f"step {step}: " in line and named in line and "lower the learning rates" in line
     assert run.saved() == saved
-    for each in saved:
-        assert all(x.isfinite().all() for x in run.state(each)["model"].values())
     assert "val_loss:nan" not in run.log() and "---" not in run.log()
     if nproc == 1:  # what was saved last is sound
         assert_goes_on(start(*args), whole, saved[-1])
@@ -549,96 +419,43 @@ def drift(rank):
 def test_drifted_parameters_are_found_at_a_validation(start):
     run = start(nproc=2, fault=drift)
     assert run.wait() == [2, 2]
-    line = one_line(run.err())
-    assert "step 6: mlp: the ranks' weights have drifted apart" in line
-    assert re.findall(r"step:(\d+)/10 val_loss", run.log()) == ["0", "2", "4"]
-
-
-def test_what_all_ranks_know_is_said_once(start):
-    run = start("--sequences_per_step", 3, nproc=2)
-    assert run.wait() == [2, 2]
-    assert "--sequences_per_step 3: the 2 ranks must divide it" in one_line(run.err())
-    assert run.err(1) == "" and not run.folder.exists()
+    assert "step 6: mlp: the ranks' weights have drifted apart" in one_line(run)
+    assert run.err(1) == "", "what all ranks know is said once"
+    assert [step for step, _ in val_losses(run)] == ["0", "2", "4"]
 
 
 # Disk and data
 
 
-def full_disk(which, rank):
-    """From the `which`-th save on the disk is full after the first half."""
-    save, left = torch.save, [which]
-
-    def save_or_fail(state, file):
-        left[0] -= 1
-        if left[0] > 0:
-            return save(state, file)
-        file.write(b"PK" + bytes(200_000))
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    torch.save = save_or_fail
+def fill_disk(losses):
+    """From here on no file may grow beyond a part of a checkpoint, which stands for a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_full_disk_ends_the_run_with_one_line(start, whole, nproc):
     args = ("--save_every", 2, "--resume", "auto")
-    run = start(*args, nproc=nproc, fault=partial(full_disk, 2))
+    run = start(*args, nproc=nproc, fault=partial(at_step, 3, 0, fill_disk))
     assert run.wait() == [2] * nproc
-    line = one_line(run.err())
-    assert "step-000004.pt" in line and "No space left" in line and "--resume auto" in line
+    line = one_line(run)
+    assert "step-000004.pt" in line and "File too large" in line and "--resume auto" in line
     assert {p.name for p in run.folder.iterdir()} == {"log.txt", "step-000002.pt"}
     if nproc == 1:
         assert_goes_on(start(*args), whole, 2)
-
-
-def test_small_disk(start_in, whole, tmp_path):
-    """A file system on which the log and one checkpoint have room."""
-    size = 200_000 + int(1.5 * (whole.folder / "step-000004.pt").stat().st_size)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mount is not permitted here")
-    try:
-        run = start_in(tmp_path, "--save_every", 4)
-        codes, line, files = run.wait(), run.err(), {p.name for p in run.folder.iterdir()}
-        assert codes[0] > 0
-        assert "step-000008.pt" in one_line(line) and "No space left" in line
-        assert files == {"log.txt", "step-000004.pt"}
-        assert run.state(4)["step"] == 4
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
-def test_checkpoint_that_cannot_be_written(start):
-    run = start("--save_every", 2, fault=partial(at_step, 3, 0, make_obstacle))
-    assert run.wait() == [2]
-    assert "step-000004.pt: not written" in one_line(run.err())
-    assert run.saved() == [2]
-
-
-def make_obstacle(losses):
-    """A folder where the temporary file of the save at step 4 goes."""
-    Path("logs/x/step-000004.tmp").mkdir()
-
-
-def test_logs_folder_that_cannot_be_made(start, tmp_path):
-    (tmp_path / "logs").write_text("")
-    run = start()
-    assert run.wait() == [2]
-    assert "logs" in one_line(run.err())
 
 
 def vanish(path, losses):
     path.unlink()
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_data_that_vanish(start, data, write_shard, tmp_path, nproc):
+def test_data_that_vanish(start, data, write_shard, tmp_path):
     """The third shard is gone before it is read, which is while the second one is in use."""
     mine = shutil.copytree(data, tmp_path / "data")
     third = write_shard(mine / "train_2.bin", np.zeros(1600))
-    run = start("--save_every", 2, nproc=nproc, data=mine,
-                fault=partial(at_step, 1, 0, partial(vanish, third)))
+    fault = partial(at_step, 1, 0, partial(vanish, third))
+    run = start("--save_every", 2, nproc=2, data=mine, fault=fault)
     assert all(code > 0 for code in run.wait())
-    assert "train_2.bin" in one_line(run.err())
+    assert "train_2.bin" in one_line(run)
     assert run.saved() == [2, 4]
 
 
@@ -646,24 +463,16 @@ def test_data_that_vanish(start, data, write_shard, tmp_path, nproc):
 
 
 @contextlib.contextmanager
-def torchrun(tmp_path, data, *args, launcher=(), late=0):
-    """A run under torchrun with two ranks; what is left of it is killed at the end.
-
-    Once restarted, rank 1 begins `late` seconds after rank 0.
-    """
-    (tmp_path / "sitecustomize.py").write_text(  # Python imports it before the script
-        "import os, time\n"
-        "if os.environ.get('RANK') == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':\n"
-        f"    time.sleep({late})\n")
+def torchrun(cwd, data, *args, launcher=()):
+    """A run under torchrun with two ranks; what is left of it is killed at the end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               *launcher, train_gpt.SCRIPT, *MODEL, "--train_files", data / "train_*.bin",
-               "--val_files", data / "val_*.bin", "--run_id", "x", "--resume", "auto", *args]
-    process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stdin=subprocess.DEVNULL,
-                               env=os.environ | {"PYTHONPATH": str(tmp_path)},
-                               stdout=(tmp_path / "out-0").open("w"),
-                               stderr=(tmp_path / "err-0").open("w"), start_new_session=True)
+               *launcher, train_gpt.SCRIPT, *flags(data, args), "--run_id", "x", "--resume", "auto"]
+    with (cwd / "out-0").open("w") as out, (cwd / "err-0").open("w") as err:
+        process = subprocess.Popen(list(map(str, command)), cwd=cwd, stdin=subprocess.DEVNULL,
+                                   stdout=out, stderr=err, start_new_session=True,
+                                   env=os.environ | {"PYTHONPATH": str(cwd)})
     try:
-        yield process, Run([], tmp_path)
+        yield process, Run(cwd)
     finally:
         for child in [*children(process.pid), process.pid]:
             with contextlib.suppress(ProcessLookupError):
@@ -678,32 +487,32 @@ def children(pid):
         return []
 
 
-def wait_until(condition, process, timeout=60):
+def wait_for_log(run, text, process, timeout=60):
     deadline = time.monotonic() + timeout
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_logged(run, text):
     log = run.folder / "log.txt"
-    return log.exists() and text in run.log()
+    while not (log.exists() and text in run.log()):
+        assert process.poll() is None and time.monotonic() < deadline, run.err()
+        time.sleep(0.02)
 
 
 @pytest.mark.slow
 def test_torchrun_restarts_after_a_killed_worker(tmp_path, data, start_in, tmp_path_factory):
     """torchrun keeps its store: the rank that comes first must not find its dead peer there."""
-    args = ("--num_iterations", 100, "--save_every", 20)
-    options = dict(launcher=["--max-restarts=2"], late=3)
-    with torchrun(tmp_path, data, *args, **options) as (process, run):
-        wait_until(lambda: is_logged(run, "step:30/100"), process)
+    # Python imports it before the script. Once restarted, rank 0 comes first.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if os.environ.get('RANK') == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':\n"
+        "    time.sleep(3)\n")
+    args = ("--num_iterations", 40, "--save_every", 10)
+    with torchrun(tmp_path, data, *args, launcher=["--max-restarts=2"]) as (process, run):
+        wait_for_log(run, "step:15/40", process)
         os.kill(children(process.pid)[1], signal.SIGKILL)
         assert process.wait(timeout=120) == 0, run.err()
     resumed = re.findall(r"resumed at step:(\d+)", (run.folder / "log.txt").read_text())
-    assert len(resumed) == 1 and int(resumed[0]) >= 20
+    assert len(resumed) == 1 and int(resumed[0]) >= 10
     whole = start_in(tmp_path_factory.mktemp("uninterrupted"), *args, nproc=2)
     assert whole.wait() == [0, 0], whole.err()
-    assert_same_state(run.state(100), whole.state(100))
+    assert_same_state(run.state(40), whole.state(40))
 
 
 @pytest.mark.slow
@@ -711,7 +520,7 @@ def test_sigterm_to_torchrun(tmp_path, data):
     """torchrun passes it on; the ranks save, close the log and leave none behind."""
     args = ("--num_iterations", 2000, "--save_every", 1000)
     with torchrun(tmp_path, data, *args) as (process, run):
-        wait_until(lambda: is_logged(run, "step:5/2000"), process)
+        wait_for_log(run, "step:5/2000", process)
         workers = children(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) != 0  # torchrun says so of itself

@@ -1,0 +1,112 @@
+"""Runs of which each rank is a process, forked from a server that has imported torch once."""
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_gpt
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["test_distributed", "test_survival"])
+
+
+class Run:
+    """The ranks of a run named x: `wait` for them, then read what they did."""
+
+    def __init__(self, cwd, processes=()):
+        self.cwd = cwd
+        self.processes = processes
+        self.folder = cwd / "logs" / "x"
+
+    def wait(self, timeout=120):
+        """Exit codes by rank, negative where a signal ended it. A rank that hangs is a failure."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0, deadline - time.monotonic()))
+        hanging = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        for rank in hanging:
+            self.processes[rank].kill()
+        assert not hanging, f"ranks {hanging} hang after {timeout} s"
+        return [process.exitcode for process in self.processes]
+
+    def out(self, rank=0):
+        return (self.cwd / f"out-{rank}").read_text()
+
+    def err(self, rank=0):
+        return (self.cwd / f"err-{rank}").read_text()
+
+    def log(self):
+        """The log without the script's source and the list of hyperparameters that open it."""
+        return (self.folder / "log.txt").read_text().rpartition("=" * 100)[2]
+
+    def losses(self, rank=0):
+        """(step, exact loss) of each step that came to its gradients."""
+        lines = (self.cwd / f"losses-{rank}").read_text().splitlines()
+        return [(int(step), float.fromhex(loss)) for step, loss in map(str.split, lines)]
+
+    def mean_losses(self):
+        """The mean over the ranks of each step's loss."""
+        ranks = [self.losses(rank) for rank in range(len(self.processes))]
+        return [sum(loss for _, loss in step) / len(ranks) for step in zip(*ranks, strict=True)]
+
+    def state(self, step):
+        return torch.load(self.folder / f"step-{step:06d}.pt", weights_only=True)
+
+    def saved(self):
+        """Steps of the checkpoints that are there."""
+        return sorted(int(path.stem[5:]) for path in self.folder.glob("step-*.pt"))
+
+
+def start_run(cwd, flags, nproc=1, fault=None):
+    """Start main() on so many ranks. Each calls `fault(rank)`, of a test's file, before it."""
+    with pytest.MonkeyPatch.context() as patch:  # the server finds the tests and the script
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        multiprocessing.forkserver.ensure_running()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    argv = [*map(str, flags), "--run_id", "x"]
+    processes = [FORKS.Process(target=run_rank, args=(rank, nproc, port, cwd, argv, fault))
+                 for rank in range(nproc)]
+    for process in processes:
+        process.start()
+    return Run(cwd, processes)
+
+
+def run_rank(rank, nproc, port, cwd, argv, fault):
+    """What the process of a rank does: main(), its output in files, a fault put in its way."""
+    os.chdir(cwd)
+    for number, name in ((1, f"out-{rank}"), (2, f"err-{rank}")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    if nproc > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    losses_path = Path(f"losses-{rank}")
+    losses_path.write_text("")
+
+    def note_loss(step, losses):
+        with losses_path.open("a") as file:
+            file.write(f"{step} {losses[0].item().hex()}\n")
+
+    at_each_step(note_loss)
+    if fault:
+        fault(rank)
+    sys.exit(train_gpt.main(argv))
+
+
+def at_each_step(action):
+    """Call `action(step, losses)` once a step's gradients are there, before its update."""
+    check = train_gpt.Health.check
+
+    def check_after_action(health, step, losses):
+        action(step, losses)
+        return check(health, step, losses)
+
+    train_gpt.Health.check = check_after_action

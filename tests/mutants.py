@@ -197,7 +197,7 @@ FAULTS = [
     Fault("gpu", "the host waits for each step", "train_gpt.py",
           "self.read(late=int(news.is_cuda))", "self.read()"),
     Fault("gpu", "the host waits for each copy of a batch", "train_gpt.py",
-          "inputs.pin_memory().to(device, non_blocking=True)", "inputs.to(device)"),
+          "tokens = tokens.to(device, non_blocking=True)", "tokens = tokens.to(device)"),
     Fault("gpu", "Newton-Schulz in fp32", "train_gpt.py",
           "torch.bfloat16 if mean.is_cuda else torch.float32", "torch.float32"),
 ]

@@ -49,63 +49,62 @@ from torch.utils.checkpoint import checkpoint
 
 
 # ---- Hyperparameters --------------------------------------------------------
-def row(record, pocket):
-    """A field of the table: its value in each preset."""
-    return field(default=record, metadata={"pocket": pocket})
+def with_presets(table: type) -> type:
+    """A frozen dataclass of a table whose rows are `name: type = record, pocket`."""
+    for name in table.__annotations__:
+        record, pocket = getattr(table, name)
+        setattr(table, name, field(default=record, metadata={"pocket": pocket}))
+    return dataclass(frozen=True)(table)
 
 
-def both(value):
-    """A field that has one value in both presets."""
-    return row(value, value)
-
-
-@dataclass(frozen=True)
+@with_presets
 class Hyperparameters:
-    """Everything a run can be asked to do differently. Each field is a flag of the same name.
+    """The settings of a run. Each field is also a command-line flag.
 
-    In brackets stand the values of the presets record and pocket, or the one of both.
+    A row has the default of the preset record, then that of pocket.
     """
 
-    preset: str = row("record", "pocket")  # the column of values that the other flags change
+    preset: str = "record", "pocket"  # the defaults that the other flags change
     # Model
-    vocab_size: int = row(50257, 257)  # token ids lie below it
-    vocab_multiple: int = row(128, 16)  # embeddings and head are padded to a multiple of it
-    eot_token: int = row(50256, 256)  # end-of-text, the token that opens each document
-    model_dim: int = row(768, 64)  # width of the residual stream
-    head_dim: int = row(128, 16)  # width of an attention head
-    num_layers: int = row(12, 2)  # of attention and an MLP each
-    rope_base: int = row(10000, 32)  # inverse of the lowest rotary frequency
-    seed: int = both(0)  # of the initial weights
+    vocab_size: int = 50257, 257  # token ids are smaller
+    vocab_multiple: int = 128, 16  # embeddings and head are padded to a multiple of it
+    eot_token: int = 50256, 256  # end-of-text, the token that opens each document
+    model_dim: int = 768, 64  # width of the residual stream
+    head_dim: int = 128, 16  # width of an attention head
+    num_layers: int = 12, 2  # of attention and an MLP each
+    rope_base: int = 10000, 32  # inverse of the lowest rotary frequency
+    seed: int = 0, 0  # seed of the initial weights
     # Optimizers
-    embed_lr: float = row(0.0036, 0.025)  # Adam's rate of the matrix of embedding and head
-    muon_lr: float = row(0.00036, 0.005)  # Muon's rate; root mean square of a step
-    muon_momentum: float = row(0.95, 0.85)  # decay of Muon's sum of gradients
+    embed_lr: float = 0.0036, 0.025  # Adam's rate of the matrix of embedding and head
+    muon_lr: float = 0.00036, 0.005  # Muon's rate; root mean square of a step
+    muon_momentum: float = 0.95, 0.85  # Muon's momentum
     # Schedules
-    num_iterations: int = row(5100, 240)  # optimizer steps
-    seq_lens: tuple = row((1024,), (128,))  # tokens of a training sequence
-    cooldown_frac: float = row(1450 / 5100, 0.7)  # last part of the run, in which the rates fall
+    num_iterations: int = 5100, 240  # optimizer steps
+    seq_lens: tuple = (1024,), (128,)  # tokens of a training sequence
+    cooldown_frac: float = 1450 / 5100, 0.7  # last share of the run, in which rates fall
     # Data and validation
-    train_files: str = row("data/fineweb10B/fineweb_train_*.bin", "data/pocket/pocket_train_*.bin")
-    val_files: str = row("data/fineweb10B/fineweb_val_*.bin", "data/pocket/pocket_val_*.bin")
-    sequences_per_step: int = row(512, 16)  # sequences of a step, all ranks together
-    sequences_per_forward: int = row(64, 16)  # sequences that a rank runs at once, at most
-    sequence_stride: int = row(1, 1_000_003)  # between sequences, modulo all of a shard
-    val_seq_len: int = row(1024, 128)  # tokens of a validation sequence
-    val_tokens: int = row(10_485_760, 262_144)  # validation tokens, each counted once
-    val_every: int = row(125, 0)  # steps between validations; 0: only the last
-    target_loss: float = row(3.28, 1.64)  # validation loss to reach, nats per token
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin", "data/pocket/pocket_train_*.bin"
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin", "data/pocket/pocket_val_*.bin"
+    sequences_per_step: int = 512, 16  # sequences of a step, all ranks together
+    sequences_per_forward: int = 64, 16  # sequences that a rank runs at once, at most
+    sequence_stride: int = 1, 1_000_003  # between sequences, modulo all of a shard
+    val_seq_len: int = 1024, 128  # tokens of a validation sequence
+    val_tokens: int = 10_485_760, 262_144  # validation tokens, each counted once
+    val_every: int = 125, 0  # steps between validations; 0: only the last
+    target_loss: float = 3.28, 1.64  # validation loss to reach, nats per token
     # Run
-    device: str = both("auto")  # cuda, cpu, or auto: cuda where there is one
-    run_id: str = both("")  # name of the folder under logs/; empty: made from the time
-    warmup_steps: int = row(10, 1)  # untimed steps on blank tokens, which warm the kernels up
-    head_chunks: int = both(0)  # pieces in which the head is computed; 0: by the card's memory
-    save_every: int = both(0)  # steps between checkpoints; 0: none
-    resume: str = both("")  # checkpoint to go on from; auto: the newest whole one of --run_id
-    init: str = both("")  # checkpoint whose weights a new run begins with
+    device: str = "auto", "auto"  # cuda, cpu, or auto: cuda where there is one
+    run_id: str = "", ""  # name of the folder under logs/; empty: made from the time
+    warmup_steps: int = 10, 1  # untimed steps per stage that warm up the kernels
+    head_chunks: int = 0, 0  # pieces in which the head is computed; 0: by the card's memory
+    save_every: int = 0, 0  # steps between checkpoints; 0: none
+    resume: str = "", ""  # checkpoint to resume; auto: the newest of --run_id
+    init: str = "", ""  # checkpoint whose weights a new run starts from
 
 
 def check_model(cfg, require):
-    """Ask `require(holds, flag, rule)` for what this record needs beyond the harness."""
+    """Check this record's own flags by `require(holds, flag, rule)`."""
+    require(len(cfg.seq_lens) == 1, "seq_lens", "be one length")
     require(cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
     require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
     require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
@@ -129,7 +128,7 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     x = x_BTHK
     half = x.size(-1) // 2
-    partner = x.roll(half, dims=-1)  # of each entry, the other one of its pair
+    partner = x.roll(half, dims=-1)  # the other entry of each pair
     cos = torch.cat([cos, cos], dim=-1)  # (T, 1, K)
     sin = torch.cat([sin, -sin], dim=-1)  # (T, 1, K)
     return (x * cos + partner * sin).type_as(x_BTHK)
@@ -174,7 +173,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: attention and an MLP, both on the normed residual stream."""
+    """A layer: attention and an MLP, both pre-normed."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -209,7 +208,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Initialise every matrix by its name. Raises KeyError for one it does not know."""
+        """Initialise each matrix by its name. Raises KeyError for an unknown one."""
         for name, param in self.named_parameters():
             if name.endswith(("embed.weight", "q.weight", "k.weight", "v.weight", "fc.weight")):
                 bound = param.size(-1) ** -0.5
@@ -246,7 +245,7 @@ class GPT(nn.Module):
         size = self.tokens_per_piece
         if len(x_SD) <= size:
             return self.head_loss(x_SD, targets_S)
-        # Piece by piece, each computed again in the backward pass, all logits are never held.
+        # In pieces, recomputed in the backward pass: the logits are never in memory all at once.
         loss = 0
         for x, targets in zip(x_SD.split(size), targets_S.split(size)):
             loss = loss + checkpoint(self.head_loss, x, targets, use_reentrant=False)
@@ -255,7 +254,7 @@ class GPT(nn.Module):
 
 # ---- Optimizers -------------------------------------------------------------
 def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nearly the closest semi-orthogonal matrix, by Newton-Schulz iterations.
+    """Nearly the closest semi-orthogonal matrix, by Newton-Schulz iteration.
 
     Muon: Keller Jordan et al., https://kellerjordan.github.io/posts/muon/.
     """
@@ -284,14 +283,14 @@ def muon_update(update, grad, mean, *, momentum):
 def adam_update(weight, grad, mean, square, count, *, lr, betas):
     """A step of Adam, https://arxiv.org/abs/1412.6980, in fp32 and in place.
 
-    count: of steps taken, a tensor.
+    count: steps taken, a tensor.
     """
     count += 1
     beta1, beta2 = betas
     grad = grad.float()
     new_mean = mean.float().lerp(grad, 1 - beta1)
     new_square = square.float().lerp(grad.square(), 1 - beta2)
-    # Both means begin at zero; what that takes from them is given back.
+    # Bias correction, as both means begin at zero
     step_size = lr / (1 - beta1**count)
     size = (new_square / (1 - beta2**count)).sqrt()
     weight.copy_(weight.float() - step_size * new_mean / (size + 1e-8))
@@ -301,7 +300,7 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas):
 
 @dataclass
 class Group:
-    """A row of the table: which parameters, and how they step."""
+    """A row of the table: some parameters and how they are updated."""
 
     name: str
     rule: type  # Adam or Muon
@@ -311,7 +310,7 @@ class Group:
 
 
 def parameter_groups(model: GPT, cfg) -> list[Group]:
-    """The table. Each parameter of the model is in one row."""
+    """The table of parameter groups. Each parameter of the model is in one row."""
     def ending(*names):
         return [param for name, param in model.named_parameters() if name.endswith(names)]
 
@@ -325,7 +324,7 @@ def parameter_groups(model: GPT, cfg) -> list[Group]:
 
 
 class Optimizer:
-    """A group's parameters and gradients, each as one flat buffer, and its state, on every rank."""
+    """A group's weights and gradients as two flat buffers, and its state, on every rank."""
 
     def __init__(self, group, ranks):
         self.group = group
@@ -355,7 +354,7 @@ class Optimizer:
             self.handle = dist.all_reduce(self.grads, async_op=True)
 
     def update(self, now, divisor):
-        """Step by gradients / divisor, or begin to."""
+        """Update by gradients / divisor, or begin to."""
         self.wait()
         self.grads.div_(divisor)
         self.lr.fill_(self.group.lr * now.lr_factor)
@@ -371,13 +370,13 @@ class Optimizer:
         return {key: value.flatten().cpu() for key, value in self.state.items()}
 
     def load_full_state(self, full):
-        """Take what `full_state` gave."""
+        """Take the state of `full_state`."""
         for key, value in self.state.items():
             value.copy_(full[key].view_as(value))
 
 
 class Adam(Optimizer):
-    """Adam on tensors of any shapes, by every rank."""
+    """Adam on tensors of any shape, by every rank."""
 
     def __init__(self, group, ranks):
         super().__init__(group, ranks)
@@ -424,7 +423,7 @@ def build_optimizers(model: GPT, cfg, ranks) -> list[Optimizer]:
 
 
 def step_optimizers(optimizers: list[Optimizer], now: "Schedule", divisor: int):
-    """One step of all. What one computes overlaps what the others communicate."""
+    """One step of all optimizers. Each one computes while others communicate."""
     for optimizer in optimizers:
         optimizer.reduce()
     for optimizer in optimizers:
@@ -436,7 +435,7 @@ def step_optimizers(optimizers: list[Optimizer], now: "Schedule", divisor: int):
 # ---- Schedules --------------------------------------------------------------
 @dataclass
 class Schedule:
-    """The numbers of one step."""
+    """What changes from step to step."""
 
     stage: int
     seq_len: int  # tokens of a sequence
@@ -445,10 +444,10 @@ class Schedule:
 
 
 def schedule(step: int, cfg) -> Schedule:
-    """The numbers of a step, from 0 to num_iterations; with the last one nothing is trained."""
+    """The schedule of a step from 0 to num_iterations. The last one only validates."""
     progress = step / cfg.num_iterations
 
-    # Rates: they fall linearly to zero.
+    # Learning rate: linearly down to zero
     lr_factor = min(1.0, (1 - progress) / cfg.cooldown_frac)
 
     return Schedule(
@@ -461,12 +460,13 @@ def schedule(step: int, cfg) -> Schedule:
 
 # ---- Training ---------------------------------------------------------------
 def cut_rows(tokens, documents, position: int, length: int, cfg):
-    """A step's sequences (N, length + 1) from a position of a shard on, and the next position."""
+    """Cut a step's sequences, (N, length + 1), from a shard. Returns them and the next position."""
     return consecutive_rows(tokens, position, length, cfg)
 
 
 def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
-    """Compilation for the GPU at hand. Returns the head's type."""
+    """Mixed precision and compilation. Returns the head's type."""
+    model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     model.compile(dynamic=False)
     return "bf16"
 
@@ -482,10 +482,10 @@ def accumulate_gradients(model: GPT, batches: list, now: Schedule) -> Tensor:
 
 
 def train(run: "Run", cfg):
-    """The training loop. It ends when all steps are done, or when a signal asks to stop."""
+    """The training loop. It ends after the last step, or when a signal asks it to stop."""
     last = cfg.num_iterations
     run.clock.start()
-    for step in range(run.first_step, last + 1):  # one round more than steps: the last validates
+    for step in range(run.first_step, last + 1):  # the last round only validates
         now = schedule(step, cfg)
 
         if run.validation_is_due(step):
@@ -1253,11 +1253,14 @@ def parse_value(text: str, default):
 
 
 def print_help():
-    """The table of hyperparameters, as it stands above."""
+    """The docstring and the table of hyperparameters, as they stand above."""
+    def columns(row):
+        name, values, meaning = row.groups()
+        return f"  --{name:21} {values:29}{meaning}"
+
     table = inspect.getsource(Hyperparameters).partition("class Hyperparameters:\n")[2]
-    table = table.replace('"""', "")
     print(__doc__)
-    print(re.sub(r"    (\w+): \w+ = \w+", r"  --\1 ", table))
+    print(re.sub(r"    (\w+): \w+ = (.*?)(  #.*|)$", columns, table.replace('"""', ""), flags=re.M))
 
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:

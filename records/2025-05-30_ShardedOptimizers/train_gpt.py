@@ -56,70 +56,69 @@ from torch.utils.checkpoint import checkpoint
 
 
 # ---- Hyperparameters --------------------------------------------------------
-def row(record, pocket):
-    """A field of the table: its value in each preset."""
-    return field(default=record, metadata={"pocket": pocket})
+def with_presets(table: type) -> type:
+    """A frozen dataclass of a table whose rows are `name: type = record, pocket`."""
+    for name in table.__annotations__:
+        record, pocket = getattr(table, name)
+        setattr(table, name, field(default=record, metadata={"pocket": pocket}))
+    return dataclass(frozen=True)(table)
 
 
-def both(value):
-    """A field that has one value in both presets."""
-    return row(value, value)
-
-
-@dataclass(frozen=True)
+@with_presets
 class Hyperparameters:
-    """Everything a run can be asked to do differently. Each field is a flag of the same name.
+    """The settings of a run. Each field is also a command-line flag.
 
-    In brackets stand the values of the presets record and pocket, or the one of both.
+    A row has the default of the preset record, then that of pocket.
     """
 
-    preset: str = row("record", "pocket")  # the column of values that the other flags change
+    preset: str = "record", "pocket"  # the defaults that the other flags change
     # Model
-    vocab_size: int = row(50257, 257)  # token ids lie below it
-    vocab_multiple: int = row(128, 16)  # the head is padded to a multiple of it
-    eot_token: int = row(50256, 256)  # end-of-text, the token that opens each document
-    model_dim: int = row(768, 64)  # width of the residual stream
-    head_dim: int = row(128, 16)  # width of an attention head
-    attention_pattern: str = row("LSSSLSS.SSSL", "L.")  # each layer's window: Long, Short, . none
-    value_embed_pattern: str = row("012......012", "0.")  # each layer's value embedding, . for none
-    attention_scale: float = row(0.12, 0.5)  # factor of the attention scores
-    rope_base: int = row(1024, 32)  # inverse of the lowest rotary frequency
-    fp8_head: bool = both(True)  # FP8 products in the head while training, where the GPU has them
-    seed: int = both(0)  # of the initial weights
+    vocab_size: int = 50257, 257  # token ids are smaller
+    vocab_multiple: int = 128, 16  # the head is padded to a multiple of it
+    eot_token: int = 50256, 256  # end-of-text, the token that opens each document
+    model_dim: int = 768, 64  # width of the residual stream
+    head_dim: int = 128, 16  # width of an attention head
+    attention_pattern: str = "LSSSLSS.SSSL", "L."  # each layer's window: Long, Short, . none
+    value_embed_pattern: str = "012......012", "0."  # each layer's value embedding, . for none
+    attention_scale: float = 0.12, 0.5  # factor of the attention scores
+    rope_base: int = 1024, 32  # inverse of the lowest rotary frequency
+    fp8_head: bool = True, True  # FP8 products in the head while training, where the GPU has them
+    seed: int = 0, 0  # seed of the initial weights
     # Optimizers
-    embed_lr: float = row(0.6, 0.5)  # Adam's rate of token and value embeddings
-    head_lr: float = row(0.008, 0.03)  # Adam's rate of output head
-    muon_lr: float = row(0.05, 0.08)  # Muon's rate; about the spectral norm of a step
-    muon_momentum: float = row(0.95, 0.85)  # decay of Muon's mean of gradients, after its warm-up
+    embed_lr: float = 0.6, 0.5  # Adam's rate of token and value embeddings
+    head_lr: float = 0.008, 0.03  # Adam's rate of output head
+    muon_lr: float = 0.05, 0.08  # Muon's rate; about the spectral norm of a step
+    muon_momentum: float = 0.95, 0.85  # Muon's momentum
     # Schedules
-    num_iterations: int = row(1770, 240)  # optimizer steps
-    seq_lens: tuple = row((49152,), (128,))  # tokens of a training sequence
-    window_tokens: int = row(1728, 128)  # long window at the end, rounded up to blocks of 128
-    cooldown_frac: float = row(0.4, 0.7)  # last part of the run, in which the rates fall
+    num_iterations: int = 1770, 240  # optimizer steps
+    seq_lens: tuple = (49152,), (128,)  # tokens of a training sequence
+    window_tokens: int = 1728, 128  # long window at the end, rounded up to blocks of 128
+    cooldown_frac: float = 0.4, 0.7  # last share of the run, in which rates fall
     # Data and validation
-    train_files: str = row("data/fineweb10B/fineweb_train_*.bin", "data/pocket/pocket_train_*.bin")
-    val_files: str = row("data/fineweb10B/fineweb_val_*.bin", "data/pocket/pocket_val_*.bin")
-    sequences_per_step: int = row(8, 16)  # sequences of a step, all ranks together
-    sequences_per_forward: int = row(1, 16)  # sequences that a rank runs at once, at most
-    sequence_stride: int = row(1, 1_000_003)  # between sequences, modulo all of a shard
-    val_seq_len: int = row(262_144, 4096)  # tokens of a validation sequence
-    val_tokens: int = row(10_485_760, 262_144)  # validation tokens, each counted once
-    val_every: int = row(125, 0)  # steps between validations; 0: only the last
-    target_loss: float = row(3.28, 1.64)  # validation loss to reach, nats per token
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin", "data/pocket/pocket_train_*.bin"
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin", "data/pocket/pocket_val_*.bin"
+    sequences_per_step: int = 8, 16  # sequences of a step, all ranks together
+    sequences_per_forward: int = 1, 16  # sequences that a rank runs at once, at most
+    sequence_stride: int = 1, 1_000_003  # between sequences, modulo all of a shard
+    val_seq_len: int = 262_144, 4096  # tokens of a validation sequence
+    val_tokens: int = 10_485_760, 262_144  # validation tokens, each counted once
+    val_every: int = 125, 0  # steps between validations; 0: only the last
+    target_loss: float = 3.28, 1.64  # validation loss to reach, nats per token
     # Run
-    device: str = both("auto")  # cuda, cpu, or auto: cuda where there is one
-    run_id: str = both("")  # name of the folder under logs/; empty: made from the time
-    warmup_steps: int = row(10, 1)  # untimed steps on blank tokens, which warm the kernels up
-    head_chunks: int = both(0)  # pieces in which the head is computed; 0: by the card's memory
-    save_every: int = both(0)  # steps between checkpoints; 0: none
-    resume: str = both("")  # checkpoint to go on from; auto: the newest whole one of --run_id
-    init: str = both("")  # checkpoint whose weights a new run begins with
+    device: str = "auto", "auto"  # cuda, cpu, or auto: cuda where there is one
+    run_id: str = "", ""  # name of the folder under logs/; empty: made from the time
+    warmup_steps: int = 10, 1  # untimed steps per stage that warm up the kernels
+    head_chunks: int = 0, 0  # pieces in which the head is computed; 0: by the card's memory
+    save_every: int = 0, 0  # steps between checkpoints; 0: none
+    resume: str = "", ""  # checkpoint to resume; auto: the newest of --run_id
+    init: str = "", ""  # checkpoint whose weights a new run starts from
 
 
 def check_model(cfg, require):
-    """Ask `require(holds, flag, rule)` for what this record needs beyond the harness."""
+    """Check this record's own flags by `require(holds, flag, rule)`."""
     layers = len(cfg.attention_pattern)
     tables = "".join(sorted(set(cfg.value_embed_pattern) - {"."}))
+    require(len(cfg.seq_lens) == 1, "seq_lens", "be one length")
     require(cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
     require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
     letters = re.fullmatch("[LS.]{1,99}", cfg.attention_pattern)
@@ -144,21 +143,21 @@ def norm(x: Tensor) -> Tensor:
 
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """x · scale in an FP8 type. What is too large becomes its largest number."""
-    limit = torch.finfo(dtype).max  # casts saturate by themselves only since torch 2.12
+    """x · scale in an FP8 type. Values out of range saturate."""
+    limit = torch.finfo(dtype).max  # casts saturate only since torch 2.12
     scaled = x.float().mul(scale)
     return scaled.clamp(-limit, limit).to(dtype)
 
 
 def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, **options) -> Tensor:
-    """a @ b · scale. A GPU takes a row-major, b column-major, K and N multiples of 16."""
+    """a @ b · scale. A GPU needs a row-major, b column-major, K and N multiples of 16."""
     scale_a = torch.full((), scale, device=a_MK.device)
     scale_b = torch.ones_like(scale_a)
     return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, **options)
 
 
-# Factors before the casts to FP8. They bring values of typical size into its range. They are no
-# attributes of the class below, as a compiler does not follow those of an autograd.Function.
+# Scales before the casts to FP8, which bring typical values into its range. They are constants
+# of the module because torch.compile does not read attributes of an autograd.Function.
 FP8_X_SCALE = 2.0
 FP8_W_SCALE = 2.0**9
 FP8_GRAD_SCALE = 2.0**19
@@ -168,7 +167,7 @@ class FP8Product(torch.autograd.Function):
     """x (S, D) @ w (V, D).T in FP8, as bf16: @YouJiacheng.
 
     x and w are cast to e4m3, which has more digits; the gradient to e5m2, which has more range.
-    A compiler sees the casts and fuses them with what comes before.
+    torch.compile fuses the casts with the operations before them.
     """
 
     @staticmethod
@@ -183,7 +182,7 @@ class FP8Product(torch.autograd.Function):
     def backward(ctx, grad):
         x_f8, w_f8 = ctx.saved_tensors
         grad_f8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)  # (S, V)
-        # The right factor of each product is column-major: a transposed copy, transposed back.
+        # The right factor must be column-major: copy the transpose, then transpose back.
         w_columns = w_f8.T.contiguous().T  # (V, D)
         x_columns = x_f8.T.contiguous().T  # (S, D)
         grad_rows = grad_f8.T.contiguous()  # (V, S)
@@ -210,13 +209,13 @@ class CastedLinear(nn.Linear):
         return F.linear(x, self.weight.type_as(x))
 
 
-# Attention. Token q sees token k where k <= q, both are of one document (@KoszarskyB), and
-# fewer than `window` blocks lie between them (@YouJiacheng). All B·T tokens are one sequence here,
-# as documents keep rows apart.
+# Attention. Query q attends to key k if k <= q, both are in one document (@KoszarskyB), and
+# fewer than `window` blocks lie between them (@YouJiacheng).
+# The B rows are one sequence of B·T tokens: documents keep them apart.
 def order_blocks(seen_QK: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row: how many blocks are seen, (1, 1, Q); and all blocks, these first, (1, 1, Q, K).
+    """A row's number of seen blocks, (1, 1, Q), and all its blocks, seen ones first, (1, 1, Q, K).
 
-    Places are counted, as a sort compiles for minutes.
+    Cumulative sums give each block its place. A sort would take minutes to compile.
     """
     seen_so_far = seen_QK.cumsum(-1)
     unseen_so_far = (~seen_QK).cumsum(-1)
@@ -231,7 +230,7 @@ def order_blocks(seen_QK: Tensor) -> tuple[Tensor, Tensor]:
 def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
     """FlexAttention's mask, from each token's document number and the window in blocks.
 
-    All is tensor operations, so that a window that grows compiles nothing anew.
+    It is built by tensor operations, so a growing window needs no recompilation.
     """
     docs_S = docs_BT.flatten()
     docs = docs_S.view(-1, BLOCK)  # (blocks, 128)
@@ -270,10 +269,10 @@ def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
 
 
 def dense_mask(docs_BT: Tensor, window: Tensor) -> Tensor:
-    """What is added to the scores of each block of queries: (blocks, 1, 128, keys), 0 or -inf.
+    """An additive mask for each block of queries, (blocks, 1, 128, keys), of 0 and -inf.
 
-    Where FlexAttention is not compiled. Keys are those of a block and of the blocks before it
-    that the window reaches, so that the cost grows with the window, not with the sequence.
+    It is used where FlexAttention is not compiled. The keys are those of the block and of the
+    blocks before it within the window, so the cost grows with the window, not with the sequence.
     """
     blocks_before = min(int(window), docs_BT.numel() // BLOCK) - 1
     docs = docs_BT.view(-1, BLOCK)  # (blocks, 128)
@@ -285,7 +284,7 @@ def dense_mask(docs_BT: Tensor, window: Tensor) -> Tensor:
 
 
 def gather_window(blocks: Tensor, window: int) -> Tensor:
-    """(blocks, 128, …) to (blocks, window · 128, …): each block after those before it."""
+    """Put each block behind those before it: (blocks, 128, …) to (blocks, window · 128, …)."""
     if window == 1:
         return blocks
     padding = blocks.new_zeros(window - 1, *blocks.shape[1:])
@@ -317,7 +316,7 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     x = x_BTHK.float()
     half = x.size(-1) // 2
-    partner = x.roll(half, dims=-1)  # of each entry, the other one of its pair
+    partner = x.roll(half, dims=-1)  # the other entry of each pair
     cos = torch.cat([cos, cos], dim=-1)  # (T, 1, K)
     sin = torch.cat([sin, -sin], dim=-1)  # (T, 1, K)
     return (x * cos + partner * sin).type_as(x_BTHK)
@@ -365,7 +364,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: attention, if it has any, and an MLP, both on the normed residual stream."""
+    """A layer: attention, unless its window is ".", and an MLP, both pre-normed."""
 
     def __init__(self, cfg, window, value_table):
         super().__init__()
@@ -375,7 +374,7 @@ class Block(nn.Module):
         if window != ".":
             self.attn = CausalSelfAttention(cfg)
         self.mlp = MLP(cfg)
-        # The embedding is mixed in as each layer learns to.
+        # The embedding's share begins at 0.
         self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # factors of x and x0
 
     def forward(self, x, x0, value_embed, rotary, mask):
@@ -404,11 +403,11 @@ class GPT(nn.Module):
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
         self.lm_head = CastedLinear(cfg.model_dim, vocab)
         self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)  # of the head
-        # A tensor, so that a window that grows compiles nothing anew: long and short, in blocks.
+        # A buffer, so that a growing window needs no recompilation: long and short, in blocks.
         windows = torch.zeros(2, dtype=torch.int32)
         self.register_buffer("windows", windows, persistent=False)
         last = schedule(cfg.num_iterations, cfg)
-        self.set_window(last.window)  # a model that is loaded is used as in the last validation
+        self.set_window(last.window)  # as a loaded model is used
         # Half-truncated rotary embedding: half of the pairs do not rotate at all: @YouJiacheng
         quarter = cfg.head_dim // 4
         exponent = torch.linspace(0, 1, steps=quarter)
@@ -419,13 +418,13 @@ class GPT(nn.Module):
         self.register_buffer("rotary", rotary, persistent=False)
 
     def set_window(self, blocks):
-        """Take the long window; the short one is half as long."""
+        """Set the long window and the short one, half as long."""
         self.windows[0] = blocks
         self.windows[1] = max(1, blocks // 2)
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Initialise every matrix by its name. Raises KeyError for one it does not know."""
+        """Initialise each matrix by its name. Raises KeyError for an unknown one."""
         for name, param in self.named_parameters():
             if "embed" in name:
                 param.normal_(generator=generator)
@@ -434,7 +433,7 @@ class GPT(nn.Module):
                 param.uniform_(-bound, bound, generator=generator)
             elif name.endswith(".weight"):
                 param.zero_()  # zero-initialised projections: @Grad62304977
-            elif not re.search("lambda|skip", name):  # these have values from the constructors
+            elif not re.search("lambda|skip", name):  # these are initialised by the constructors
                 raise KeyError(f"no initialisation for the parameter {name}")
 
     def hidden(self, inputs_BT):
@@ -443,7 +442,7 @@ class GPT(nn.Module):
         length = inputs_BT.size(1)
         padding = -length % BLOCK
         inputs_BT = F.pad(inputs_BT, (0, padding), value=cfg.eot_token)
-        # Documents are numbered from row to row, so that rows do not see each other.
+        # Documents are numbered through all rows, so that no row attends to another.
         starts_BT = inputs_BT == cfg.eot_token
         starts_BT[:, 0] = True
         docs_S = starts_BT.flatten().cumsum(0, dtype=torch.int32)
@@ -482,10 +481,10 @@ class GPT(nn.Module):
     def head_loss(self, x_SD, targets_S, ids_V):
         """Cross-entropy, summed over positions.
 
-        As logits are capped at 30, the sum of their exponentials needs no maximum.
+        Logits are at most 30, so their exponentials are summed without subtracting a maximum.
         """
         logits_SV = self.logits(x_SD)
-        if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits; a gather does not
+        if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not
             is_target_SV = targets_S[:, None] == ids_V
             target_logit_S = (logits_SV * is_target_SV).sum(-1)
             losses_S = logits_SV.exp().sum(-1).log() - target_logit_S
@@ -503,7 +502,7 @@ class GPT(nn.Module):
         size = self.tokens_per_piece
         if len(x_SD) <= size:
             return self.head_loss(x_SD, targets_S, ids_V)
-        # Piece by piece, each computed again in the backward pass, all logits are never held.
+        # In pieces, recomputed in the backward pass: the logits are never in memory all at once.
         loss = 0
         for x, targets in zip(x_SD.split(size), targets_S.split(size)):
             loss = loss + checkpoint(self.head_loss, x, targets, ids_V, use_reentrant=False)
@@ -512,7 +511,7 @@ class GPT(nn.Module):
 
 # ---- Optimizers -------------------------------------------------------------
 def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nearly the closest semi-orthogonal matrix to each of (B, M, N), by Newton-Schulz iterations.
+    """Nearly the closest semi-orthogonal matrix to each of (B, M, N), by Newton-Schulz iteration.
 
     Muon: Keller Jordan et al., https://kellerjordan.github.io/posts/muon/.
     Batched: @scottjmaddox, @YouJiacheng.
@@ -542,14 +541,14 @@ def muon_update(weight, grad, mean, *, lr, momentum, dtype):
 def adam_update(weight, grad, mean, square, count, *, lr, betas):
     """A step of Adam, https://arxiv.org/abs/1412.6980, in fp32 and in place.
 
-    count: of steps taken, a tensor.
+    count: steps taken, a tensor.
     """
     count += 1
     beta1, beta2 = betas
     grad = grad.float()
     new_mean = mean.float().lerp(grad, 1 - beta1)
     new_square = square.float().lerp(grad.square(), 1 - beta2)
-    # Both means begin at zero; what that takes from them is given back.
+    # Bias correction, as both means begin at zero
     step_size = lr / (1 - beta1**count)
     size = (new_square / (1 - beta2**count)).sqrt()
     weight.copy_(weight.float() - step_size * new_mean / (size + 1e-10))
@@ -559,7 +558,7 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas):
 
 @dataclass
 class Group:
-    """A row of the table: which parameters, and how they step."""
+    """A row of the table: some parameters and how they are updated."""
 
     name: str
     rule: type  # Adam or Muon
@@ -569,7 +568,7 @@ class Group:
 
 
 def parameter_groups(model: GPT, cfg) -> list[Group]:
-    """The table. Each parameter of the model is in one row."""
+    """The table of parameter groups. Each parameter of the model is in one row."""
     def ending(*names):
         return [param for name, param in model.named_parameters() if name.endswith(names)]
 
@@ -587,11 +586,11 @@ def parameter_groups(model: GPT, cfg) -> list[Group]:
 
 
 class ShardedOptimizer:
-    """A group's parameters and gradients, each as one flat buffer, and this rank's state.
+    """A group's weights and gradients as two flat buffers, and this rank's part of the state.
 
-    One call sums all its gradients over the ranks, or gathers all its weights. Rank r owns the
-    r-th part: it alone has its state and steps on it. A part is of whole units, scalars or
-    matrices, so the buffers are padded.
+    One reduce-scatter sums all gradients, one all-gather collects all weights. Rank r owns the
+    r-th part: only it holds the state of that part and updates it, as in ZeRO,
+    https://arxiv.org/abs/1910.02054. No matrix is split, so the buffers are padded.
     """
 
     def __init__(self, group, ranks, unit=1):
@@ -612,7 +611,7 @@ class ShardedOptimizer:
             param.data = weight.copy_(param.detach())
             param.grad = self.grads[start:end].view_as(param)
             start = end
-        self.grad = self.grads  # what this rank steps by
+        self.grad = self.grads  # this rank's part of their sum
         if ranks.world_size > 1:
             self.grad = torch.empty_like(self.grads[self.mine])
         self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
@@ -627,7 +626,7 @@ class ShardedOptimizer:
             self.handle = dist.reduce_scatter_tensor(self.grad, self.grads, async_op=True)
 
     def update(self, now, divisor):
-        """Step on this rank's part by gradients / divisor, then begin to gather all parts."""
+        """Update this rank's part by gradients / divisor, then begin to gather all parts."""
         self.wait()
         self.grad.div_(divisor)
         self.lr.fill_(self.group.lr * now.lr_factor)
@@ -651,7 +650,7 @@ class ShardedOptimizer:
         return full
 
     def load_full_state(self, full):
-        """Take this rank's part of what `full_state` gave on any number of ranks."""
+        """Take this rank's part of a `full_state` from any number of ranks."""
         for key, share in self.state.items():
             whole = full[key]
             if share.ndim:
@@ -662,7 +661,7 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Adam on tensors of any shapes."""
+    """Adam on tensors of any shape."""
 
     def __init__(self, group, ranks):
         super().__init__(group, ranks)
@@ -711,7 +710,7 @@ def build_optimizers(model: GPT, cfg, ranks) -> list[ShardedOptimizer]:
 
 
 def step_optimizers(optimizers: list[ShardedOptimizer], now: "Schedule", divisor: int):
-    """One step of all. What one computes overlaps what the others communicate."""
+    """One step of all optimizers. Each one computes while others communicate."""
     for optimizer in optimizers:
         optimizer.reduce()
     for optimizer in optimizers:
@@ -724,7 +723,7 @@ def step_optimizers(optimizers: list[ShardedOptimizer], now: "Schedule", divisor
 # ---- Schedules --------------------------------------------------------------
 @dataclass
 class Schedule:
-    """The numbers of one step."""
+    """What changes from step to step."""
 
     stage: int
     seq_len: int  # tokens of a sequence
@@ -734,14 +733,14 @@ class Schedule:
 
 
 def schedule(step: int, cfg) -> Schedule:
-    """The numbers of a step, from 0 to num_iterations; with the last one nothing is trained."""
+    """The schedule of a step from 0 to num_iterations. The last one only validates."""
     progress = step / cfg.num_iterations
 
-    # Rates: they fall linearly to a tenth.
+    # Learning rate: linearly down to 0.1
     high = min(1.0, (1 - progress) / cfg.cooldown_frac)
     lr_factor = high + (1 - high) * 0.1
 
-    # Muon's momentum: up from 0.85 in the first 300 steps.
+    # Muon's momentum: up from 0.85 in the first 300 steps
     high = min(1.0, step / 300)
     momentum = high * cfg.muon_momentum + (1 - high) * 0.85
 
@@ -759,16 +758,16 @@ def schedule(step: int, cfg) -> Schedule:
 
 # ---- Training ---------------------------------------------------------------
 def cut_rows(tokens, documents, position: int, length: int, cfg):
-    """A step's sequences (N, length + 1) from a position of a shard on, and the next position."""
+    """Cut a step's sequences, (N, length + 1), from a shard. Returns them and the next position."""
     return consecutive_rows(tokens, position, length, cfg)
 
 
-# Of FlexAttention's backward pass, for cards with less shared memory than an A100.
+# Tile sizes of FlexAttention's backward pass for GPUs with less shared memory than an A100
 SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
 
 
 def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
-    """Types, kernel options and compilation for the GPU at hand. Returns the head's type."""
+    """Set types and kernel options for this GPU, and compile. Returns the head's type."""
     for name, module in model.named_modules():
         if "embed" in name:
             module.bfloat16()
@@ -794,10 +793,10 @@ def accumulate_gradients(model: GPT, batches: list, now: Schedule) -> Tensor:
 
 
 def train(run: "Run", cfg):
-    """The training loop. It ends when all steps are done, or when a signal asks to stop."""
+    """The training loop. It ends after the last step, or when a signal asks it to stop."""
     last = cfg.num_iterations
     run.clock.start()
-    for step in range(run.first_step, last + 1):  # one round more than steps: the last validates
+    for step in range(run.first_step, last + 1):  # the last round only validates
         now = schedule(step, cfg)
         run.model.set_window(now.window)
 
@@ -1566,11 +1565,14 @@ def parse_value(text: str, default):
 
 
 def print_help():
-    """The table of hyperparameters, as it stands above."""
+    """The docstring and the table of hyperparameters, as they stand above."""
+    def columns(row):
+        name, values, meaning = row.groups()
+        return f"  --{name:21} {values:29}{meaning}"
+
     table = inspect.getsource(Hyperparameters).partition("class Hyperparameters:\n")[2]
-    table = table.replace('"""', "")
     print(__doc__)
-    print(re.sub(r"    (\w+): \w+ = \w+", r"  --\1 ", table))
+    print(re.sub(r"    (\w+): \w+ = (.*?)(  #.*|)$", columns, table.replace('"""', ""), flags=re.M))
 
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:

@@ -63,79 +63,77 @@ from torch.utils.checkpoint import checkpoint
 
 
 # ---- Hyperparameters --------------------------------------------------------
-def row(record, pocket):
-    """A field of the table: its value in each preset."""
-    return field(default=record, metadata={"pocket": pocket})
+def with_presets(table: type) -> type:
+    """A frozen dataclass of a table whose rows are `name: type = record, pocket`."""
+    for name in table.__annotations__:
+        record, pocket = getattr(table, name)
+        setattr(table, name, field(default=record, metadata={"pocket": pocket}))
+    return dataclass(frozen=True)(table)
 
 
-def both(value):
-    """A field that has one value in both presets."""
-    return row(value, value)
-
-
-@dataclass(frozen=True)
+@with_presets
 class Hyperparameters:
-    """Everything a run can be asked to do differently. Each field is a flag of the same name.
+    """The settings of a run. Each field is also a command-line flag.
 
     A run has five stages: the three thirds of its schedules, the extension, the last validation.
-    A tuple has an entry for each stage. Where it is shorter, its last entry holds on.
-    In brackets stand the values of the presets record and pocket, or the one of both.
+    A tuple has one value per stage. The last one also holds for the stages after it.
+    A row has the default of the preset record, then that of pocket.
     """
 
-    preset: str = row("record", "pocket")  # the column of values that the other flags change
+    preset: str = "record", "pocket"  # the defaults that the other flags change
     # Model
-    vocab_size: int = row(50257, 257)  # token ids lie below it
-    vocab_multiple: int = row(128, 16)  # embeddings and head are padded to a multiple of it
-    eot_token: int = row(50256, 256)  # end-of-text, the token that opens each document
-    model_dim: int = row(768, 64)  # width of the residual stream
-    head_dim: int = row(128, 16)  # width of an attention head
-    attention_pattern: str = row("SSSLSS.SSSL", "L.")  # each layer's window: Long, Short, . none
-    value_embed_pattern: str = row("12......012", "0.")  # each layer's value embeddings, . for none
-    skip_layer: int = row(3, 0)  # its output is added where a layer has no attention
-    backout_layer: int = row(7, 0)  # its output is subtracted from the last layer's
-    attention_scale: float = row(0.1, 0.5)  # factor of the attention scores in the first stage
-    rope_base: int = row(1024, 32)  # inverse of the lowest rotary frequency
-    targets_ahead: int = both(3)  # tokens predicted in the first stage; one fewer in each later one
-    fp8_head: bool = both(True)  # FP8 products in the head while training, where the GPU has them
-    seed: int = both(0)  # of the initial weights
+    vocab_size: int = 50257, 257  # token ids are smaller
+    vocab_multiple: int = 128, 16  # embeddings and head are padded to a multiple of it
+    eot_token: int = 50256, 256  # end-of-text, the token that opens each document
+    model_dim: int = 768, 64  # width of the residual stream
+    head_dim: int = 128, 16  # width of an attention head
+    attention_pattern: str = "SSSLSS.SSSL", "L."  # each layer's window: Long, Short, . none
+    value_embed_pattern: str = "12......012", "0."  # each layer's value embeddings, . for none
+    skip_layer: int = 3, 0  # its output is added where a layer has no attention
+    backout_layer: int = 7, 0  # its output is subtracted from the last layer's
+    attention_scale: float = 0.1, 0.5  # factor of the attention scores in the first stage
+    rope_base: int = 1024, 32  # inverse of the lowest rotary frequency
+    targets_ahead: int = 3, 3  # tokens predicted in the first stage; one fewer in each later one
+    fp8_head: bool = True, True  # FP8 products in the head while training, where the GPU has them
+    seed: int = 0, 0  # seed of the initial weights
     # Optimizers
-    embed_lr: float = row(0.6, 0.5)  # Adam's rate of value embeddings
-    head_lr: float = row(0.008, 0.03)  # Adam's rate of output head and token embedding
-    muon_lr: float = row(0.023, 0.08)  # Muon's rate; about the spectral norm of a step
-    muon_momentum: float = row(0.95, 0.85)  # decay of Muon's mean of gradients, after its warm-up
+    embed_lr: float = 0.6, 0.5  # Adam's rate of value embeddings
+    head_lr: float = 0.008, 0.03  # Adam's rate of output head and token embedding
+    muon_lr: float = 0.023, 0.08  # Muon's rate; about the spectral norm of a step
+    muon_momentum: float = 0.95, 0.85  # Muon's momentum
     # Schedules
-    num_iterations: int = row(1920, 240)  # optimizer steps
-    extension_steps: int = row(40, 4)  # last steps, in which the rates stay at their lowest
-    seq_lens: tuple = row((16384, 32768, 49152), (128,))  # tokens of a training sequence, by stage
-    long_windows: tuple = row((3, 7, 11, 13, 20), (1,))  # blocks of 128 tokens seen, by stage
-    short_windows: tuple = row((1, 3, 5, 6), (1,))  # the same of layers with short windows
-    lr_factors: tuple = row((1.0, 1.52, 1.73), (1.0,))  # factor of all rates, by stage
-    cooldown_frac: float = row(0.55, 0.7)  # last part of the schedules, in which the rates fall
-    freeze_steps: int = row(40, 5)  # first steps of a stage, in which most lambdas rest
-    momentum_cooldown: int = row(50, 5)  # last steps, in which Muon's momentum falls back
+    num_iterations: int = 1920, 240  # optimizer steps
+    extension_steps: int = 40, 4  # last steps, at the lowest rates
+    seq_lens: tuple = (16384, 32768, 49152), (128,)  # tokens of a training sequence, by stage
+    long_windows: tuple = (3, 7, 11, 13, 20), (1,)  # blocks of 128 tokens seen, by stage
+    short_windows: tuple = (1, 3, 5, 6), (1,)  # the same of layers with short windows
+    lr_factors: tuple = (1.0, 1.52, 1.73), (1.0,)  # factor of all rates, by stage
+    cooldown_frac: float = 0.55, 0.7  # last share of the schedule, in which rates fall
+    freeze_steps: int = 40, 5  # first steps of a stage, in which most lambdas are frozen
+    momentum_cooldown: int = 50, 5  # last steps, in which Muon's momentum falls
     # Data and validation
-    train_files: str = row("data/fineweb10B/fineweb_train_*.bin", "data/pocket/pocket_train_*.bin")
-    val_files: str = row("data/fineweb10B/fineweb_val_*.bin", "data/pocket/pocket_val_*.bin")
-    sequences_per_step: int = row(8, 16)  # sequences of a step, all ranks together
-    sequences_per_forward: int = row(1, 16)  # sequences that a rank runs at once, at most
-    max_document_tokens: int = row(2048, 0)  # documents are cut to it and packed; 0: neither
-    sequence_stride: int = row(1, 1_000_003)  # unpacked: stride between sequences, modulo all
-    val_seq_len: int = row(262_144, 4096)  # tokens of a validation sequence
-    val_tokens: int = row(10_485_760, 262_144)  # validation tokens, each counted once
-    val_every: int = row(250, 0)  # steps between validations; 0: only the last
-    target_loss: float = row(3.28, 1.64)  # validation loss to reach, nats per token
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin", "data/pocket/pocket_train_*.bin"
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin", "data/pocket/pocket_val_*.bin"
+    sequences_per_step: int = 8, 16  # sequences of a step, all ranks together
+    sequences_per_forward: int = 1, 16  # sequences that a rank runs at once, at most
+    max_document_tokens: int = 2048, 0  # documents are cut to it and packed; 0: neither
+    sequence_stride: int = 1, 1_000_003  # unpacked: stride between sequences, modulo all
+    val_seq_len: int = 262_144, 4096  # tokens of a validation sequence
+    val_tokens: int = 10_485_760, 262_144  # validation tokens, each counted once
+    val_every: int = 250, 0  # steps between validations; 0: only the last
+    target_loss: float = 3.28, 1.64  # validation loss to reach, nats per token
     # Run
-    device: str = both("auto")  # cuda, cpu, or auto: cuda where there is one
-    run_id: str = both("")  # name of the folder under logs/; empty: made from the time
-    warmup_steps: int = row(10, 1)  # untimed steps on blank tokens, which warm the kernels up
-    head_chunks: int = both(0)  # pieces in which the head is computed; 0: by the card's memory
-    save_every: int = both(0)  # steps between checkpoints; 0: none
-    resume: str = both("")  # checkpoint to go on from; auto: the newest whole one of --run_id
-    init: str = both("")  # checkpoint whose weights a new run begins with
+    device: str = "auto", "auto"  # cuda, cpu, or auto: cuda where there is one
+    run_id: str = "", ""  # name of the folder under logs/; empty: made from the time
+    warmup_steps: int = 10, 1  # untimed steps per stage that warm up the kernels
+    head_chunks: int = 0, 0  # pieces in which the head is computed; 0: by the card's memory
+    save_every: int = 0, 0  # steps between checkpoints; 0: none
+    resume: str = "", ""  # checkpoint to resume; auto: the newest of --run_id
+    init: str = "", ""  # checkpoint whose weights a new run starts from
 
 
 def check_model(cfg, require):
-    """Ask `require(holds, flag, rule)` for what this record needs beyond the harness."""
+    """Check this record's own flags by `require(holds, flag, rule)`."""
     layers = len(cfg.attention_pattern)
     no_attention = (cfg.attention_pattern + ".").index(".")
     tables = "".join(sorted(set(cfg.value_embed_pattern) - {"."}))
@@ -166,21 +164,21 @@ def norm(x: Tensor) -> Tensor:
 
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """x · scale in an FP8 type. What is too large becomes its largest number."""
-    limit = torch.finfo(dtype).max  # casts saturate by themselves only since torch 2.12
+    """x · scale in an FP8 type. Values out of range saturate."""
+    limit = torch.finfo(dtype).max  # casts saturate only since torch 2.12
     scaled = x.float().mul(scale)
     return scaled.clamp(-limit, limit).to(dtype)
 
 
 def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, **options) -> Tensor:
-    """a @ b · scale. A GPU takes a row-major, b column-major, K and N multiples of 16."""
+    """a @ b · scale. A GPU needs a row-major, b column-major, K and N multiples of 16."""
     scale_a = torch.full((), scale, device=a_MK.device)
     scale_b = torch.ones_like(scale_a)
     return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, **options)
 
 
-# Factors before the casts to FP8. They bring values of typical size into its range. They are no
-# attributes of the class below, as a compiler does not follow those of an autograd.Function.
+# Scales before the casts to FP8, which bring typical values into its range. They are constants
+# of the module because torch.compile does not read attributes of an autograd.Function.
 FP8_X_SCALE = 448 / 100
 FP8_W_SCALE = 448 / 1.5
 FP8_GRAD_SCALE = 448 / 0.75
@@ -190,7 +188,7 @@ class FP8Product(torch.autograd.Function):
     """x (S, D) @ w (V, D).T in FP8, as bf16: @YouJiacheng.
 
     x and w are cast to e4m3, which has more digits; the gradient to e5m2, which has more range.
-    A compiler sees the casts and fuses them with what comes before.
+    torch.compile fuses the casts with the operations before them.
     """
 
     @staticmethod
@@ -205,7 +203,7 @@ class FP8Product(torch.autograd.Function):
     def backward(ctx, grad):
         x_f8, w_f8 = ctx.saved_tensors
         grad_f8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)  # (S, V)
-        # The right factor of each product is column-major: a transposed copy, transposed back.
+        # The right factor must be column-major: copy the transpose, then transpose back.
         w_columns = w_f8.T.contiguous().T  # (V, D)
         x_columns = x_f8.T.contiguous().T  # (S, D)
         grad_rows = grad_f8.T.contiguous()  # (V, S)
@@ -232,12 +230,13 @@ class CastedLinear(nn.Linear):
         return F.linear(x, self.weight.type_as(x))
 
 
-# Attention. Token q sees token k where k <= q, both are of one document (@KoszarskyB), and
-# q - k <= 128 · window. All B·T tokens are one sequence here, as documents keep rows apart.
+# Attention. Query q attends to key k if k <= q, both are in one document (@KoszarskyB), and
+# q - k <= 128 · window.
+# The B rows are one sequence of B·T tokens: documents keep them apart.
 def order_blocks(seen_QK: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row: how many blocks are seen, (1, 1, Q); and all blocks, these first, (1, 1, Q, K).
+    """A row's number of seen blocks, (1, 1, Q), and all its blocks, seen ones first, (1, 1, Q, K).
 
-    Places are counted, as a sort compiles for minutes.
+    Cumulative sums give each block its place. A sort would take minutes to compile.
     """
     seen_so_far = seen_QK.cumsum(-1)
     unseen_so_far = (~seen_QK).cumsum(-1)
@@ -252,7 +251,7 @@ def order_blocks(seen_QK: Tensor) -> tuple[Tensor, Tensor]:
 def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
     """FlexAttention's mask, from each token's document number and the window in blocks.
 
-    All is tensor operations, so that a window that grows compiles nothing anew.
+    It is built by tensor operations, so a growing window needs no recompilation.
     """
     docs_S = docs_BT.flatten()
     docs = docs_S.view(-1, BLOCK)  # (blocks, 128)
@@ -291,10 +290,10 @@ def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
 
 
 def dense_mask(docs_BT: Tensor, window: Tensor) -> Tensor:
-    """What is added to the scores of each block of queries: (blocks, 1, 128, keys), 0 or -inf.
+    """An additive mask for each block of queries, (blocks, 1, 128, keys), of 0 and -inf.
 
-    Where FlexAttention is not compiled. Keys are those of a block and of the blocks before it
-    that the window reaches, so that the cost grows with the window, not with the sequence.
+    It is used where FlexAttention is not compiled. The keys are those of the block and of the
+    blocks before it within the window, so the cost grows with the window, not with the sequence.
     """
     blocks_before = min(int(window), docs_BT.size(1) // BLOCK - 1)
     docs = docs_BT.view(-1, BLOCK)  # (blocks, 128)
@@ -307,7 +306,7 @@ def dense_mask(docs_BT: Tensor, window: Tensor) -> Tensor:
 
 
 def gather_window(blocks: Tensor, window: int) -> Tensor:
-    """(blocks, 128, …) to (blocks, window · 128, …): each block after those before it."""
+    """Put each block behind those before it: (blocks, 128, …) to (blocks, window · 128, …)."""
     if window == 1:
         return blocks
     padding = blocks.new_zeros(window - 1, *blocks.shape[1:])
@@ -342,20 +341,20 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     x = x_BTHK.float()
     half = x.size(-1) // 2
-    partner = x.roll(half, dims=-1)  # of each entry, the other one of its pair
+    partner = x.roll(half, dims=-1)  # the other entry of each pair
     cos = torch.cat([cos, cos], dim=-1)  # (T, 1, K)
     sin = torch.cat([sin, -sin], dim=-1)  # (T, 1, K)
     return (x * cos + partner * sin).type_as(x_BTHK)
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:
-    """Take the half of each key that does not rotate from the previous token: @classiclarryd.
+    """Shift the half of each key that does not rotate by one token: @classiclarryd, #49, 50 steps.
 
-    A head then finds what followed the last time that a token was there.
+    A query that matches an earlier token then finds the token after it, in a single layer.
     """
     first = k_BTHK[:, :1]  # has no previous token
     previous = torch.cat([first, k_BTHK[:, :-1]], dim=1)
-    # The quarters of a key: of each pair the first entry, rotating or not, then the second.
+    # Quarters of a key: first entries of the pairs (rotating, still), then the second ones.
     rotating_1, _, rotating_2, _ = k_BTHK.chunk(4, dim=-1)
     _, still_1, _, still_2 = previous.chunk(4, dim=-1)
     return torch.cat([rotating_1, still_1, rotating_2, still_2], dim=-1)
@@ -388,7 +387,7 @@ class CausalSelfAttention(nn.Module):
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             v = v + value_embed.view_as(v)
         y = attend(q, k, v, mask, self.kernel_options)
-        # A head with nothing to say may stay silent, without a token to attend to: @classiclarryd
+        # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
         channels = x[..., : self.attn_gate.in_features]
         gate_BTH = torch.sigmoid(self.attn_gate(channels))
         y = (y * gate_BTH[..., None]).flatten(2)  # (B, T, D)
@@ -397,7 +396,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices of one shape, so that one batch of Muon's has them all: @byronxu99."""
+    """Two matrices of the same shape, so that Muon batches them: @byronxu99."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -412,7 +411,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: attention, if it has any, and an MLP, both on the normed residual stream."""
+    """A layer: attention, unless its window is ".", and an MLP, both pre-normed."""
 
     def __init__(self, cfg, window, value_table):
         super().__init__()
@@ -422,7 +421,7 @@ class Block(nn.Module):
         if window != ".":
             self.attn = CausalSelfAttention(cfg, offsets_keys=window == "L")
         self.mlp = MLP(cfg)
-        # At first each layer amplifies what comes in; the embedding is mixed in as it learns to.
+        # The stream grows by 1.1 a layer at first; the embedding's share begins at 0.
         self.x_lambda = nn.Parameter(torch.tensor(1.1))
         self.x0_lambda = nn.Parameter(torch.tensor(0.0))
 
@@ -448,22 +447,22 @@ class GPT(nn.Module):
         for window, table in zip(cfg.attention_pattern, cfg.value_embed_pattern):
             self.blocks.append(Block(cfg, window, table))
         self.smear_gate = CastedLinear(min(12, cfg.model_dim), 1)
-        self.smear_lambda = nn.Parameter(torch.tensor(0.0))  # no previous token at first
+        self.smear_lambda = nn.Parameter(torch.tensor(0.0))  # nothing is smeared at first
         self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # sigmoid: 0.18 of the skip at first
         self.backout_lambda = nn.Parameter(torch.tensor(0.5))
         self.lm_head = CastedLinear(cfg.model_dim, vocab)
         self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)  # of the head
-        # Tensors, so that a new stage compiles nothing anew: long and short window in blocks;
-        # cosines and sines of the rotary embedding.
+        # Buffers, so that a new stage needs no recompilation: the long and the short window in
+        # blocks; cosines and sines of the rotary embedding.
         windows = torch.zeros(2, dtype=torch.int32)
         self.register_buffer("windows", windows, persistent=False)
         max_length = max(*cfg.seq_lens, cfg.val_seq_len)
         rotary = torch.zeros(2, max_length, 1, cfg.head_dim // 2)
         self.register_buffer("rotary", rotary, persistent=False)
-        self.set_stage(LAST_STAGE)  # a model that is loaded is used as in the last validation
+        self.set_stage(LAST_STAGE)  # as a loaded model is used
 
     def set_stage(self, stage):
-        """Take the windows and the rotary embedding of a stage."""
+        """Set the windows and the rotary embedding for a stage."""
         self.windows[0] = at_stage(self.cfg.long_windows, stage)
         self.windows[1] = at_stage(self.cfg.short_windows, stage)
         frequency, attention_scale = yarn(stage, self.cfg, self.rotary.device)
@@ -472,14 +471,14 @@ class GPT(nn.Module):
         max_length = self.rotary.size(1)
         position = torch.arange(max_length, device=frequency.device)
         theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
-        # The scale of the scores is in both queries and keys, hence its root.
+        # Queries and keys each carry the root of the attention scale.
         scale = attention_scale**0.5
         self.rotary[0] = scale * theta.cos()
         self.rotary[1] = scale * theta.sin()
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Initialise every matrix by its name. Raises KeyError for one it does not know."""
+        """Initialise each matrix by its name. Raises KeyError for an unknown one."""
         for name, param in self.named_parameters():
             if name in ("embed.weight", "lm_head.weight"):
                 param.normal_(std=0.005, generator=generator)
@@ -491,7 +490,7 @@ class GPT(nn.Module):
                 param.uniform_(-bound, bound, generator=generator)
             elif name.endswith(("c_proj", ".weight")):
                 param.zero_()  # zero-initialised projections: @Grad62304977
-            elif "lambda" not in name:  # these have their values from the constructors
+            elif "lambda" not in name:  # these are initialised by the constructors
                 raise KeyError(f"no initialisation for the parameter {name}")
         self.embed.weight.copy_(self.lm_head.weight)
 
@@ -501,7 +500,7 @@ class GPT(nn.Module):
         length = inputs_BT.size(1)
         padding = -length % BLOCK
         inputs_BT = F.pad(inputs_BT, (0, padding), value=cfg.eot_token)
-        # Documents are numbered from row to row, so that rows do not see each other.
+        # Documents are numbered through all rows, so that no row attends to another.
         starts_BT = inputs_BT == cfg.eot_token
         starts_BT[:, 0] = True
         docs_S = starts_BT.flatten().cumsum(0, dtype=torch.int32)
@@ -528,12 +527,12 @@ class GPT(nn.Module):
             value_embed = values.get(block.value_table)
             x = block(x, x0, value_embed, rotary, mask)
             outputs.append(x)
-        # Backout: what early layers needed for themselves is taken out again: @snimu
+        # Backout: subtract what only the early layers needed: @snimu, #40
         x = x - self.backout_lambda * outputs[cfg.backout_layer]
         return norm(x[:, :length])
 
     def smear(self, x_BTD):
-        """Each token's embedding and a gated part of the previous token's: @classiclarryd."""
+        """Add a gated share of the previous token's embedding: @classiclarryd, #34, 15 steps."""
         current = x_BTD[:, 1:]
         previous = x_BTD[:, :-1]
         channels = current[..., : self.smear_gate.in_features]
@@ -549,11 +548,11 @@ class GPT(nn.Module):
     def head_loss(self, x_SD, targets_SN, ids_V):
         """Cross-entropies with each position's N targets, summed over positions, (N,).
 
-        As logits are capped at 30, the sum of their exponentials needs no maximum.
+        Logits are at most 30, so their exponentials are summed without subtracting a maximum.
         """
         logits_SV = self.logits(x_SD)
         log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
-        if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits; a gather does not
+        if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not
             columns = []
             for target_S in targets_SN.unbind(-1):
                 is_target_SV = target_S[:, None] == ids_V
@@ -577,7 +576,7 @@ class GPT(nn.Module):
         size = self.tokens_per_piece
         if len(x_SD) <= size:
             return self.head_loss(x_SD, targets_SN, ids_V)
-        # Piece by piece, each computed again in the backward pass, all logits are never held.
+        # In pieces, recomputed in the backward pass: the logits are never in memory all at once.
         losses = 0
         for x, targets in zip(x_SD.split(size), targets_SN.split(size)):
             losses = losses + checkpoint(self.head_loss, x, targets, ids_V, use_reentrant=False)
@@ -596,7 +595,7 @@ POLAR_EXPRESS = [
 
 
 def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nearly the closest semi-orthogonal matrix to each of (B, M, N), by Newton-Schulz iterations.
+    """Nearly the closest semi-orthogonal matrix to each of (B, M, N), by Newton-Schulz iteration.
 
     Muon: Keller Jordan et al., https://kellerjordan.github.io/posts/muon/. Coefficients: Polar
     Express, https://arxiv.org/abs/2505.16932, @varunneal. Batched: @scottjmaddox, @YouJiacheng.
@@ -616,8 +615,9 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
 def muon_update(weight, grad, mean, square, *, step_size, momentum, decay, dtype):
     """A step of NorMuon on a batch of matrices (B, M, N), in place.
 
-    Muon, whose rows are then made even: https://arxiv.org/abs/2510.05491, @li_zichong.
-    Weights decay where the step shrinks them: https://arxiv.org/abs/2510.12402, @varunneal.
+    Muon's update, normalised by row: https://arxiv.org/abs/2510.05491, @li_zichong, #41, 15 steps.
+    Weights decay only where the update shrinks them ("cautious"):
+    https://arxiv.org/abs/2510.12402, @varunneal, #43, 40 steps.
     mean: of gradients. square: of a row's entries, (B, M, 1). step_size: (B, 1, 1).
     """
     mean.lerp_(grad, 1 - momentum)
@@ -636,7 +636,8 @@ def muon_update(weight, grad, mean, square, *, step_size, momentum, decay, dtype
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in fp32 and in place.
 
-    Weights decay where the step shrinks them: @roeeshenberg. count: of steps taken, a tensor.
+    Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
+    count: steps taken, a tensor.
     """
     count += 1
     beta1, beta2 = betas
@@ -644,7 +645,7 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     grad = grad.float()
     new_mean = mean.float().lerp(grad, 1 - beta1)
     new_square = square.float().lerp(grad.square(), 1 - beta2)
-    # Both means begin at zero; what that takes from them is given back.
+    # Bias correction, as both means begin at zero
     step_size = lr * (1 - beta2**count).sqrt() / (1 - beta1**count)
     change = step_size * new_mean / (new_square.sqrt() + 1e-8)
     shrinking = torch.where(change * old > 0, old, 0)
@@ -655,21 +656,21 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
 
 @dataclass
 class Group:
-    """A row of the table: which parameters, and how they step."""
+    """A row of the table: some parameters and how they are updated."""
 
     name: str
     rule: type  # Adam or Muon
     params: list
     lr: float  # Adam: about a weight's change; Muon: about the spectral norm of a change
     betas: tuple = (0.65, 0.95)  # Adam: decay of its means of gradients and of their squares
-    decay: float = 0.0  # of weights in a step, in units of the rate (Muon) or of its square (Adam)
-    factors: tuple = (1.0,)  # Muon: of the rate, for the parameters in turn
-    skips: Callable = lambda now: False  # whether a step's gradients are dropped
-    follows: str = ""  # the group whose weights and steps it shares while the head is tied
+    decay: float = 0.0  # of weights, in units of the rate (Muon) or of its square (Adam)
+    factors: tuple = (1.0,)  # Muon: factors of the rate, parameters in turn
+    skips: Callable = lambda now: False  # steps in which it is frozen, its gradients dropped
+    follows: str = ""  # the group it copies while the head is tied
 
 
 def parameter_groups(model: GPT, cfg) -> list[Group]:
-    """The table. Each parameter of the model is in one row."""
+    """The table of parameter groups. Each parameter of the model is in one row."""
     def ending(*names):
         return [param for name, param in model.named_parameters() if name.endswith(names)]
 
@@ -694,11 +695,11 @@ def parameter_groups(model: GPT, cfg) -> list[Group]:
 
 
 class ShardedOptimizer:
-    """A group's parameters and gradients, each as one flat buffer, and this rank's state.
+    """A group's weights and gradients as two flat buffers, and this rank's part of the state.
 
-    One call sums all its gradients over the ranks, or gathers all its weights. Rank r owns the
-    r-th part: it alone has its state and steps on it. A part is of whole units, scalars or
-    matrices, so the buffers are padded.
+    One reduce-scatter sums all gradients, one all-gather collects all weights. Rank r owns the
+    r-th part: only it holds the state of that part and updates it, as in ZeRO,
+    https://arxiv.org/abs/1910.02054. No matrix is split, so the buffers are padded.
     """
 
     def __init__(self, group, ranks, unit=1):
@@ -719,14 +720,14 @@ class ShardedOptimizer:
             param.data = weight.copy_(param.detach())
             param.grad = self.grads[start:end].view_as(param)
             start = end
-        self.grad = self.grads  # what this rank steps by
+        self.grad = self.grads  # this rank's part of their sum
         if ranks.world_size > 1:
             self.grad = torch.empty_like(self.grads[self.mine])
         self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
         self.state = {"mean": torch.zeros_like(self.grad)}
 
     def rests(self, now):
-        """Whether the gradients of a step wait for those of the next one."""
+        """Whether to skip a step and add its gradients to those of the next one."""
         return False
 
     def tensors(self):
@@ -738,7 +739,7 @@ class ShardedOptimizer:
             self.handle = dist.reduce_scatter_tensor(self.grad, self.grads, async_op=True)
 
     def update(self, now, divisor):
-        """Step on this rank's part by gradients / divisor, then begin to gather all parts."""
+        """Update this rank's part by gradients / divisor, then begin to gather all parts."""
         self.wait()
         self.grad.div_(divisor)
         self.lr.fill_(self.group.lr * now.lr_factor)
@@ -762,7 +763,7 @@ class ShardedOptimizer:
         return full
 
     def load_full_state(self, full):
-        """Take this rank's part of what `full_state` gave on any number of ranks."""
+        """Take this rank's part of a `full_state` from any number of ranks."""
         for key, share in self.state.items():
             whole = full[key]
             if share.ndim:
@@ -773,7 +774,7 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Adam on tensors of any shapes. It steps every other time: @classiclarryd.
+    """Adam on tensors of any shape, every other step: @classiclarryd, #39.
 
     In between, gradients add up in their buffer and nothing is communicated.
     """
@@ -795,7 +796,7 @@ class Adam(ShardedOptimizer):
 
 
 class Muon(ShardedOptimizer):
-    """NorMuon on matrices of one shape, and on stacks of them, as one batch."""
+    """NorMuon on a batch of matrices of one shape. A parameter may hold several of them."""
 
     def __init__(self, group, ranks):
         shape = group.params[0].shape[-2:]
@@ -806,7 +807,7 @@ class Muon(ShardedOptimizer):
         self.batch = (-1, *shape)
         mean = self.state["mean"].view(self.batch)
         self.state["square"] = torch.zeros_like(mean[:, :, :1])
-        first = ranks.rank * len(mean)  # matrix of this rank; behind the last one is padding
+        first = ranks.rank * len(mean)  # this rank's first matrix; padding follows the last
         self.factors = torch.zeros_like(mean[:, :1, :1])
         for row, factor in enumerate(factors[first : first + len(mean)]):
             self.factors[row] = factor
@@ -841,9 +842,9 @@ def build_optimizers(model: GPT, cfg, ranks) -> list[ShardedOptimizer]:
 
 
 def step_optimizers(optimizers: list[ShardedOptimizer], now: "Schedule", divisor: int):
-    """One step of all. What one computes overlaps what the others communicate."""
+    """One step of all optimizers. Each one computes while others communicate."""
     by_name = {optimizer.name: optimizer for optimizer in optimizers}
-    pairs = []  # of a group and the one that it follows
+    pairs = []  # of a group and the one it copies
     for follower in optimizers:
         leader = by_name.get(follower.group.follows)
         if leader and now.tied:
@@ -868,12 +869,12 @@ def step_optimizers(optimizers: list[ShardedOptimizer], now: "Schedule", divisor
 
 
 # ---- Schedules --------------------------------------------------------------
-LAST_STAGE = 4  # the last validation; 0 to 2 are the thirds, 3 is the extension
+LAST_STAGE = 4  # the last validation; stages 0 to 2 are the thirds, 3 is the extension
 
 
 @dataclass
 class Schedule:
-    """The numbers of one step."""
+    """What changes from step to step."""
 
     stage: int
     seq_len: int  # tokens of a sequence
@@ -882,27 +883,27 @@ class Schedule:
     momentum: float  # Muon's
     adam_rests: bool
     tied: bool  # whether the embedding is the head
-    frozen: bool  # whether most lambdas rest
+    frozen: bool  # whether most lambdas are frozen
 
 
 def schedule(step: int, cfg) -> Schedule:
-    """The numbers of a step, from 0 to num_iterations; with the last one nothing is trained."""
+    """The schedule of a step from 0 to num_iterations. The last one only validates."""
     stage = stage_of(step, cfg)
     progress = min(1.0, step / max(1, cfg.num_iterations - cfg.extension_steps))
 
-    # Rates: the stage's factor, which falls linearly to a tenth where the extension begins.
+    # Learning rate: the stage's factor, then linearly down to 0.1 where the extension begins
     high = min(1.0, (1 - progress) / cfg.cooldown_frac)
     lr_factor = high * at_stage(cfg.lr_factors, stage) + (1 - high) * 0.1
 
-    # Muon's momentum: up from 0.85 in the first 300 steps, and back to it in the last steps.
+    # Muon's momentum: up from 0.85 in the first 300 steps, and back to it in the last steps
     steps_left = cfg.num_iterations - step
     high = min(1.0, steps_left / max(1, cfg.momentum_cooldown))
     if step < 300:
         high = step / 300
     momentum = high * cfg.muon_momentum + (1 - high) * 0.85
 
-    # Targets: the next token, and after it ½, ¼, …: https://arxiv.org/abs/2404.19737.
-    # In each third the last of them fades out: @varunneal.
+    # Multi-token prediction: weights 1, ½, ¼ of the next tokens. One target fades out in each
+    # third: @varunneal, #53, after https://arxiv.org/abs/2404.19737
     target_weights = [1.0]
     for ahead in range(1, cfg.targets_ahead):
         weight = 0.5**ahead * min(1.0, cfg.targets_ahead - ahead - 3 * progress)
@@ -911,7 +912,7 @@ def schedule(step: int, cfg) -> Schedule:
 
     return Schedule(
         stage=stage,
-        seq_len=at_stage(cfg.seq_lens, stage),  # small batches do at first: @varunneal
+        seq_len=at_stage(cfg.seq_lens, stage),  # short at first: @varunneal, #46, 65 steps
         target_weights=target_weights,
         lr_factor=lr_factor,
         momentum=momentum,
@@ -932,9 +933,9 @@ def at_stage(values: tuple, stage: int):
 
 
 def yarn(stage: int, cfg, device=None) -> tuple[Tensor, float]:
-    """Rotary frequencies (K / 4,) and the attention scale of a stage: @classiclarryd.
+    """Rotary frequencies (K / 4,) and the attention scale of a stage: @classiclarryd, #31.
 
-    Where the window grows, frequencies that hardly turned in the old one are slowed in proportion,
+    When the window grows, frequencies that made few turns in the old one slow down in proportion,
     as in YaRN, https://arxiv.org/abs/2309.00071, and the scale rises.
     """
     exponent = torch.linspace(0, 1, steps=cfg.head_dim // 4, device=device)
@@ -951,11 +952,11 @@ def yarn(stage: int, cfg, device=None) -> tuple[Tensor, float]:
 
 # ---- Training ---------------------------------------------------------------
 def cut_rows(tokens, documents, position: int, length: int, cfg):
-    """A step's sequences (N, length + 1) from a position of a shard on, and the next position.
+    """Cut a step's sequences, (N, length + 1), from a shard. Returns them and the next position.
 
-    Each sequence is filled with the first tokens of one document after the other: @varunneal.
-    What is left of a document that is cut is skipped. Positions count documents; `documents` has
-    where each begins. None is returned where the shard has too few.
+    Each sequence is filled with the first tokens of one document after another, and the rest of a
+    cut document is skipped: @varunneal, #29, 25 steps. A position counts documents; `documents`
+    has their starts in `tokens`. Returns None if the shard has too few left.
     """
     if not cfg.max_document_tokens:
         return consecutive_rows(tokens, position, length, cfg)
@@ -976,12 +977,12 @@ def cut_rows(tokens, documents, position: int, length: int, cfg):
     return np.stack(rows), position
 
 
-# Of FlexAttention's backward pass, for cards with less shared memory than an A100.
+# Tile sizes of FlexAttention's backward pass for GPUs with less shared memory than an A100
 SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
 
 
 def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
-    """Types, kernel options and compilation for the GPU at hand. Returns the head's type."""
+    """Set types and kernel options for this GPU, and compile. Returns the head's type."""
     for name, module in model.named_modules():
         if re.search("embed|gate|head", name):
             module.bfloat16()
@@ -999,8 +1000,8 @@ def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
 def accumulate_gradients(model: GPT, batches: list, now: Schedule) -> Tensor:
     """Add up the gradients of a step's batches. Returns two mean losses, (2,).
 
-    The first one is minimised, the second is that of the next token alone. For the gradients,
-    losses are summed over tokens, so that longer sequences count for more.
+    The first one is minimised, the second is that of the next token alone. The gradients are those
+    of the sum over tokens, not of the mean.
     """
     totals = 0
     tokens = 0
@@ -1016,11 +1017,11 @@ def accumulate_gradients(model: GPT, batches: list, now: Schedule) -> Tensor:
 
 
 def train(run: "Run", cfg):
-    """The training loop. It ends when all steps are done, or when a signal asks to stop."""
+    """The training loop. It ends after the last step, or when a signal asks it to stop."""
     last = cfg.num_iterations
     stage = None
     run.clock.start()
-    for step in range(run.first_step, last + 1):  # one round more than steps: the last validates
+    for step in range(run.first_step, last + 1):  # the last round only validates
         now = schedule(step, cfg)
         if now.stage != stage:
             stage = now.stage
@@ -1031,7 +1032,7 @@ def train(run: "Run", cfg):
             run.validate(step)
             run.clock.start()
 
-        # Where Adam rests now, it has just stepped, and no gradients are left over.
+        # If Adam rests in this step it has just stepped, so no gradients are waiting.
         complete = now.adam_rests
         if run.checkpoint_is_due(step, complete):
             run.clock.stop()
@@ -1793,11 +1794,14 @@ def parse_value(text: str, default):
 
 
 def print_help():
-    """The table of hyperparameters, as it stands above."""
+    """The docstring and the table of hyperparameters, as they stand above."""
+    def columns(row):
+        name, values, meaning = row.groups()
+        return f"  --{name:21} {values:29}{meaning}"
+
     table = inspect.getsource(Hyperparameters).partition("class Hyperparameters:\n")[2]
-    table = table.replace('"""', "")
     print(__doc__)
-    print(re.sub(r"    (\w+): \w+ = \w+", r"  --\1 ", table))
+    print(re.sub(r"    (\w+): \w+ = (.*?)(  #.*|)$", columns, table.replace('"""', ""), flags=re.M))
 
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:

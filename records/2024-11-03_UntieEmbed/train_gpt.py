@@ -541,7 +541,7 @@ ROOT = SCRIPT.parents[2] if SCRIPT.parents[1].name == "records" else SCRIPT.pare
 
 
 class UserError(Exception):
-    """What ends the run with one line, exit code 2 and no traceback."""
+    """An error that a user can mend. It ends the run in one line, with exit code 2."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -549,18 +549,19 @@ def round_up(value: int, multiple: int) -> int:
 
 
 # ---- Data -------------------------------------------------------------------
-# A shard is a header of 256 little-endian int32 (magic, version, number of tokens), then uint16.
+# A shard is a header of 256 little-endian int32 (magic, version, number of tokens), then the
+# tokens as uint16.
 HEADER_INTS = 256  # 1,024 bytes
-MAGIC = 20240520  # marks a shard
-VERSION = 1  # of its form
+MAGIC = 20240520  # of llm.c's shards
+VERSION = 1  # of their format
 
 
 def find_shards(pattern: str) -> list[Path]:
-    """Files that match the glob, here or else in the repository, sorted.
+    """Files that match the glob, in the current folder or else in the repository, sorted.
 
     Raises UserError.
     """
-    files = glob.glob(pattern) or glob.glob(str(ROOT / pattern))  # from any folder
+    files = glob.glob(pattern) or glob.glob(str(ROOT / pattern))
     if not files:
         maker = next((x for x in ("pocket", "fineweb") if x in pattern), "text")
         raise UserError(f"no file matches {pattern!r}; make the data with: python data/{maker}.py")
@@ -568,10 +569,7 @@ def find_shards(pattern: str) -> list[Path]:
 
 
 def shard_size(path: Path) -> int:
-    """Number of tokens by the shard's header, held against the file's size.
-
-    Raises UserError.
-    """
+    """Number of tokens in a shard. Raises UserError where header and file size disagree."""
     try:
         size = path.stat().st_size
         header = np.fromfile(path, "<i4", HEADER_INTS)
@@ -580,17 +578,14 @@ def shard_size(path: Path) -> int:
     if len(header) < HEADER_INTS or list(header[:2]) != [MAGIC, VERSION]:
         raise UserError(f"{path}: not a shard of version {VERSION}; make or fetch it again")
     count = int(header[2])
-    # A download that was cut short is found here.
+    # This finds a download that was cut short.
     if size != 4 * HEADER_INTS + 2 * count:
         raise UserError(f"{path}: {size} bytes do not hold {count} tokens; fetch it again")
     return count
 
 
 def read_shard(path: Path, vocab_size: int) -> np.ndarray:
-    """The shard's tokens, uint16.
-
-    Raises UserError where it is none, or of another vocabulary.
-    """
+    """The shard's tokens, uint16. Raises UserError where one is not in the vocabulary."""
     count = shard_size(path)
     tokens = np.fromfile(path, "<u2", count, offset=4 * HEADER_INTS)
     if count and tokens.max() >= vocab_size:
@@ -601,13 +596,13 @@ def read_shard(path: Path, vocab_size: int) -> np.ndarray:
 
 
 def consecutive_rows(tokens, position: int, length: int, cfg):
-    """Sequences as they follow one another, or, with a stride, spread over the shard.
+    """Sequences in order or, with a stride, spread over the shard; as `cut_rows` returns them.
 
-    Sequence k of a shard's N is the one at k · stride modulo N. The stride has no divisor in
-    common with N, so that each is taken once.
+    The k-th sequence taken is number k · stride modulo N of the shard's N. The stride is made
+    coprime to N, so each is taken once.
     """
     step_tokens = cfg.sequences_per_step * length
-    # Sequences of whole steps. Each takes one token more, its last target.
+    # Only whole steps count. Each sequence needs one more token, its last target.
     N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step
     first = round_up(position, length) // length
     if first + cfg.sequences_per_step > N:
@@ -623,18 +618,19 @@ def consecutive_rows(tokens, position: int, length: int, cfg):
 
 
 class TokenLoader:
-    """Gives rank r the r-th part of each step's sequences, which are all of one shard.
+    """Gives rank r the r-th part of each step's sequences.
 
-    What does not fill a step at a shard's end is skipped. The next shard is read ahead.
+    A step is cut from one shard. Tokens at its end that do not fill a step are skipped. A thread
+    reads the next shard ahead.
     """
 
     def __init__(self, cfg, ranks, log, shard=0, position=0):
         self.cfg = cfg
         self.ranks = ranks
         self.log = log
-        self.files = find_shards(cfg.train_files)  # in the order in which they are read
+        self.files = find_shards(cfg.train_files)  # in the order of reading
         needed = cfg.sequences_per_step * max(cfg.seq_lens)  # a step is cut from one shard
-        digest = hashlib.sha256()  # of names, sizes and first MiB
+        digest = hashlib.sha256()  # of each shard's name, size and first MiB
         for path in self.files:
             size = shard_size(path)
             if size <= needed:
@@ -647,16 +643,16 @@ class TokenLoader:
         if self.sequences * ranks.world_size != cfg.sequences_per_step:
             raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
                             f"the {ranks.world_size} ranks must divide it")
-        # As many at once as may be and as make forward passes of one size.
+        # The largest number that divides them into equal forward passes
         self.per_forward = min(self.sequences, cfg.sequences_per_forward)
         while self.sequences % self.per_forward:
             self.per_forward -= 1
         self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
-        self.ahead = self.reader.submit(self.read, shard)
+        self.ahead = self.reader.submit(self.read, shard)  # a future
         self.begin_shard(shard, position)
 
     def read(self, shard):
-        """The tokens of a shard, counted on from epoch to epoch, and where documents begin."""
+        """A shard's tokens and where its documents begin. Shards are counted through all epochs."""
         path = self.files[shard % len(self.files)]
         tokens = read_shard(path, self.cfg.vocab_size)
         return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
@@ -668,17 +664,14 @@ class TokenLoader:
         self.ahead = self.reader.submit(self.read, shard + 1)
 
     def next_step(self, length):
-        """This rank's inputs and targets of each forward pass.
-
-        Raises UserError without data.
-        """
-        for _ in range(len(self.files) + 1):  # the rest of this shard, then each once
+        """This rank's inputs and targets for each forward pass. Raises UserError without data."""
+        for _ in range(len(self.files) + 1):  # the rest of this shard, then each shard once
             shard, position = self.place
             step = cut_rows(self.tokens, self.documents, position, length, self.cfg)
             if step:
                 rows, position = step
                 self.place = (shard, position)
-                # All ranks cut the same rows, and each takes its own.
+                # All ranks cut the same rows. Each takes its part.
                 first = self.ranks.rank * self.sequences
                 mine = rows[first : first + self.sequences]
                 parts = np.split(mine, self.sequences // self.per_forward)
@@ -701,7 +694,7 @@ def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 
 # ---- Validation -------------------------------------------------------------
 def read_val_tokens(cfg) -> np.ndarray:
-    """The first val_tokens validation tokens and one more, uint16. Raises UserError."""
+    """The first val_tokens + 1 validation tokens, uint16. Raises UserError."""
     shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
     tokens = np.concatenate(shards)
     if len(tokens) <= cfg.val_tokens:
@@ -712,48 +705,41 @@ def read_val_tokens(cfg) -> np.ndarray:
 
 @torch.no_grad()
 def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
-    """Mean loss over the validation tokens, each counted once.
-
-    Ranks share the sequences.
-    """
+    """Mean loss over the validation tokens. Ranks share the sequences."""
     model.eval()  # no FP8
     total = torch.zeros(1, dtype=torch.float64, device=ranks.device)
     count = len(tokens) - 1  # the first token has no prediction
     length = cfg.val_seq_len
-    # As many sequences at once as have the tokens of a training pass, or one.
+    # As many sequences at once as a training pass has tokens for, at least one
     fitting = min(cfg.sequences_per_forward * max(cfg.seq_lens), count) // length
     size = length * max(1, fitting)  # tokens of a forward pass
     tokens = np.pad(tokens, (0, size))  # for the last pass
     for start in range(ranks.rank * size, count, ranks.world_size * size):
         part = tokens[start : start + size + 1]
-        # (sequences, length + 1): the last token of a row is the first one of the next.
+        # (sequences, length + 1): the last token of a row is the first of the next row.
         rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
         inputs, targets = to_batch(rows, ranks.device)
-        targets.view(-1)[count - start :] = -1  # the padding at the end is not counted
+        targets.view(-1)[count - start :] = -1  # padding is not counted
         total += model(inputs, targets)
     model.train()
-    # Each rank has summed the losses of its sequences.
     return ranks.all_gather(total).sum().item() / count
 
 
 # ---- Checkpoints ------------------------------------------------------------
-# What a resumed run may change. All else must be as in its checkpoint.
+# Settings that a resumed run may change. All others must be those of its checkpoint.
 MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every sequences_per_forward
     target_loss device run_id warmup_steps head_chunks save_every resume""".split()
 
 
 def write_checkpoint(path: Path, state: dict, keep: int):
-    """Write the state, whole or not at all, and keep the newest ones.
-
-    Raises UserError.
-    """
-    temporary = path.with_suffix(".tmp")  # is not taken for a checkpoint
+    """Write the state, whole or not at all, and keep the newest files. Raises UserError."""
+    temporary = path.with_suffix(".tmp")  # no checkpoint yet
     try:
         with temporary.open("wb") as file:
             torch.save(state, file)
             file.flush()
-            os.fsync(file.fileno())  # on the disk before the name is
-        temporary.replace(path)  # at once: whoever looks finds all or nothing
+            os.fsync(file.fileno())  # the data reach the disk before the name does
+        temporary.replace(path)  # atomic
         saved = sorted(path.parent.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)
         for old in saved[:-keep]:
             old.unlink()
@@ -766,25 +752,22 @@ def write_checkpoint(path: Path, state: dict, keep: int):
 
 
 def load_checkpoint(path: Path) -> dict:
-    """The state at `path`, held against its checksums.
-
-    Raises UserError where it is not whole.
-    """
+    """The state at `path`. Raises UserError where a checksum or a value is wrong."""
     try:
         with zipfile.ZipFile(path) as file:  # as torch.save writes it, with checksums
             assert file.testzip() is None, "damaged"
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         check_hyperparameters(Hyperparameters(**state["hyperparameters"]))
-        # Whatever is not there or of another type raises here.
+        # Missing parts and wrong types raise here.
         shard, position = state["loader"]
         for count in (state["step"], state["threads"] - 1, shard, position):
             assert type(count) is int and count >= 0, "a count is wrong"
         assert 0 <= state["train_time_ms"] < math.inf, "the time is wrong"
-        # A run that goes on from NaN would never end.
+        # A run resumed from NaN would fail at the same step for ever.
         for tensors in (state["model"], *state["optimizers"].values()):
             for name, tensor in tensors.items():
                 assert torch.isfinite(tensor).all(), f"{name} is not finite"
-    # By what is in the file, zipfile and torch raise nearly anything.
+    # zipfile and torch raise nearly any exception for a damaged file.
     except Exception as error:
         cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: no whole checkpoint ({cause}); name another") from None
@@ -807,14 +790,14 @@ def find_checkpoint(cfg, folder: Path, log: Callable) -> Path | None:
 
 def check_same_run(state: dict, cfg, data: str):
     """Raise UserError where `cfg` or the training data, if any, are not the checkpoint's."""
-    differing = []  # told all at once
+    differing = []  # all are told at once
     for name, theirs in state["hyperparameters"].items():
         ours = getattr(cfg, name)
-        if ours != theirs and name not in MAY_CHANGE:  # the run would not be the same
+        if ours != theirs and name not in MAY_CHANGE:
             differing.append(f"{name} {theirs!r}, now {ours!r}")
     if state["step"] > cfg.num_iterations:
         differing.append(f"num_iterations, its step is {state['step']}")
-    # No training data are read where a finished run is evaluated.
+    # A finished run is evaluated without training data.
     if data and state["data"] != data:
         differing.append("the training data")
     if differing:
@@ -823,16 +806,13 @@ def check_same_run(state: dict, cfg, data: str):
 
 # ---- Ranks and log ----------------------------------------------------------
 class Ranks:
-    """This process among the others, by torchrun's variables, and its device.
-
-    Raises UserError.
-    """
+    """This process's rank and device, and what ranks exchange. Raises UserError."""
 
     def __init__(self, cfg):
-        # torchrun sets these; without it this process is the only one.
+        # torchrun sets these. Without it there is one process.
         self.world_size = environment_int("WORLD_SIZE", 1, 2**16)
         self.rank = environment_int("RANK", 0, self.world_size - 1)
-        # Of the ranks on this machine
+        # The rank among those of this machine
         local_rank = environment_int("LOCAL_RANK", 0, self.world_size - 1)
         gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
         if local_rank >= gpus > 0 or (cfg.device == "cuda" and not gpus):
@@ -840,8 +820,7 @@ class Ranks:
         self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
         if gpus:
             self.device = torch.device("cuda", local_rank)
-            # Whatever is made on "cuda" is made on this one.
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(self.device)  # "cuda" now means this one
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 raise UserError(f"--device {cfg.device}: this GPU has no bf16; use --device cpu")
         if self.world_size > 1:
@@ -853,8 +832,8 @@ class Ranks:
             store = next(dist.rendezvous("env://"))[0]
         except ValueError as error:
             raise UserError(f"WORLD_SIZE={self.world_size}: {error}; start by torchrun") from None
-        # After a restart the store still holds the addresses of dead ranks,
-        # under the number of their attempt.
+        # After a restart by torchrun the store still holds the addresses of dead ranks, so each
+        # attempt has its own prefix.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(attempt, store)
         dist.init_process_group(
@@ -862,13 +841,13 @@ class Ranks:
 
     def all_gather(self, x):
         """(N,) of every rank, as (ranks, N)."""
-        rows = x.repeat(self.world_size, 1)  # one rank has its own
+        rows = x.repeat(self.world_size, 1)
         if self.world_size > 1:
-            dist.all_gather_into_tensor(rows.view(-1), x)  # in place
+            dist.all_gather_into_tensor(rows.view(-1), x)
         return rows
 
     def on_rank_0(self, function, *arguments):
-        """What the function gives on rank 0, or its UserError, on all ranks."""
+        """Call the function on rank 0. All ranks return its value or raise its UserError."""
         outcome = [None]  # is filled in place
         if self.rank == 0:
             try:
@@ -877,7 +856,7 @@ class Ranks:
                 outcome = [error]
         if self.world_size > 1:
             dist.broadcast_object_list(outcome, src=0)
-        # All ranks end alike, so that none waits for another for ever.
+        # All ranks raise, so that none waits for another.
         if isinstance(outcome[0], UserError):
             raise outcome[0]
         return outcome[0]
@@ -888,7 +867,7 @@ class Ranks:
 
 
 def environment_int(name: str, default: int, most: int) -> int:
-    """A number of torchrun's, from the default to `most`. Raises UserError."""
+    """A variable of torchrun's, from the default to `most`. Raises UserError."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or not default <= int(text) <= most:
         raise UserError(f"{name}={text}: must be from {default} to {most}; start by torchrun")
@@ -896,25 +875,24 @@ def environment_int(name: str, default: int, most: int) -> int:
 
 
 def choose_threads() -> int:
-    """As many threads as cores are idle: one that waits for its core holds up all the others."""
-    # torch's number: that of OMP_NUM_THREADS, or of cores.
-    most = torch.get_num_threads()
+    """As many threads as cores are idle. A thread that waits for a core holds up all others."""
+    most = torch.get_num_threads()  # OMP_NUM_THREADS, or the number of cores
     if "OMP_NUM_THREADS" in os.environ or not Path("/proc/stat").exists():
         return most
     before = idle_seconds()
-    time.sleep(0.2)  # the kernel counts in hundredths of a second
+    time.sleep(0.2)  # Linux counts in hundredths of a second
     idle = (idle_seconds() - before) / 0.2
     return min(most, max(1, round(idle)))
 
 
 def idle_seconds() -> float:
-    """Time that cores have been idle since Linux started, summed over them."""
+    """Idle time of all cores since Linux started, summed."""
     total = Path("/proc/stat").read_text().split()
-    return int(total[4]) / os.sysconf("SC_CLK_TCK")  # the fourth number is idle time
+    return int(total[4]) / os.sysconf("SC_CLK_TCK")  # after the label: user, nice, system, idle
 
 
 def device_facts(device: torch.device) -> tuple[str, int]:
-    """Name and peak memory in MiB, of the GPU or of the CPU and this process."""
+    """Name of the GPU or CPU, and peak memory of the GPU or this process in MiB."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         return torch.cuda.get_device_name(device), peak // 2**20
@@ -930,9 +908,9 @@ def new_run_id() -> str:
 
 
 class Log:
-    """Rank 0's log file and console; the other ranks stay silent.
+    """Rank 0's log file and console. The other ranks write nothing.
 
-    A log that is there already goes on where its run is resumed, and only there: UserError.
+    A resumed run adds to its log. For any other run a log of the same name is a UserError.
     """
 
     def __init__(self, cfg, ranks):
@@ -941,7 +919,7 @@ class Log:
         self.path = self.folder / "log.txt"
         self.enabled = ranks.rank == 0  # to write and to print
         self.file = None
-        # An empty one is left by a disk that was full.
+        # A full disk leaves an empty one.
         if self.path.exists() and self.path.stat().st_size:
             if self.enabled and not cfg.resume:
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
@@ -949,7 +927,7 @@ class Log:
             self.open("")
 
     def open(self, header):
-        """Open the log, unless it is open. A new one begins with the header."""
+        """Open the log. A new one begins with the header."""
         if self.enabled and not self.file:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("a", buffering=1, errors="replace")  # line by line
@@ -965,26 +943,26 @@ class Log:
         """A step's line. The console shows every tenth of the run."""
         parts = [f"step:{step}/{last}"]
         for name, loss in losses.items():
-            if math.isfinite(loss):  # on a GPU none is known yet after the first step
+            if math.isfinite(loss):  # on a GPU the first step's is not known yet
                 parts.append(f"{name}:{loss:.4f}")
         parts.append(f"train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms")
-        is_tenth = step * 10 // last > (step - 1) * 10 // last  # the first of a tenth
+        is_tenth = step * 10 // last > (step - 1) * 10 // last
         self(" ".join(parts), console=is_tenth or "val_loss" in losses)
 
 
 class Clock:
-    """Milliseconds of training: those between each start and the stop after it."""
+    """Milliseconds of training: the time between each start and the next stop."""
 
     def __init__(self, ranks, ms):
         self.ranks = ranks
         self.ms = ms  # up to the last stop
-        self.started = None  # in seconds; None: it stands still
+        self.started = None  # in seconds; None while stopped
 
     def start(self):
         self.started = time.perf_counter()
 
     def stop(self):
-        """Stop, once the device has done all that it was given."""
+        """Stop once the device has finished its work."""
         self.ranks.wait_for_device()
         self.ms = self.read()
         self.started = None
@@ -996,43 +974,42 @@ class Clock:
 
 
 class Health:
-    """What ranks tell each other at every step: their losses, and whether a signal asks to stop.
+    """Ranks exchange their losses at every step, and whether a signal asks the run to stop.
 
-    On CUDA it is read one step late, so that the host never waits for the step it is in.
+    On CUDA this is read one step late, so that the host never waits for the current step.
     """
 
-    # The last one comes when a connection is closed.
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: a connection was closed
 
     def __init__(self, ranks):
         self.ranks = ranks
-        self.news = []  # that have not been read: step, rows of all ranks, CUDA event
-        self.signal = 0  # that came to this rank
-        self.stopping = 0  # that came to any
-        self.losses = [math.nan, math.nan]  # of the step that was read last
+        self.news = []  # not read yet: step, rows of all ranks, CUDA event
+        self.signal = 0  # received by this rank
+        self.stopping = 0  # received by any rank
+        self.losses = [math.nan, math.nan]  # of the step read last
         for number in self.SIGNALS:
-            # nohup ignores SIGHUP, and so do we.
+            # Under nohup SIGHUP stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.on_signal)
 
     def on_signal(self, number, frame):
         self.signal = number
         for each in self.SIGNALS:
-            signal.signal(each, signal.SIG_DFL)  # a second one ends the process at once
+            signal.signal(each, signal.SIG_DFL)  # a second signal ends the process at once
 
     def check(self, step, losses):
-        """Share the losses of a step, before its update. Raises UserError, as `read`."""
+        """Exchange the losses of a step before its update. Raises UserError, as `read`."""
         news = torch.cat([losses.float(), torch.full_like(losses[:1], self.signal)])
         rows = self.ranks.all_gather(news).to("cpu", non_blocking=True)
         event = None
         if news.is_cuda:
-            event = torch.cuda.Event()  # comes when the copy above is done
+            event = torch.cuda.Event()  # marks the end of the copy above
             event.record()
         self.news.append((step, rows, event))
         self.read(late=int(news.is_cuda))
 
     def read(self, late=0):
-        """Take in all news but the last `late`. Raises UserError: step, rank and loss."""
+        """Read all news but the last `late`. Raises UserError where a loss is not finite."""
         while len(self.news) > late:
             step, rows, event = self.news.pop(0)
             if event:
@@ -1041,16 +1018,13 @@ class Health:
                 if not math.isfinite(loss):
                     raise UserError(f"step {step}: the loss is {loss} on rank {rank}; "
                                     "lower the learning rates")
-            *self.losses, _ = rows.mean(0).tolist()  # ranks have equally many tokens
+            *self.losses, _ = rows.mean(0).tolist()  # all ranks have as many tokens
             self.stopping = int(rows[:, -1].max())
 
 
 # ---- The run ----------------------------------------------------------------
 def build(cfg, ranks):
-    """Model and optimizers as a run begins, with the weights of --init where it has some.
-
-    Raises UserError, as `load_state`.
-    """
+    """Model and optimizers of a new run. Raises UserError where --init does not fit."""
     with torch.device(ranks.device):
         model = GPT(cfg)
         model.init_weights(torch.Generator(ranks.device).manual_seed(cfg.seed))
@@ -1060,8 +1034,7 @@ def build(cfg, ranks):
     model.head_chunks = cfg.head_chunks or 1
     if ranks.device.type == "cuda":
         model.head_type = prepare_for_cuda(model, cfg, ranks.device)
-        # All logits and their gradient fit into 80 GB.
-        # A smaller card takes them in pieces.
+        # 80 GB hold all logits and their gradient. Smaller cards compute the head in pieces.
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         model.head_chunks = cfg.head_chunks or math.ceil(70e9 / memory)
     tokens = cfg.sequences_per_forward * max(cfg.seq_lens)  # of a forward pass, at most
@@ -1070,7 +1043,7 @@ def build(cfg, ranks):
 
 
 def load_state(model, optimizers, state, path):
-    """Take weights and optimizer state of a checkpoint. UserError names what does not fit."""
+    """Load weights and optimizer state. Raises UserError, which names what does not fit."""
     part = "weights"
     try:
         model.load_state_dict(state["model"])
@@ -1088,14 +1061,14 @@ class Run:
         self.cfg = cfg
         self.ranks = ranks
         self.log = log
-        self.last = cfg.num_iterations  # the step that is only validated
+        self.last = cfg.num_iterations  # this step only validates
         self.first_step = state["step"] if state else 0
         self.saved_step = self.first_step  # of the newest checkpoint
         self.exit_code = 0
         self.val_loss = math.nan
-        # What can be wrong with data is found before anything is built.
+        # The data are checked before the model is built.
         self.val_tokens = read_val_tokens(cfg)
-        self.loader = None  # a run that is only evaluated needs no training data
+        self.loader = None  # evaluation needs no training data
         self.data = ""  # digest of the training data
         if self.first_step < self.last:
             place = state["loader"] if state else (0, 0)
@@ -1104,7 +1077,7 @@ class Run:
         if state:
             check_same_run(state, cfg, self.data)
         self.model, self.optimizers = build(cfg, ranks)
-        self.health = Health(ranks)  # from here on signals are caught
+        self.health = Health(ranks)  # catches signals from here on
         self.clock = Clock(ranks, state["train_time_ms"] if state else 0.0)
         self.facts = dict(
             device=device_facts(ranks.device)[0],
@@ -1122,7 +1095,7 @@ class Run:
             log(f"resumed at step:{self.first_step} from {cfg.resume}")
 
     def write_header(self):
-        """Begin the log: the script, then all values of the run."""
+        """Begin the log with the script and all settings."""
         val_digest = hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16]
         values = asdict(self.cfg) | self.facts | dict(
             run_id=self.log.run_id,
@@ -1133,25 +1106,25 @@ class Run:
             val_digest=val_digest,
         )
         lines = [f"{key}: {show(value)}" for key, value in values.items()]
-        rule = "=" * 100  # ends the source
+        rule = "=" * 100  # the end of the source
         self.log.open("\n".join([SCRIPT.read_text(), rule, *lines, rule, ""]))
-        # What matters most, on the console too
+        # The first line of the console
         summary = ("{device}, {threads} thread(s), {world_size} rank(s), "
                    "{parameters:,} parameters, {head} head in {head_chunks} piece(s), "
                    "logs/{run_id}")
         self.log(summary.format(**values))
 
     def warm_up(self):
-        """Run every kernel on blank tokens, then put weights and optimizer state back."""
+        """Run every kernel on blank tokens, then restore weights and optimizer state."""
         on_gpu = self.ranks.device.type == "cuda"
         self.log("warming up; a GPU compiles for 1 to 3 minutes the first time ...", console=on_gpu)
         started = time.perf_counter()
         tensors = []
         for optimizer in self.optimizers:
             tensors += optimizer.tensors()
-        # On the host, as a GPU may have no room for a copy.
+        # On the host: a GPU may have no room for a copy.
         before = [tensor.to("cpu", copy=True) for tensor in tensors]
-        runs = {}  # of each stage, which may have new shapes
+        runs = {}  # steps run in each stage, as shapes differ between stages
         for step in range(self.last):
             now = schedule(step, self.cfg)
             runs[now.stage] = runs.get(now.stage, 0) + 1
@@ -1164,7 +1137,7 @@ class Run:
         tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
         validate(self.model, tokens, self.cfg, self.ranks)
         for tensor, value in zip(tensors, before):
-            tensor.copy_(value)  # in place: kernels and views keep their addresses
+            tensor.copy_(value)  # in place, since kernels and views keep their addresses
         for optimizer in self.optimizers:
             optimizer.grads.zero_()
         self.log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=on_gpu)
@@ -1182,8 +1155,8 @@ class Run:
         self.log.step(step, self.last, self.clock.read(), val_loss=self.val_loss)
 
     def check_weights(self, step):
-        """Raise UserError where weights or state are not finite, or differ between ranks."""
-        self.health.read()  # what a GPU has not told yet
+        """Raise UserError where weights or state are not finite, or ranks' weights differ."""
+        self.health.read()  # all that a GPU has still to tell
         for optimizer in self.optimizers:
             finite = [torch.isfinite(tensor).all() for tensor in optimizer.tensors()]
             checksum = optimizer.weights.view(torch.uint8).sum()  # of their bits
@@ -1196,16 +1169,16 @@ class Run:
                 raise UserError(f"step {step}: {name}: the ranks' weights have drifted apart")
 
     def checkpoint_is_due(self, step, complete):
-        """Whether to save. Not where gradients are left over from the step before."""
+        """Whether to save now. `complete`: no gradients are waiting for the next step."""
         every = self.cfg.save_every  # 0: never
-        # A step that was resumed from is saved already.
+        # The step a run was resumed from is saved already.
         if not every or step == self.first_step:
             return False
-        passed = step // every > self.saved_step // every  # a multiple since the last one
+        passed = step // every > self.saved_step // every  # a multiple of it since the last one
         return step == self.last or (complete and (passed or self.health.stopping > 0))
 
     def save_checkpoint(self, step):
-        """Save all that a run needs to go on to the bit. Raises UserError."""
+        """Save all that a resumed run needs to be equal to the bit. Raises UserError."""
         self.check_weights(step)
         self.saved_step = step
         state = dict(
@@ -1218,13 +1191,13 @@ class Run:
             model=self.model.state_dict(),
             optimizers={each.name: each.full_state() for each in self.optimizers},
         )
-        # Zeros in front let names sort by step.
+        # Leading zeros let names sort by step.
         path = self.log.folder / f"step-{step:06d}.pt"
-        # Two are kept, should the newest be damaged; the last beside them.
+        # Two are kept in case the newest is damaged, and the final one beside them.
         self.ranks.on_rank_0(write_checkpoint, path, state, 2 + (step == self.last))
 
     def is_asked_to_stop(self, step, complete):
-        """Whether a signal asks to stop, and what must be saved is saved."""
+        """Whether a signal asks to stop and nothing is left to save."""
         stopping = self.health.stopping
         if not stopping or (self.cfg.save_every and not complete):
             return False
@@ -1232,12 +1205,11 @@ class Run:
         if self.cfg.save_every:
             advice = f"to go on: --run_id {self.log.run_id} --resume auto"
         self.log(f"stopped at step:{step} by {signal.Signals(stopping).name}; {advice}")
-        self.exit_code = 128 + stopping  # as shells have it
+        self.exit_code = 128 + stopping  # as shells report a signal
         return True
 
     def log_step(self, step, num_targets):
-        """Log a step's losses: the one minimised and, where it differs, the next token's."""
-        # With one target both losses are the same.
+        """Log the loss that is minimised and, if it has more targets, the next token's."""
         names = ("train_loss", "next_token_loss")[:num_targets]
         losses = dict(zip(names, self.health.losses))
         self.log.step(step, self.last, self.clock.read(), **losses)
@@ -1246,7 +1218,7 @@ class Run:
         """Log the results. Returns the exit code."""
         if self.exit_code:
             return self.exit_code
-        tokens = 0
+        tokens = 0  # trained on
         for step in range(self.last):
             tokens += self.cfg.sequences_per_step * schedule(step, self.cfg).seq_len
         results = dict(
@@ -1258,7 +1230,7 @@ class Run:
             peak_memory_mib=device_facts(self.ranks.device)[1],  # of rank 0
             **self.facts,
         )
-        self.log("---")  # what follows is made to be read by programs
+        self.log("---")  # programs read what follows
         for key, value in results.items():
             self.log(f"{key}: {value}")
         return 0
@@ -1266,7 +1238,7 @@ class Run:
 
 # ---- Command line -----------------------------------------------------------
 def show(value) -> str:
-    """A value as its flag takes it."""
+    """A value in the form that its flag takes."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -1291,14 +1263,14 @@ def print_help():
 
 
 def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
-    """The flags given, on top of the preset named or else of a checkpoint's saved values."""
+    """Hyperparameters: the flags given, then the preset or a checkpoint's saved values."""
     def error(message):
         raise UserError(f"{message}; --help lists the flags")
 
-    # argparse splits flags from values; types and rules are those of the table.
+    # argparse separates flags and values. The table has their types.
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.error = error  # in one line, as all errors
+    parser.error = error  # one line, as all errors
     parser.add_argument("-h", "--help", action="store_true")
     table = {each.name: each for each in fields(Hyperparameters)}
     for name, each in table.items():
@@ -1312,7 +1284,7 @@ def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparame
     preset = given.get("preset", "record")
     if preset not in ("record", "pocket"):
         error(f"--preset {preset}: must be record or pocket")
-    values = {}  # none: those of the record
+    values = {}  # the record's are the defaults
     if preset == "pocket":
         values = {name: each.metadata["pocket"] for name, each in table.items()}
     if saved and "preset" not in given:
@@ -1324,25 +1296,26 @@ def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparame
             error(f"--{name} {text}: must be like {show(table[name].default)}")
     cfg = Hyperparameters(**values)
     checked = cfg
-    if cfg.resume and not saved:  # with the values of its checkpoint, later
+    if cfg.resume and not saved:  # the rest is checked with the values of the checkpoint
         checked = Hyperparameters(device=cfg.device, run_id=cfg.run_id, resume=cfg.resume)
     check_hyperparameters(checked)
     return cfg
 
 
 def check_hyperparameters(cfg):
-    """Raise UserError for a value that no run can be made of: flag, value and rule."""
+    """Raise UserError for a value that no run can have. It tells flag, value and rule."""
     def require(holds, name, rule):
         if not holds:
             raise UserError(f"--{name} {show(getattr(cfg, name))}: must {rule}")
 
+    # All other whole numbers are at least 1.
     may_be_zero = """seed val_every warmup_steps head_chunks save_every max_document_tokens
         extension_steps freeze_steps momentum_cooldown skip_layer backout_layer eot_token""".split()
-    # No number is negative, infinite or larger than any machine can bear.
+    # No number is negative, infinite or too large for any machine.
     for each in fields(cfg):
         value = getattr(cfg, each.name)
         least = int(each.name not in may_be_zero)
-        most = 2**20 if each.type is tuple else 2**31 - 1  # lengths and windows
+        most = 2**20 if each.type is tuple else 2**31 - 1  # tuples: lengths and windows
         for entry in value if each.type is tuple else (value,):
             if isinstance(entry, float):
                 require(0 <= entry <= 1000, each.name, "be from 0 to 1000")
@@ -1360,15 +1333,13 @@ def check_hyperparameters(cfg):
     require(folder, "run_id", "be of letters, digits, _ . + -, and not begin with .")
     require(cfg.device in ("auto", "cuda", "cpu"), "device", "be auto, cuda or cpu")
     require(cfg.resume != "auto" or cfg.run_id, "resume", "come with the --run_id of a run")
-    # What the record's own flags need
     check_model(cfg, require)
 
 
 def run_script(argv: list[str] | None) -> int:
-    """Train, or go on, as the flags say. Returns the exit code. Raises UserError."""
+    """Train or resume by the flags. Returns the exit code. Raises UserError."""
     cfg = parse_args(argv)
     ranks = Ranks(cfg)
-    # Its folder is where --resume auto looks.
     log = Log(cfg, ranks)
     torch.set_num_threads(choose_threads())
     state = None  # of a checkpoint
@@ -1376,13 +1347,12 @@ def run_script(argv: list[str] | None) -> int:
         path = ranks.on_rank_0(find_checkpoint, cfg, log.folder, log)
         if path:
             state = load_checkpoint(path)
-            # The checkpoint's values, but for the flags given.
             cfg = parse_args(argv, state["hyperparameters"])
             if "OMP_NUM_THREADS" not in os.environ:  # so that the run goes on to the bit
                 torch.set_num_threads(state["threads"])
         cfg = replace(cfg, resume=str(path or ""))
         check_hyperparameters(cfg)
-    # A finished record may be evaluated without a GPU.
+    # A finished record can be evaluated without a GPU.
     to_train = not state or state["step"] < cfg.num_iterations
     if to_train and cfg.preset == "record" and ranks.device.type != "cuda":
         raise UserError("--preset record: there is no CUDA device; use --preset pocket")
@@ -1392,14 +1362,13 @@ def run_script(argv: list[str] | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script and give its exit code: what a user can mend ends in one line, and in 2."""
-    # Compiled kernels stay where a reboot leaves them.
-    # Both variables are read at first use.
+    """Run the script and return its exit code: 2 after an error that a user can mend."""
+    # Compiled kernels survive a reboot here. torch reads both variables at first use.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache, "train_gpt")))
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     libc = ctypes.CDLL(None)
-    # Have glibc keep what is freed. New pages cost 8 % of the pocket's time.
+    # glibc keeps freed memory. Asking for new pages costs 8 % of the pocket's time.
     if hasattr(libc, "mallopt"):
         M_TRIM_THRESHOLD = -1
         M_MMAP_MAX = -4
@@ -1408,17 +1377,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run_script(argv)
     except (UserError, OSError) as error:
-        message = str(error)  # of a file or a flag
+        message = str(error)  # names the file or flag
     except (MemoryError, RuntimeError) as error:
-        message = str(error).partition("\n")[0]  # torch has no classes for these
+        message = str(error).partition("\n")[0]  # torch has no classes for some of these
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate" in message:
             message = "out of memory; raise --head_chunks, or lower --sequences_per_forward"
-        # Its own line says why it went.
+        # That rank has said why.
         elif isinstance(error, dist.DistError) or "gloo" in message.lower():
             message = f"another rank is gone: {message}"
         else:
             raise
-    # All ranks of a machine know the same, so one is enough.
+    # One rank of each machine is enough.
     if os.environ.get("LOCAL_RANK", "0") == "0" or "WORLD_SIZE" not in os.environ:
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2

@@ -18,7 +18,7 @@ NODES = list(ast.walk(TREE))
 RECORD = ["Hyperparameters", "Model", "Optimizers", "Schedules", "Training"]
 HARNESS = ["Data", "Validation", "Checkpoints", "Ranks and log", "The run", "Command line"]
 RUNTIME_PACKAGES = {"torch", "numpy", "tiktoken", "huggingface_hub"}
-TOKENS_NOW_ROUNDED_UP = 13_900  # to the next hundred; it is to fall to 11,000
+TOKENS_NOW_ROUNDED_UP = 13_800  # to the next hundred; it is to fall to 11,000
 MOST = {
     "tokens": TOKENS_NOW_ROUNDED_UP,  # names, numbers, strings and operators, no docstrings
     "tokens a line": 10.5,  # of those that have any

@@ -162,6 +162,14 @@ def write_shard():
     return write
 
 
+def read_shard(path):
+    """The tokens of a shard, its header held against the published layout."""
+    header = np.fromfile(path, "<i4", 256)
+    tokens = np.fromfile(path, "<u2", offset=1024)
+    assert header.tolist() == [20240520, 1, len(tokens)] + 253 * [0]
+    return tokens
+
+
 @pytest.fixture
 def tiny_shards(tmp_path, write_shard):
     """`tiny_shards(counts, ...)` writes one shard a count into tmp_path and returns their glob.

@@ -72,6 +72,8 @@ def start_run(cwd, flags, nproc=1, fault=None):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     argv = [*map(str, flags), "--run_id", "x"]
+    for rank in range(nproc):
+        (cwd / f"losses-{rank}").write_text("")
     processes = [FORKS.Process(target=run_rank, args=(rank, nproc, port, cwd, argv, fault))
                  for rank in range(nproc)]
     for process in processes:
@@ -88,11 +90,9 @@ def run_rank(rank, nproc, port, cwd, argv, fault):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
-    losses_path = Path(f"losses-{rank}")
-    losses_path.write_text("")
 
     def note_loss(step, losses):
-        with losses_path.open("a") as file:
+        with Path(f"losses-{rank}").open("a") as file:
             file.write(f"{step} {losses[0].item().hex()}\n")
 
     at_each_step(note_loss)

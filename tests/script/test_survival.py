@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -54,25 +53,21 @@ def flags(data, args):
     return [*MODEL, *files, "--num_iterations", STEPS, *args]
 
 
-@pytest.fixture(scope="module")
-def start_in(data):
-    """`start_in(cwd, *args, nproc=1, fault=None)` starts a run named x and returns it."""
-    def start_in(cwd, *args, nproc=1, fault=None, data=data):
+@pytest.fixture
+def start(data, tmp_path):
+    """`start(*args, nproc=1, fault=None)` starts a run in tmp_path; again, it is the same run."""
+    def start(*args, nproc=1, fault=None, cwd=tmp_path, data=data):
+        cwd.mkdir(exist_ok=True)
         return start_run(cwd, flags(data, args), nproc, fault)
 
-    return start_in
-
-
-@pytest.fixture
-def start(start_in, tmp_path):
-    """`start(*args, nproc=1, fault=None)` starts a run in tmp_path; again, it is the same run."""
-    return partial(start_in, tmp_path)
+    return start
 
 
 @pytest.fixture(scope="module")
-def whole(start_in, tmp_path_factory):
+def whole(data, tmp_path_factory):
     """The run without any fault, on one rank, with all its checkpoints kept."""
-    run = start_in(tmp_path_factory.mktemp("whole"), "--save_every", 2, fault=keep_all)
+    cwd = tmp_path_factory.mktemp("whole")
+    run = start_run(cwd, flags(data, ["--save_every", 2]), fault=keep_all)
     assert run.wait() == [0], run.err()
     return run
 
@@ -86,6 +81,13 @@ def one_line(run):
     """What the run said of its end: one line, so no traceback."""
     assert len(run.err().splitlines()) == 1, run.err()
     return run.err()
+
+
+def wait_until(condition, is_alive, timeout=60):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert is_alive() and time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def val_losses(run):
@@ -130,67 +132,29 @@ def signalled(step, *numbers, rank=0):
 # Resume
 
 
-def test_the_whole_run_has_what_there_is_to_go_on_from(whole):
-    """Steps of both lengths, and a head that is the embedding until step 4."""
-    assert whole.saved() == [2, 4, 6, 8, 10]
-    assert [whole.state(step)["loader"] for step in (2, 4, 6)] == [(0, 1024), (1, 1024), (2, 2048)]
-    for step in whole.saved():
-        model, optimizers = whole.state(step)["model"], whole.state(step)["optimizers"]
-        assert optimizers["head"]["count"] == step // 2
-        assert torch.equal(model["embed.weight"], model["lm_head.weight"]) == (step <= 4)
-
-
-def test_resumed_run_is_the_same_to_the_bit(start_in, whole, tmp_path):
+def test_resumed_run_is_the_same_to_the_bit(start, whole, tmp_path):
     """From within a shard, from the end of one, from the middle of an epoch; from the beginning of
     each stage and after it. The loader does not begin again, the first step has its own learning
     rate, its batch and its targets.
     """
     runs = {}
     for step in (2, 4, 6, 8):  # side by side
-        (cwd := tmp_path / str(step)).mkdir()
-        runs[step] = start_in(cwd, "--save_every", 100, "--resume",
-                              whole.folder / f"step-{step:06d}.pt")
+        path = whole.folder / f"step-{step:06d}.pt"
+        runs[step] = start("--save_every", 100, "--resume", path, cwd=tmp_path / str(step))
     for step, run in runs.items():
         assert_goes_on(run, whole, step)
         assert val_losses(run) == val_losses(whole)[step // 2 :]
 
 
-def test_killed_run_goes_on_in_the_same_log(start, whole, final_values):
-    args = ("--save_every", 4, "--resume", "auto")
-    run = start(*args, fault=signalled(6, signal.SIGKILL))
-    assert run.wait() == [-signal.SIGKILL]
-    assert "afresh" in run.out()
-    saved = run.state(4)
-    before = (run.folder / "log.txt").read_text()
-
-    run = start(*args)
-    assert_goes_on(run, whole, 4)
-    assert (run.folder / "log.txt").read_text().startswith(before)
-    after = run.log().partition("resumed at step:4 from logs/x/step-000004.pt\n")[2]
-    lines = re.findall(r"^step:(\d+)/10 (train|val)_loss.*train_time:(\d+)ms", after, re.M)
-    assert [(int(step), kind) for step, kind, _ in lines[:3]] == [
-        (4, "val"), (5, "train"), (6, "train")], "validated again, then trained again"
-    times = [int(ms) for *_, ms in lines]
-    assert times == sorted(times) and times[0] >= int(saved["train_time_ms"])
-    assert int(final_values(run.log())["train_time_ms"]) >= times[-1]
-
-
-def test_finished_run_is_validated_again_and_not_trained(start, whole, tmp_path, final_values):
+def test_finished_run_is_not_saved_again_and_takes_more_steps(start, whole, tmp_path):
+    args = ("--save_every", 2, "--resume", "auto")
     shutil.copytree(whole.folder, tmp_path / "logs" / "x")
-    values = final_values(whole.log())
-    files = {path.name: path.stat().st_mtime_ns for path in whole.folder.glob("step-*")}
-    run = start("--save_every", 2, "--resume", "auto")
+    run = start(*args)
     assert run.wait() == [0], run.err()
     assert not run.losses()
-    assert files == {path.name: path.stat().st_mtime_ns for path in run.folder.glob("step-*")}
-    again = final_values(run.log())
-    assert {key for key in values if values[key] != again[key]} <= {
-        "train_time_ms", "tokens_per_second", "peak_memory_mib"}
-    after = run.log().partition("resumed at step:10 from logs/x/step-000010.pt\n")[2]
-    [line] = re.findall("^step:.*", after, re.M)
-    assert line.startswith("step:10/10 val_loss:")
-
-    run = start("--save_every", 2, "--resume", "auto", "--num_iterations", STEPS + 2)
+    for path in whole.folder.glob("step-*"):
+        assert (run.folder / path.name).stat().st_mtime_ns == path.stat().st_mtime_ns
+    run = start(*args, "--num_iterations", STEPS + 2)
     assert run.wait() == [0], run.err()
     assert [step for step, _ in run.losses()] == [10, 11]
     assert run.saved()[-1] == STEPS + 2
@@ -202,15 +166,15 @@ def blind(rank):
         Path.glob = lambda *args: iter(())
 
 
-def test_two_ranks_resume_as_one_two_or_four(start_in, tmp_path):
+def test_two_ranks_resume_as_one_two_or_four(start, tmp_path):
     """All ranks take the checkpoint that rank 0 finds, the one before a damaged one."""
-    first = start_in(tmp_path, "--save_every", 4, nproc=2)
+    first = start("--save_every", 4, nproc=2)
     assert first.wait() == [0, 0], first.err()
     newest = first.folder / f"step-{STEPS:06d}.pt"
     newest.write_bytes(newest.read_bytes()[:-1])
     for nproc, fault in ((1, None), (2, blind), (4, None)):
         shutil.copytree(first.folder, (cwd := tmp_path / str(nproc)) / "logs" / "x")
-        run = start_in(cwd, "--save_every", 100, "--resume", "auto", nproc=nproc, fault=fault)
+        run = start("--resume", "auto", nproc=nproc, fault=fault, cwd=cwd)
         assert run.wait() == [0] * nproc, run.err()
         assert re.search(f"skipped .*{newest.name}: no whole checkpoint", run.out())
         assert "resumed at step:8 from logs/x/step-000008.pt" in run.out()
@@ -248,39 +212,43 @@ def killed_in_save(moment, which, rank):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_in_a_save(start, whole, moment):
-    """What the killed save leaves behind does no harm; the checkpoint before it is used."""
+def test_killed_in_a_save(start, whole, final_values, moment):
+    """What the killed save leaves behind does no harm; the checkpoint before it is used. The log
+    goes on, and the clock.
+    """
     args = ("--save_every", 4, "--resume", "auto")
+    step = 8 if moment == "after rename" else 4
     run = start(*args, fault=partial(killed_in_save, moment, 2))
     assert run.wait() == [-signal.SIGKILL]
-    assert 4 in run.saved()
+    assert "afresh" in run.out()
+    log, saved = run.log(), run.state(step)
+
     run = start(*args)
-    assert_goes_on(run, whole, 8 if moment == "after rename" else 4)
+    assert_goes_on(run, whole, step)
     assert not list(run.folder.glob("*.tmp"))
-
-
-def killed_at_random(seed, rank):
-    """SIGKILL, every second time within a save, else shortly after the gradients of some step."""
-    chance = random.Random(seed)
-    if seed % 2:
-        return killed_in_save(chance.choice(list(MOMENTS)), chance.randrange(1, 3), rank)
-    steps_left, delay = itertools.count(-chance.randrange(4)), chance.uniform(0, 0.02)
-
-    def act(*_):
-        if next(steps_left) == 0:
-            threading.Timer(delay, send_self, [[signal.SIGKILL]]).start()
-
-    at_each_step(act)
+    assert run.log().startswith(log)
+    after = run.log().partition(f"resumed at step:{step} from logs/x/step-00000{step}.pt\n")[2]
+    lines = re.findall(r"^step:(\d+)/10 (train|val)_loss.*train_time:(\d+)ms", after, re.M)
+    assert [(int(number), kind) for number, kind, _ in lines[:2]] == [
+        (step, "val"), (step + 1, "train")], "validated again, then trained"
+    times = [int(saved["train_time_ms"]), *(int(ms) for *_, ms in lines),
+             int(final_values(run.log())["train_time_ms"])]
+    assert times == sorted(times)
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(start, start_in, tmp_path_factory):
-    """What is resumed after each death comes to the parameters of a run that nobody killed."""
+def test_killed_twenty_times(start, tmp_path):
+    """At any moment. What is resumed comes to the parameters of a run that nobody killed."""
     args = ("--num_iterations", 100, "--val_every", 50, "--save_every", 2)
-    whole = start_in(tmp_path_factory.mktemp("uninterrupted"), *args)
-    for seed in range(20):
-        run = start(*args, "--resume", "auto", fault=partial(killed_at_random, seed))
-        assert run.wait() == [-signal.SIGKILL], f"death {seed}: {run.err()}"
+    whole = start(*args, cwd=tmp_path / "uninterrupted")
+    chance = random.Random(0)
+    for _ in range(20):
+        run = start(*args, "--resume", "auto")
+        steps = chance.randrange(2, 6)
+        wait_until(lambda: len(run.losses()) >= steps, run.processes[0].is_alive)  # noqa: B023
+        time.sleep(chance.uniform(0, 0.1))
+        run.processes[0].kill()
+        assert run.wait() == [-signal.SIGKILL], run.err()
     run = start(*args, "--resume", "auto")
     assert run.wait() == whole.wait() == [0], run.err() + whole.err()
     assert_same_state(run.state(100), whole.state(100))
@@ -306,39 +274,28 @@ def test_signal_saves_where_no_gradients_are_left_over(start, whole, number, at,
     assert trained == [str(step) for step in range(1, STEPS + 1)], "no step is taken twice"
 
 
-def test_signal_in_the_last_step_lets_the_run_end(start, whole):
-    run = start("--save_every", 100, fault=signalled(STEPS - 1, signal.SIGTERM))
-    assert run.wait() == [0], run.err()
-    assert run.saved() == [STEPS] and "stopped" not in run.log()
-    assert_same_state(run.state(STEPS), whole.state(STEPS))
-
-
-def test_second_signal_ends_at_once(start):
-    run = start("--save_every", 100, fault=signalled(4, signal.SIGTERM, signal.SIGINT))
-    assert run.wait() == [-signal.SIGINT]
-    assert run.saved() == []
-
-
-def test_signal_without_saving_only_stops(start):
-    run = start(fault=signalled(4, signal.SIGTERM))
-    assert run.wait() == [128 + signal.SIGTERM], run.err()
-    assert run.saved() == [] and "resume" not in run.log()
-    assert run.log().splitlines()[-1] == (
-        "stopped at step:5 by SIGTERM; nothing is saved, as --save_every is 0")
-
-
 def ignoring(number, rank):
-    """As under nohup; the signal comes at step 4."""
+    """As under nohup; a shell ignores SIGINT for what it starts in the background."""
     signal.signal(number, signal.SIG_IGN)
     signalled(4, number)(rank)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_signal_that_the_caller_ignores_stops_nothing(start, number):
-    """nohup ignores SIGHUP; a shell ignores SIGINT for what it starts in the background."""
-    run = start(fault=partial(ignoring, number))
-    assert run.wait() == [0], run.err()
-    assert len(run.losses()) == STEPS and "stopped" not in run.log()
+NOT_SAVED = ["stopped at step:5 by SIGTERM; nothing is saved, as --save_every is 0"]
+
+
+@pytest.mark.parametrize("fault, every, code, saved, said", [
+    (signalled(STEPS - 1, signal.SIGTERM), 100, 0, [STEPS], []),
+    (signalled(4, signal.SIGTERM), 0, 128 + signal.SIGTERM, [], NOT_SAVED),
+    (signalled(4, signal.SIGTERM, signal.SIGINT), 100, -signal.SIGINT, [], []),
+    (partial(ignoring, signal.SIGHUP), 0, 0, [], []),
+    (partial(ignoring, signal.SIGINT), 0, 0, [], []),
+], ids=["in the last step", "without saving", "a second one ends at once", "ignored SIGHUP",
+        "ignored SIGINT"])
+def test_signal_that_saves_nothing(start, fault, every, code, saved, said):
+    run = start("--save_every", every, fault=fault)
+    assert run.wait() == [code], run.err()
+    assert run.saved() == saved
+    assert re.findall("^stopped.*", run.log(), re.M) == said
 
 
 def test_signal_to_one_rank_stops_both_at_the_same_step(start):
@@ -487,16 +444,13 @@ def children(pid):
         return []
 
 
-def wait_for_log(run, text, process, timeout=60):
-    deadline = time.monotonic() + timeout
+def wait_until_logged(run, text, process):
     log = run.folder / "log.txt"
-    while not (log.exists() and text in run.log()):
-        assert process.poll() is None and time.monotonic() < deadline, run.err()
-        time.sleep(0.02)
+    wait_until(lambda: log.exists() and text in run.log(), lambda: process.poll() is None)
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_after_a_killed_worker(tmp_path, data, start_in, tmp_path_factory):
+def test_torchrun_restarts_after_a_killed_worker(tmp_path, data, start):
     """torchrun keeps its store: the rank that comes first must not find its dead peer there."""
     # Python imports it before the script. Once restarted, rank 0 comes first.
     (tmp_path / "sitecustomize.py").write_text(
@@ -505,12 +459,12 @@ def test_torchrun_restarts_after_a_killed_worker(tmp_path, data, start_in, tmp_p
         "    time.sleep(3)\n")
     args = ("--num_iterations", 40, "--save_every", 10)
     with torchrun(tmp_path, data, *args, launcher=["--max-restarts=2"]) as (process, run):
-        wait_for_log(run, "step:15/40", process)
+        wait_until_logged(run, "step:15/40", process)
         os.kill(children(process.pid)[1], signal.SIGKILL)
         assert process.wait(timeout=120) == 0, run.err()
     resumed = re.findall(r"resumed at step:(\d+)", (run.folder / "log.txt").read_text())
     assert len(resumed) == 1 and int(resumed[0]) >= 10
-    whole = start_in(tmp_path_factory.mktemp("uninterrupted"), *args, nproc=2)
+    whole = start(*args, nproc=2, cwd=tmp_path / "uninterrupted")
     assert whole.wait() == [0, 0], whole.err()
     assert_same_state(run.state(40), whole.state(40))
 
@@ -520,7 +474,7 @@ def test_sigterm_to_torchrun(tmp_path, data):
     """torchrun passes it on; the ranks save, close the log and leave none behind."""
     args = ("--num_iterations", 2000, "--save_every", 1000)
     with torchrun(tmp_path, data, *args) as (process, run):
-        wait_for_log(run, "step:5/2000", process)
+        wait_until_logged(run, "step:5/2000", process)
         workers = children(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) != 0  # torchrun says so of itself

@@ -4,7 +4,6 @@ A fault is a function of this file that a rank calls before main() to put someth
 way. What is expected of a resumed run is what one run without any fault did, the fixture `whole`.
 """
 
-import contextlib
 import itertools
 import os
 import random
@@ -419,66 +418,46 @@ def test_data_that_vanish(start, data, write_shard, tmp_path):
 # torchrun
 
 
-@contextlib.contextmanager
-def torchrun(cwd, data, *args, launcher=()):
-    """A run under torchrun with two ranks; what is left of it is killed at the end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               *launcher, train_gpt.SCRIPT, *flags(data, args), "--run_id", "x", "--resume", "auto"]
-    with (cwd / "out-0").open("w") as out, (cwd / "err-0").open("w") as err:
-        process = subprocess.Popen(list(map(str, command)), cwd=cwd, stdin=subprocess.DEVNULL,
-                                   stdout=out, stderr=err, start_new_session=True,
-                                   env=os.environ | {"PYTHONPATH": str(cwd)})
-    try:
-        yield process, Run(cwd)
-    finally:
-        for child in [*children(process.pid), process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        process.wait()
-
-
 def children(pid):
-    try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
-
-
-def wait_until_logged(run, text, process):
-    log = run.folder / "log.txt"
-    wait_until(lambda: log.exists() and text in run.log(), lambda: process.poll() is None)
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_after_a_killed_worker(tmp_path, data, start):
-    """torchrun keeps its store: the rank that comes first must not find its dead peer there."""
+def test_torchrun_restarts_after_a_killed_worker_and_passes_a_signal_on(tmp_path, data):
+    """It keeps its store: the rank that comes first must not find its dead peer there. By a signal
+    the ranks save, close the log and leave none behind.
+    """
     # Python imports it before the script. Once restarted, rank 0 comes first.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
         "if os.environ.get('RANK') == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':\n"
         "    time.sleep(3)\n")
-    args = ("--num_iterations", 40, "--save_every", 10)
-    with torchrun(tmp_path, data, *args, launcher=["--max-restarts=2"]) as (process, run):
-        wait_until_logged(run, "step:15/40", process)
+    args = ("--run_id", "x", "--num_iterations", 2000, "--save_every", 10, "--resume", "auto")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "--max-restarts=2", train_gpt.SCRIPT, *flags(data, args)]
+    process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stdin=subprocess.DEVNULL,
+                               env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    run, log = Run(tmp_path), tmp_path / "logs" / "x" / "log.txt"
+
+    def wait_until_logged(text):
+        wait_until(lambda: log.exists() and text in run.log(), lambda: process.poll() is None)
+
+    try:
+        wait_until_logged("step:15/2000")
         os.kill(children(process.pid)[1], signal.SIGKILL)
-        assert process.wait(timeout=120) == 0, run.err()
-    resumed = re.findall(r"resumed at step:(\d+)", (run.folder / "log.txt").read_text())
-    assert len(resumed) == 1 and int(resumed[0]) >= 10
-    whole = start(*args, nproc=2, cwd=tmp_path / "uninterrupted")
-    assert whole.wait() == [0, 0], whole.err()
-    assert_same_state(run.state(40), whole.state(40))
-
-
-@pytest.mark.slow
-def test_sigterm_to_torchrun(tmp_path, data):
-    """torchrun passes it on; the ranks save, close the log and leave none behind."""
-    args = ("--num_iterations", 2000, "--save_every", 1000)
-    with torchrun(tmp_path, data, *args) as (process, run):
-        wait_until_logged(run, "step:5/2000", process)
+        wait_until_logged("resumed at step:")
+        step = int(re.findall(r"resumed at step:(\d+)", run.log())[0])
+        assert step >= 10
+        wait_until_logged(f"step:{step + 25}/2000")
         workers = children(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) != 0  # torchrun says so of itself
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-    [step] = run.saved()
+    finally:
+        if process.poll() is None:
+            for pid in [*children(process.pid), process.pid]:
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+    step = run.saved()[-1]
     assert run.state(step)["step"] == step
     assert f"stopped at step:{step} by SIGTERM" in run.log().splitlines()[-1]

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import REPO
 
-SCRIPT = Path(__file__).resolve().parents[2] / "data" / "fineweb.py"
+SCRIPT = REPO / "data" / "fineweb.py"
 VAL = "fineweb_val_000000.bin"
 TRAIN = [f"fineweb_train_{index:06d}.bin" for index in range(1, 104)]
 
@@ -84,7 +84,7 @@ class HubHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub():
     server = Hub()
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[0.02])
     thread.start()
     yield server
     server.shutdown()
@@ -93,22 +93,37 @@ def hub():
 
 
 @pytest.fixture
-def fineweb(hub, tmp_path):
-    """`fineweb(*args, online=True)` runs the script; the shards land in tmp_path / 'fineweb'."""
+def folder(tmp_path):
+    return tmp_path / "fineweb"
 
-    def run(*args, online=True):
+
+@pytest.fixture
+def fineweb(hub, folder):
+    """`fineweb(*args, online=True)` runs the script, the shards go to `folder`; what it printed.
+
+    With `refused`, the run has to end with code 2 and a last line that has these parts; without a
+    network that line is the only one.
+    """
+
+    def run(*args, online=True, refused=()):
         port = hub.server_address[1] if online else 1  # nothing listens on port 1
         environment = {
             **os.environ,
             "HF_ENDPOINT": f"http://127.0.0.1:{port}",
-            "HF_HOME": str(tmp_path / "home"),
+            "HF_HOME": str(folder.parent / "home"),
             "HF_HUB_DISABLE_XET": "1",
             "NO_PROXY": "127.0.0.1",
         }
-        command = [sys.executable, SCRIPT, "--out", tmp_path / "fineweb", *map(str, args)]
+        command = [sys.executable, SCRIPT, "--out", folder, *map(str, args)]
         hub.requests.clear()
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True,
-                              text=True, timeout=120)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == (2 if refused else 0), done.stderr
+        assert "Traceback" not in done.stderr
+        if refused:
+            lines = done.stderr.splitlines()
+            assert online or len(lines) == 1
+            assert all(part in lines[-1] for part in refused), done.stderr
+        return done.stdout
 
     return run
 
@@ -117,108 +132,75 @@ def files_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.suffix == ".bin")
 
 
-def test_first_call_fetches_and_later_calls_need_no_network(hub, fineweb, tmp_path):
-    folder = tmp_path / "fineweb"
-    first = fineweb(2)
-    assert first.returncode == 0, first.stderr
+def test_first_call_fetches_and_later_calls_need_no_network(hub, fineweb, folder):
+    printed = fineweb(2)
     assert hub.fetched == [VAL, *TRAIN[:2]]
-    assert files_in(folder) == sorted([VAL, *TRAIN[:2]])
+    assert files_in(folder) == sorted(hub.fetched)
     for name in files_in(folder):
         assert (folder / name).read_bytes() == hub.files[name]
     assert not list(folder.glob(".partial*"))
-    assert "3 shards whole, 303 tokens" in first.stdout  # 100 + 101 + 102
+    assert "3 shards whole, 303 tokens" in printed  # 100 + 101 + 102
     # One revision, by its full hash, for the metadata and for the files.
     assert len(hub.revisions) == 1 and re.fullmatch("[0-9a-f]{40}", *hub.revisions)
 
     for online in (True, False):
-        again = fineweb(2, online=online)
-        assert again.returncode == 0, again.stderr
+        assert "3 shards whole" in fineweb(2, online=online)
         assert hub.requests == []
-        assert "3 shards whole" in again.stdout
-
-    more = fineweb(3)
-    assert more.returncode == 0, more.stderr
+    fineweb(3)
     assert hub.fetched == [TRAIN[2]]
+    fineweb()  # the default is eight
+    assert hub.fetched == TRAIN[3:8]
 
 
-def test_the_default_is_eight_training_shards(hub, fineweb, tmp_path):
-    result = fineweb()
-    assert result.returncode == 0, result.stderr
-    assert files_in(tmp_path / "fineweb") == sorted([VAL, *TRAIN[:8]])
+def test_damaged_shards_are_fetched_again_and_only_they(hub, fineweb, folder):
+    fineweb(4)
+    paths = [folder / name for name in TRAIN[:4]]
+    cut, longer, flipped, empty = (path.read_bytes() for path in paths)
+    paths[0].write_bytes(cut[:-2])
+    paths[1].write_bytes(longer + b"\0\0")
+    paths[2].write_bytes(flipped[:1030] + bytes([flipped[1030] ^ 4]) + flipped[1031:])
+    paths[3].write_bytes(b"")
+    fineweb(4, online=False, refused=["network"])
 
-
-def test_damaged_shards_are_fetched_again_and_only_they(hub, fineweb, tmp_path):
-    assert fineweb(4).returncode == 0
-    damages = {
-        "cut": lambda whole: whole[:-2],
-        "longer": lambda whole: whole + b"\0\0",
-        "flipped": lambda whole: whole[:1030] + bytes([whole[1030] ^ 4]) + whole[1031:],
-        "empty": lambda whole: b"",
-    }
-    paths = [tmp_path / "fineweb" / name for name in TRAIN[:4]]
-    for path, damage in zip(paths, damages.values()):
-        path.write_bytes(damage(path.read_bytes()))
-        assert path.read_bytes() != hub.files[path.name]
-
-    result = fineweb(4, online=False)
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1 and "network" in result.stderr
-
-    result = fineweb(4)
-    assert result.returncode == 0, result.stderr
+    printed = fineweb(4)
     assert hub.fetched == TRAIN[:4]
-    assert f"{TRAIN[0]} (1,224 of 1,226 bytes)" in result.stdout
-    assert f"{TRAIN[2]} (sha256 differs" in result.stdout
-    for path in paths:
-        assert path.read_bytes() == hub.files[path.name]
+    assert f"{TRAIN[0]} (1,224 of 1,226 bytes)" in printed
+    assert f"{TRAIN[2]} (sha256 differs" in printed
+    assert [path.read_bytes() for path in paths] == [cut, longer, flipped, empty]
 
 
-def test_a_damaged_download_is_repeated_and_never_kept(hub, fineweb, tmp_path):
+def test_a_damaged_download_is_repeated_and_never_kept(hub, fineweb, folder):
     hub.damage_next = 1
-    assert fineweb(1).returncode == 0
+    fineweb(1)
     assert hub.fetched == [VAL, VAL, TRAIN[0]]
 
     hub.damage_next = 10**6
-    result = fineweb(2)
-    assert result.returncode == 2
-    last_line = result.stderr.splitlines()[-1]
-    assert TRAIN[1] in last_line and "sha256" in last_line
-    assert "Traceback" not in result.stderr
-    assert files_in(tmp_path / "fineweb") == sorted([VAL, TRAIN[0]])
+    fineweb(2, refused=[TRAIN[1], "sha256"])
+    assert files_in(folder) == sorted([VAL, TRAIN[0]])
 
 
-def test_a_damaged_manifest_is_asked_for_again(hub, fineweb, tmp_path):
-    assert fineweb(1).returncode == 0
-    (tmp_path / "fineweb" / "hub.json").write_text("{")
-    assert fineweb(1).returncode == 0
+def test_a_damaged_manifest_is_asked_for_again(hub, fineweb, folder):
+    fineweb(1)
+    (folder / "hub.json").write_text("{")
+    fineweb(1)
     assert [method for method, _ in hub.requests] == ["POST"]
 
 
-def test_without_a_network_one_line_says_what_to_do(hub, fineweb, tmp_path):
-    result = fineweb(1, online=False)
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert "network" in result.stderr and "fineweb10B" in result.stderr
-    assert files_in(tmp_path / "fineweb") == []
+def test_without_a_network_one_line_says_what_to_do(fineweb, folder):
+    fineweb(1, online=False, refused=["network", "fineweb10B"])
+    assert files_in(folder) == []
 
 
-def test_shards_copied_from_elsewhere_are_accepted_offline_unchecked(hub, fineweb, tmp_path):
-    folder = tmp_path / "fineweb"
+def test_shards_copied_from_elsewhere_are_accepted_offline_unchecked(hub, fineweb, folder):
     folder.mkdir()
     for name in (VAL, TRAIN[0]):
         (folder / name).write_bytes(hub.files[name])
-    result = fineweb(1, online=False)
-    assert result.returncode == 0, result.stderr
-    assert "sha256 not checked" in result.stdout
+    assert "sha256 not checked" in fineweb(1, online=False)
     (folder / VAL).write_bytes(hub.files[VAL][:-2])
-    result = fineweb(1, online=False)
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1 and VAL in result.stderr
+    fineweb(1, online=False, refused=[VAL])
 
 
 @pytest.mark.parametrize("number", ["0", "104", "many"])
-def test_an_impossible_number_of_shards_is_one_line(fineweb, tmp_path, number):
-    result = fineweb(number)
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1 and number in result.stderr
-    assert not (tmp_path / "fineweb").exists()
+def test_an_impossible_number_of_shards_is_one_line(fineweb, folder, number):
+    fineweb(number, online=False, refused=[number])
+    assert not folder.exists()

@@ -3,12 +3,12 @@
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 from pathlib import Path
 
 import numpy as np
 import pocket
 import pytest
+from conftest import read_shard
 
 END_OF_TEXT = 256
 
@@ -17,14 +17,6 @@ END_OF_TEXT = 256
 def run_pocket(call_tool):
     """`run_pocket(out)` runs the script, which writes into the folder out."""
     return lambda out: call_tool(pocket, ["--out", out], out.parent)
-
-
-def read_shard(path):
-    """The tokens of a shard, its header held against the published layout."""
-    header = np.fromfile(path, "<i4", 256)
-    tokens = np.fromfile(path, "<u2", offset=1024)
-    assert header.tolist() == [20240520, 1, len(tokens)] + 253 * [0]
-    return tokens
 
 
 def documents(tokens):
@@ -38,15 +30,15 @@ def documents(tokens):
 def expected_documents(package):
     """Training and validation documents by the rule, spelled out anew."""
     files = {}
-    for folder, _, names in os.walk(package):
-        for name in names:
-            path = os.path.relpath(os.path.join(folder, name), package).replace(os.sep, "/")
-            if path.endswith(".py") and path != "version.py":
-                files[hashlib.sha256(path.encode()).hexdigest()] = os.path.join(package, path)
-    split = {True: [], False: []}
-    for digest, path in sorted(files.items()):
-        split[int(digest[:2], 16) % 20 == 0].append(Path(path).read_bytes())
-    return split[False], split[True]
+    for path in package.glob("**/*.py"):
+        name = str(path.relative_to(package)).replace("\\", "/")
+        if name != "version.py":
+            files[hashlib.sha256(name.encode()).hexdigest()] = path.read_bytes()
+    train, val = [], []
+    for digest, content in sorted(files.items()):
+        split = train if int(digest[:2], 16) % 20 else val
+        split.append(content)
+    return train, val
 
 
 @pytest.fixture

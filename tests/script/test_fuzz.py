@@ -10,7 +10,7 @@ import tracemalloc
 import zipfile
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_checkpoints import ALLOWED, DATA, TINY, equal, make_state
 
@@ -19,62 +19,69 @@ import train_gpt
 FUZZ = settings(max_examples=300, deadline=None, derandomize=True, database=None,
                 suppress_health_check=[HealthCheck.function_scoped_fixture])
 VOCAB = 257
-HEADER_BYTES = 1024
+HEADER = struct.Struct("<3i1012x")  # magic, version, number of tokens
 # Reading a file of a few KiB may take this much memory, and no more, whatever it says of itself.
 SHARD_MEMORY = 2**20
 CHECKPOINT_MEMORY_KIB = 64 * 2**10
 
-INT32 = st.integers(-(2**31), 2**31 - 1)
-MAGIC = st.one_of(st.just(20240520), st.sampled_from([20240801, 0, -1]), INT32)
-VERSION = st.one_of(st.just(1), INT32)
-EDGES = st.integers(-(2**31), -(2**31) + 40)  # twice it, as an int32, is a small number
-COUNT = st.one_of(st.none(), st.integers(-2, 40), st.just(2**31 - 1), EDGES, INT32)
-TOKENS = st.lists(st.one_of(st.integers(0, VOCAB - 1), st.integers(0, 2**16 - 1)), max_size=40)
+
+def edits(first_bytes):
+    """Lists of what to overwrite, insert, remove or cut off; half of it in the first bytes."""
+    kinds = st.sampled_from(["overwrite", "insert", "remove", "flip", "cut"])
+    places = st.one_of(st.integers(0, first_bytes - 1), st.integers(0, 10**6))
+    return st.lists(
+        st.tuples(kinds, places, st.binary(min_size=1, max_size=8)), min_size=1, max_size=4)
 
 
-@st.composite
-def shards(draw):
-    """Bytes of something like a shard: each part right, nearly right or anything."""
-    tokens = draw(TOKENS)
-    count = draw(COUNT)
-    words = [draw(MAGIC), draw(VERSION), len(tokens) if count is None else count]
-    rest = bytes(HEADER_BYTES - 12) if draw(st.booleans()) else draw(st.binary(max_size=2000))
-    body = struct.pack(f"<{len(tokens)}H", *tokens) + draw(st.binary(max_size=3))
-    content = struct.pack("<3i", *words) + rest + body
-    return content[: draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))]
+def edited(content, changes):
+    content = bytearray(content)
+    for kind, place, new in changes:
+        at = place % max(1, len(content))
+        if kind == "flip" and at < len(content):
+            content[at] ^= 1 << new[0] % 8
+        elif kind != "flip":
+            length = {"overwrite": len(new), "insert": 0, "remove": new[0]}.get(kind, 2**30)
+            content[at : at + length] = b"" if kind in ("remove", "cut") else new
+    return bytes(content)
+
+
+# Shards
 
 
 def tokens_of(content):
     """The tokens of a shard's bytes by the format's own words, or None where it is none."""
-    if len(content) < HEADER_BYTES:
+    if len(content) < HEADER.size:
         return None
-    magic, version, count = struct.unpack("<3i", content[:12])
-    body = content[HEADER_BYTES:]
+    magic, version, count = HEADER.unpack(content[: HEADER.size])
+    body = content[HEADER.size :]
     if (magic, version) != (20240520, 1) or count < 0 or len(body) != 2 * count:
         return None
     tokens = list(struct.unpack(f"<{count}H", body))
     return tokens if all(token < VOCAB for token in tokens) else None
 
 
-def read(path):
-    """Tokens of the shard as a list, or None for a clean error that names it."""
+@FUZZ
+@given(tokens=st.lists(st.integers(0, VOCAB + 1), max_size=40), edits=st.just([]) | edits(12),
+       count=st.none() | st.integers(-(2**31), 2**31 - 1))
+@example([1], [], 2**31 - 1)
+@example([1], [], 1 - 2**31)  # twice it, as an int32, is 2
+def test_shards(tmp_path, tokens, edits, count):
+    """The tokens of a shard as a list, or a clean error that names it."""
+    count = len(tokens) if count is None else count
+    content = HEADER.pack(20240520, 1, count) + struct.pack(f"<{len(tokens)}H", *tokens)
+    content = edited(content, edits)
+    path = tmp_path / "shard.bin"
+    path.write_bytes(content)
     tracemalloc.start()
     try:
-        return train_gpt.read_shard(path, VOCAB).tolist()
+        assert train_gpt.read_shard(path, VOCAB).tolist() == tokens_of(content)
     except train_gpt.UserError as error:
         assert str(path) in str(error) and "\n" not in str(error)
+        assert tokens_of(content) is None
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < SHARD_MEMORY
-
-
-@FUZZ
-@given(content=st.one_of(shards(), st.binary(max_size=3000)))
-def test_shards(tmp_path, content):
-    path = tmp_path / "shard.bin"
-    path.write_bytes(content)
-    assert read(path) == tokens_of(content)
+    assert peak < SHARD_MEMORY
 
 
 # Checkpoints
@@ -82,35 +89,10 @@ def test_shards(tmp_path, content):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A small checkpoint."""
+    """A small checkpoint. Its pickle, which says what the rest means, lies in the first 4 KiB."""
     path = tmp_path_factory.mktemp("checkpoint") / "step-000020.pt"
     train_gpt.write_checkpoint(path, make_state(TINY), keep=2)
     return path
-
-
-@st.composite
-def edits(draw):
-    """A function of bytes that overwrites, inserts, removes or cuts off some of them.
-
-    Half of the places lie in the first 4 KiB, in the pickle, which says what the rest means.
-    """
-    kinds = st.sampled_from(["overwrite", "insert", "remove", "flip", "cut"])
-    places = st.one_of(st.integers(0, 4095), st.integers(0, 10**6))
-    changes = draw(st.lists(
-        st.tuples(kinds, places, st.binary(min_size=1, max_size=8)), min_size=1, max_size=4))
-
-    def edit(content):
-        content = bytearray(content)
-        for kind, place, new in changes:
-            at = place % max(1, len(content))
-            if kind == "flip" and at < len(content):
-                content[at] ^= 1 << new[0] % 8
-            elif kind != "flip":
-                length = {"overwrite": len(new), "insert": 0, "remove": new[0]}.get(kind, 2**30)
-                content[at : at + length] = b"" if kind in ("remove", "cut") else new
-        return bytes(content)
-
-    return edit
 
 
 def load(path):
@@ -118,7 +100,6 @@ def load(path):
 
     For the path itself there is a clean error instead, which names the file.
     """
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = train_gpt.find_checkpoint(TINY, path.parent, lambda line: None)
     try:
         state = train_gpt.load_checkpoint(path)
@@ -127,26 +108,26 @@ def load(path):
         return state
     except train_gpt.UserError as error:
         assert str(path) in str(error)
-    finally:
-        grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        assert grown_kib < CHECKPOINT_MEMORY_KIB
 
 
 @pytest.mark.parametrize("checksums", [True, False])
 @FUZZ
-@given(edit=edits())
+@given(edits=edits(4096))
 def test_edited_checkpoints_hold_what_was_written_or_are_refused(
-    tmp_path, written, checksums, edit
+    tmp_path, written, checksums, edits
 ):
     """An edit that no checksum finds lies where torch.save wrote nothing of the state. Without
     the checksums in the way, what loads has all the parts that a run asks for.
     """
     path = tmp_path / "step-000020.pt"
-    path.write_bytes(edit(written.read_bytes()))
+    path.write_bytes(edited(written.read_bytes(), edits))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.MonkeyPatch.context() as patch:
         if not checksums:
             patch.setattr(zipfile.ZipFile, "testzip", lambda file: None)
         state = load(path)
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < CHECKPOINT_MEMORY_KIB
     path.unlink()
     if checksums:
         assert state is None or equal(state, train_gpt.load_checkpoint(written))

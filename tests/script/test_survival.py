@@ -337,29 +337,6 @@ def nan_from(rule_name, when, rank):
     setattr(train_gpt, rule_name, spoil)
 
 
-@pytest.mark.parametrize("nproc, fault, step, named, saved", [
-    # On one rank alone, and told on both.
-    (2, partial(at_step, 5, 1, minus_infinity), 5, "the loss is -inf on rank 1", [2, 4]),
-    # What an update leaves is seen before it is saved.
-    (1, partial(nan_from, "adam_update", 5), 6, "a weight or a state is not finite", [2, 4]),
-    # The last update: the run does not end well.
-    (1, partial(nan_from, "muon_update", STEPS - 1), STEPS, "a weight or a state is not finite",
-     [6, 8]),
-], ids=["loss", "Adam", "Muon"])
-def test_numbers_that_are_not_finite_end_the_run_and_are_never_saved(
-    start, whole, nproc, fault, step, named, saved
-):
-    args = ("--save_every", 2, "--resume", "auto")
-    run = start(*args, nproc=nproc, fault=fault)
-    assert run.wait() == [2] * nproc
-    line = one_line(run)
-    assert f"step {step}: " in line and named in line and "lower the learning rates" in line
-    assert run.saved() == saved
-    assert "val_loss:nan" not in run.log() and "---" not in run.log()
-    if nproc == 1:  # what was saved last is sound
-        assert_goes_on(start(*args), whole, saved[-1])
-
-
 def drift(rank):
     """On rank 1 one bit of one weight is another before the validation at step 6."""
     check_weights = train_gpt.Run.check_weights
@@ -372,12 +349,33 @@ def drift(rank):
     train_gpt.Run.check_weights = check_after_flip
 
 
-def test_drifted_parameters_are_found_at_a_validation(start):
-    run = start(nproc=2, fault=drift)
-    assert run.wait() == [2, 2]
-    assert "step 6: mlp: the ranks' weights have drifted apart" in one_line(run)
-    assert run.err(1) == "", "what all ranks know is said once"
-    assert [step for step, _ in val_losses(run)] == ["0", "2", "4"]
+NOT_FINITE = "a weight or a state is not finite; lower the learning rates"
+
+
+@pytest.mark.parametrize("nproc, fault, step, said, saved", [
+    # On one rank alone, and told on both.
+    (2, partial(at_step, 5, 1, minus_infinity), 5,
+     "the loss is -inf on rank 1; lower the learning rates", [2, 4]),
+    (2, drift, 6, "mlp: the ranks' weights have drifted apart", [2, 4]),
+    # What an update leaves is seen before it is saved.
+    (1, partial(nan_from, "adam_update", 5), 6, NOT_FINITE, [2, 4]),
+    # The last update: the run does not end well.
+    (1, partial(nan_from, "muon_update", STEPS - 1), STEPS, NOT_FINITE, [6, 8]),
+], ids=["loss", "drift", "Adam", "Muon"])
+def test_what_is_not_finite_or_drifts_ends_the_run_and_is_never_saved(
+    start, whole, nproc, fault, step, said, saved
+):
+    args = ("--save_every", 2, "--resume", "auto")
+    run = start(*args, nproc=nproc, fault=fault)
+    assert run.wait() == [2] * nproc
+    line = one_line(run)
+    assert f"step {step}: " in line and line.endswith(f"{said}\n")
+    if nproc == 2:
+        assert run.err(1) == "", "what all ranks know is said once"
+    assert run.saved() == saved
+    assert f"step:{step}/10 val_loss" not in run.log() and "---" not in run.log()
+    if nproc == 1:  # what was saved last is sound
+        assert_goes_on(start(*args), whole, saved[-1])
 
 
 # Disk and data

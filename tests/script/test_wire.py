@@ -6,8 +6,10 @@ what would be sent are those of one rank among N, and nothing needs N processes.
 
 import dataclasses
 import gc
+import math
 import types
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -113,30 +115,25 @@ def make_model(cfg):
     return model
 
 
-def padded_bytes(cfg, model, world_size):
-    """By arithmetic alone: bytes of each kind of parameter, padded to whole units on each rank."""
-    names = {"lm_head": "head", "value_embeds": "value embeds", "smear_gate": "smear gate"}
-    matrices, gates, elements = {}, {}, dict.fromkeys(ADAM, 0)
+def padded_bytes(model, world_size):
+    """By arithmetic alone: bytes of each group, padded to whole units on each rank.
+
+    Muon's units are matrices of a shape and a type, Adam's are numbers.
+    """
+    adam = {"lm_head": "head", "value_embeds": "value embeds", "smear_gate": "smear gate"}
+    counts, total = Counter(), Counter()
     for name, param in model.named_parameters():
+        kind, unit = name.partition(".")[0], ()
+        group = adam.get(kind, kind)
         if name.startswith("blocks.") and param.ndim >= 2:
-            stack = param.numel() // param.shape[-2:].numel()
-            shapes = gates if "gate" in name else matrices
-            shapes[param.shape[-2:]] = shapes.get(param.shape[-2:], 0) + stack
-        elif "x0_lambda" in name:
-            elements["x0 lambdas"] += param.numel()
+            group, unit = "muon", param.shape[-2:]
         elif "lambda" in name:
-            elements["lambdas"] += param.numel()
-        else:
-            kind = name.partition(".")[0]
-            elements[names.get(kind, kind)] += param.numel()
-
-    def up(count):
-        return -(-count // world_size) * world_size
-
-    muon = sum(4 * up(count) * shape.numel() for shape, count in matrices.items())
-    muon += sum(2 * up(count) * shape.numel() for shape, count in gates.items())
-    sizes = {kind: 4 if kind in ("x0 lambdas", "lambdas") else 2 for kind in ADAM}
-    return dict(muon=muon) | {kind: sizes[kind] * up(elements[kind]) for kind in ADAM}
+            group = "x0 lambdas" if "x0_lambda" in name else "lambdas"
+        size = math.prod(unit)
+        counts[group, unit, size * param.element_size()] += param.numel() // size
+    for (group, _, nbytes), count in counts.items():
+        total[group] += math.ceil(count / world_size) * world_size * nbytes
+    return total
 
 
 # Bytes on the wire
@@ -159,7 +156,7 @@ def test_a_step_reduces_gradients_once_and_gathers_parameters_once(
     news, wire.calls = wire.calls, []
     train_gpt.step_optimizers(optimizers, train_gpt.schedule(step, RECORD), world_size)
 
-    expected, resting = padded_bytes(TINY, model, world_size), STEPS[step]
+    expected, resting = padded_bytes(model, world_size), STEPS[step]
     sent = sum(expected[kind] for kind in expected.keys() - resting)
     assert wire.bytes("reduce_scatter_tensor") == sent
     assert wire.bytes("all_gather_into_tensor") == sent / world_size  # this rank's share

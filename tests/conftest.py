@@ -1,16 +1,7 @@
-"""What all tests share: one thread, the repository on the path, shards and a way to run the script.
-
-Fixtures, each explained where it is defined:
-
-    pocket_data         the folder of the pocket's shards, built once where it is missing
-    build_once          build something that costs seconds once for all workers of a session
-    call_tool           run a script of data/ in this process
-    write_shard         write any tokens, or a deliberately wrong header, as a shard
-    tiny_shards         write small synthetic shards and get the glob that finds them
-    run_script          run train_gpt.py in a process of its own, or under torchrun
-    final_values        read the `key: value` block that a run ends with
+"""What all tests share: one thread, the repository on the path, shards and ways to run scripts.
 
 Tests marked `gpu` run on a stand-in for a GPU (gpu/host_gpu/) where there is no CUDA device.
+`--random-order SEED` shuffles the files, and the tests of each.
 """
 
 import os
@@ -18,8 +9,8 @@ import os
 # Before torch is imported: sums are the same on every machine, and two cores do not fight.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import contextlib
 import fcntl
+import random
 import signal
 import subprocess
 import sys
@@ -33,10 +24,7 @@ from host_gpu.session import HostGpuSession, is_for_gpu
 
 REPO = Path(__file__).resolve().parent.parent
 MOST_WORKERS = 8  # each holds torch, and some tests start processes of their own
-KEPT_TOGETHER = {  # files whose tests go to one worker, as they share what takes seconds to make
-    "test_gpu.py": "the device",
-    "test_host_gpu.py": "the device",
-}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TINY_MODEL = dict(  # of bytes, for any number of layers
     vocab_size=257, eot_token=256, model_dim=32, head_dim=16, backout_layer=0
 )  # fmt: skip
@@ -44,6 +32,14 @@ TINY_MODEL = dict(  # of bytes, for any number of layers
 # Whoever starts the tests may ignore these, as nohup does; what the tests start does not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+# ---- How tests are run ----
+
+
+def pytest_addoption(parser):
+    parser.addoption("--random-order", type=int, metavar="SEED",
+                     help="shuffle the files, and the tests of each")  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -56,19 +52,25 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Deal tests out by file, as pytest tears fixtures down, and some files together."""
-    from xdist.scheduler import LoadScopeScheduling
+    """A file's tests go to one worker, as they share what takes seconds to make."""
+    from xdist.scheduler import LoadFileScheduling
 
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            file = nodeid.partition("::")[0].rpartition("/")[2]
-            return KEPT_TOGETHER.get(file, file)
-
-    return Scheduling(config, log)
+    if config.getoption("--random-order") is not None:
+        config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Where torch finds no CUDA device, run what is marked `gpu` on a host GPU, or skip it."""
+    """Shuffle, if asked to; run what is marked `gpu` where it can be, or skip it."""
+    seed = config.getoption("--random-order")
+    if seed is not None:
+        draw = random.Random(seed)
+        places = {}
+        for item in items:
+            places.setdefault(item.path, draw.random())
+        draw.shuffle(items)
+        items.sort(key=lambda item: places[item.path])
+
     gpu_items = list(filter(is_for_gpu, items))
     if not gpu_items:
         return
@@ -82,6 +84,24 @@ def pytest_collection_modifyitems(config, items):
     else:
         config.pluginmanager.register(HostGpuSession())
         items.sort(key=is_for_gpu)  # they are run beside the others, which need not wait
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    """Put back what a run sets for its process: folder, handlers of signals, number of threads."""
+    folder = Path.cwd()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        return (yield)
+    finally:
+        os.chdir(folder)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
+
+
+# ---- Data ----
 
 
 @pytest.fixture(scope="session")
@@ -109,39 +129,9 @@ def build_once(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pocket_data():
-    """The folder that holds pocket_train_*.bin and pocket_val_*.bin, as a Path.
-
-    The repository's own data/pocket is used; data/pocket.py returns at once where it is whole.
-    """
+    """The folder that holds pocket_train_*.bin and pocket_val_*.bin, built where it is missing."""
     subprocess.run([sys.executable, REPO / "data" / "pocket.py"], check=True, cwd=REPO)
     return REPO / "data" / "pocket"
-
-
-@pytest.fixture
-def call_tool(tmp_path_factory, monkeypatch, capsys):
-    """`call_tool(module, args, cwd, stdin=b"")` runs a script of data/ as its command would.
-
-    `module` is the imported script. Returns a namespace with returncode, stdout and stderr.
-    """
-
-    def call(module, args, cwd, stdin=b""):
-        given = tmp_path_factory.mktemp("stdin") / "stdin"
-        given.write_bytes(stdin)
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, args)])
-        handler, code = signal.getsignal(signal.SIGTERM), 0
-        with open(given) as opened, monkeypatch.context() as patch:
-            patch.setattr(sys, "stdin", opened)
-            try:
-                module.run(module.main)
-            except SystemExit as exit_:
-                code = exit_.code or 0
-            finally:
-                signal.signal(signal.SIGTERM, handler)
-        out, err = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
-
-    return call
 
 
 @pytest.fixture(scope="session")
@@ -174,11 +164,8 @@ def read_shard(path):
 def tiny_shards(tmp_path, write_shard):
     """`tiny_shards(counts, ...)` writes one shard a count into tmp_path and returns their glob.
 
-    The tokens are seeded noise in [0, eot); each shard begins with `eot`, and further documents
-    begin after a random length with mean `document_tokens`.
-
-        train = tiny_shards([5000, 3000])                   # '.../tiny_train_*.bin'
-        val = tiny_shards([2048], name="tiny_val", seed=1)
+    The tokens are seeded noise in [0, eot). Documents begin with `eot`, at the start of a shard
+    and after a random length with mean `document_tokens`.
     """
 
     def make(counts, name="tiny_train", eot=256, document_tokens=200, seed=0):
@@ -193,41 +180,42 @@ def tiny_shards(tmp_path, write_shard):
     return make
 
 
-@pytest.fixture
-def run_script(tmp_path):
-    """`run_script(args, nproc=1, cwd=tmp_path, env=None, timeout=120, script=…)` runs train_gpt.py,
-    or the script of a record.
+# ---- Scripts ----
 
-    `args` is a list, each entry made a string. One process runs it plainly, more than one run it
-    under torchrun on this machine, all with one thread a process. `env` adds to the environment.
-    The run's logs/ land in `cwd`. Returns a CompletedProcess with stdout and stderr as text;
-    what it started is killed when `timeout` (seconds) is over, and TimeoutExpired raised.
+
+@pytest.fixture
+def call_tool(tmp_path_factory, monkeypatch, capsys):
+    """`call_tool(module, args, cwd, stdin=b"")` runs a script of data/ in this process.
+
+    `module` is the imported script. Returns a namespace with returncode, stdout and stderr.
     """
 
-    def run(args, nproc=1, cwd=tmp_path, env=None, timeout=120, script=REPO / "train_gpt.py"):
-        launcher = [sys.executable]
-        if nproc > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-        command = [*launcher, str(script), *map(str, args)]
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except BaseException:
-            # torchrun's workers are in the same group: none may outlive the test.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            raise
-        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    def call(module, args, cwd, stdin=b""):
+        given = tmp_path_factory.mktemp("stdin") / "stdin"
+        given.write_bytes(stdin)
+        monkeypatch.chdir(cwd)
+        code = 0
+        with open(given) as opened, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", opened)
+            patch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, args)])
+            try:
+                module.run(module.main)
+            except SystemExit as exit_:
+                code = exit_.code or 0
+        out, err = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+    return call
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    """`run_script(args, timeout=120)` runs train_gpt.py in tmp_path, in a process of its own."""
+
+    def run(args, timeout=120):
+        command = [sys.executable, REPO / "train_gpt.py", *map(str, args)]
+        return subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=timeout)  # fmt: skip
 
     return run
 

@@ -1,10 +1,10 @@
 """data/sample.py: what it draws from, from which checkpoint, by which script; bad input."""
 
+import contextlib
 import io
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -26,10 +26,12 @@ class Fixed(torch.nn.Module):
     def __init__(self, logits, **changes):
         super().__init__()
         self.fixed = torch.nn.Parameter(torch.tensor(logits))
-        self.cfg = SimpleNamespace(**{**LIMITS, **changes})
+        self.cfg = SimpleNamespace(**LIMITS | changes)
+        self.seen = []
 
     def hidden(self, tokens):
-        return torch.zeros(*tokens.shape, 1)
+        self.seen.append(tokens[0].tolist())
+        return tokens[..., None].float()
 
     def logits(self, x):
         return self.fixed.clone()
@@ -37,14 +39,6 @@ class Fixed(torch.nn.Module):
 
 class Sure(Fixed):
     """A model that is sure: after token i comes i + 1, until end-of-text after "e"."""
-
-    def __init__(self, **changes):
-        super().__init__([0.0], **changes)
-        self.seen = []
-
-    def hidden(self, tokens):
-        self.seen.append(tokens[0].tolist())
-        return tokens[..., None].float()
 
     def logits(self, x):
         following = torch.where(x == ord("e"), 256, x + 1).long()
@@ -56,13 +50,13 @@ def draw(*args):
 
 
 def test_sampling_follows_the_model_token_by_token_to_the_documents_end():
-    model = Sure()
+    model = Sure([0.0])
     assert draw(model, [256, *b"ab"], 9, 1.0, 0) == [*b"cde"]
     assert model.seen == [[256, *b"abcde"[:length]] for length in (2, 3, 4, 5)]
 
 
 def test_the_model_sees_as_many_tokens_as_a_validation_sequence_has():
-    model = Sure(val_seq_len=3)
+    model = Sure([0.0], val_seq_len=3)
     assert draw(model, [256, *b"ab"], 2, 1.0, 0) == [*b"cd"]
     assert model.seen == [[256, *b"ab"], [*b"abc"]]
 
@@ -86,24 +80,17 @@ def test_temperature_and_top_k_shape_what_is_drawn_from(monkeypatch, temperature
 
 @pytest.fixture(scope="module")
 def runs(build_once, write_shard):
-    """A folder with checkpoints of two steps, by the root script and by the oldest record."""
+    """A folder with checkpoints after two steps, by the root script and by the oldest record."""
     def train_both(folder):
         tokens = torch.randint(256, (60_001,), generator=torch.Generator().manual_seed(0))
         tokens[::100] = 256
         write_shard(folder / "tiny.bin", tokens.tolist())
-        before = os.getcwd()
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        os.chdir(folder)
-        try:
-            for name, script in scripts.items():
-                flags = f"""--preset pocket --device cpu --num_iterations 2 --val_seq_len 128
-                    --sequences_per_step 2 --val_tokens 128 --warmup_steps 0 --save_every 2
-                    --train_files tiny.bin --val_files tiny.bin --run_id {name}"""
+        for name, script in scripts.items():
+            flags = f"""--preset pocket --device cpu --num_iterations 2 --val_seq_len 128
+                --sequences_per_step 2 --val_tokens 128 --warmup_steps 0 --save_every 2
+                --train_files tiny.bin --val_files tiny.bin --run_id {name}"""
+            with contextlib.chdir(folder):
                 assert not script.main(flags.split())
-        finally:
-            os.chdir(before)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
     scripts = {"oldest": sample_tool.load_script(OLDEST), "root": train_gpt}
     folder = build_once("sampled runs", train_both)
@@ -114,13 +101,17 @@ def runs(build_once, write_shard):
 
 @pytest.fixture
 def run(call_tool):
-    """`run(folder, *args, stdin=b"")` runs the tool there; it tells the number of threads too."""
-    def run_here(folder, *args, stdin=b""):
-        threads = torch.get_num_threads()
+    """`run(folder, *args, stdin=b"", refused="")` runs the tool there and returns what it printed.
+
+    With `refused`, it has to end with code 2 and one line that has this part.
+    """
+    def run_here(folder, *args, stdin=b"", refused=""):
         done = call_tool(sample_tool, args, folder, stdin)
-        done.threads = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        return done
+        if not refused:
+            assert (done.returncode, done.stderr) == (0, "")
+            return done.stdout
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert done.stderr.startswith("sample.py: ") and refused in done.stderr
     return run_here
 
 
@@ -135,48 +126,42 @@ def test_the_newest_checkpoint_says_the_likeliest(runs, run):
         logits = model.logits(model.hidden(torch.tensor([ids], dtype=torch.int32)))
         ids.append(logits[0, -1, :257].argmax().item())
     flags = ["--prompt", "xy", "--tokens", 12]
-    done = run(runs.folder, *flags, "--temperature", 0)
-    cold = run(runs.folder, runs.root, *flags, "--top_k", 1, "--temperature", 3)
     text = bytes(i for i in ids if i < 256).decode(errors="replace")
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", text + "\n")
-    assert cold.stdout == done.stdout
+    assert run(runs.folder, *flags, "--temperature", 0) == text + "\n"
+    assert run(runs.folder, runs.root, *flags, "--top_k", 1, "--temperature", 3) == text + "\n"
 
 
 def test_the_script_is_that_of_the_runs_log_or_the_one_named(runs, run, tmp_path):
     """Both of a record whose model is another than today's."""
     logged = run(runs.folder, runs.oldest, "--tokens", 20)
-    assert logged.returncode == 0, logged.stderr
     shutil.copy(runs.oldest, tmp_path / "model.pt")
-    named = run(tmp_path, "model.pt", "--script", OLDEST, "--tokens", 20)
-    assert named.stdout == logged.stdout and len(named.stdout) > 3
-    other = run(tmp_path, "model.pt", "--script", OLDEST, "--tokens", 20, "--seed", 1)
-    assert other.stdout != logged.stdout
+    named = ["model.pt", "--script", OLDEST, "--tokens", 20]
+    assert run(tmp_path, *named) == logged and len(logged) > 3
+    assert run(tmp_path, *named, "--seed", 1) != logged
 
 
 def test_several_samples_differ_and_the_first_is_the_one_alone(runs, run):
     flags = ["--prompt", "x", "--tokens", 30]
-    one, three = run(runs.folder, *flags), run(runs.folder, *flags, "--num_samples", 3)
-    texts = three.stdout.split(sample_tool.BETWEEN_SAMPLES + "\n")
-    assert texts[0] == one.stdout and len(set(texts)) == 3
+    texts = run(runs.folder, *flags, "--num_samples", 3).split(sample_tool.BETWEEN_SAMPLES + "\n")
+    assert texts[0] == run(runs.folder, *flags) and len(set(texts)) == 3
     assert all(text.startswith("x") for text in texts)
-    assert run(runs.folder, *flags, "--num_samples", 0).stdout == ""
+    assert run(runs.folder, *flags, "--num_samples", 0) == ""
 
 
 def test_a_prompt_comes_from_a_file_or_the_standard_input(runs, run, tmp_path):
     (tmp_path / "prompt.txt").write_text("naïve\n")
     flags = ["--tokens", 5]
     given = run(runs.folder, *flags, "--prompt", "naïve\n")
-    assert given.stdout.startswith("naïve\n") and given.returncode == 0
-    read = run(runs.folder, *flags, "--prompt_file", tmp_path / "prompt.txt")
-    piped = run(runs.folder, *flags, "--prompt_file", "-", stdin="naïve\n".encode())
-    assert given.stdout == read.stdout == piped.stdout
+    assert given.startswith("naïve\n")
+    assert run(runs.folder, *flags, "--prompt_file", tmp_path / "prompt.txt") == given
+    assert run(runs.folder, *flags, "--prompt_file", "-", stdin="naïve\n".encode()) == given
 
 
 def test_text_comes_token_by_token_and_letters_whole(runs, run, monkeypatch):
     """What is on the screen when the model is asked for the next token."""
-    shown, text = [], "aé…"
+    shown = []
     def draw_text(*_):
-        for byte in text.encode():
+        for byte in "aé…".encode():
             shown.append(sys.stdout.getvalue())
             yield byte
     monkeypatch.setattr(sample_tool, "draw_tokens", draw_text)
@@ -191,12 +176,9 @@ def test_text_comes_token_by_token_and_letters_whole(runs, run, monkeypatch):
 @pytest.mark.parametrize(("small", "threads"), [(10_000_000, 1), (1000, 2)])
 def test_a_small_model_takes_one_thread(runs, run, monkeypatch, small, threads):
     monkeypatch.setattr(sample_tool, "SMALL_MODEL", small)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        assert run(runs.folder, "--tokens", 1).threads == threads
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(2)
+    run(runs.folder, "--tokens", 1)
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize(("args", "part"), [
@@ -229,9 +211,7 @@ def test_bad_input_is_one_line(runs, run, tmp_path, args, part):
     (tmp_path / "text.pt").write_text("some words of text")
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     names = {"SCRIPT": REPO / "train_gpt.py", "OLDEST": runs.oldest, "ROOT": runs.root}
-    done = run(tmp_path, *(names.get(arg, arg) for arg in args), stdin=b"\xff")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith("sample.py: ") and part in done.stderr
+    run(tmp_path, *(names.get(arg, arg) for arg in args), stdin=b"\xff", refused=part)
 
 
 def nan_in_a_weight(path):
@@ -254,9 +234,7 @@ def test_a_damaged_checkpoint_is_one_line(runs, run, tmp_path, damage):
     path = tmp_path / "step-000002.pt"
     shutil.copy(runs.root, path)
     damage(path)
-    done = run(tmp_path, path, "--script", REPO / "train_gpt.py")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert str(path) in done.stderr
+    run(tmp_path, path, "--script", REPO / "train_gpt.py", refused=str(path))
 
 
 def test_who_stops_reading_ends_it_without_a_word(runs):

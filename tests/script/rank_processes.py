@@ -66,8 +66,9 @@ class Run:
 
 def start_run(cwd, flags, nproc=1, fault=None):
     """Start main() on so many ranks. Each calls `fault(rank)`, of a test's file, before it."""
-    with pytest.MonkeyPatch.context() as patch:  # the server finds the tests and the script
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the tests and the script
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns where there is no network
         multiprocessing.forkserver.ensure_running()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

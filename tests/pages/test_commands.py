@@ -1,7 +1,7 @@
 """Every command and every line of Python on the pages runs as it stands there, or is marked.
 
-A block of a page runs in a copy of the project, line by line. What takes long runs in a small form,
-which SMALL names. A block that cannot run has `<!-- not run: reason -->` on the line before it.
+A block of a page runs in a copy of the project, line by line, with further flags where it takes
+long, which SMALLER names. A block that cannot run has `<!-- not run: reason -->` above it.
 """
 
 import fnmatch
@@ -9,7 +9,6 @@ import lzma
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -21,43 +20,29 @@ import train_gpt
 
 FEW = "--num_iterations 2 --sequences_per_step 4 --val_tokens 4096 --warmup_steps 0"
 FEW_STEPS = "num_iterations=2,sequences_per_step=4,val_tokens=4096,warmup_steps=0"
-SMALL = {  # what is run for a command: its own words, and fewer steps, tokens and seeds
-    "./run.sh": f"./run.sh {FEW}",
-    "./run.sh sample --prompt 'def ' --tokens 500 --temperature 0.7 --seed 1":
-        "./run.sh sample --prompt 'def ' --tokens 5 --temperature 0.7 --seed 1",
-    "python train_gpt.py --preset pocket --train_files 'data/mine/text_train_*.bin' "
-    "--val_files 'data/mine/text_val_*.bin' --val_tokens 8192":
-        "python train_gpt.py --preset pocket --train_files 'data/mine/text_train_*.bin' "
-        f"--val_files 'data/mine/text_val_*.bin' --val_tokens 8192 {FEW}",
-    "python train_gpt.py --preset pocket --run_id mine --save_every 100 --resume auto":
-        f"python train_gpt.py --preset pocket --run_id mine --save_every 100 --resume auto {FEW}",
-    "python train_gpt.py --resume logs/RUN/step-000240.pt":
-        "python train_gpt.py --resume logs/RUN/step-000240.pt",
-    "python train_gpt.py --preset pocket --init logs/RUN/step-000240.pt --num_iterations 100":
-        "python train_gpt.py --preset pocket --init logs/RUN/step-000240.pt --num_iterations 100 "
-        f"{FEW}",
-    "python records/ledger run train_gpt.py train_gpt.py:muon_lr=0.1 "
-    "--preset pocket --seeds 5 --jobs 2":
-        f"python records/ledger run train_gpt.py:{FEW_STEPS} "
-        f"train_gpt.py:muon_lr=0.1,{FEW_STEPS} --preset pocket --seeds 2 --jobs 2",
-}  # fmt: skip
-AS_IT_STANDS = [  # patterns of commands that are quick
-    "python records/ledger diff records/* records/*",
-    "python records/ledger verify",
-    "python data/pocket.py",
-    "python data/text.py --tokenizer bytes *",
-    "xzcat dump.xz | python data/text.py --tokenizer bytes *",
-]
-SLOW = ["./run.sh", "python records/ledger run"]  # the small form takes more than some seconds
+SMALLER = {  # patterns of commands, and the flags that are added where they run
+    "./run.sh": FEW,
+    "./run.sh sample *": "--tokens 5",
+    "python train_gpt.py *": FEW,
+    "python records/ledger run *": "--seeds 2",
+    "python records/ledger diff *": "",
+    "python records/ledger verify": "",
+    "python data/pocket.py": "",
+    "python data/text.py --tokenizer bytes *": "",
+    "xzcat dump.xz | python data/text.py --tokenizer bytes *": "",
+}
+SLOW = ("./run.sh", "python records/ledger run")  # take more than some seconds all the same
 
 
 def form_that_runs(command: str) -> str:
     """Raises KeyError where the command is not known here."""
-    if command in SMALL:
-        return SMALL[command]
-    if any(fnmatch.fnmatchcase(command, pattern) for pattern in AS_IT_STANDS):
-        return command
-    raise KeyError(f"{command}: give it a small form in {__file__}, or mark its block")
+    for pattern, flags in SMALLER.items():
+        if fnmatch.fnmatchcase(command, pattern):
+            if "ledger run" in command:
+                command = command.replace("train_gpt.py:", f"train_gpt.py:{FEW_STEPS},")
+                command = command.replace("train_gpt.py ", f"train_gpt.py:{FEW_STEPS} ")
+            return f"{command} {flags}".strip()
+    raise KeyError(f"{command}: say in SMALLER how it runs, or mark its block")
 
 
 def to_run(language):
@@ -68,28 +53,19 @@ def to_run(language):
             blocks.setdefault(block.text, block)
     found = []
     for block in blocks.values():
-        slow = any(line.startswith(tuple(SLOW)) for line in block.commands())
+        slow = any(line.startswith(SLOW) for line in block.commands())
         first = block.text.strip().partition("\n")[0][:60]
         found.append(pytest.param(block, id=f"{block.page}: {first}",
                                   marks=[pytest.mark.slow] * slow))  # fmt: skip
     return found
 
 
-def train(words):
-    """Run the trainer in this process, which has imported torch; its exit code."""
-    handlers = {number: signal.getsignal(number) for number in train_gpt.Health.SIGNALS}
-    try:
-        return train_gpt.main(words)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 def run(command, capfd):
     """Run a command as a shell does; what it printed. It has to succeed."""
-    if command.startswith("python train_gpt.py "):
+    if command.startswith("python train_gpt.py "):  # in this process, which has imported torch
         capfd.readouterr()
-        code, (out, errors) = train(shlex.split(command)[2:]), capfd.readouterr()
+        code = train_gpt.main(shlex.split(command)[2:])
+        out, errors = capfd.readouterr()
     else:
         done = subprocess.run(["bash", "-o", "pipefail", "-c", command], text=True, timeout=300,
                               stdin=subprocess.DEVNULL, capture_output=True)  # fmt: skip
@@ -108,7 +84,7 @@ def project(tmp_path, pocket_data, build_once, monkeypatch):
         flags = f"--preset pocket --device cpu --run_id RUN {FEW} --save_every 2"
         files = ["--train_files", f"{pocket_data}/pocket_train_*.bin",
                  "--val_files", f"{pocket_data}/pocket_val_*.bin"]  # fmt: skip
-        assert train([*flags.split(), *files]) == 0
+        assert train_gpt.main([*flags.split(), *files]) == 0
 
     trained = build_once("a run of the pages", train_once)
     copy = tmp_path / "project"
@@ -174,19 +150,3 @@ def test_torchrun_runs_on_two_ranks(project, capfd):
     line = line.replace("torchrun", "python -m torch.distributed.run").replace("node=8", "node=2")
     printed = run(f"{line} --preset pocket {FEW}", capfd)
     assert "\nval_loss: " in printed and "2 rank(s)" in printed
-
-
-def test_small_forms_have_the_words_of_their_commands():
-    for command, small in SMALL.items():
-        names = [word for word in command.split() if word.startswith("--")]
-        assert all(name in small.split() for name in names), command
-
-
-def test_small_forms_are_of_commands_on_pages():
-    on_pages = {command for block in BLOCKS for command in block.commands()}
-    assert set(SMALL) <= on_pages
-
-
-def test_an_unknown_command_is_found():
-    with pytest.raises(KeyError, match="small form"):
-        form_that_runs("python train_gpt.py --preset pocket --seed 7")

@@ -6,7 +6,6 @@ import errno
 import functools
 import math
 import os
-import pickle
 import zipfile
 from pathlib import Path
 
@@ -131,16 +130,6 @@ def test_path_that_is_no_checkpoint_says_why(folder, monkeypatch, resume):
     assert str(caught.value) == f"{resume}: no whole checkpoint ({reason}); name another"
 
 
-def test_unreadable_checkpoint_says_what_the_system_says(folder, monkeypatch):
-    """Whoever runs the tests; root may read anything."""
-    def refuse(*args, **options):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(zipfile.ZipFile, "__init__", refuse)
-    with pytest.raises(UserError, match=r"step-000020.pt: no whole checkpoint \(Permission denied"):
-        load_checkpoint(folder / "step-000020.pt")
-
-
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("keys", [
     ("model", "lm_head.weight"), ("model", "backout_lambda"), ("optimizers", "head", "square"),
@@ -170,16 +159,11 @@ class Malice:
         return os.mkdir, ("executed",)
 
 
-@pytest.mark.parametrize("write", [
-    lambda path: torch.save(dict(step=20, hyperparameters={}, data=Malice()), path),
-    lambda path: torch.save(Malice(), path, _use_new_zipfile_serialization=False),
-    lambda path: path.write_bytes(pickle.dumps(Malice())),
-])
-def test_pickle_that_runs_code_is_refused(folder, monkeypatch, write):
+def test_pickle_that_runs_code_is_refused(folder, monkeypatch):
     """Whatever its checksums say: only the loading stands in its way."""
     monkeypatch.chdir(folder)
     path = folder / "step-000020.pt"
-    write(path)
+    torch.save(dict(step=20, hyperparameters={}, data=Malice()), path)
     assert_skipped(path)
     assert not Path("executed").exists()
     with contextlib.suppress(RuntimeError):

@@ -60,16 +60,19 @@ def in_float64(rank):
 
 
 @pytest.fixture(scope="module")
-def run_on(tmp_path_factory, write_shard):
-    """`run_on(world_size)`: the run on so many ranks, with `found` of each, on the same data."""
+def flags(tmp_path_factory, write_shard):
     data, generator = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     # Text of a kind, so that there is something to learn; 3 short and 2 long steps of the first
     # and 3 of the second shard, then again.
     for name, count in (("train_0", 14_000), ("train_1", 10_000), ("val_0", 1700)):
         tokens = generator.choice(257, size=count, p=np.arange(257) / np.arange(257).sum())
         write_shard(data / f"{name}.bin", tokens)
-    flags = [*FLAGS, "--train_files", f"{data}/train_*.bin", "--val_files", f"{data}/val_*.bin"]
+    return [*FLAGS, "--train_files", f"{data}/train_*.bin", "--val_files", f"{data}/val_*.bin"]
 
+
+@pytest.fixture(scope="module")
+def run_on(flags, tmp_path_factory):
+    """`run_on(world_size)`: the run on so many ranks, with `found` of each."""
     @functools.cache
     def run_on(world_size):
         cwd = tmp_path_factory.mktemp(f"ranks-{world_size}")
@@ -169,14 +172,10 @@ def test_validation_counts_every_token_once(world_size, val_tokens):
     assert mean == pytest.approx((val_tokens + 1) / 2, rel=1e-9)
 
 
-# Whole runs under torchrun
-
-
 @pytest.mark.slow
-def test_two_nodes_agree_with_one_process_on_a_pocket_run(pocket_data, tmp_path):
-    """At every validation. The process adds up the halves of a batch that the nodes have."""
-    flags = """--preset pocket --device cpu --num_iterations 24 --val_every 6 --val_tokens 16384
-        --sequences_per_forward 8 --muon_lr 0.02""".split()
+def test_two_nodes_agree_with_one_process(flags, tmp_path):
+    """torchrun on each, in fp32; at a higher rate of Muon's its rounding makes more than 1e-3."""
+    flags = [*flags, "--muon_lr", "0.02"]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
@@ -187,22 +186,15 @@ def test_two_nodes_agree_with_one_process_on_a_pocket_run(pocket_data, tmp_path)
         (tmp_path / name).mkdir()
         nodes.append(subprocess.Popen(
             command, cwd=tmp_path / name, env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            stdin=subprocess.DEVNULL))
     try:
-        outputs = [node.communicate(timeout=120) for node in nodes]
+        assert [node.wait(120) for node in nodes] == [0, 0]
     finally:
         for node in nodes:
             node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], outputs
     [path] = tmp_path.glob("*/logs/x/log.txt")  # one node has rank 0, and it alone writes
-    many = Run(path.parents[2])
-    assert "world_size: 2\n" in many.log()
+    run = Run(path.parents[2])
+    assert "world_size: 2\n" in run.log()
     process = start_run(tmp_path, flags)
-    assert process.wait(300) == [0], process.err()
-    one, two = val_losses(process), val_losses(many)
-    assert len(one) == len(two) == 6
-    assert one[-1] < one[0] - 2
-    # Gradients of head and embedding are added in another order, and differ in the last bits of
-    # fp32. Polar Express, whose first iteration takes small singular values by eight, hands on more
-    # of them than Newton-Schulz did; at the pocket's own rate, four times as high, they grow.
-    np.testing.assert_allclose(two, one, rtol=0, atol=1e-3)
+    assert process.wait() == [0], process.err()
+    np.testing.assert_allclose(val_losses(run), val_losses(process), rtol=0, atol=1e-3)

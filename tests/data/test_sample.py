@@ -160,7 +160,8 @@ def test_a_prompt_comes_from_a_file_or_the_standard_input(runs, run, tmp_path):
 def test_text_comes_token_by_token_and_letters_whole(runs, run, monkeypatch):
     """What is on the screen when the model is asked for the next token."""
     shown = []
-    def draw_text(*_):
+    def draw_text(model, ids, *_):
+        assert ids == [256, *b"> "]
         for byte in "aé…".encode():
             shown.append(sys.stdout.getvalue())
             yield byte

@@ -400,6 +400,7 @@ def test_full_disk_ends_the_run_with_one_line(start, whole, nproc):
     line = one_line(run)
     assert "step-000004.pt" in line and "File too large" in line and "--resume auto" in line
     assert {p.name for p in run.folder.iterdir()} == {"log.txt", "step-000002.pt"}
+    assert [len(run.losses(rank)) for rank in range(nproc)] == [4] * nproc, "none goes on alone"
     if nproc == 1:
         assert_goes_on(start(*args), whole, 2)
 

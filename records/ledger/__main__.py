@@ -55,7 +55,8 @@ def run_verb(args: Args):
 def list_verb(args: Args):
     folder, only = split_folder(args.folder)
     if args.write:
-        table.write_table(folder)
+        text = table.table_of(folder)
+        (folder / table.TABLE).write_text(text, encoding="utf-8", newline="")
     records = table.find_records(folder)
     if args.write and records:
         for path, text in pages.blocks(folder, records).items():

@@ -40,7 +40,11 @@ def assignments(source: str):
 
 def hyperparameters(source: str):
     """Field: value as written, of class Hyperparameters."""
-    return {name: ast.unparse(value) for name, value, is_field in assignments(source) if is_field}
+    found = {}
+    for name, value, is_field in assignments(source):
+        if is_field:
+            found[name] = ast.unparse(value)
+    return found
 
 
 def sections(source: str):
@@ -64,7 +68,8 @@ def diff_section(title: str, old: list, new: list):
     """How many lines came and went, and the lines as a unified diff has them."""
     lines, count = [], Counter()
     # Not difflib.unified_diff, whose autojunk aligns no line that is frequent in a long section.
-    for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes():
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for group in matcher.get_grouped_opcodes():
         _, i, _, j, _ = group[0]
         _, _, i_end, _, j_end = group[-1]
         lines.append(f"@@ -{i + 1},{i_end - i} +{j + 1},{j_end - j} @@")

@@ -15,8 +15,8 @@ from ledger.table import Record
 BLOCK = ("<!-- ledger: begin -->", "<!-- ledger: end -->")  # around a README's generated lines
 PANELS = ("steps", "training tokens", "training time (s)")
 DIFFERENCE = "{against[difference]:+.4f} (p {against[p]:.2g}){against[shown]}"
-LEAST = "{against[smallest_shown]:.2g}"
-RATIOS = "×{against[time]:.3f} ({against[fastest]:.3f}–{against[slowest]:.3f})"
+DIFFERENCES = DIFFERENCE + ("|{against[smallest_shown]:.2g}|×{against[time]:.3f} "
+                            "({against[fastest]:.3f}–{against[slowest]:.3f})")
 # A table: its heading, the forms of its cells, and what it says below.
 LADDER = (
     ("Record", "Minutes", "Loss (n)", "Float64", "Modelled", "Pocket loss ± std (n)", "Difference"),
@@ -35,7 +35,7 @@ FOREIGN = (
 p: one-sided t-test that the mean lies below 3.28. Runs: the record's, or what they are beside it; a
 baseline is what has the source of the older folder that is named, or is called one.""")
 RESULTS = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
-CONTEST = (RESULTS, "{label:.32}|{loss}|{p_target:.1g}|" + f"{DIFFERENCE}|{LEAST}|{RATIOS}", """
+CONTEST = (RESULTS, "{label:.32}|{loss}|{p_target:.1g}|" + DIFFERENCES, """
 Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's
 mean, or else the first contestant's, with the p of a two-sided t-test, paired where the seeds are
 the same; * where p < 0.01. Shown from: the smallest difference that would reach that. Time: median
@@ -55,25 +55,22 @@ def loss_words(losses: list) -> str:
     return f"{statistics.fmean(losses):.4f}{spread} ({len(losses)})"
 
 
-def cell_of(row: dict, form: str) -> str:
-    """The form filled from a row; empty where it asks for a number that is None."""
-    try:
-        cell = form.format(loss=loss_words(row["losses"]), **row)
-    except TypeError:
-        return ""
-    return cell.replace("-", "−") if "g}" in form else cell
-
-
 def cells_of(row: dict, forms: str):
-    return [cell_of(row, form) for form in forms.split("|")]
+    """Forms, with | between them, filled from a row; empty where a number is None."""
+    cells, words = [], loss_words(row["losses"])
+    for form in forms.split("|"):
+        try:
+            cell = form.format(loss=words, **row)
+        except TypeError:
+            cell = ""
+        cells.append(cell.replace("-", "−") if "g}" in form else cell)
+    return cells
 
 
 def text_table(rows: list, heading: tuple, forms: str, legend: str) -> str:
-    cells = [heading, *(cells_of(row, forms) for row in rows)]
+    cells, lines = [heading, *(cells_of(row, forms) for row in rows)], []
     widths = [max(map(len, column)) for column in zip(*cells)]
-    cells.insert(1, ["-" * width for width in widths])
-    lines = []
-    for row in cells:
+    for row in (heading, ["-" * width for width in widths], *cells[1:]):
         lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
     return "\n".join([*lines, legend])
 
@@ -91,8 +88,14 @@ def ladder_row(record: Record):
     if record.claim["published"]:
         name = f"#{record.claim['published']['number']} {name}"
     losses = [float(run["val_loss"]) for run in record.runs.get("loss", [])]
-    return {"record": record.folder.name, "name": name, **record.claim, "losses": losses,
-            "against": table.versus_parent(record, "loss"), "runs": record.runs}
+    return {
+        "record": record.folder.name,
+        "name": name,
+        **record.claim,
+        "losses": losses,
+        "against": table.versus_parent(record, "loss"),
+        "runs": record.runs,
+    }
 
 
 def linked(records: list, above: str, heading: tuple, forms: str, *_) -> str:
@@ -145,9 +148,10 @@ def record_block(record: Record) -> str:
     parts = [linked([record.parent, record], "../", *LADDER), machine_words([record])]
     for kind, runs in record.runs.items():
         row = {"losses": [], "against": table.versus_parent(record, kind)}
-        words = f"loss {cell_of(row, DIFFERENCE)}, shown from {cell_of(row, LEAST)}"
+        difference, least, times = cells_of(row, DIFFERENCES)
+        words = f"loss {difference}, shown from {least}"
         if kind == "time":
-            words = f"each alone on the machine: times {cell_of(row, RATIOS)}"
+            words = f"each alone on the machine: times {times}"
         parts.append(f"Against the parent, {len(runs)} runs, {words}.")
     parts.append(f"Source above the banner: {lines_words(record)} lines.")
     return "\n\n".join(parts)
@@ -182,7 +186,7 @@ def foreign_row(group: Group, record: Group):
     steps = group.logs[0].planned_steps or group.logs[0].last_step
     tokens = group.logs[0].tokens_until(steps)
     losses = [log.val_loss for log in group.logs]
-    ms = median([log.train_time_ms for log in group.logs])
+    times = [log.train_time_ms for log in group.logs]
     return {
         "folder": DATED.sub(r"\1 \2", group.folder.name),
         "runs": group.words(record),
@@ -191,12 +195,15 @@ def foreign_row(group: Group, record: Group):
         "tokens_per_step": tokens and round(tokens / max(1, steps)),
         "losses": losses,
         "p_target": table.p_below(losses, TARGET),
-        "minutes": ms and ms / 60_000,
+        "minutes": median(times, 60_000),
     }
 
 
-def median(values: list) -> float | None:
-    return None if None in values or not values else statistics.median(values)
+def median(values: list, unit: float = 1) -> float | None:
+    """In so many units; None where a value is None."""
+    if None in values or not values:
+        return None
+    return statistics.median(values) / unit
 
 
 def time_to_loss(name: str, logs: list, target: float):
@@ -208,7 +215,7 @@ def time_to_loss(name: str, logs: list, target: float):
             if loss <= target:
                 steps.append(step)
                 tokens.append(log.tokens_until(step))
-                times.append(ms and ms / 1000)
+                times.append(ms)
                 break
     return {
         "name": name,
@@ -218,7 +225,7 @@ def time_to_loss(name: str, logs: list, target: float):
         "reached": len(steps),
         "step": int(median(steps) or 0) or None,
         "tokens": median(tokens),
-        "seconds": median(times),
+        "seconds": median(times, 1000),
     }
 
 

@@ -189,7 +189,6 @@ def keep(one: Contestant, args: Args):
         if seed == 0:
             text = read_text(log.path)
         (place / f"seed-{seed}.txt").write_text(text, encoding="utf-8", newline="")
-    table.write_table(one.folder.parent)
     print(f"{one.label}: kept; `list --write` is next", file=sys.stderr)
 
 

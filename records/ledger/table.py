@@ -113,10 +113,6 @@ def table_of(folder: Path) -> str:
     return text.getvalue()
 
 
-def write_table(folder: Path):
-    (folder / TABLE).write_text(table_of(folder), encoding="utf-8", newline="")
-
-
 def p_below(losses: list, target: float) -> float | None:
     """One-sided t-test that the mean lies below `target`; None without spread."""
     if len(set(losses)) < 2:

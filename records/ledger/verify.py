@@ -28,7 +28,8 @@ def script_findings(record: Record, script: str, root: Path):
             found.append("train_gpt.py's docstring does not say `Change: …` in words of its own")
     if not harness or harness != read_text(root).partition(BANNER)[2]:
         found.append("train_gpt.py is not the root's, byte for byte, from its banner on")
-    for name in re.findall(r"^(?:def |class )?(\w+)(?:\(|:| =)", harness, re.M):
+    names = re.findall(r"^(?:def |class )?(\w+)(?:\(|:| =)", harness, re.M)
+    for name in names:
         again = (rf"^(def|class) {name}\b|^{name}(:.*)? =|^\s*(global|import) .*\b{name}\b"
                  rf"|\b{name}\.\w+ = |setattr\({name}\b")
         if re.search(again, above, re.M):
@@ -97,7 +98,8 @@ def runs_findings(record: Record, script: str, settings: dict, notes: list):
         for name, values in headers.items():
             if len(values) > 1:
                 found.append(f"{where}/ has runs that differ in {name}")
-        if seeds and sorted(seeds) != sorted(map(str, range(SEEDS[kind]))):
+        wanted = map(str, range(SEEDS[kind]))
+        if seeds and sorted(seeds) != sorted(wanted):
             found.append(f"{where}/ has the seeds {', '.join(seeds)}; by the rules they are 0 to "
                          f"{SEEDS[kind] - 1}, each once")
         theirs = record.parent.runs.get(kind, []) if record.parent else []

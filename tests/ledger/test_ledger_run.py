@@ -105,10 +105,14 @@ def test_a_script_is_tried_against_itself_with_flags(tmp_path, monkeypatch, capf
     shown = {(header["muon_lr"], header["long_windows"], header["loss"]) for header in headers}
     assert shown == {("0.05", "1,1", "1.6"), ("0.1", "1,2", "1.9")}
     assert (tmp_path / "elsewhere/logs/ledger/data/pocket.py").exists()  # the repository's
-    began = sorted(path.stat().st_mtime_ns for path in (tmp_path / "elsewhere").rglob("log.txt"))
+    paths = list((tmp_path / "elsewhere").rglob("log.txt"))
+    began = {path: path.stat().st_mtime_ns for path in paths[1:]}
+    edit(paths[0], "step:31/40", "resumed at step:30 from a.pt\nstep:31/40")
     assert run(*operands, "--seeds", 4) == 0
-    now = sorted(path.stat().st_mtime_ns for path in (tmp_path / "elsewhere").rglob("log.txt"))
-    assert now[:9] == began and len(now) == 12  # finished runs are used again
+    assert len(list((tmp_path / "elsewhere").rglob("log.txt"))) == 12
+    for path in paths[1:]:  # finished runs are used again, but not a resumed one
+        assert path.stat().st_mtime_ns == began[path]
+    assert "resumed" not in paths[0].read_text()
 
 
 def test_two_jobs_run_at_once_on_one_thread_each_and_their_logs_tell(tmp_path, monkeypatch):
@@ -185,7 +189,7 @@ def test_a_failing_run_is_named_and_the_rest_kept(tmp_path, capfd):
     assert "out of luck" in err[-1] and "the same command goes on" in err[-1]
     done = {seed_of(path.parent) for path in (tmp_path / "out").rglob("log.txt")}
     assert done >= {(PARENT, "0"), (NEWEST, "0"), (PARENT, "1")}
-    assert not (records / "runs.csv").exists()
+    assert not list(records.rglob("seed-*.txt"))
 
 
 def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
@@ -217,7 +221,7 @@ def test_a_script_that_changes_while_it_runs_is_found(tmp_path, capfd):
 
 
 def test_a_record_is_not_written_by_a_try(records, tmp_path, capfd):
-    before = (records / "runs.csv").read_text()
+    before = {path: path.read_text() for path in records.rglob("*.*")}
     operand, out = records / NEWEST, ["--out", tmp_path / "out"]
     assert run(operand, "--seeds", 3, *out) == 0
     told = f"{NEWEST}: not kept: 3 seeds of pocket, by the rules a measurement is of 10"
@@ -227,4 +231,5 @@ def test_a_record_is_not_written_by_a_try(records, tmp_path, capfd):
     edit(operand / "train_gpt.py", "cpu (fake)", "host standing in for an H100")
     assert run(operand, *out) == 0
     assert "not kept: it ran on a host standing in" in capfd.readouterr().err
-    assert (records / "runs.csv").read_text() == before
+    del before[operand / "train_gpt.py"]
+    assert all(path.read_text() == text for path, text in before.items())

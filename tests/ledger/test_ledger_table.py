@@ -247,6 +247,12 @@ def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
     assert "-import random" in out and "num_iterations: row(80, 4 * 10) → row(80, 50)" in out
 
 
+def test_lines_that_are_frequent_in_a_long_section_are_not_changed():
+    old, new = ("\n".join(f"{name}{i}\n    return x" for i in range(150)) for name in "ab")
+    found = diff.diff_sources(old, new)
+    assert (found["added"], found["removed"]) == (150, 150)
+
+
 def test_the_harness_is_a_section():
     found = diff.diff_sources(SCRIPT, CHILD.replace("return loss", "return 2 * loss"))
     titles = [section["title"] for section in found["sections"]]

@@ -29,8 +29,6 @@ SPOILED = {
         f"{NEWEST}/train_gpt.py", "0.8**step", "0.7**step", "it differs above the banner"),
     "the parent's script": (
         f"{PARENT}/train_gpt.py", "0.8**step", "0.7**step", f"{PARENT}: logs/seed-0.txt: was not"),
-    "a hyperparameter of the script": (
-        f"{NEWEST}/train_gpt.py", "both(1.5", "both(1.4", "it differs above the banner"),
     "a value of the preset": (
         f"{NEWEST}/train_gpt.py", "both(0.05", "row(0.05, 0.1", "has muon_lr 0.05, its preset has"),
     "a window of the preset": (
@@ -76,8 +74,6 @@ SPOILED = {
         f"{PARENT}/record.json", '"source"', '"sauce"', "is no record.json: KeyError('source')"),
     "a claim of another kind": (
         f"{PARENT}/record.json", "15.2", '"15"', "is no record.json: ValueError"),
-    "a claim without a meaning": (
-        f"{PARENT}/record.json", '"change"', '"chance"', "is no record.json: KeyError('change')"),
     "a number twice": (f"{NEWEST}/record.json", '"number": 2', '"number": 1', "do not rise"),
     "a published time": (f"{PARENT}/record.json", "15.2", "14.2", "is not what `list --wr"),
     # The logs
@@ -91,8 +87,6 @@ SPOILED = {
         f"{LOGS}/seed-1.txt", "torch: 2.13.0+cpu", "torch: 2.11.0", "differ in torch"),
     "a hyperparameter of a log": (
         f"{LOGS}/seed-2.txt", "num_iterations: 40", "num_iterations: 41", "has num_iterations 41"),
-    "a seed that is another run's": (
-        f"{LOGS}/seed-4.txt", "\nmuon_lr: 0.05", "\nmuon_lr: 0.5", "has muon_lr 0.5, its preset"),
     "other training data in one seed": (
         f"{LOGS}/seed-4.txt", "train_digest: b5", "train_digest: b6", "differ in train_digest"),
     "a resumed run": (
@@ -110,16 +104,11 @@ SPOILED = {
     "one of two at once": (
         f"{TIMES}/seed-1.txt", "peak_memory_mib: 99", "jobs: 2\npeak_memory_mib: 99",
         "logs/times/ has runs that differ in jobs"),
-    "a time of a lone run": (
-        f"{TIMES}/seed-1.txt", "train_time_ms: 1", "train_time_ms: 2", "final train_time_ms"),
-    "a lone run of another script": (
-        f"{TIMES}/seed-1.txt", "sha256: ", "sha256: 0", "was not written by the source"),
     "a lone run of another preset": (
         f"{TIMES}/seed-0.txt", "preset: pocket", "preset: record", "has preset record, its preset"),
     # Tables
     "the ladder's table": ("README.md", "1.5", "1.4", "README.md is not what"),
     "the front page's table": ("../README.md", "15.2", "14.2", "/README.md is not what"),
-    "the rules' table": ("README.md", "| `1.64` |", "| `1.74` |", "README.md is not what"),
     "a record's README": (f"{NEWEST}/README.md", "(10)", "(11)", "README.md is not what"),
     "a README without its lines": (
         f"{NEWEST}/README.md", "<!-- ledger: begin -->", "", "has no lines"),
@@ -169,8 +158,11 @@ def test_verify_finds_missing_and_surplus_seeds(records, capsys):
     shutil.copy(folder / "seed-2.txt", folder / "seed-1.txt")
     assert any("has the seeds 0, 2, 2, 3" in line for line in findings(records, capsys))
     (records / "kept").rename(folder / "seed-1.txt")
-    text = (folder / "seed-9.txt").read_text().replace("\nseed: 9", "\nseed: 10")
-    (folder / "seed-10.txt").write_text(text)
+    shutil.copy(folder / "seed-9.txt", folder / "seed-10.txt")
+    assert any("has the seeds 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9;" in line
+               for line in findings(records, capsys))
+    edit(folder / "seed-10.txt", "\nseed: 9", "\nseed: 10")
+    edit(folder / "seed-10.txt", "\nseed: 9", "\nseed: 10")
     found = "\n".join(findings(records, capsys))
     assert "8, 9, 10; by the rules they are 0 to 9" in found
     assert f"runs.csv lacks {NEWEST},loss,10,pocket" in found

@@ -432,7 +432,8 @@ def test_a_stopped_run_leaves_nothing(tmp_path, number, code):
     command = [sys.executable, SCRIPT, "--tokenizer", "bytes", "--out", "out", "--processes", "2",
                "-"]
     process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE,
-                               stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+                               stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+                               start_new_session=True)
     try:
         # More than the tasks under way, so that shards are being written when the signal comes.
         process.stdin.write(b"some words " * 1_000_000)
@@ -441,7 +442,10 @@ def test_a_stopped_run_leaves_nothing(tmp_path, number, code):
         while not list(tmp_path.glob("out/.partial-*/*.bin")):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        process.send_signal(number)
+        if number == signal.SIGINT:  # Ctrl-C reaches the processes that tokenize too
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -104,8 +104,10 @@ def losses_and_gradients(device, cfg):
     return losses.cpu(), {name: param.grad for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("window", [1, 2] if ON_HOST else [1, 3, 13, 20])
+@pytest.mark.parametrize("window", [1, 2, 13, 20])
 def test_compiled_flex_attention_equals_the_dense_formula(window):
+    if ON_HOST and window > 2:
+        pytest.skip("sequences on the host have three blocks")
     model, _ = build("cuda")  # it has the options that this GPU gets
     options = model.blocks[0].attn.kernel_options
     generator = torch.Generator("cuda").manual_seed(0)

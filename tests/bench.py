@@ -536,6 +536,8 @@ def trace_here(script, *arguments):
         raise train_gpt.UserError(reason)
     if not script.is_file():
         raise train_gpt.UserError(f"--script {script}: there is no such file")
+    if "long_windows" not in script.read_text():
+        raise train_gpt.UserError(f"--script {script}: it has no windows by stage")
     return trace("sm_90", *arguments, script=script)
 
 

@@ -44,7 +44,7 @@ RATES = {"h100": Rates(bandwidth=3.0e12, **_SM_90), "h200": Rates(bandwidth=4.3e
 
 GROUPS = (  # the first whose pattern is in the launch's name
     ("the script's own operators, unseen within", r"^(?!aten\.|triton_)"),
-    ("attention", r"^triton_tem|aten\.\w*attention"),
+    ("attention", r"^triton_tem"),
     ("FP8 products", r"aten\._scaled_mm"),
     ("bf16 products", r"aten\.(badd)?b?mm"),
     ("attention", r"flex_attention"),  # sums that its backward pass begins with

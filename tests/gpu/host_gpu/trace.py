@@ -8,7 +8,7 @@ graphs and the kernels. The wrapper code that Inductor generates then runs, but 
 is noted, not launched. With --binaries, Triton and ptxas make each kernel's machine code. Of a run
 in stages, which differ in their sequences' length or number of targets, the last is noted, or that
 of --stage. OUT.json is what `Trace` describes; `trace` runs this for the tests, `cost.py` makes
-times of it.
+times of it. FILE has windows by stage, as the root and the records from 2025-09-10 on.
 """
 
 import argparse
@@ -215,11 +215,7 @@ def make_recorder(notes: Notes):
 
 
 def flop_of(name: str, tensors: list) -> float:
-    """Of a matrix product, or a batch of them, and of attention as a library computes it."""
-    if "attention" in name:
-        B, H, T, K = tensors["backward" in name].shape  # q
-        products = 5 if "backward" in name else 2
-        return products * B * H * T * T * K  # under the causal mask: half of 2 T T K each
+    """Of a matrix product, or a batch of them."""
     if not name.startswith("aten.") or "mm" not in name:
         return 0.0
     a, b = tensors[1:3] if "add" in name else tensors[:2]
@@ -493,30 +489,16 @@ def changes_within(script, cfg, steps: list[int]) -> list[int]:
     return sorted({*(next(same) for _, same in groups), steps[-1]})
 
 
-def windows_of(script, cfg, step: int) -> dict[str, int]:
-    """The window in blocks of the layers with each letter, where a script has such."""
-    if hasattr(cfg, "long_windows"):
-        stage = script.schedule(step, cfg).stage
-        return dict(L=script.at_stage(cfg.long_windows, stage),
-                    S=script.at_stage(cfg.short_windows, stage))
-    if hasattr(script, "window_blocks"):
-        window = script.window_blocks(step, cfg)
-        return dict(L=window, S=max(1, window // 2))
-    return {}
-
-
-def block_pairs(script, cfg, steps: list[int]) -> float | None:
+def block_pairs(script, cfg, steps: list[int]) -> float:
     """Pairs of blocks that FlexAttention visits in a forward pass, the mean over steps of a stage.
 
     By the script's own masks, on documents as long as FineWeb's: log-normal, median 403, mean 690,
     and 32 at least (statistics of 1.45 M of them in modded-nanogpt's record of 2026-03-22), cut
-    where the script cuts them. None of a script without such masks.
+    where the script cuts them.
     """
     import numpy as np
     import torch
 
-    if not hasattr(script, "flex_mask"):
-        return None
     tokens = cfg.sequences_per_forward * script.schedule(steps[0], cfg).seq_len
     generator = np.random.default_rng(0)
     spread = math.sqrt(2 * math.log(690 / 403))
@@ -528,7 +510,9 @@ def block_pairs(script, cfg, steps: list[int]) -> float | None:
     docs = starts.cumsum(0, dtype=torch.int32)
     times = Counter()  # that layers of a window are visited
     for step in steps:
-        for letter, window in windows_of(script, cfg, step).items():
+        stage = script.schedule(step, cfg).stage
+        for letter, windows in ("L", cfg.long_windows), ("S", cfg.short_windows):
+            window = script.at_stage(windows, stage)
             times[window] += cfg.attention_pattern.count(letter)
     total = 0
     for window, count in times.items():

@@ -68,6 +68,13 @@ def test_logs_folder_that_cannot_be_made(run, tmp_path):
     assert "logs" in one_error(run())
 
 
+def test_an_empty_log_is_no_runs(run, tmp_path):
+    """A disk that was full leaves it."""
+    (tmp_path / "logs" / "x").mkdir(parents=True)
+    (tmp_path / "logs" / "x" / "log.txt").touch()
+    assert run().log.startswith(train_gpt.SCRIPT.read_text())
+
+
 @pytest.mark.parametrize("resume", [{}, {"resume": "auto"}], ids=str)
 def test_a_bad_run_leaves_the_log_of_a_good_one_alone(run, tmp_path, resume):
     def files():

@@ -15,6 +15,7 @@ import argparse
 import difflib
 import json
 import math
+import random
 import signal
 import sys
 from pathlib import Path
@@ -115,7 +116,8 @@ def verify_verb(args: Args):
     count, findings, notes = verify(folder, only)
     for record in table.find_records(folder) if args.replay and not findings else ():
         if only in (None, record.folder.name):
-            for path in seed_files(record.folder, "loss")[:args.replay]:
+            logs = seed_files(record.folder, "loss")
+            for path in random.sample(logs, min(args.replay, len(logs))):
                 true, words = run.replay(record, path)
                 (notes if true else findings).append(words)
     args.status = int(bool(findings))
@@ -159,7 +161,7 @@ VERBS = {
         "--png": {"metavar": "OUT", "help": "draw it"},
         "--target": {"type": float, "metavar": "LOSS", "help": "default: the logs' target_loss"}}),
     verify_verb: ("hold every claim to its logs; exit 1 if one fails", {
-        **FOLDER, "--replay": {**COUNT, "help": "run each record's first N seeds again"}}),
+        **FOLDER, "--replay": {**COUNT, "help": "run N of each record's seeds again"}}),
 }
 
 

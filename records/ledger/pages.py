@@ -37,8 +37,8 @@ baseline is what has the source of the older folder that is named, or is called 
 RESULTS = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 CONTEST = (RESULTS, "{label:.32}|{loss}|{p_target:.1g}|" + DIFFERENCES, """
 Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's
-mean, or else the first contestant's, with the p of a two-sided t-test, paired where the seeds are
-the same; * where p < 0.01. Shown from: the smallest difference that would reach that. Time: median
+mean, or else the first contestant's, with the p of a two-sided t-test, paired by seed; * where
+p < 0.01. Shown from: the smallest difference that would reach that. Time: median
 and range of the ratios by seed, which only runs alone on the machine (--jobs 1) measure.""")
 TIMES = (
     ("Record", "Last loss ± std (n)", "Reached", "Step", "Tokens", "Seconds"),

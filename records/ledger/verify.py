@@ -1,5 +1,6 @@
 """Verification: each claim of a record is held to its logs, its script, the table and the rules."""
 
+import itertools
 import re
 from collections import Counter
 from pathlib import Path
@@ -166,6 +167,9 @@ def folder_findings(folder: Path, records: list):
         found.append(f"{TABLE} says {row}, which no log does")
     for row in true - said:
         found.append(f"{TABLE} lacks {row}; `list --write` makes it from the logs")
+    for older, newer in itertools.pairwise(records):
+        if newer.parent is not older:  # a weaker one would be easier to beat
+            found.append(f"{newer.folder.name}: its parent is not {older.folder.name}")
     for path in folder.iterdir():
         if table.FOLDER_NAME.fullmatch(path.name) and not (path / "record.json").exists():
             found.append(f"{path.name}: record.json is missing")

@@ -19,7 +19,7 @@ from fake_records import (
     make_records,
     sha_of,
 )
-from ledger import logs, table, verify
+from ledger import logs, run, table, verify
 
 pytest_plugins = ["record_fixtures"]
 
@@ -295,7 +295,22 @@ def test_replay_compares_losses_to_the_digit(records, capsys):
     assert all("on the same machine" in line for line in out)
 
 
-@pytest.mark.parametrize("off, status", [("0.019", 0), ("0.021", 1), ("-0.15", 1)])
+def test_replay_on_other_validation_data_is_found(records, capsys, monkeypatch):
+    rules = table.RULES["pocket"] | {"val_digest": "0" * 16}
+    monkeypatch.setitem(table.RULES, "pocket", rules)
+    true, words = run.replay(table.find_records(records)[0], records / PARENT / "logs/seed-0.txt")
+    assert not true and "on other validation data than the rules'" in words
+
+
+def test_a_parent_that_is_not_the_record_before_is_found(records, capsys):
+    """A weaker one would be easier to beat."""
+    third = records / "2026-12-01_Third"
+    shutil.copytree(records / NEWEST, third)
+    main(["verify", str(records)])
+    assert f"{third.name}: its parent is not {NEWEST}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("off, status", [("0.009", 0), ("0.011", 1), ("-0.15", 1)])
 def test_replay_on_another_machine_has_to_be_near(off, status, records, capsys):
     forge(records, ("return loss", f"return loss + {off}"), logs=False)
     for path in records.glob("*/logs/*.txt"):
@@ -306,7 +321,7 @@ def test_replay_on_another_machine_has_to_be_near(off, status, records, capsys):
     assert main(["verify", str(records / NEWEST), "--replay", "1"]) == status
     out, err = capsys.readouterr()
     words = "not comparable to the digit with torch 2.13.0+cpu instead of 2.11.0; "
-    assert words + ("further off than 0.02" if status else "within 0.02") in (out + err)
+    assert words + ("further off than 0.01" if status else "within 0.01") in (out + err)
 
 
 def test_json_has_what_is_printed(records, capsys):

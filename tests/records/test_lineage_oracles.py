@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from lineage_oracles import (
     STATIONS,
-    Stream,
     adam_steps,
     aligned_streams,
     attention,
@@ -1054,13 +1053,3 @@ def test_a_norm_has_its_epsilon_within_the_mean():
     expected = F.rms_norm(x, (2,), eps=2.0**-23)
     torch.testing.assert_close(rms_norm(x, 2.0**-23), expected)
     assert expected[1, 0] < 0.3
-
-
-def test_streams_hold_what_a_step_of_each_stage_needs():
-    station = tiny(50, num_iterations=6, extension=1)
-    lengths = [seq_len(station, step) for step in range(7)]
-    assert lengths == [16, 16, 32, 32, 48, 48, 48]
-    steps = list(streams_of(station, [random_shard(0, 3000)], lengths))
-    assert [len(step[0].inputs) for step in steps] == lengths
-    assert all(isinstance(stream, Stream) for step in steps for stream in step)
-    assert all(stream.inputs[0] == EOT for step in steps for stream in step)

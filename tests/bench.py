@@ -3,6 +3,7 @@
 
     python tests/bench.py pocket [--seeds 5]            time to the target, beside the plain GPT's
     python tests/bench.py pocket --picture docs/pocket.png        loss over seconds, drawn
+    python tests/bench.py busy [--num_iterations 100]   times by threads, idle and with a core taken
     python tests/bench.py phases                        where a step's time goes
     python tests/bench.py profile [--preset record]     a few steps by operator, with a trace
     python tests/bench.py scaling                       cost by tokens, length and width
@@ -92,10 +93,11 @@ class RunFailed(Exception):
     """A measured command did not end well."""
 
 
-def run_command(words):
+def run_command(words, **env):
     """Run a script of ours to its end. Returns what it printed, below its command, and seconds."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=REPO)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=REPO,
+                          env=os.environ | env)
     seconds = time.perf_counter() - start
     command = shlex.join(["python", *words])
     if done.returncode:
@@ -217,6 +219,42 @@ def report_pocket(runs, target):
         say(f"pocket, {len(losses)} seeds: mean val_loss {statistics.mean(losses):.4f}, "
             f"std {statistics.stdev(losses):.4f}, highest {max(losses):.4f}; "
             f"mean <= {target} with p = {p:.2g} (one-sided t-test)")
+
+
+# -----------------------------------------------------------------------------
+# busy: threads
+
+
+@contextlib.contextmanager
+def cores_taken(number):
+    """Keep as many cores busy as a browser might."""
+    spinning = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(spinning) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def busy(args, flags):
+    """Time the pocket by threads, in turns: as many as the script chooses, one, one per core."""
+    every = str(len(os.sched_getaffinity(0)))
+    settings = {"chosen": {}, "1": dict(OMP_NUM_THREADS="1"), every: dict(OMP_NUM_THREADS=every)}
+    seconds = {}
+    for seed in range(args.seeds):
+        for taken in (0, 1):
+            with cores_taken(taken):
+                for name, env in settings.items():
+                    words = ["train_gpt.py", "--preset", "pocket", "--seed", str(seed), *flags]
+                    values = final_values(run_command(words, **env)[0])
+                    found = seconds.setdefault((taken, name), [])
+                    found.append(training_seconds(values))
+                    say(f"seed {seed}, {taken} core(s) taken, threads {name}: "
+                        f"{values['threads']} thread(s), {found[-1]:.2f} s of training")
+    rows = [[f"{taken}", name, spread(found, 2)] for (taken, name), found in seconds.items()]
+    print_table(["cores taken", "threads", "seconds of training"], rows)
 
 
 # -----------------------------------------------------------------------------
@@ -620,10 +658,10 @@ def memory(args, flags):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = dict(pocket=pocket, phases=phases, profile=profile, scaling=scaling, gpu=gpu,
-                    kernels=kernels, memory=memory)
+    commands = dict(pocket=pocket, busy=busy, phases=phases, profile=profile, scaling=scaling,
+                    gpu=gpu, kernels=kernels, memory=memory)
     parser.add_argument("what", choices=commands)
-    parser.add_argument("--seeds", type=int, default=5, help="of pocket: seeds, from 0 up")
+    parser.add_argument("--seeds", type=int, default=5, help="of pocket, busy: seeds, from 0 up")
     parser.add_argument("--picture", type=Path, help="of pocket: see above")
     parser.add_argument("--script", type=Path, default=REPO / "train_gpt.py",
                         help="of kernels, memory")

@@ -661,7 +661,8 @@ class TokenLoader:
         """Take the shard that was read ahead, and begin to read the next one."""
         self.place = (shard, position)  # the same on any number of ranks
         self.tokens, self.documents = self.ahead.result()
-        self.ahead = self.reader.submit(self.read, shard + 1)
+        if len(self.files) > 1:  # else the next one is this one
+            self.ahead = self.reader.submit(self.read, shard + 1)
 
     def next_step(self, length):
         """This rank's inputs and targets for each forward pass. Raises UserError without data."""
@@ -827,6 +828,7 @@ class Ranks:
             self.meet("cpu:gloo,cuda:nccl" if gpus else "gloo")  # gloo for objects of the host
 
     def meet(self, backend):
+        # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         try:
             store = next(dist.rendezvous("env://"))[0]

@@ -55,6 +55,7 @@ BATCH_CHARS = 1 << 20  # tokenized in one task
 MIN_SHARD_TOKENS = 1 << 19  # the trainer wants a step in each shard; the record's is smaller
 SKIPPED_SHOWN = 3  # skipped files that are named
 PRESET_VAL_TOKENS = 262_144  # what the pocket preset validates on
+PRESET_VAL_SEQ_LEN = 4096  # in sequences of so many tokens
 BLOCK_TOKENS = 128  # val_tokens is a multiple of it
 
 # No GPT-2 token spans a place between a non-space and a space or newline, so that the tokens of
@@ -478,6 +479,7 @@ def training_command(out: Path, tokenizer: str, val_tokens: int) -> str:
         "vocab_size": END_OF_TEXT[tokenizer] + 1,
         "eot_token": END_OF_TEXT[tokenizer],
         "val_tokens": min(val_tokens, PRESET_VAL_TOKENS),
+        "val_seq_len": min(val_tokens, PRESET_VAL_SEQ_LEN),
     }
     words = ["python", script]
     for name, value in flags.items():

@@ -506,15 +506,18 @@ def test_tiktoken_without_its_files_is_one_line(run_text, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_printed_command_trains_on_the_shards(run_text, tmp_path, capsys):
+@pytest.mark.parametrize(("size", "blocks"), [(115_179, 45), (51_179, 20)])
+def test_the_printed_command_trains_on_the_shards(run_text, tmp_path, capsys, size, blocks):
+    """Also where they are shorter than the preset's validation sequences."""
     content = b"some words of text\n" * 6100
-    write(tmp_path / "a.txt", content[:115_179])  # 45 * 128 tokens are for validation
+    write(tmp_path / "a.txt", content[:size])
     printed = run_text("--out", "my [odd] folder", "a.txt")
     program, script, *flags = shlex.split(printed.splitlines()[-1])
     assert program == "python" and (tmp_path / script).resolve() == REPO / "train_gpt.py"
     val_tokens = int(flags[flags.index("--val_tokens") + 1])
     total = sum(map(len, read_shards(tmp_path / "my [odd] folder", "val")))
-    assert total == 45 * 128 and val_tokens == 44 * 128  # and one more, a target
+    # All but one block, as each sequence has one more token, its last target.
+    assert total == blocks * 128 and val_tokens == (blocks - 1) * 128
     assert not train_gpt.main([*flags, "--num_iterations", "1", "--warmup_steps", "0"])
     assert "val_loss" in capsys.readouterr().out
 

@@ -501,6 +501,7 @@ def test_gradients_of_the_head_fit_into_fp8(number, script, preset):
         assert fits or not cfg.fp8_head, f"on {world_size} ranks"
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["A100", "H100"])
 def test_what_a_record_asks_of_a_gpu(number, script, capability, monkeypatch):
     """Types, FP8 and attention kernels, of a GPU that torch.cuda pretends to have."""
@@ -527,6 +528,29 @@ def test_what_a_record_asks_of_a_gpu(number, script, capability, monkeypatch):
     assert head == ("fp8" if takes_fp8 else "bf16")
     if number >= 4:
         assert (model if number == 4 else model.lm_head).use_fp8 == takes_fp8
+
+
+@records([1, 2])
+def test_the_first_records_run_in_bf16_by_autocast(number, script, monkeypatch):
+    """Here on the CPU: the weights stay fp32, queries and keys are bf16, the loss is fp32 again."""
+    cfg = script.parse_args(["--preset", "pocket"])
+    model = script.GPT(cfg)
+    model.init_weights(torch.Generator().manual_seed(0))
+    model.compile = lambda **kwargs: None
+    seen, rotate = set(), script.rotate
+
+    def noted(x, *angles):
+        seen.add(x.dtype)
+        return rotate(x, *angles)
+
+    monkeypatch.setattr(script, "rotate", noted)
+    tokens = torch.arange(128)[None]
+    before = model(tokens.int(), tokens)
+    assert script.prepare_for_cuda(model, cfg, torch.device("cpu")) == "bf16"
+    loss = model(tokens.int(), tokens)
+    assert seen == {torch.float32, torch.bfloat16} and loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(before.item(), rel=0.01)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 # The first loss

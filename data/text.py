@@ -478,8 +478,8 @@ def training_command(out: Path, tokenizer: str, val_tokens: int) -> str:
         "val_files": f"{files}/text_val_*.bin",
         "vocab_size": END_OF_TEXT[tokenizer] + 1,
         "eot_token": END_OF_TEXT[tokenizer],
-        "val_tokens": min(val_tokens, PRESET_VAL_TOKENS),
         "val_seq_len": min(val_tokens, PRESET_VAL_SEQ_LEN),
+        "val_tokens": min(val_tokens, PRESET_VAL_TOKENS),
     }
     words = ["python", script]
     for name, value in flags.items():

@@ -483,13 +483,14 @@ def measure_run(run, cfg):
     spec = next((tflops for part, tflops in SPEC_TFLOPS.items() if part in name), None)
     rows = []
     for steps in stages(cfg):
-        now = train_gpt.schedule(steps[len(steps) // 2], cfg)
+        middle = steps[len(steps) // 2]
+        now = train_gpt.schedule(middle, cfg)
         run.model.set_stage(now.stage)
         batches = run.loader.next_step(now.seq_len)
         step = functools.partial(train_step, run, cfg, batches)
         step(now)
-        middle = len(steps) // 2
-        ms = [milliseconds(step, train_gpt.schedule(middle + n, cfg)) for n in range(5)]
+        nearby = [min(middle + n, steps[-1]) for n in range(5)]  # with and without Adam
+        ms = [milliseconds(step, train_gpt.schedule(each, cfg)) for each in nearby]
         tokens = cfg.sequences_per_step * now.seq_len
         median = statistics.median(ms)
         flop = 6 * tokens * matrix_parameters(run.model)

@@ -150,6 +150,7 @@ def test_a_stage_takes_one_graph_and_equals_the_dense_formula(
                 assert (narrow_grads[name] - grad).norm() > 10 * rtol * grad.norm(), name
 
 
+@pytest.mark.slow
 def test_a_run_compiles_while_it_warms_up_alone(
     flex_everywhere, monkeypatch, tmp_path, tiny_shards
 ):

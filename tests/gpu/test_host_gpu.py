@@ -420,7 +420,7 @@ def run_rank(path):
     model = make_model(TINY).to(ranks.device)
     optimizers = train_gpt.build_optimizers(model, TINY, ranks)
     step_by_noise(optimizers, [ranks.rank])
-    name = ranks.broadcast(f"of rank {ranks.rank}")
+    name = ranks.on_rank_0(lambda: f"of rank {ranks.rank}")
     torch.save((name, ranks.world_size, model.cpu().state_dict()), f"{path}-{ranks.rank}")
 
 

@@ -139,15 +139,6 @@ def test_ranks_share_the_steps_that_a_loop_over_tokens_gives(shards, cut, world_
             assert (inputs.dtype, targets.dtype) == (torch.int32, torch.int64)
 
 
-@pytest.mark.parametrize("count", [1025, 1500, 2048, 2049])
-def test_one_shard_begins_again(tiny_shards, tmp_path, count):
-    said = []
-    loaders = make_loaders(make_cfg(tiny_shards([count])), 2, said)
-    for expected in steps_of("consecutive", read_tokens(tmp_path), 8, [128] * 5):
-        assert_step(loaders, expected)
-    assert len(said) == 2 * (4 // ((count - 1) // 1024)), said
-
-
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("ranks_before", "ranks_after"), [(1, 2), (2, 1)])
 def test_any_ranks_go_on_from_any_place(shards, cut, ranks_before, ranks_after):
@@ -202,18 +193,6 @@ def test_a_stride_deals_the_sequences_of_a_shard_each_once(tiny_shards, world_si
         assert_step(loaders, np.array([tokens[start : start + 129] for start in starts]))
         order += starts
     assert sorted(order) == sorted([index * 128 for index in range(count)] * 2)
-
-
-@pytest.mark.parametrize(("most", "documents"), [(90, 0), (90, 1), (1000, 1)])
-def test_data_without_enough_documents_are_refused(tmp_path, write_shard, most, documents):
-    for index in range(2):
-        tokens = np.arange(6000) % EOT
-        tokens[: 5 * documents : 5] = EOT
-        write_shard(tmp_path / f"{index}.bin", tokens)
-    (loader,) = make_loaders(make_cfg(f"{tmp_path}/*.bin", max_document_tokens=most))
-    with pytest.raises(UserError, match=r"--train_files .*/\*\.bin: no shard has documents for a "
-                                        r"step; lower --seq_lens or --sequences_per_step"):
-        loader.next_step(128)
 
 
 # Files

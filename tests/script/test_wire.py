@@ -272,14 +272,6 @@ def test_what_a_card_gets(
     assert (given.lm_head.use_fp8, given.head_type) == (False, "bf16")
 
 
-def test_small_blocks_are_whole_tiles():
-    """The kernels cut a mask's blocks of 128 into whole tiles, and tiles into whole tiles."""
-    tiles = train_gpt.SMALL_TILES
-    assert set(tiles) <= set(torch.nn.attention.flex_attention.FlexKernelOptions.__annotations__)
-    assert all(train_gpt.BLOCK % tile == 0 for tile in tiles.values())
-    assert tiles["BLOCK_N1"] % tiles["BLOCK_M1"] == tiles["BLOCK_M2"] % tiles["BLOCK_N2"] == 0
-
-
 def test_embeddings_head_and_gates_are_bf16(pretend_gpu):
     pretend_gpu()
     kinds = {name: param.dtype for name, param in prepared().named_parameters()}

@@ -413,39 +413,6 @@ def test_the_norm_adds_the_epsilon_of_its_day(number, script):
         assert ((found.double() - exact).abs() <= 1.01 * rounding * exact.abs()).all()
 
 
-@records(EARLY[2:])
-def test_weights_have_their_published_names(number, script):
-    """Those of the state that the public #18, #19 and #21 save, but for value_embeds.embed.N."""
-    names = ["embed.weight", *(f"value_embeds.{i}.weight" for i in range(3))]
-    for layer in range(12):
-        block = f"blocks.{layer}"
-        names += [f"{block}.lambdas", f"{block}.mlp.c_fc.weight", f"{block}.mlp.c_proj.weight"]
-        if layer != 7:
-            matrices = ["c_q.weight", "c_k.weight", "c_v.weight"] if number <= 4 else ["qkv_w"]
-            names += [f"{block}.attn.{x}" for x in (*matrices, "lambdas", "c_proj.weight")]
-    names += ["skip_weights", "lm_head.weight"]
-    with torch.device("meta"):
-        model = script.GPT(script.Hyperparameters())
-    assert sorted(model.state_dict()) == sorted(names)
-
-
-@since(3)
-def test_the_cap_is_computed_in_the_published_type(number, script):
-    """tanh in the head's own, the sigmoid in fp32; both give fp32."""
-    model = make_model(script, tiny(script)).bfloat16()
-    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    raw = F.linear(x, model.lm_head.weight)
-    with torch.no_grad():
-        logits = model.logits(x)
-    assert raw.dtype == torch.bfloat16 and logits.dtype == torch.float32
-    if number == 3:
-        expected, rounding = 15 * torch.tanh(raw.double() / 15), 3 * BF16_STEP  # three operations
-        assert torch.equal(logits, logits.bfloat16().float())
-    else:
-        expected, rounding = 30 * torch.sigmoid(raw.double() / 7.5), 1e-6
-    torch.testing.assert_close(logits.double(), expected, rtol=rounding, atol=0)
-
-
 def fp8_scales(number):
     """Published factors of the head's input, its weights and its gradient, before their casts."""
     early = {4: [2, 2**5, 2**29], 5: [2, 2**9, 2**19], 6: [2, 2**9, 2**19]}
@@ -487,18 +454,6 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(number, scr
     for grad, exact in zip(found, expected, strict=True):
         error = (grad.double() - exact.double()).norm() / exact.double().norm()
         assert 0 < error < 2.0**-3  # largest relative error of rounding to e5m2
-
-
-@pytest.mark.parametrize("preset", ["record", "pocket"])
-@since(4)
-def test_gradients_of_the_head_fit_into_fp8(number, script, preset):
-    """With respect to a logit, a sum of losses has at most 1, their mean 1 / the tokens."""
-    cfg = script.parse_args(["--preset", preset])
-    for world_size in (1, 2, 4, 8):
-        sequences = min(cfg.sequences_per_forward, cfg.sequences_per_step // world_size)
-        tokens = sequences * cfg.seq_lens[0] if number in EARLY else 1
-        fits = script.FP8_GRAD_SCALE / tokens <= torch.finfo(torch.float8_e5m2).max
-        assert fits or not cfg.fp8_head, f"on {world_size} ranks"
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
@@ -556,21 +511,6 @@ def test_the_first_records_run_in_bf16_by_autocast(number, script, monkeypatch):
 # The first loss
 
 
-def test_tied_weights_begin_at_the_published_loss():
-    """Record 1 sees each token's own row in its head: ln(exp(√768 · |row|) + the others)."""
-    script = load(1)
-    cfg = dataclasses.replace(script.Hyperparameters(), num_layers=1)
-    model = script.GPT(cfg)
-    model.init_weights(torch.Generator().manual_seed(0))
-    inputs, targets = np.random.default_rng(0).integers(0, cfg.vocab_size, size=(2, 256))
-    with torch.no_grad():
-        logits = model.logits(model.hidden(torch.from_numpy(inputs.astype(np.int32))[None])[0])
-        losses = F.cross_entropy(logits, torch.from_numpy(targets), reduction="none")
-    standard_error = losses.std().item() / math.sqrt(len(losses))
-    assert standard_error < 0.05
-    assert losses.mean().item() == pytest.approx(16.0058, abs=4 * standard_error)
-
-
 def of_published_vocabulary(script, **changes):
     """A tiny model as a run begins with it, but for the public number of tokens."""
     record = script.Hyperparameters()
@@ -593,18 +533,6 @@ def test_a_head_of_zeros_begins_at_the_log_of_the_padded_vocabulary(number, scri
     assert loss == pytest.approx(math.log(50_304), rel=1e-6)
     assert loss == pytest.approx(10.8258, abs=5e-5)
     assert (logits == (15 if number >= 4 else 0)).all()
-
-
-def test_a_tied_head_of_small_numbers_begins_at_the_published_loss():
-    """10.8367, above ln 50304: the cap's half is the mean logit of a target, and the log of the
-    sum of all is nearly the same for every token."""
-    model = of_published_vocabulary(
-        load(12), model_dim=768, head_dim=128, value_embed_pattern="....."
-    )
-    inputs, _ = random_batch(0, rows=1, length=BLOCK)
-    with torch.no_grad():
-        logits = model.logits(model.hidden(inputs)[0, :16]).double()
-    assert logits.logsumexp(-1).mean().item() - 15 == pytest.approx(10.8367, abs=1e-3)
 
 
 @early
@@ -630,16 +558,6 @@ def test_every_matrix_begins_with_the_published_distribution(number, script):
 
 
 # A step
-
-
-def test_unpacked_sequences_follow_one_another(script):
-    cfg = tiny(script, align_documents=False, max_document_tokens=0, sequences_per_step=4)
-    tokens, position = np.arange(50 * BLOCK), 0
-    for step in range(3):
-        rows, position = script.cut_rows(tokens, np.array([0]), position, BLOCK, cfg)
-        for k, row in enumerate(rows, 4 * step):
-            np.testing.assert_array_equal(row, tokens[k * BLOCK : (k + 1) * BLOCK + 1])
-        assert len(rows) == 4
 
 
 def published_rate(number, name, p):

@@ -16,49 +16,38 @@ from conftest import REPO
 
 import train_gpt
 
-LIMITS = dict(vocab_size=257, eot_token=256, val_seq_len=1024)
 OLDEST = sorted(REPO.glob("records/20*/train_gpt.py"))[0]
 
 
-class Fixed(torch.nn.Module):
-    """A model whose logits are the same after any text."""
+class Model(torch.nn.Module):
+    """A model that computes its logits from the tokens (1, N) by a function."""
 
-    def __init__(self, logits, **changes):
+    def __init__(self, logits, vocab_size=257, eot_token=256, val_seq_len=1024):
         super().__init__()
-        self.fixed = torch.nn.Parameter(torch.tensor(logits))
-        self.cfg = SimpleNamespace(**LIMITS | changes)
-        self.seen = []
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.cfg = SimpleNamespace(vocab_size=vocab_size, eot_token=eot_token,
+                                   val_seq_len=val_seq_len)
+        self.hidden, self.logits, self.seen = self.note, logits, []
 
-    def hidden(self, tokens):
+    def note(self, tokens):
         self.seen.append(tokens[0].tolist())
-        return tokens[..., None].float()
-
-    def logits(self, x):
-        return self.fixed.clone()
+        return tokens[..., None]
 
 
-class Sure(Fixed):
-    """A model that is sure: after token i comes i + 1, until end-of-text after "e"."""
-
-    def logits(self, x):
-        following = torch.where(x == ord("e"), 256, x + 1).long()
-        return 1000 * torch.nn.functional.one_hot(following[..., 0], 384).float()
+def letter_after(x):
+    """Logits that are sure: after token i comes i + 1, until end-of-text after "e"."""
+    following = torch.where(x == ord("e"), 256, x + 1).long()
+    return 1000 * torch.nn.functional.one_hot(following[..., 0], 384).float()
 
 
-def draw(*args):
-    return list(sample_tool.draw_tokens(*args))
-
-
-def test_sampling_follows_the_model_token_by_token_to_the_documents_end():
-    model = Sure([0.0])
-    assert draw(model, [256, *b"ab"], 9, 1.0, 0) == [*b"cde"]
-    assert model.seen == [[256, *b"abcde"[:length]] for length in (2, 3, 4, 5)]
-
-
-def test_the_model_sees_as_many_tokens_as_a_validation_sequence_has():
-    model = Sure([0.0], val_seq_len=3)
-    assert draw(model, [256, *b"ab"], 2, 1.0, 0) == [*b"cd"]
-    assert model.seen == [[256, *b"ab"], [*b"abc"]]
+@pytest.mark.parametrize(("most", "seen", "drawn"), [(9, 1024, b"cde"), (9, 3, b"cde"),
+                                                     (2, 3, b"cd")])
+def test_sampling_follows_the_model_token_by_token_to_the_documents_end(most, seen, drawn):
+    """The model sees as many tokens as a validation sequence has."""
+    model = Model(letter_after, val_seq_len=seen)
+    assert list(sample_tool.draw_tokens(model, [256, *b"ab"], most, 1.0, 0)) == [*drawn]
+    ids = [256, *b"abcde"]
+    assert model.seen == [ids[max(0, end - seen) : end] for end in range(3, 3 + min(most, 4))]
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1, 0), (0.5, 0), (2, 3), (1, 1), (0, 0)])
@@ -71,7 +60,8 @@ def test_temperature_and_top_k_shape_what_is_drawn_from(monkeypatch, temperature
         return torch.zeros(1).long()
 
     monkeypatch.setattr(torch, "multinomial", note)
-    draw(Fixed(logits, vocab_size=5, eot_token=4), [4], 1, temperature, top_k)
+    model = Model(lambda x: torch.tensor(logits), vocab_size=5, eot_token=4)
+    next(sample_tool.draw_tokens(model, [4], 1, temperature, top_k))
     kept = sorted(logits[:5])[-(top_k or 5) :]
     weights = [math.exp((x - 2.0) / (temperature or 1e-3)) * (x in kept) for x in logits[:5]]
     expected = torch.tensor(weights, dtype=torch.float64) / sum(weights)
@@ -122,7 +112,7 @@ def test_the_newest_checkpoint_says_the_likeliest(runs, run):
     model = train_gpt.GPT(train_gpt.Hyperparameters(**state["hyperparameters"])).eval()
     model.load_state_dict(state["model"])
     ids = [256, *b"xy"]
-    while len(ids) < 3 + 12 and (ids[-1] != 256 or len(ids) == 1):
+    while len(ids) < 3 + 12 and ids[-1] != 256:
         logits = model.logits(model.hidden(torch.tensor([ids], dtype=torch.int32)))
         ids.append(logits[0, -1, :257].argmax().item())
     flags = ["--prompt", "xy", "--tokens", 12]
@@ -145,7 +135,6 @@ def test_several_samples_differ_and_the_first_is_the_one_alone(runs, run):
     texts = run(runs.folder, *flags, "--num_samples", 3).split(sample_tool.BETWEEN_SAMPLES + "\n")
     assert texts[0] == run(runs.folder, *flags) and len(set(texts)) == 3
     assert all(text.startswith("x") for text in texts)
-    assert run(runs.folder, *flags, "--num_samples", 0) == ""
 
 
 def test_a_prompt_comes_from_a_file_or_the_standard_input(runs, run, tmp_path):
@@ -166,12 +155,11 @@ def test_text_comes_token_by_token_and_letters_whole(runs, run, monkeypatch):
             shown.append(sys.stdout.getvalue())
             yield byte
     monkeypatch.setattr(sample_tool, "draw_tokens", draw_text)
-    stdout = io.StringIO()
-    stdout.reconfigure = lambda **_: None
-    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    sys.stdout.reconfigure = lambda **_: None
     run(runs.folder, "--prompt", "> ")
     assert shown == ["> ", "> a", "> a", "> aé", "> aé", "> aé"]
-    assert stdout.getvalue() == "> aé…\n"
+    assert sys.stdout.getvalue() == "> aé…\n"
 
 
 @pytest.mark.parametrize(("small", "threads"), [(10_000_000, 1), (1000, 2)])
@@ -186,24 +174,19 @@ def test_a_small_model_takes_one_thread(runs, run, monkeypatch, small, threads):
     ([], "no checkpoint under logs/: train with --save_every"),
     (["gone.pt"], "gone.pt: there is no such checkpoint"),
     (["text.pt"], "log.txt: there is no such file; name the checkpoint's script by --script"),
-    (["ROOT", "--top", "3"], "--top"),
     (["text.pt", "--script", "SCRIPT"], "text.pt: no"),
     (["text.pt", "--script", "text.pt"], "text.pt: no training script, SyntaxError"),
     (["OLDEST", "--script", "SCRIPT"], "step-000002.pt: no"),
+    (["nan.pt", "--script", "SCRIPT"], "nan.pt"),
     (["ROOT", "--tokens", "-1"], "--tokens"),
-    (["ROOT", "--num_samples", "-1"], "--num_samples"),
     (["ROOT", "--temperature", "nan"], "--temperature"),
     (["ROOT", "--seed", str(2**70)], "--seed"),
-    (["ROOT", "--seed", "-1"], "--seed"),
     (["ROOT", "--device", "abacus"], "--device abacus"),
     (["ROOT", "--device", "meta"], "--device meta"),
-    pytest.param(["ROOT", "--device", "cuda"], "--device cuda", marks=pytest.mark.skipif(
-        torch.cuda.is_available(), reason="there is a CUDA device")),
     (["ROOT", "--wrong"], "--wrong"),
     (["ROOT", "--prompt", "\udcff"], "--prompt: not UTF-8 at byte 0"),
     (["ROOT", "--prompt_file", "latin.txt"], "latin.txt: not UTF-8 at byte 2"),
     (["ROOT", "--prompt_file", "-"], "standard input: not UTF-8 at byte 0"),
-    (["ROOT", "--prompt_file", "gone.txt"], "gone.txt"),
     (["ROOT", "--prompt_file", "."], "directory"),
     (["ROOT", "--prompt_file", "/dev/zero"], "/dev/zero: a prompt has at most 1,048,576 bytes"),
     (["ROOT", "--prompt", "a", "--prompt_file", "text.pt"], "not allowed with"),
@@ -211,31 +194,11 @@ def test_a_small_model_takes_one_thread(runs, run, monkeypatch, small, threads):
 def test_bad_input_is_one_line(runs, run, tmp_path, args, part):
     (tmp_path / "text.pt").write_text("some words of text")
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    state = torch.load(runs.root, weights_only=True)
+    next(iter(state["model"].values())).view(-1)[0] = math.nan
+    torch.save(state, tmp_path / "nan.pt")
     names = {"SCRIPT": REPO / "train_gpt.py", "OLDEST": runs.oldest, "ROOT": runs.root}
     run(tmp_path, *(names.get(arg, arg) for arg in args), stdin=b"\xff", refused=part)
-
-
-def nan_in_a_weight(path):
-    state = torch.load(path, weights_only=True)
-    next(iter(state["model"].values())).view(-1)[0] = math.nan
-    torch.save(state, path)
-
-
-def flipped_bit(path):
-    """In the middle of the largest weight, which no reader of the archive needs to understand."""
-    state = torch.load(path, weights_only=True)
-    largest = max(state["model"].values(), key=torch.numel).contiguous().numpy().tobytes()
-    content = bytearray(path.read_bytes())
-    content[content.index(largest) + len(largest) // 2] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", [nan_in_a_weight, flipped_bit])
-def test_a_damaged_checkpoint_is_one_line(runs, run, tmp_path, damage):
-    path = tmp_path / "step-000002.pt"
-    shutil.copy(runs.root, path)
-    damage(path)
-    run(tmp_path, path, "--script", REPO / "train_gpt.py", refused=str(path))
 
 
 def test_who_stops_reading_ends_it_without_a_word(runs):

@@ -26,23 +26,10 @@ import train_gpt
 pytestmark = pytest.mark.gpu
 
 TINY = dataclasses.replace(
-    train_gpt.Hyperparameters(),
-    vocab_size=257,
-    eot_token=256,
-    vocab_multiple=16,
-    model_dim=32,
-    head_dim=16,
-    attention_pattern="L.S",
-    value_embed_pattern="0..",
-    skip_layer=0,
-    backout_layer=0,
-    seq_lens=(384,),
-    val_seq_len=384,
-    sequences_per_step=1,
-    num_iterations=10,
-    extension_steps=0,
-    head_chunks=1,
-    fp8_head=False,
+    train_gpt.Hyperparameters(), vocab_size=257, eot_token=256, vocab_multiple=16, model_dim=32,
+    head_dim=16, attention_pattern="L.S", value_embed_pattern="0..", skip_layer=0,
+    backout_layer=0, seq_lens=(384,), val_seq_len=384, sequences_per_step=1, num_iterations=10,
+    extension_steps=0, head_chunks=1, fp8_head=False,
 )
 # Those of the record, in bf16 on sm_90: in fp32 torch would take blocks of 16, and minutes here.
 BLOCKS = dict(BLOCK_M=128, BLOCK_N=64, BLOCK_M1=64, BLOCK_N1=128, BLOCK_M2=128, BLOCK_N2=64)
@@ -319,20 +306,9 @@ def test_validation_is_that_of_the_cpu():
 
 STEPS = 4  # each of a stage of its own
 FLAGS = dict(
-    preset="pocket",
-    model_dim=32,
-    head_dim=32,
-    sequences_per_step=2,
-    sequences_per_forward=2,
-    seq_lens=128,
-    val_seq_len=256,
-    val_tokens=256,
-    val_every=2,
-    save_every=2,
-    warmup_steps=1,
-    num_iterations=STEPS,
-    extension_steps=1,
-    run_id="x",
+    preset="pocket", model_dim=32, head_dim=32, sequences_per_step=2, sequences_per_forward=2,
+    seq_lens=128, val_seq_len=256, val_tokens=256, val_every=2, save_every=2, warmup_steps=1,
+    num_iterations=STEPS, extension_steps=1, run_id="x",
 )
 
 

@@ -222,11 +222,9 @@ def test_list_pools_only_runs_of_one_source_and_machine(tmp_path, capsys):
     rows = rows_of(root, capsys)
     baseline = "baseline: 2024-10-14_ModernArch"
     assert [(row["folder"], row["runs"], len(row["losses"]), row["ranks"]) for row in rows] == [
-        ("2024-10-14 ModernArch", "record", 1, 8),
-        ("2025-01-04 SoftCap", "record", 2, 8),
+        ("2024-10-14 ModernArch", "record", 1, 8), ("2025-01-04 SoftCap", "record", 2, 8),
         ("2025-01-04 SoftCap", "1 rank(s) instead of 8", 1, 1),
-        ("2025-01-04 SoftCap", baseline, 1, 8),
-        ("2025-02-01 Named", "record", 1, 8),
+        ("2025-01-04 SoftCap", baseline, 1, 8), ("2025-02-01 Named", "record", 1, 8),
         ("2025-02-01 Named", "called a baseline", 2, 8),
     ]
     second = rows[1]
@@ -265,11 +263,8 @@ def test_a_folder_dated_before_its_source_makes_no_baselines(tmp_path, capsys):
     })  # fmt: skip
     told = [(row["folder"][:10], row["runs"]) for row in rows_of(tmp_path, capsys)]
     assert told == [
-        ("2025-05-09", "record"),
-        ("2025-05-09", "called a baseline"),
-        ("2025-09-03", "record"),
-        ("2025-09-05", "record"),
-        ("2025-09-10", "baseline: 2025-09-05_SkipMLP"),
+        ("2025-05-09", "record"), ("2025-05-09", "called a baseline"), ("2025-09-03", "record"),
+        ("2025-09-05", "record"), ("2025-09-10", "baseline: 2025-09-05_SkipMLP"),
     ]
     (alone,) = rows_of(tmp_path / "2025-09-03_FA3", capsys)
     assert alone["runs"] == "record"
@@ -335,8 +330,7 @@ def test_curves_leave_out_what_is_not_finite(tmp_path, capsys):
 @pytest.mark.parametrize(
     "command, words",
     [
-        (["diff", "nowhere", "here"], "nowhere"),
-        (["curves", "nowhere"], "No such file"),
+        (["diff", "nowhere", "here"], "nowhere"), (["curves", "nowhere"], "No such file"),
         (["curves", "empty.txt"], "empty.txt is empty"),
         (["curves", "blank.txt"], "blank.txt is empty"),
         (["curves", "binary.bin"], "binary.bin: byte 1 is not text"),
@@ -356,8 +350,7 @@ def test_curves_leave_out_what_is_not_finite(tmp_path, capsys):
         (["verify", "nowhere"], "nowhere: no such folder"),
         (["verify", "spoiled"], "is no record.json"),
         (["verify", "--replay", "0"], "--replay: 0 is not a whole number"),
-        (["curves"], "required: A"),
-        (["frobnicate"], "frobnicate"),
+        (["curves"], "required: A"), (["frobnicate"], "frobnicate"),
     ],
 )
 def test_bad_input_is_answered_in_one_line(command, words, tmp_path, monkeypatch, capsys):

@@ -18,11 +18,8 @@ from conftest import REPO
 from lineage_oracles import STATIONS
 
 FOLDERS = {
-    28: "2025-08-23_SparseAttnGate",
-    31: "2025-09-10_Yarn",
-    40: "2025-10-04_Backout",
-    43: "2025-11-10_CautiousWD",
-    50: "2025-12-18_CautiousWDAdam",
+    28: "2025-08-23_SparseAttnGate", 31: "2025-09-10_Yarn", 40: "2025-10-04_Backout",
+    43: "2025-11-10_CautiousWD", 50: "2025-12-18_CautiousWDAdam",
     53: "2025-12-22_MultiTokenPrediction",
 }
 EOT = 256
@@ -170,8 +167,7 @@ def test_the_record_preset_is_the_published_configuration(number, script):
     assert cfg.num_iterations == oracles.total_steps(station)
     multipliers = oracles.ADAM_MULTIPLIERS[number]
     expected = dict(
-        sequences_per_step=station.streams,
-        attention_pattern=station.attention_pattern[first:],
+        sequences_per_step=station.streams, attention_pattern=station.attention_pattern[first:],
         value_embed_pattern=station.value_embed_pattern[first:],
         embed_lr=pytest.approx(station.adam_lr * multipliers["value_embeds"]),
         head_lr=pytest.approx(station.adam_lr * multipliers["lm_head"]),

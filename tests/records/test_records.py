@@ -179,9 +179,7 @@ LAST = [  # the attention window grows by a block of 128 tokens at these steps, 
 ]  # fmt: skip
 GROWTH = {
     3: [103, 206, 309, 412, 515, 618, 721, 824, 927, 1030, 1133, 1236, 1339],
-    4: [104, 207, 311, 414, 517, 621, 724, 827, 931, 1034, 1137, 1241, 1344],
-    5: LAST,
-    6: LAST,
+    4: [104, 207, 311, 414, 517, 621, 724, 827, 931, 1034, 1137, 1241, 1344], 5: LAST, 6: LAST,
 }
 
 
@@ -204,8 +202,7 @@ def test_the_record_preset_is_the_published_configuration(number, script):
     with torch.device("meta"):
         model = script.GPT(cfg)
     of_model = {
-        "embedding_rows": len(model.embed.weight),
-        "head_rows": len(model.lm_head.weight),
+        "embedding_rows": len(model.embed.weight), "head_rows": len(model.lm_head.weight),
         "parameters": sum(p.numel() for p in model.parameters()),
         "attention_layers": sum(block.attn is not None for block in model.blocks),
     }

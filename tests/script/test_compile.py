@@ -261,9 +261,7 @@ class NoHostWait(TorchDispatchMode):
 
 def one_rank(world_size=1, rank=0):
     return types.SimpleNamespace(
-        rank=rank,
-        world_size=world_size,
-        device=torch.device("cpu"),
+        rank=rank, world_size=world_size, device=torch.device("cpu"),
         all_gather=lambda x: x[None],
     )
 

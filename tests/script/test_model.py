@@ -114,11 +114,8 @@ def random_qkv(rows, length, seed, heads=2, head_dim=16, dtype=torch.float32):
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    seed=st.integers(0, 2**20),
-    num_blocks=st.integers(1, 4),
-    rows=st.integers(1, 2),
-    window=st.integers(1, 5),
-    document_tokens=st.sampled_from([5, 50, 300, math.inf]),
+    seed=st.integers(0, 2**20), num_blocks=st.integers(1, 4), rows=st.integers(1, 2),
+    window=st.integers(1, 5), document_tokens=st.sampled_from([5, 50, 300, math.inf]),
 )
 def test_both_attention_paths_equal_the_dense_formula(
     seed, num_blocks, rows, window, document_tokens

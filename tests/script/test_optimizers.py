@@ -23,14 +23,8 @@ from train_gpt import (
 )
 
 CFG = replace(
-    Hyperparameters(),
-    **TINY_MODEL,
-    seq_lens=(128,),
-    val_seq_len=128,
-    attention_pattern="LS.L",
-    value_embed_pattern="01.0",
-    skip_layer=0,
-    device="cpu",
+    Hyperparameters(), **TINY_MODEL, seq_lens=(128,), val_seq_len=128, attention_pattern="LS.L",
+    value_embed_pattern="01.0", skip_layer=0, device="cpu",
 )
 # Rates and momentum that do not change, as torch.optim has them; embedding and head apart.
 FLAT = dict(lr_factor=1.0, momentum=0.95, tied=False, frozen=False)

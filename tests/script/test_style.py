@@ -114,11 +114,9 @@ def test_each_function_of_the_docstrings_map_is_there():
 
 def test_import_prints_nothing_reads_no_shard_and_starts_nothing(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT_PROBE],
-        cwd=tmp_path,
+        [sys.executable, "-c", IMPORT_PROBE], cwd=tmp_path,
         env={"PYTHONPATH": str(REPO), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
-        text=True,
-        capture_output=True,
+        text=True, capture_output=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -30,14 +30,8 @@ TINY = dataclasses.replace(
 ADAM = {"embed", "head", "value embeds", "smear gate", "x0 lambdas", "lambdas"}
 TIED, UNTIED = 1, 1295
 STEPS = {
-    0: ADAM,
-    TIED: {"embed"},
-    627: {"embed", "lambdas"},
-    1252: ADAM,
-    1253: {"embed"},
-    1255: {"lambdas"},
-    UNTIED: set(),
-    1919: {"lambdas"},
+    0: ADAM, TIED: {"embed"}, 627: {"embed", "lambdas"}, 1252: ADAM, 1253: {"embed"},
+    1255: {"lambdas"}, UNTIED: set(), 1919: {"lambdas"},
 }
 # Everything in torch.distributed that sends tensors, and which argument it sends.
 COLLECTIVES = dict(

@@ -46,12 +46,9 @@ class HostGpuSession:
         of_worker = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
         environment = {name: x for name, x in os.environ.items() if name not in of_worker}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *flags, *nodeids],
-            cwd=config.rootpath,
+            [sys.executable, "-m", "pytest", *flags, *nodeids], cwd=config.rootpath,
             env={**environment, "PYTHONPATH": path, REPORTS: str(folder / "reports")},
-            stdin=subprocess.DEVNULL,
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT,
         )
 
     def pytest_runtest_protocol(self, item):

@@ -456,15 +456,10 @@ class Tracer:
         length, targets = shapes(self.script.schedule(steps[0], cfg))
         tokens = cfg.sequences_per_forward * length
         return dict(
-            head_chunks=model.head_chunks,
-            fp8=model.head_type == "fp8",
-            padded_vocab=len(model.lm_head.weight),
-            model_dim=cfg.model_dim,
-            optimizer_steps=OPTIMIZER_STEPS,
-            stages=[len(each) for each in self.stages],
-            stage=self.stage,
-            targets=targets,
-            tokens=tokens,
+            head_chunks=model.head_chunks, fp8=model.head_type == "fp8",
+            padded_vocab=len(model.lm_head.weight), model_dim=cfg.model_dim,
+            optimizer_steps=OPTIMIZER_STEPS, stages=[len(each) for each in self.stages],
+            stage=self.stage, targets=targets, tokens=tokens,
             head_tokens=min(model.tokens_per_piece, tokens),
             step_tokens=cfg.sequences_per_step * length,
             block_pairs=block_pairs(self.script, cfg, steps),

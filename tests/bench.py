@@ -52,28 +52,29 @@ from shards import write_shard  # noqa: E402
 import train_gpt  # noqa: E402
 
 YARDSTICK = ["tests/plain_baseline.py", "--train", "data/pocket/pocket_train_*.bin",
-             "--val", "data/pocket/pocket_val_*.bin", "--target", "1.64"]  # fmt: skip
+             "--val", "data/pocket/pocket_val_*.bin", "--target", "1.64"]
 EVERY = {"pocket": ["--val_every", "20"], "against": ["--eval_every", "50"]}  # validations to draw
+VALIDATION = r"^step:\d+/\d+ val_loss:([\d.]+) train_time:(\d+)ms"  # as both print it
 NAMES = {"pocket": "this GPT", "against": "plain GPT"}
 DOCUMENT_MEDIAN, DOCUMENT_MEAN, DOCUMENT_MIN = 403, 690, 32  # tokens, of FineWeb's documents
 SPEC_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "4090": 165.2, "3090": 71.0}  # bf16
+KERNELS = {"attention": "flex_attention|flash",  # kinds, by names; the first that fits
+           "matrix products": "gemm|nvjet|cutlass|xmma|_mm|matmul|cublas",
+           "copies and fills": "memcpy|memset|copy|fill",
+           "fused elementwise and reductions": "triton"}
 LITTLE_VALIDATION = ["--val_seq_len", "128", "--val_tokens", "128"]
 GPU_SECONDS = 580  # of `gpu`, at most: its tests get what the measurements leave
+LAST_STEP = ["--phases", "train,optimizers", "--binaries", "--ranks", "8", "--stage", "-1"]
 MEASURED = 99  # exit code of a run whose training loop was replaced
 
 
-# -----------------------------------------------------------------------------
-# Printing
-
-
-def say(text=""):
-    print(text, flush=True)
+say = functools.partial(print, flush=True)
 
 
 def spread(values, digits=1):
     """'median (lowest-highest)' of numbers."""
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:,.{digits}f} ({low:,.{digits}f}-{high:,.{digits}f})"
+    low, high = (f"{end:,.{digits}f}" for end in (min(values), max(values)))
+    return f"{statistics.median(values):,.{digits}f} ({low}-{high})"
 
 
 def print_table(header, rows):
@@ -85,35 +86,28 @@ def print_table(header, rows):
         say("   ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
-# -----------------------------------------------------------------------------
-# pocket: whole runs
-
-
+# ---- pocket: whole runs ----
 class RunFailed(Exception):
     """A measured command did not end well."""
 
 
 def run_command(words, **env):
-    """Run a script of ours to its end. Returns what it printed, below its command, and seconds."""
+    """Run a script of ours to its end. Returns its final values, what it printed, and seconds."""
     start = time.perf_counter()
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=REPO,
                           env=os.environ | env)
-    seconds = time.perf_counter() - start
+    wall_s = time.perf_counter() - start
     command = shlex.join(["python", *words])
     if done.returncode:
         reason = (done.stderr.splitlines() or ["no message"])[-1]
         raise RunFailed(f"{command} ended with {done.returncode}: {reason}")
-    return f"$ {command}\n{done.stdout}", seconds
+    values = final_values(done.stdout)
+    train_s = values.get("train_seconds") or float(values["train_time_ms"]) / 1000
+    return values | dict(wall_s=wall_s, train_s=float(train_s), text=f"$ {command}\n{done.stdout}")
 
 
 def final_values(text):
     return dict(re.findall(r"^(\w+): (.*)$", text, re.M))
-
-
-def training_seconds(values):
-    if "train_time_ms" in values:
-        return float(values["train_time_ms"]) / 1000
-    return float(values["train_seconds"])
 
 
 def pocket(args, flags):
@@ -122,24 +116,35 @@ def pocket(args, flags):
     if folder and folder.is_dir():
         draw(folder, args.picture)
         return
-    cfg = train_gpt.parse_args(["--preset", "pocket", *flags])
+    from scipy import stats
+
+    target = train_gpt.parse_args(["--preset", "pocket", *flags]).target_loss
     commands = {"pocket": ["train_gpt.py", "--preset", "pocket", *flags], "against": YARDSTICK}
     runs = {name: [] for name in commands}
-    kept = {}
-    for seed in range(args.seeds):
-        for name, command in commands.items():
-            words = [*command, "--seed", str(seed), *(EVERY[name] if folder else [])]
-            text, seconds = run_command(words)
-            kept[f"{name}-{seed}.txt"] = text
-            values = final_values(text) | dict(wall_s=seconds)
-            runs[name].append(values)
-            say(f"{name}, seed {seed} of {args.seeds}: val_loss {values['val_loss']}, training "
-                f"{training_seconds(values):.1f} s, command to exit {seconds:.1f} s")
-    report_pocket(runs, cfg.target_loss)
+    for seed, (name, command) in itertools.product(range(args.seeds), commands.items()):
+        values = run_command([*command, "--seed", str(seed), *(EVERY[name] if folder else [])])
+        runs[name].append(values)
+        say(f"{name}, seed {seed} of {args.seeds}: val_loss {values['val_loss']}, training "
+            f"{values['train_s']:.1f} s, command to exit {values['wall_s']:.1f} s")
+    rows = []
+    for title, key, digits in (("training, s", "train_s", 1), ("command to exit, s", "wall_s", 1),
+                               ("val_loss, nats per byte", "val_loss", 4)):
+        ours, theirs = ([float(values[key]) for values in each] for each in runs.values())
+        ratio = statistics.median(theirs) / statistics.median(ours)
+        rows.append([title, spread(ours, digits), spread(theirs, digits), f"{ratio:.2f}"])
+    machine = runs["pocket"][0]
+    say(f"\n{machine['device']}, {os.cpu_count()} cores, torch {machine['torch']}")
+    print_table(["", *runs, "ratio"], rows)
+    if len(ours) > 1:  # of the losses, the last row
+        p = stats.ttest_1samp(ours, target, alternative="less").pvalue
+        say(f"pocket, {len(ours)} seeds: mean val_loss {statistics.mean(ours):.4f}, "
+            f"std {statistics.stdev(ours):.4f}, highest {max(ours):.4f}; "
+            f"mean <= {target} with p = {p:.2g} (one-sided t-test)")
     if folder:
         folder.mkdir(parents=True)
-        for name, text in kept.items():
-            (folder / name).write_text(text)
+        for name, each in runs.items():
+            for seed, values in enumerate(each):
+                (folder / f"{name}-{seed}.txt").write_text(values["text"])
         draw(folder, args.picture)
 
 
@@ -158,12 +163,16 @@ def draw(folder, picture):
         figure = Figure(figsize=(9, 4.6), layout="constrained")
         axes = figure.add_subplot()
         for (name, files), color in zip(kept.items(), ("tab:blue", "tab:gray")):
-            curves = [losses_over_seconds(file.read_text()) for file in files]
-            for seconds, losses in curves:
-                axes.plot(seconds, losses, color=color, linewidth=1.6, alpha=0.7)
-            seconds = statistics.median(seconds[-1] for seconds, _ in curves)
-            loss = statistics.median(losses[-1] for _, losses in curves)
-            reached = statistics.median(seconds_to(target, *curve) for curve in curves)
+            ends = []  # last loss, its second, and when the target was reached, of each run
+            for file in files:
+                found = re.findall(VALIDATION, file.read_text(), re.M)
+                losses, ms = np.array(found, float).T
+                axes.plot(ms / 1000, losses, color=color, linewidth=1.6, alpha=0.7)
+                end = np.argmax(losses <= target) + 1  # linear between two validations
+                two = slice(max(end - 2, 0), end)
+                reached = np.interp(-target, -losses[two], ms[two] / 1000, right=math.inf)
+                ends.append([losses[-1], ms[-1] / 1000, reached])
+            loss, seconds, reached = np.median(ends, axis=0)
             words = f"{NAMES[name]}: {loss:.3f} after {seconds:.1f} s"
             if math.isfinite(reached):
                 words += f", {target} after {reached:.1f} s"
@@ -180,87 +189,28 @@ def draw(folder, picture):
     say(f"{picture}, of {sum(map(len, kept.values()))} runs in {folder}")
 
 
-def losses_over_seconds(text):
-    """Seconds and losses of the validations in what a run has printed."""
-    found = re.findall(r"^step:\d+/\d+ val_loss:([\d.]+) train_time:(\d+)ms", text, re.M)
-    return [int(ms) / 1000 for _, ms in found], [float(loss) for loss, _ in found]
-
-
-def seconds_to(target, seconds, losses):
-    """When a loss reaches the target, linear between validations; infinite where it never does."""
-    for index, loss in enumerate(losses):
-        if loss <= target:
-            if index == 0:
-                return seconds[0]
-            share = (losses[index - 1] - target) / (losses[index - 1] - loss)
-            return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
-    return math.inf
-
-
-def report_pocket(runs, target):
-    from scipy import stats
-
-    measures = {
-        "training, s": (training_seconds, 1),
-        "command to exit, s": (lambda values: values["wall_s"], 1),
-        "val_loss, nats per byte": (lambda values: float(values["val_loss"]), 4),
-    }
-    rows = []
-    for title, (measure, digits) in measures.items():
-        columns = [[measure(values) for values in each] for each in runs.values()]
-        ratio = statistics.median(columns[1]) / statistics.median(columns[0])
-        rows.append([title, *(spread(column, digits) for column in columns), f"{ratio:.2f}"])
-    machine = runs["pocket"][0]
-    say(f"\n{machine['device']}, {os.cpu_count()} cores, torch {machine['torch']}")
-    print_table(["", *runs, "ratio"], rows)
-    losses = [float(values["val_loss"]) for values in runs["pocket"]]
-    if len(losses) > 1:
-        p = stats.ttest_1samp(losses, target, alternative="less").pvalue
-        say(f"pocket, {len(losses)} seeds: mean val_loss {statistics.mean(losses):.4f}, "
-            f"std {statistics.stdev(losses):.4f}, highest {max(losses):.4f}; "
-            f"mean <= {target} with p = {p:.2g} (one-sided t-test)")
-
-
-# -----------------------------------------------------------------------------
-# busy: threads
-
-
-@contextlib.contextmanager
-def cores_taken(number):
-    """Keep as many cores busy as a browser might."""
-    spinning = [sys.executable, "-c", "while True: pass"]
-    processes = [subprocess.Popen(spinning) for _ in range(number)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
+# ---- busy: threads ----
 def busy(args, flags):
     """Time the pocket by threads, in turns: as many as the script chooses, one, one per core."""
     every = str(len(os.sched_getaffinity(0)))
     settings = {"chosen": {}, "1": dict(OMP_NUM_THREADS="1"), every: dict(OMP_NUM_THREADS=every)}
     seconds = {}
-    for seed in range(args.seeds):
-        for taken in (0, 1):
-            with cores_taken(taken):
-                for name, env in settings.items():
-                    words = ["train_gpt.py", "--preset", "pocket", "--seed", str(seed), *flags]
-                    values = final_values(run_command(words, **env)[0])
-                    found = seconds.setdefault((taken, name), [])
-                    found.append(training_seconds(values))
-                    say(f"seed {seed}, {taken} core(s) taken, threads {name}: "
-                        f"{values['threads']} thread(s), {found[-1]:.2f} s of training")
+    for seed, taken in itertools.product(range(args.seeds), (0, 1)):
+        with contextlib.ExitStack() as stack:
+            if taken:  # as a browser might
+                spinning = [sys.executable, "-c", "while True: pass"]
+                stack.callback(stack.enter_context(subprocess.Popen(spinning)).kill)
+            for name, env in settings.items():
+                words = ["train_gpt.py", "--preset", "pocket", "--seed", str(seed), *flags]
+                values = run_command(words, **env)
+                seconds.setdefault((taken, name), []).append(values["train_s"])
+                say(f"seed {seed}, {taken} core(s) taken, threads {name}: "
+                    f"{values['threads']} thread(s), {values['train_s']:.2f} s of training")
     rows = [[f"{taken}", name, spread(found, 2)] for (taken, name), found in seconds.items()]
     print_table(["cores taken", "threads", "seconds of training"], rows)
 
 
-# -----------------------------------------------------------------------------
-# phases: the steps of a run, by the functions that they call
-
-
+# ---- phases: the steps of a run, by the functions that they call ----
 def run_here(flags):
     """A pocket run in this process that prints nothing. Raises RunFailed."""
     errors = io.StringIO()
@@ -312,10 +262,7 @@ def phases(args, flags):
         for phase, each in seconds.most_common()])
 
 
-# -----------------------------------------------------------------------------
-# profile: a run of the script, its steps 3 to 5 recorded
-
-
+# ---- profile: a run of the script, its steps 3 to 5 recorded ----
 def profile(args, flags):
     """Run the script, and print a table by operator and kernel of three steps; beside it a trace.
 
@@ -340,17 +287,14 @@ def profile(args, flags):
         say(f"{file}, for chrome://tracing or ui.perfetto.dev")
 
 
-# -----------------------------------------------------------------------------
-# scaling: forward and backward passes, and optimizer steps, of the pocket's model
-
-
+# ---- scaling: forward and backward passes, and optimizer steps, of the pocket's model ----
 def matrix_parameters(model):
     """Parameters that take part in matrix products: hidden matrices and the head."""
     hidden = sum(p.numel() for p in model.blocks.parameters() if p.ndim >= 2)
     return hidden + model.lm_head.weight.numel()
 
 
-def time_steps(rows, length, *flags, repeats=5):
+def time_steps(rows, length, *flags):
     """A model, us a token of its passes, ms of its optimizer steps, on rows of random tokens."""
     cfg = train_gpt.parse_args([
         "--preset", "pocket", "--device", "cpu", "--sequences_per_step", str(rows),
@@ -361,7 +305,7 @@ def time_steps(rows, length, *flags, repeats=5):
     batch = train_gpt.to_batch(tokens, ranks.device)
     first_two = [train_gpt.schedule(step, cfg) for step in (0, 1)]  # Adam rests in the first
     us, ms = [], []
-    for _ in range(repeats + 1):  # the first one warms up
+    for _ in range(6):  # the first one warms up
         start = time.perf_counter()
         train_gpt.accumulate_gradients(model, [batch], first_two[0])
         middle = time.perf_counter()
@@ -370,36 +314,30 @@ def time_steps(rows, length, *flags, repeats=5):
         end = time.perf_counter()
         us.append(1e6 * (middle - start) / (rows * length))
         ms.append(1e3 * (end - middle) / 2)
-    return model, us[1:], ms[1:]
+    return model, spread(us[1:], 2), spread(ms[1:], 2)
 
 
 def scaling(args, flags):
     """Print time per token by the number of tokens, by sequence length and by parameters."""
     sizes = [1024 * 4**n for n in range(4)]
     header = ["forward and backward, us a token", "optimizers, ms a step"]
-
-    def row_of(shape):
-        _, us, ms = time_steps(*shape, *flags)
-        return [f"{shape[0] * shape[1]:,}", spread(us, 2), spread(ms, 2)]
-
     say("one step of the pocket first: main also says how memory is kept ...")
     run_here(["--num_iterations", "1", *LITTLE_VALIDATION])
-    print_table(["tokens a step, in sequences of 1,024", *header],
-                [row_of((size // 1024, 1024)) for size in sizes])
-    say()
-    print_table(["tokens a sequence, one a step", *header], [row_of((1, size)) for size in sizes])
-    say()
+    for title, shapes in (
+        ("tokens a step, in sequences of 1,024", [(size // 1024, 1024) for size in sizes]),
+        ("tokens a sequence, one a step", [(1, size) for size in sizes]),
+    ):
+        rows = [[f"{math.prod(shape):,}", *time_steps(*shape, *flags)[1:]] for shape in shapes]
+        print_table([title, *header], rows)
+        say()
     rows = []
     for dim in (128, 192, 256, 384, 512):
-        model, us, ms = time_steps(8, 512, "--model_dim", dim, *flags)
-        rows.append([f"{matrix_parameters(model) / 1e6:.2f}", spread(us, 2), spread(ms, 2)])
+        model, *times = time_steps(8, 512, "--model_dim", dim, *flags)
+        rows.append([f"{matrix_parameters(model) / 1e6:.2f}", *times])
     print_table(["millions of parameters in matrix products", *header], rows)
 
 
-# -----------------------------------------------------------------------------
-# gpu: the record's step on synthetic documents
-
-
+# ---- gpu: the record's step on synthetic documents ----
 class Both(io.TextIOBase):
     """A stream that is kept in a file too."""
 
@@ -430,9 +368,9 @@ def gpu(args, flags):
     ):
         say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
             f"CUDA {torch.version.cuda}, Python {sys.version.split()[0]}")
-        for part in (functools.partial(measure_gpu, flags), functools.partial(run_tests, end)):
+        for part, given in ((measure_gpu, flags), (run_tests, end)):
             try:
-                part(folder)
+                part(folder, given)
             except Exception as error:  # whatever it is, it is kept, and the rest goes on
                 failed.append(str(error).partition("\n")[0])
                 traceback.print_exc()
@@ -441,13 +379,14 @@ def gpu(args, flags):
         raise RunFailed("; ".join(failed))
 
 
-def measure_gpu(flags, folder):
+def measure_gpu(folder, flags):
     """Measure on documents as long as FineWeb's, of random tokens, in the script's own set-up."""
     cfg = train_gpt.parse_args(flags)
     train = train_gpt.train
     train_gpt.train = measure_run  # in the place of the training loop
     with tempfile.TemporaryDirectory() as data:
-        write_documents(Path(data, "train_000000.bin"), 16 * step_tokens(cfg), cfg)
+        step_tokens = cfg.sequences_per_step * max(cfg.seq_lens)
+        write_documents(Path(data, "train_000000.bin"), 16 * step_tokens, cfg)
         write_documents(Path(data, "val_000000.bin"), cfg.val_seq_len + 1, cfg)
         try:
             code = train_gpt.main([
@@ -458,10 +397,6 @@ def measure_gpu(flags, folder):
     torch.cuda.empty_cache()
     if code != MEASURED:
         raise RunFailed("the measurement ended early, see above")
-
-
-def step_tokens(cfg):
-    return cfg.sequences_per_step * max(cfg.seq_lens)
 
 
 def write_documents(path, num_tokens, cfg):
@@ -482,15 +417,16 @@ def measure_run(run, cfg):
     name = torch.cuda.get_device_name()
     spec = next((tflops for part, tflops in SPEC_TFLOPS.items() if part in name), None)
     rows = []
-    for steps in stages(cfg):
+    for _, steps in itertools.groupby(
+            range(cfg.num_iterations), lambda step: train_gpt.schedule(step, cfg).stage):
+        steps = list(steps)
         middle = steps[len(steps) // 2]
         now = train_gpt.schedule(middle, cfg)
         run.model.set_stage(now.stage)
-        batches = run.loader.next_step(now.seq_len)
-        step = functools.partial(train_step, run, cfg, batches)
+        step = functools.partial(time_gpu_step, run, cfg, run.loader.next_step(now.seq_len))
         step(now)
         nearby = [min(middle + n, steps[-1]) for n in range(5)]  # with and without Adam
-        ms = [milliseconds(step, train_gpt.schedule(each, cfg)) for each in nearby]
+        ms = [step(train_gpt.schedule(each, cfg)) for each in nearby]
         tokens = cfg.sequences_per_step * now.seq_len
         median = statistics.median(ms)
         flop = 6 * tokens * matrix_parameters(run.model)
@@ -499,57 +435,35 @@ def measure_run(run, cfg):
             f"{train_gpt.BLOCK * int(run.model.windows[0])}", spread(ms),
             f"{1000 * tokens / median:,.0f}",
             f"{flop / median / spec / 1e9:.1%}" if spec else "unknown peak",
-        ])  # fmt: skip
+        ])
     print_table(["steps", "tokens a sequence", "targets", "window", "ms a step", "tokens/s", "MFU"],
                 rows)
     say(f"memory at the peak: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, "
         f"head in {run.model.head_chunks} piece(s)")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step(now)
+    shares = Counter()
+    for event in profiler.key_averages():
+        kinds = (kind for kind, names in KERNELS.items() if re.search(names, event.key, re.I))
+        shares[next(kinds, "other")] += event.self_device_time_total / 1000
     print_table(["kernels, in the last stage", "ms a step"],
-                [[kind, f"{each:.1f}"] for kind, each in kernel_shares(step, now)])
+                [[kind, f"{each:.1f}"] for kind, each in shares.most_common()])
 
 
-def stages(cfg):
-    """The steps of each stage of a run."""
-    groups = itertools.groupby(
-        range(cfg.num_iterations), lambda step: train_gpt.schedule(step, cfg).stage)
-    return [list(steps) for _, steps in groups]
-
-
-def train_step(run, cfg, batches, now):
-    train_gpt.accumulate_gradients(run.model, batches, now)
-    train_gpt.step_optimizers(run.optimizers, now, cfg.sequences_per_step)
-
-
-def milliseconds(function, *args):
-    """Of a call, waiting for the GPU before and after."""
+def time_gpu_step(run, cfg, batches, now):
+    """Milliseconds of a step, waiting for the GPU before and after."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    function(*args)
+    train_gpt.accumulate_gradients(run.model, batches, now)
+    train_gpt.step_optimizers(run.optimizers, now, cfg.sequences_per_step)
     torch.cuda.synchronize()
     return 1000 * (time.perf_counter() - start)
 
 
-def kernel_shares(step, now):
-    """[(kind of kernel, ms of a step)], the largest first."""
-    kinds = {
-        "attention": "flex_attention|flash",
-        "matrix products": "gemm|nvjet|cutlass|xmma|_mm|matmul|cublas",
-        "copies and fills": "memcpy|memset|copy|fill",
-        "fused elementwise and reductions": "triton",
-    }
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        milliseconds(step, now)
-    ms = Counter()
-    for event in profiler.key_averages():
-        kind = next((k for k, names in kinds.items() if re.search(names, event.key, re.I)), "other")
-        ms[kind] += event.self_device_time_total / 1000
-    return ms.most_common()
-
-
-def run_tests(end, folder):
+def run_tests(folder, end):
     """Run the tests that are a GPU's until that time, and print how they ended."""
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu",
-               "tests/gpu/test_gpu.py"]  # fmt: skip
+               "tests/gpu/test_gpu.py"]
     log = folder.resolve() / "tests.txt"
     seconds = max(60, end - time.monotonic())
     say(f"tests: {seconds:.0f} s at most; {log}")
@@ -565,51 +479,35 @@ def run_tests(end, folder):
         raise RunFailed(f"tests: {code}, see {log}")
 
 
-# -----------------------------------------------------------------------------
-# kernels and memory: what the compiler makes of the step, on a host that stands in for a GPU
-
-
+# ---- kernels and memory: what the compiler makes of the step, on a stand-in for a GPU ----
 def trace_here(script, *arguments):
     """The script's trace for H100 and H200. Raises UserError where none can be made."""
     if reason := host_gpu.obstacle():
         raise train_gpt.UserError(reason)
-    if not script.is_file():
-        raise train_gpt.UserError(f"--script {script}: there is no such file")
     if "long_windows" not in script.read_text():
         raise train_gpt.UserError(f"--script {script}: it has no windows by stage")
     return trace("sm_90", *arguments, script=script)
 
 
-def trace_step(script, flags, stage=-1):
-    """The trace of a script's whole step, on one rank and on one of eight; -1: the last stage's."""
-    return trace_here(script, "--phases", "train,optimizers", "--binaries", "--ranks", "8",
-                      "--stage", str(stage), *flags)  # fmt: skip
-
-
 def kernels(args, flags):
     """Model the script's step on a GPU in each stage, and a run on eight H100s, by its launches."""
     say("compiling for a GPU that is not there: minutes for each stage ...")
-    last = trace_step(args.script, flags)
-    earlier = [trace_step(args.script, flags, n) for n in range(last.facts["stage"])]
+    last = trace_here(args.script, *LAST_STEP, *flags)
+    traces = [trace_here(args.script, *LAST_STEP, *flags, "--stage", str(stage))
+              for stage in range(last.facts["stage"])]
     say(f"{cost.HEADLINE}\n{args.script}: forward and backward pass of {last.facts['tokens']:,} "
         "tokens in the last stage, on one H200\n")
-    print_costs(cost.by_group(cost.price(last, cost.RATES["h200"]), ("forward", "backward")))
-    say()
-    print_steps([*earlier, last], "h200", ranks=1)
-    say()
-    print_steps([*earlier, last], "h100", ranks=8)
-
-
-def print_costs(groups):
-    """A table of groups of launches, and their sum."""
+    groups = cost.by_group(cost.price(last, cost.RATES["h200"]), ("forward", "backward"))
     total = cost.Row()
     for row in groups.values():
         total += row
     print_table(["group", "launches", "GB", "TFLOP", "ms", "share"], [
         [name, f"{row.launches:g}", f"{row.bytes / 1e9:.1f}", f"{row.flop / 1e12:.2f}",
          f"{row.ms:.1f}", f"{row.ms / total.ms:.0%}"]
-        for name, row in [*groups.items(), ("sum", total)]
-    ])
+        for name, row in [*groups.items(), ("sum", total)]])
+    for card, ranks in (("h200", 1), ("h100", 8)):
+        say()
+        print_steps([*traces, last], card, ranks)
 
 
 def print_steps(traces, card, ranks):
@@ -627,10 +525,10 @@ def print_steps(traces, card, ranks):
             f"{steps:,}", f"{facts['tokens']:,}", f"{facts['targets']}", f"{one_pass:.1f}",
             f"{facts['step_tokens'] // facts['tokens'] // ranks}",
             f"{cost.total_ms(priced, (optimizers,)):.1f}", f"{step_ms:,.1f}",
-        ])  # fmt: skip
+        ])
     say(f"on {ranks} {card.upper()}: a run in {run_ms / 60_000:.2f} minutes")
     print_table(["steps", "tokens a pass", "targets", "ms a pass", "passes",
-                 "optimizers and wire, ms", "ms a step"], rows)  # fmt: skip
+                 "optimizers and wire, ms", "ms a step"], rows)
 
 
 def memory(args, flags):
@@ -640,12 +538,11 @@ def memory(args, flags):
     are compiled with two layers, and what the others add is counted once.
     """
     say("compiling for a GPU that is not there: minutes ...")
-    whole = trace_step(args.script, flags).memory
+    whole = trace_here(args.script, *LAST_STEP, *flags).memory
     peaks = {}
     for head_chunks in (1, 2, 4, 8, 16):
-        two_layers = trace_here(
-            args.script, "--phases", "train", *flags, *two_layers_of(args.script),
-            "--head_chunks", str(head_chunks))  # fmt: skip
+        two_layers = trace_here(args.script, "--phases", "train", *flags,
+                                *two_layers_of(args.script), "--head_chunks", str(head_chunks))
         peaks[head_chunks] = two_layers.memory["peak of backward"]
     say("counted in generated code, not measured; one GPU, without CUDA's own and gaps\n")
     others = whole["peak of backward"] - peaks[1]
@@ -659,8 +556,8 @@ def memory(args, flags):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = dict(pocket=pocket, busy=busy, phases=phases, profile=profile, scaling=scaling,
-                    gpu=gpu, kernels=kernels, memory=memory)
+    all_commands = pocket, busy, phases, profile, scaling, gpu, kernels, memory
+    commands = {command.__name__: command for command in all_commands}
     parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, default=5, help="of pocket, busy: seeds, from 0 up")
     parser.add_argument("--picture", type=Path, help="of pocket: see above")
@@ -672,9 +569,9 @@ def main():
         parser.error("--seeds: it must be at least 1")
     try:
         commands[args.what](args, flags)
-    except (train_gpt.UserError, RunFailed) as error:
+    except (train_gpt.UserError, RunFailed, FileNotFoundError) as error:
         print(f"bench.py: {args.what}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, train_gpt.UserError) else 1
+        return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt:
         return 130
     return 0

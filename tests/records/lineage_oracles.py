@@ -35,6 +35,7 @@ What the records leave open, and what is done here:
 """
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -114,48 +115,27 @@ class Station:
 
 
 OF_28 = dict(
-    attention_scale=0.12,
-    adam_betas=(0.8, 0.95),
-    scalar_betas=(0.8, 0.95),
-    adam_eps=1e-10,
+    attention_scale=0.12, adam_betas=(0.8, 0.95), scalar_betas=(0.8, 0.95), adam_eps=1e-10,
     cooldown_frac=0.45,
-)
+)  # fmt: skip
 OF_31 = OF_28 | dict(attention_scale=0.1, cooldown_frac=0.5, mlp_pattern=".MMMMMMMMMMM")
 OF_40 = dict(
-    extension=40,
-    seq_lens=(32_768,),
-    val_every=250,
-    final_window=20,
-    attention_pattern=".SSSLSS.SSSL",
-    mlp_pattern=".MMMMMMMMMMM",
-    value_embed_pattern=".12......012",
-    skips=((6, 5), (7, 4), (8, 3), (9, 2), (10, 1)),
-    backout_layer=8,
-    muon_lr=0.06,
-    cooldown_frac=0.45,
-)
+    extension=40, seq_lens=(32_768,), val_every=250, final_window=20,
+    attention_pattern=".SSSLSS.SSSL", mlp_pattern=".MMMMMMMMMMM",
+    value_embed_pattern=".12......012", skips=((6, 5), (7, 4), (8, 3), (9, 2), (10, 1)),
+    backout_layer=8, muon_lr=0.06, cooldown_frac=0.45,
+)  # fmt: skip
 OF_43 = OF_40 | dict(muon_lr=0.03, muon_decay=1.2, cooldown_frac=0.5)
 OF_50 = OF_43 | dict(
-    seq_lens=(16_384, 32_768, 49_152),
-    attention_pattern="SSSLSS.SSSL",
-    mlp_pattern="MMMMMMMMMMM",
-    value_embed_pattern="12......012",
-    skips=((6, 3),),
-    backout_layer=7,
-    value_embed_std=0.0,
-    muon_lr=0.023,
-    adam_decay=0.005,
-    cooldown_frac=0.55,
+    seq_lens=(16_384, 32_768, 49_152), attention_pattern="SSSLSS.SSSL",
+    mlp_pattern="MMMMMMMMMMM", value_embed_pattern="12......012", skips=((6, 3),),
+    backout_layer=7, value_embed_std=0.0, muon_lr=0.023, adam_decay=0.005, cooldown_frac=0.55,
     rate_stages=(1.0, 1.51, 1.93),
-)
+)  # fmt: skip
 OF_53 = OF_50 | dict(
-    qkv_std=1.0,
-    embed_std=0.005,
-    scalar_betas=(0.9, 0.99),
-    rate_stages=(1.0, 1.52, 1.73),
-    freeze_steps=40,
-    fp8_divisors=(100 / 448, 1.5 / 448, 0.75 / 448),
-)
+    qkv_std=1.0, embed_std=0.005, scalar_betas=(0.9, 0.99), rate_stages=(1.0, 1.52, 1.73),
+    freeze_steps=40, fp8_divisors=(100 / 448, 1.5 / 448, 0.75 / 448),
+)  # fmt: skip
 STATIONS = {
     28: Station(number=28, num_iterations=1695, **OF_28),
     31: Station(number=31, num_iterations=1670, **OF_31),
@@ -179,12 +159,6 @@ MUON_MULTIPLIERS = {  # of muon_lr, by the last part of a parameter's name, wher
 def total_steps(station: Station) -> int:
     """N + E. The last validation is that of the step with this index."""
     return station.num_iterations + station.extension
-
-
-def validation_steps(station: Station) -> list[int]:
-    """The steps before which the model is validated, and the end."""
-    last = total_steps(station)
-    return [s for s in range(last + 1) if s % station.val_every == 0 or s == last]
 
 
 # ---- Streams ----------------------------------------------------------------
@@ -250,33 +224,26 @@ def packed_streams(shards, lengths, streams: int, eot: int, max_document: int):
     What a stream leaves of its last document is left for good. A step that a shard cannot fill is
     made of the next one from its beginning.
     """
-    shards = iter(shards)
-    lengths = iter(lengths)
-    tokens = begins = None
-    index = 0
-    length = next(lengths, None)
-    while length is not None:
-        step = None
-        if tokens is not None:
-            step, index = _packed_step(tokens, begins, index, length, streams, max_document)
-        if step is None:
+    shards, tokens, begins, index = iter(shards), (), [], 0
+    for length in lengths:
+        rest = length, streams, max_document
+        while (packed := _packed_step(tokens, begins, index, *rest)) is None:
             tokens, index = next(shards, None), 0
             if tokens is None:
                 return
             begins = [i for i in range(len(tokens)) if tokens[i] == eot]
-            continue
+        step, index = packed
         yield step
-        length = next(lengths, None)
 
 
 def _packed_step(tokens, begins, index, length, streams, max_document):
-    """A step's Streams, or None where the documents are used up, and the next document's index."""
+    """A step's Streams and the next document's index, or None where the documents are used up."""
     step = []
     for _ in range(streams):
         packed, boundaries = [], [0]
         while len(packed) <= length:
             if index == len(begins):
-                return None, index
+                return None
             first = begins[index]
             following = begins[index + 1] if index + 1 < len(begins) else len(tokens)
             last = min(following, first + max_document, first + length - len(packed) + 1)
@@ -300,10 +267,7 @@ def validation_streams(station: Station, tokens) -> list[Stream]:
 
 def documents_of(boundaries: list[int]) -> np.ndarray:
     """The number of each token's document, (T,)."""
-    documents = np.empty(boundaries[-1], dtype=np.int64)
-    for number in range(len(boundaries) - 1):
-        documents[boundaries[number] : boundaries[number + 1]] = number
-    return documents
+    return np.repeat(np.arange(len(boundaries) - 1), np.diff(boundaries))
 
 
 # ---- Schedules --------------------------------------------------------------
@@ -324,16 +288,6 @@ def seq_len(station: Station, step: int) -> int:
     if len(station.seq_lens) == 1:
         return station.seq_lens[0]
     return station.seq_lens[min(stage(station, step), 2)]
-
-
-def step_tokens(station: Station, step: int) -> int:
-    """Tokens of a training step, those of all its streams."""
-    return station.streams * seq_len(station, step)
-
-
-def total_tokens(station: Station) -> int:
-    """Tokens of the whole run."""
-    return sum(step_tokens(station, step) for step in range(total_steps(station)))
 
 
 def long_window(station: Station, step: int) -> int:
@@ -362,12 +316,9 @@ def validation_windows(station: Station, step: int) -> tuple[int, int]:
 @functools.cache
 def window_changes(station: Station) -> tuple[tuple[int, int, int], ...]:
     """(step, window before, window from then on) of each change of the long window."""
-    changes = []
-    for step in range(1, total_steps(station) + 1):
-        before, after = long_window(station, step - 1), long_window(station, step)
-        if before != after:
-            changes.append((step, before, after))
-    return tuple(changes)
+    windows = [long_window(station, step) for step in range(total_steps(station) + 1)]
+    pairs = enumerate(itertools.pairwise(windows), 1)
+    return tuple((step, before, after) for step, (before, after) in pairs if before != after)
 
 
 def rotary(station: Station, step: int) -> tuple[list[float], float]:
@@ -450,10 +401,8 @@ def adam_steps(station: Station, step: int) -> bool:
 
 def scalars_frozen(station: Station, step: int) -> bool:
     """Whether the scalars rest and their gradients are discarded (#53)."""
-    if station.freeze_steps == 0:
-        return False
-    begins = [change for change, _, _ in window_changes(station)]
-    return any(begin <= step < begin + station.freeze_steps for begin in begins)
+    changes = window_changes(station)
+    return any(change <= step < change + station.freeze_steps for change, _, _ in changes)
 
 
 def split_step(station: Station) -> int:
@@ -497,10 +446,6 @@ def layers_of(station: Station) -> list[int]:
     return [i for i, pair in enumerate(pairs) if pair != (".", ".")]
 
 
-def heads_of(station: Station) -> int:
-    return station.model_dim // station.head_dim
-
-
 def gate_name(station: Station, layer: int) -> str:
     """The name of a layer's attention gate."""
     return f"blocks.{layer}.attn.{'dampen' if station.number == 28 else 'attn_gate'}.weight"
@@ -520,7 +465,7 @@ def parameter_shapes(station: Station) -> dict[str, tuple[int, ...]]:
     for layer in layers_of(station):
         if station.attention_pattern[layer] != ".":
             shapes[f"blocks.{layer}.attn.qkvo_w"] = qkvo
-            shapes[gate_name(station, layer)] = (heads_of(station), station.gate_inputs)
+            shapes[gate_name(station, layer)] = (D // station.head_dim, station.gate_inputs)
         if station.mlp_pattern[layer] != ".":
             for name in ("c_fc", "c_proj"):
                 shapes[f"blocks.{layer}.mlp.{name}"] = (F, D) if station.number >= 50 else (D, F)
@@ -541,40 +486,25 @@ def scalar_indices(station: Station) -> dict[str, list[int]]:
     """
     n = len(station.attention_pattern)
     if station.number < 50:
-        indices = dict(
-            skip=list(range(n)),
-            a=[n + 2 * i for i in range(n)],
-            b=[n + 2 * i + 1 for i in range(n)],
-            lambda0=[3 * n + 2 * i for i in range(n)],
-            lambda1=[3 * n + 2 * i + 1 for i in range(n)],
-        )
+        indices = dict(skip=range(n), a=range(n, 3 * n, 2), b=range(n + 1, 3 * n, 2))
+        indices |= dict(lambda0=range(3 * n, 5 * n, 2), lambda1=range(3 * n + 1, 5 * n, 2))
         if station.number >= 40:
             indices |= dict(smear=[5 * n], backout=[5 * n + 1])
-        return indices
-    indices = dict(a=list(range(n)))
-    if station.number < 53:
-        indices["b"] = list(range(n, 2 * n))
-    first = n * len(indices)
-    indices |= dict(
-        lambda0=[first + 2 * i for i in range(n)],
-        lambda1=[first + 2 * i + 1 for i in range(n)],
-    )
-    return indices | dict(
-        smear=[first + 2 * n], backout=[first + 2 * n + 1], skip=[first + 2 * n + 2]
-    )
+    else:
+        indices = dict(a=range(n)) | (dict(b=range(n, 2 * n)) if station.number < 53 else {})
+        first, end = n * len(indices), n * len(indices) + 2 * n
+        indices |= dict(lambda0=range(first, end, 2), lambda1=range(first + 1, end, 2))
+        indices |= dict(smear=[end], backout=[end + 1], skip=[end + 2])
+    return {name: list(where) for name, where in indices.items()}
 
 
 def initial_scalars(station: Station) -> list[float]:
     """The initial `scalars`, padded by ones to a multiple of 8."""
-    values = dict(
-        skip=1.0 if station.number < 40 else -1.5,
-        a=1.0 if station.number < 50 else 1.1,
-        b=0.0,
-        lambda0=0.5,
-        lambda1=0.5 if station.number < 50 else 1.0,
-        smear=0.0,
-        backout=0.5,
-    )
+    values = dict(skip=1.0, a=1.0, b=0.0, lambda0=0.5, lambda1=0.5, smear=0.0, backout=0.5)
+    if station.number >= 40:
+        values |= dict(skip=-1.5)
+    if station.number >= 50:
+        values |= dict(a=1.1, lambda1=1.0)
     indices = scalar_indices(station)
     used = sum(len(where) for where in indices.values())
     scalars = [1.0] * (-(-used // 8) * 8)
@@ -637,14 +567,8 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 def turned(x: Tensor, frequencies: list[float]) -> Tensor:
     """Rotary embedding of x (T, K): channel j turns with channel j + K / 2 by position · ω_j."""
     angles = torch.outer(torch.arange(len(x)).to(x), torch.tensor(frequencies, dtype=x.dtype))
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat(
-        [
-            first * angles.cos() + second * angles.sin(),
-            -first * angles.sin() + second * angles.cos(),
-        ],
-        dim=-1,
-    )
+    (first, second), cos, sin = x.chunk(2, dim=-1), angles.cos(), angles.sin()
+    return torch.cat([first * cos + second * sin, -first * sin + second * cos], dim=-1)
 
 
 def key_offset(k: Tensor) -> Tensor:
@@ -674,7 +598,7 @@ def attention(station, weights, layer, u, value_embed, seen, frequencies, scale)
         W_O = lambda1 * W_O
     gates = torch.sigmoid(u[:, : station.gate_inputs] @ weights[gate_name(station, layer)].T)
     heads = []
-    for head in range(heads_of(station)):
+    for head in range(station.model_dim // K):
         channels = slice(head * K, (head + 1) * K)
         q_head = turned(rms_norm(q[:, channels], station.norm_eps), frequencies)
         k_head = turned(rms_norm(k[:, channels], station.norm_eps), frequencies)
@@ -704,10 +628,7 @@ def logits_of(station, weights, inputs, documents, windows, frequencies, scale, 
     """Capped logits (T, V) of one sequence: inputs and documents (T,), windows long and short."""
     eps, indices, scalars = station.norm_eps, scalar_indices(station), weights["scalars"]
     tokens = torch.as_tensor(inputs, dtype=torch.int64)
-    seen = {
-        letter: dense_mask(station, documents, window)
-        for letter, window in zip("LS", windows, strict=True)
-    }
+    seen = {kind: dense_mask(station, documents, w) for kind, w in zip("LS", windows)}
     e = weights["lm_head.weight" if is_tied else "embed.weight"][tokens]
     if station.number >= 40:
         e = smeared(station, weights, e)
@@ -735,13 +656,18 @@ def logits_of(station, weights, inputs, documents, windows, frequencies, scale, 
     return station.logit_cap * torch.sigmoid(z / station.logit_slope)
 
 
+def stream_logits(station, weights, stream: Stream, windows, step: int) -> Tensor:
+    """The logits of a stream at a step, or in its validation."""
+    documents, is_tied = documents_of(stream.boundaries), tied(station, step)
+    frequencies, scale = rotary(station, step)
+    return logits_of(
+        station, weights, stream.inputs, documents, windows, frequencies, scale, is_tied
+    )
+
+
 def training_loss(station: Station, weights, stream: Stream, step: int) -> Tensor:
     """The summed loss of one stream in a training step."""
-    frequencies, scale = rotary(station, step)
-    z = logits_of(
-        station, weights, stream.inputs, documents_of(stream.boundaries),
-        training_windows(station, step), frequencies, scale, tied(station, step),
-    )  # fmt: skip
+    z = stream_logits(station, weights, stream, training_windows(station, step), step)
     targets, loss = torch.as_tensor(stream.targets), 0.0
     for ahead, weight in enumerate(target_weights(station, step)):
         reached = range(len(z) - ahead)  # the tokens whose target is in the stream
@@ -752,13 +678,9 @@ def training_loss(station: Station, weights, stream: Stream, step: int) -> Tenso
 
 def validation_loss(station: Station, weights, streams: list[Stream], step: int) -> Tensor:
     """The mean loss of the validation before a step, or after the last one, of its streams."""
-    frequencies, scale = rotary(station, step)
     means = []
     for stream in streams:
-        z = logits_of(
-            station, weights, stream.inputs, documents_of(stream.boundaries),
-            validation_windows(station, step), frequencies, scale, tied(station, step),
-        )  # fmt: skip
+        z = stream_logits(station, weights, stream, validation_windows(station, step), step)
         right = z[range(len(z)), torch.as_tensor(stream.targets)]
         means.append((z.logsumexp(-1) - right).mean())
     return torch.stack(means).mean()

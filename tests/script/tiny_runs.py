@@ -1,12 +1,10 @@
 """Whole runs of a tiny model in the tests' process: the fixtures `run` and `data_flags`."""
 
 import re
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import train_gpt
 
@@ -27,10 +25,9 @@ def to_argv(flags):
 
 @pytest.fixture
 def data_flags(tiny_shards):
-    return {
-        "train_files": tiny_shards([1600, 1100]),  # 3 + 2 steps, then the second epoch
-        "val_files": tiny_shards([701], name="tiny_val", seed=1),
-    }
+    """Two training shards, 3 + 2 steps, then the second epoch."""
+    val_files = tiny_shards([701], name="tiny_val", seed=1)
+    return {"train_files": tiny_shards([1600, 1100]), "val_files": val_files}
 
 
 @pytest.fixture
@@ -40,21 +37,20 @@ def run(data_flags, tmp_path, monkeypatch, capsys):
     `run(argv=[...])` runs it with these words and no other flag.
     """
     monkeypatch.chdir(tmp_path)
-    handlers = {number: signal.getsignal(number) for number in train_gpt.Health.SIGNALS}
 
     def run_main(argv=None, **flags):
         result = SimpleNamespace(losses=[])
+        check, build = train_gpt.Health.check, train_gpt.build
+
+        def checked(self, step, losses):
+            result.losses.append(losses.tolist())
+            check(self, step, losses)
+
+        def noted(cfg, ranks):
+            result.model, result.optimizers = build(cfg, ranks)
+            return result.model, result.optimizers
+
         with pytest.MonkeyPatch.context() as patch:
-            check, build = train_gpt.Health.check, train_gpt.build
-
-            def checked(self, step, losses):
-                result.losses.append(losses.tolist())
-                check(self, step, losses)
-
-            def noted(cfg, ranks):
-                result.model, result.optimizers = build(cfg, ranks)
-                return result.model, result.optimizers
-
             patch.setattr(train_gpt.Health, "check", checked)
             patch.setattr(train_gpt, "build", noted)
             result.code = train_gpt.main(argv or to_argv(FLAGS | data_flags | flags))
@@ -65,10 +61,7 @@ def run(data_flags, tmp_path, monkeypatch, capsys):
         result.values = dict(re.findall(r"^(\w+): (.*)$", block, re.M))
         return result
 
-    yield run_main
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    torch.set_num_threads(1)
+    return run_main
 
 
 def one_error(result):

@@ -1,79 +1,50 @@
-"""data/fineweb.py against a hub on the loopback address: what is fetched, what is not, and why."""
+"""data/fineweb.py with a stand-in for the hub: what is fetched, what is not, and why."""
 
 import hashlib
-import json
-import os
 import re
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from unittest import mock
 
+import fineweb as fineweb_tool
+import huggingface_hub
 import numpy as np
 import pytest
-from conftest import REPO
+from huggingface_hub.hf_api import RepoFile
 
 VAL = "fineweb_val_000000.bin"
 TRAIN = [f"fineweb_train_{index:06d}.bin" for index in range(1, 104)]
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A stand-in for huggingface.co that serves its server's files and notes what it was asked."""
-
-    def log_message(self, *args):
-        pass
-
-    def answer(self, body, headers):
-        self.send_response(200)
-        for name, value in {"Content-Length": len(body), **headers}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_POST(self):
-        form = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        path, _, revision = self.path.rpartition("/")
-        assert path == "/api/datasets/kjj0/fineweb10B-gpt2/paths-info", path
-        self.server.requests.append(("POST", revision, path))
-        entries = []
-        for name in re.findall(r"fineweb_\w+_\d{6}\.bin", form):
-            content = self.server.files[name]
-            lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content),
-                   "pointerSize": 134}
-            entries.append({"type": "file", "path": name, "size": len(content), "oid": "0" * 40,
-                            "lfs": lfs})
-        self.answer(json.dumps(entries).encode(), {"Content-Type": "application/json"})
-
-    def do_GET(self):
-        path, _, name = self.path.rpartition("/")
-        path, _, revision = path.rpartition("/")
-        assert path == "/datasets/kjj0/fineweb10B-gpt2/resolve", path
-        self.server.requests.append((self.command, revision, name))
-        content = self.server.files[name]
-        etag = f'"{hashlib.sha256(content).hexdigest()}"'
-        if self.command == "GET" and self.server.damage_next:
-            self.server.damage_next -= 1
-            content = content[:-1] + bytes([content[-1] ^ 1])
-        self.answer(content, {"ETag": etag, "X-Repo-Commit": revision})
-
-    do_HEAD = do_GET
-
-
 @pytest.fixture
-def hub(tmp_path, write_shard):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.requests, server.files = [], {}
-    server.damage_next = 0  # so many downloads come with a flipped byte
+def hub(tmp_path, write_shard, monkeypatch):
+    """What the script takes for HfApi, called as the library's is; it serves small shards."""
+    hub = mock.create_autospec(huggingface_hub.HfApi, instance=True)
+    hub.files, hub.damage_next, hub.revisions = {}, 0, set()  # so many downloads are damaged
     for index, name in enumerate([VAL, *TRAIN]):
         tokens = np.random.default_rng(index).integers(0, 50257, 100 + index)
-        server.files[name] = write_shard(tmp_path / "shard", tokens).read_bytes()
-    thread = threading.Thread(target=server.serve_forever, args=[0.02])
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+        hub.files[name] = write_shard(tmp_path / "shard", tokens).read_bytes()
+
+    def get_paths_info(repository, paths, *, repo_type, revision):
+        assert (repository, repo_type) == ("kjj0/fineweb10B-gpt2", "dataset")
+        hub.revisions.add(revision)
+        for name in paths:
+            size, sha256 = len(hub.files[name]), hashlib.sha256(hub.files[name]).hexdigest()
+            yield RepoFile(path=name, size=size, oid="0" * 40,
+                           lfs={"size": size, "oid": sha256, "pointerSize": 134})
+
+    def hf_hub_download(repository, name, *, repo_type, revision, local_dir):
+        assert (repository, repo_type) == ("kjj0/fineweb10B-gpt2", "dataset")
+        hub.revisions.add(revision)
+        hub.damage_next -= 1
+        flipped = int(hub.damage_next >= 0)
+        path, content = Path(local_dir, name), hub.files[name]
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ flipped]))
+        return str(path)
+
+    hub.get_paths_info.side_effect = get_paths_info
+    hub.hf_hub_download.side_effect = hf_hub_download
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    return hub
 
 
 @pytest.fixture
@@ -82,25 +53,23 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def fineweb(hub, folder):
+def fineweb(hub, folder, call_tool, monkeypatch):
     """`fineweb(*args, online=True)` runs the script; what it printed, and the shards it fetched.
 
-    With `refused`, the run has to end with code 2 and a last line that has these parts; without a
-    network that line is the only one.
+    With `refused`, the run has to end with code 2 and one line that has these parts.
     """
 
     def run(*args, online=True, refused=()):
-        port = hub.server_address[1] if online else 1  # nothing listens on port 1
-        env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1",
-                            "HF_HOME": str(folder.parent / "home"), "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, REPO / "data" / "fineweb.py", "--out", folder, *map(str, args)]
-        hub.requests.clear()
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-        assert done.returncode == (2 if refused else 0), done.stderr
-        lines = done.stderr.splitlines()
-        assert "Traceback" not in done.stderr and (online or len(lines) <= 1)
-        assert all(part in lines[-1] for part in refused), done.stderr
-        return done.stdout, [name for method, _, name in hub.requests if method == "GET"]
+        hub.reset_mock()
+        with monkeypatch.context() as patch:
+            if not online:
+                patch.setattr(hub.get_paths_info, "side_effect", ConnectionError("no route\nto it"))
+            done = call_tool(fineweb_tool, ["--out", folder, *args], folder.parent)
+        assert (done.returncode, done.stderr.count("\n")) == ((2, 1) if refused else (0, 0))
+        assert all(part in done.stderr for part in refused), done.stderr
+        fetched = [call.args[1] for call in hub.hf_hub_download.mock_calls]
+        assert online or not fetched
+        return done.stdout, fetched
 
     return run
 
@@ -116,11 +85,10 @@ def test_first_call_fetches_and_later_calls_need_no_network(hub, fineweb, folder
     assert not list(folder.glob(".partial*"))
     assert "3 shards whole, 303 tokens" in printed  # 100 + 101 + 102
     # One revision, by its full hash, for the metadata and for the files.
-    assert re.fullmatch("[0-9a-f]{40}", *{revision for _, revision, _ in hub.requests})
-    for online in (True, False):
-        assert "3 shards whole" in fineweb(2, online=online)[0] and hub.requests == []
+    assert re.fullmatch("[0-9a-f]{40}", *hub.revisions)
+    assert "3 shards whole" in fineweb(2)[0] and not hub.mock_calls
     (folder / "hub.json").write_text("{")  # what the hub said is asked for again
-    assert fineweb(2)[1] == [] and [method for method, *_ in hub.requests] == ["POST"]
+    assert fineweb(2)[1] == [] and hub.get_paths_info.call_count == 1
     assert fineweb()[1] == TRAIN[2:8]  # the default is eight
 
 
@@ -158,5 +126,5 @@ def test_shards_copied_from_elsewhere_are_accepted_offline_unchecked(hub, finewe
 
 @pytest.mark.parametrize("number", ["0", "104", "many"])
 def test_an_impossible_number_of_shards_is_one_line(fineweb, folder, number):
-    fineweb(number, online=False, refused=[number])
+    fineweb(number, refused=[number])
     assert not folder.exists()

@@ -78,14 +78,6 @@ def test_a_whole_corpus_is_kept_and_a_damaged_one_made_anew(run_pocket, made_up_
     assert "written" in run_pocket().stdout and val.read_bytes() == whole
 
 
-def test_shards_that_cannot_be_written_are_one_line_and_leave_nothing(run_pocket, made_up_torch,
-                                                                      tmp_path):
-    (tmp_path / "out" / SHARDS[0]).mkdir(parents=True)  # in the place of the shard
-    result = run_pocket()
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1) and SHARDS[0] in result.stderr
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [SHARDS[0]]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.metadata.version("torch").partition("+")[0] != "2.13.0",
                     reason="the counts are those of torch 2.13.0")

@@ -107,13 +107,12 @@ def sample_documents(count):
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(string=STRINGS, block=st.integers(1, 20))
 @example(string=PAIRS, block=50)
-@example(string=PAIRS, block=1)
 def test_tokens_of_the_parts_are_those_of_the_whole(tokenizer, string, block):
     """A cut is before a space or newline alone: a tab takes a space before it into its token."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "BLOCK_BYTES", block)
         parts = list(text.read_text(io.BytesIO(string.encode()), "-"))
-    assert "".join(parts) == string
+    assert "".join(parts) == string and (len(parts) > 9 or string != PAIRS)
     for before, after in itertools.pairwise(filter(None, parts)):
         assert not before[-1].isspace() and after[0] in " \n"
     pieces = [text.Piece(part, number == 0, False) for number, part in enumerate(parts)]
@@ -181,19 +180,6 @@ def test_text_of_a_folder_is_read_and_the_rest_counted(run_text, mixed_folder, t
     assert read_documents(tmp_path / "out", "train") == [TEXTS[name].decode() for name in names]
     assert f"{len(names)} document(s) of {len(names)} file(s)" in printed
     assert ("skipped" in printed) == bool(skipped) and all(part in printed for part in skipped)
-
-
-@pytest.mark.parametrize("zipped", [False, True])
-def test_a_long_text_is_read_in_parts_and_its_bytes_are_counted(tmp_path, zipped):
-    content = b"some words of text\n" * 100_000
-    path = tmp_path / ("a.txt.gz" if zipped else "a.txt")
-    path.write_bytes(gzip.compress(content) if zipped else content)
-    progress = text.Progress(None)
-    sources = [text.Source(str(path), in_folder=True)]  # looked at first, but counted once
-    pieces = list(text.read_pieces(sources, 0, progress))
-    assert "".join(piece.text for piece in pieces).encode() == content
-    assert len(pieces) > 1 and len(pieces[0].text) <= text.BLOCK_BYTES
-    assert progress.read_bytes == path.stat().st_size
 
 
 def test_parquet_without_pyarrow_is_one_line(monkeypatch, tmp_path):
@@ -346,22 +332,19 @@ def test_a_stopped_run_leaves_nothing(tmp_path, number, code):
 
 @pytest.mark.parametrize(("args", "parts"), [
     ("missing.txt", ["missing.txt"]),
-    ("blank.jsonl", ["blank.jsonl"]),
     ("mixed/image.png", ["image.png", "byte 0"]),
     ("mixed --suffix .png", ["skipped 1 file(s)", "image.png"]),
     ("mixed --suffix .c,.cpp", ["mixed: no .c or .cpp file"]),
     ("a.txt --suffix py,.md", ["'py'"]),
-    ("a.txt --suffix .py,", ["''"]),
     ("a.txt --val_fraction 1.5", ["1.5"]),
     ("a.txt --val_fraction nan", ["nan"]),
     ("a.txt --shard_tokens 0", ["shard_tokens"]),
-    ("a.txt --wrong 1", ["--wrong"]),
     ("a.txt --out a.txt", ["a.txt"]),
     ("pipe", ["pipe: no regular file but a pipe", "give - and < pipe"]),
     ("", ["PATH"]),
 ])
 def test_bad_input_is_one_line(run_text, mixed_folder, tmp_path, args, parts):
-    write(tmp_path, {"a.txt": b"text", "blank.jsonl": b"\n\n", "mixed/cpp": b"no suffix"})
+    write(tmp_path, {"a.txt": b"text", "mixed/cpp": b"no suffix"})
     os.mkfifo(tmp_path / "pipe")
     run_text(*args.split(), refused=parts)
     assert not (tmp_path / "out").exists() and (tmp_path / "a.txt").read_text() == "text"
@@ -382,11 +365,14 @@ def test_tiktoken_without_its_files_is_one_line(run_text, tmp_path, monkeypatch)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(115_179, 45), (51_179, 20)])
+@pytest.mark.parametrize(("size", "blocks"), [(115_179, 45), (51_179, 20), (11, 0)])
 def test_the_printed_command_trains_on_the_shards(run_text, tmp_path, capsys, size, blocks):
-    """Also where they are shorter than the preset's validation sequences."""
+    """Also where they are shorter than the preset's validation sequences, if not by too much."""
     content = (b"some words of text\n" * 6100)[:size]
     printed = run_text("--out", "my [odd] folder", "-", stdin=content)
+    if not blocks:
+        assert "too few validation tokens" in printed and "train_gpt.py" not in printed
+        return
     program, script, *flags = shlex.split(printed.splitlines()[-1])
     assert program == "python" and (tmp_path / script).resolve() == REPO / "train_gpt.py"
     val_tokens = int(flags[flags.index("--val_tokens") + 1])
@@ -395,8 +381,3 @@ def test_the_printed_command_trains_on_the_shards(run_text, tmp_path, capsys, si
     assert total == blocks * 128 and val_tokens == (blocks - 1) * 128
     assert not train_gpt.main([*flags, "--num_iterations", "1", "--warmup_steps", "0"])
     assert "val_loss" in capsys.readouterr().out
-
-
-def test_too_little_text_to_validate_on_is_said(run_text):
-    printed = run_text("-", stdin=b"a few words")
-    assert "too few validation tokens" in printed and "train_gpt.py" not in printed

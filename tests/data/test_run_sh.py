@@ -1,6 +1,6 @@
-"""run.sh in a copy of the repository whose script, data makers, torch and .venv write down calls.
+"""run.sh in a copy of the repository where each script, torch and .venv write down their calls.
 
-Nothing is installed, downloaded or trained: each stub appends its name and arguments to a file.
+Nothing is installed, downloaded or trained.
 """
 
 import json
@@ -15,8 +15,18 @@ from conftest import REPO
 
 import train_gpt
 
+STUB = """import json, os, sys
+from pathlib import Path
+def record(name, *args):
+    with open(os.environ["CALLS"], "a") as calls:
+        calls.write(json.dumps([name, *args]) + "\\n")
+if __name__ == "__main__":
+    record(Path(__file__).stem, *sys.argv[1:])
+    print(os.getcwd())
+    sys.exit(int(os.environ.get(Path(__file__).stem, 0)))
+"""
 # What run.sh imports from the script; test_the_stub_means_what_the_script_means holds it to that.
-SCRIPT = """import argparse, os, record, sys
+SCRIPT = """import argparse
 class UserError(Exception): pass
 def parse_args(argv):
     if "--sede" in argv: raise UserError
@@ -27,37 +37,27 @@ def parse_args(argv):
     cfg, _ = parser.parse_known_args(argv)
     if cfg.preset != "record": cfg.train_files = f"data/{cfg.preset}/{cfg.preset}_train_*.bin"
     return cfg
-if __name__ == "__main__":
-    record.record("train_gpt", *sys.argv[1:])
-    print(os.getcwd())
-    sys.exit(int(os.environ.get("SCRIPT_STATUS", "0")))
 """
-RECORD = """import json, os, sys
-def record(name, *args):
-    with open(os.environ["CALLS"], "a") as calls:
-        calls.write(json.dumps([name, *args]) + "\\n")
-"""
-VENV_PYTHON = """import os, record, sys
+VENV_PYTHON = """import os, sys
+from pytest import record
 if sys.argv[1] == "-c": sys.exit(print(0))
-record.record("venv", *sys.argv[1:])
+record("venv", *sys.argv[1:])
 if sys.argv[1:4] == ["-m", "pip", "install"] and "-r" in sys.argv:
     if os.environ.get("PIP_FAILS"): sys.exit("ERROR: No matching distribution found for torch")
 """
-TORCHRUN = """import record
+TORCHRUN = """from pytest import record
 def parse_args(words): return words
-def run(words): record.record("torchrun", *words)
+def run(words): record("torchrun", *words)
 """
-PYTEST = "import os, record, sys\nrecord.record('pytest', os.getcwd(), *sys.argv[1:])"
 FILES = {
     "a clone/requirements.txt": "torch==2.13.0\n",
     "a clone/requirements-dev.txt": "-r requirements.txt\n",
-    "a clone/train_gpt.py": SCRIPT,
-    "a clone/data/pocket.py": "import record; record.record('pocket')",
-    "a clone/data/fineweb.py": "import record; record.record('fineweb')",
-    "a clone/data/sample.py": "import record, sys; record.record('sample', *sys.argv[1:])",
+    "a clone/train_gpt.py": SCRIPT + STUB,
+    "a clone/data/pocket.py": STUB,
+    "a clone/data/fineweb.py": STUB,
+    "a clone/data/sample.py": STUB,
     "a clone/.venv/bin/python": '#!/bin/sh\nexec "$PYTHON" "$STUBS/venv_python.py" "$@"\n',
-    "stubs/record.py": RECORD,
-    "stubs/pytest.py": PYTEST,
+    "stubs/pytest.py": STUB,
     "stubs/venv_python.py": VENV_PYTHON,
     "stubs/torch/__init__.py": "from torch import cuda",
     "stubs/torch/cuda.py": "import os\ndef device_count(): return int(os.environ['GPUS'])",
@@ -114,6 +114,7 @@ class FakeRepo:
 def fake(tmp_path):
     return FakeRepo(tmp_path)
 
+
 POCKET = "--preset pocket --save_every 240"
 PLANS = [  # GPUs, flags, the data that are made, processes, flags that are put first
     # Without a CUDA device
@@ -154,14 +155,14 @@ def test_a_run_makes_its_data_and_starts_its_processes(fake, gpus, flags, data, 
 
 def test_words_the_folder_and_the_exit_code_are_handed_on(fake):
     flags = ["--val_files", "two  words", "--run_id=a b"]
-    process = fake.run(*flags, SCRIPT_STATUS="75", code=75)
+    printed = fake.run(*flags, train_gpt="75", code=75).stdout
     assert fake.called("train_gpt") == [[*POCKET.split(), *flags]]
-    assert process.stdout.strip() == str(fake.folder / "else where")
+    assert printed.splitlines()[-1] == str(fake.folder / "else where")
     fake.run("sample", "--prompt", "two  words")
     assert fake.calls == [["sample", "--prompt", "two  words"]]
-    fake.run("test", "-k", "muon or adam")
-    words = ["pytest", str(fake.root), "-n", "auto", "-k", "muon or adam"]
-    assert fake.calls == [["pocket"], words]
+    printed = fake.run("test", "-k", "muon or adam").stdout
+    assert fake.calls == [["pocket"], ["pytest", "-n", "auto", "-k", "muon or adam"]]
+    assert printed.splitlines()[-1] == str(fake.root)
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="a driver is here")
@@ -174,7 +175,7 @@ def test_torch_is_not_asked_where_no_driver_is(fake):
 @pytest.mark.parametrize("flags", ["", "--preset pocket --sequences_per_step 4"])
 def test_the_stub_means_what_the_script_means(flags):
     stub = {"__name__": "stub"}
-    exec(SCRIPT.replace("record, ", ""), stub)
+    exec(SCRIPT, stub)
     ours, real = stub["parse_args"](flags.split()), train_gpt.parse_args(flags.split())
     assert vars(ours).items() <= vars(real).items()
     with pytest.raises(train_gpt.UserError):

@@ -505,30 +505,23 @@ def kernels(args, flags):
         [name, f"{row.launches:g}", f"{row.bytes / 1e9:.1f}", f"{row.flop / 1e12:.2f}",
          f"{row.ms:.1f}", f"{row.ms / total.ms:.0%}"]
         for name, row in [*groups.items(), ("sum", total)]])
-    for card, ranks in (("h200", 1), ("h100", 8)):
-        say()
-        print_steps([*traces, last], card, ranks)
-
-
-def print_steps(traces, card, ranks):
-    """A table of a whole step on so many GPUs by stage, nothing overlapping, and a run's time."""
-    rows = []
-    run_ms = 0
-    optimizers = "optimizers" if ranks == 1 else f"optimizers of {ranks} ranks"
-    for traced in traces:
-        facts, priced = traced.facts, cost.price(traced, cost.RATES[card])
-        one_pass = cost.total_ms(priced, ("forward", "backward"))
-        step_ms = cost.step_ms(traced, cost.RATES[card], ranks)
-        steps = facts["stages"][facts["stage"]]
-        run_ms += steps * step_ms
-        rows.append([
-            f"{steps:,}", f"{facts['tokens']:,}", f"{facts['targets']}", f"{one_pass:.1f}",
-            f"{facts['step_tokens'] // facts['tokens'] // ranks}",
-            f"{cost.total_ms(priced, (optimizers,)):.1f}", f"{step_ms:,.1f}",
-        ])
-    say(f"on {ranks} {card.upper()}: a run in {run_ms / 60_000:.2f} minutes")
-    print_table(["steps", "tokens a pass", "targets", "ms a pass", "passes",
-                 "optimizers and wire, ms", "ms a step"], rows)
+    for card, ranks in (("h200", 1), ("h100", 8)):  # whole steps, nothing overlapping
+        rows, run_ms = [], 0
+        optimizers = "optimizers" if ranks == 1 else f"optimizers of {ranks} ranks"
+        for traced in (*traces, last):
+            facts, priced = traced.facts, cost.price(traced, cost.RATES[card])
+            step_ms = cost.step_ms(traced, cost.RATES[card], ranks)
+            steps = facts["stages"][facts["stage"]]
+            run_ms += steps * step_ms
+            rows.append([
+                f"{steps:,}", f"{facts['tokens']:,}", f"{facts['targets']}",
+                f"{cost.total_ms(priced, ('forward', 'backward')):.1f}",
+                f"{facts['step_tokens'] // facts['tokens'] // ranks}",
+                f"{cost.total_ms(priced, (optimizers,)):.1f}", f"{step_ms:,.1f}",
+            ])
+        say(f"\non {ranks} {card.upper()}: a run in {run_ms / 60_000:.2f} minutes")
+        print_table(["steps", "tokens a pass", "targets", "ms a pass", "passes",
+                     "optimizers and wire, ms", "ms a step"], rows)
 
 
 def memory(args, flags):

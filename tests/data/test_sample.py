@@ -19,19 +19,15 @@ import train_gpt
 OLDEST = sorted(REPO.glob("records/20*/train_gpt.py"))[0]
 
 
-class Model(torch.nn.Module):
-    """A model that computes its logits from the tokens (1, N) by a function."""
-
-    def __init__(self, logits, vocab_size=257, eot_token=256, val_seq_len=1024):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.cfg = SimpleNamespace(vocab_size=vocab_size, eot_token=eot_token,
-                                   val_seq_len=val_seq_len)
-        self.hidden, self.logits, self.seen = self.note, logits, []
-
-    def note(self, tokens):
-        self.seen.append(tokens[0].tolist())
+def model_of(logits, **cfg):
+    """A model that computes logits from the tokens (1, N) by a function, and notes the tokens."""
+    def hidden(tokens):
+        model.seen.append(tokens[0].tolist())
         return tokens[..., None]
+    cfg = SimpleNamespace(**dict(vocab_size=257, eot_token=256, val_seq_len=1024) | cfg)
+    model = SimpleNamespace(cfg=cfg, seen=[], hidden=hidden, logits=logits,
+                            parameters=lambda: iter([torch.zeros(1)]))
+    return model
 
 
 def letter_after(x):
@@ -44,7 +40,7 @@ def letter_after(x):
                                                      (2, 3, b"cd")])
 def test_sampling_follows_the_model_token_by_token_to_the_documents_end(most, seen, drawn):
     """The model sees as many tokens as a validation sequence has."""
-    model = Model(letter_after, val_seq_len=seen)
+    model = model_of(letter_after, val_seq_len=seen)
     assert list(sample_tool.draw_tokens(model, [256, *b"ab"], most, 1.0, 0)) == [*drawn]
     ids = [256, *b"abcde"]
     assert model.seen == [ids[max(0, end - seen) : end] for end in range(3, 3 + min(most, 4))]
@@ -60,7 +56,7 @@ def test_temperature_and_top_k_shape_what_is_drawn_from(monkeypatch, temperature
         return torch.zeros(1).long()
 
     monkeypatch.setattr(torch, "multinomial", note)
-    model = Model(lambda x: torch.tensor(logits), vocab_size=5, eot_token=4)
+    model = model_of(lambda x: torch.tensor(logits), vocab_size=5, eot_token=4)
     next(sample_tool.draw_tokens(model, [4], 1, temperature, top_k))
     kept = sorted(logits[:5])[-(top_k or 5) :]
     weights = [math.exp((x - 2.0) / (temperature or 1e-3)) * (x in kept) for x in logits[:5]]
@@ -75,18 +71,17 @@ def runs(build_once, write_shard):
         tokens = torch.randint(256, (60_001,), generator=torch.Generator().manual_seed(0))
         tokens[::100] = 256
         write_shard(folder / "tiny.bin", tokens.tolist())
-        for name, script in scripts.items():
+        for name, script in (("oldest", sample_tool.load_script(OLDEST)), ("root", train_gpt)):
             flags = f"""--preset pocket --device cpu --num_iterations 2 --val_seq_len 128
                 --sequences_per_step 2 --val_tokens 128 --warmup_steps 0 --save_every 2
                 --train_files tiny.bin --val_files tiny.bin --run_id {name}"""
             with contextlib.chdir(folder):
                 assert not script.main(flags.split())
 
-    scripts = {"oldest": sample_tool.load_script(OLDEST), "root": train_gpt}
     folder = build_once("sampled runs", train_both)
-    paths = {name: folder / "logs" / name / "step-000002.pt" for name in scripts}
-    os.utime(paths["root"])  # the newest
-    return SimpleNamespace(folder=folder, **paths)
+    oldest, root = (folder / "logs" / name / "step-000002.pt" for name in ("oldest", "root"))
+    os.utime(root)  # the newest
+    return SimpleNamespace(folder=folder, oldest=oldest, root=root)
 
 
 @pytest.fixture

@@ -264,9 +264,7 @@ def phases(args, flags):
 
 # ---- profile: a run of the script, its steps 3 to 5 recorded ----
 def profile(args, flags):
-    """Run the script, and print a table by operator and kernel of three steps; beside it a trace.
-
-    Under torchrun every rank runs, and rank 0 records."""
+    """Print a table of three steps of the script by operator and kernel; beside it a trace."""
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1))
     check = train_gpt.Health.check
@@ -276,15 +274,13 @@ def profile(args, flags):
         profiler.step()
 
     train_gpt.Health.check = check_then_advance
-    rank = int(os.environ.get("RANK", 0))
-    with profiler if rank == 0 else contextlib.nullcontext():
+    with profiler:
         if code := train_gpt.main(["--preset", "pocket", *flags]):
             raise SystemExit(code)
-    if rank == 0:
-        file = Path("logs") / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        say(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
-        say(f"{file}, for chrome://tracing or ui.perfetto.dev")
+    file = Path("logs") / "trace.json"
+    profiler.export_chrome_trace(str(file))
+    say(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+    say(f"{file}, for chrome://tracing or ui.perfetto.dev")
 
 
 # ---- scaling: forward and backward passes, and optimizer steps, of the pocket's model ----
@@ -414,6 +410,16 @@ def measure_run(run, cfg):
     """Print a step's time in each stage, memory and kernels, of a run that has warmed up."""
     run.exit_code = MEASURED
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the run has taken it over
+
+    def time_step(now):
+        """Milliseconds, waiting for the GPU before and after."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        train_gpt.accumulate_gradients(run.model, batches, now)
+        train_gpt.step_optimizers(run.optimizers, now, cfg.sequences_per_step)
+        torch.cuda.synchronize()
+        return 1000 * (time.perf_counter() - start)
+
     name = torch.cuda.get_device_name()
     spec = next((tflops for part, tflops in SPEC_TFLOPS.items() if part in name), None)
     rows = []
@@ -423,10 +429,10 @@ def measure_run(run, cfg):
         middle = steps[len(steps) // 2]
         now = train_gpt.schedule(middle, cfg)
         run.model.set_stage(now.stage)
-        step = functools.partial(time_gpu_step, run, cfg, run.loader.next_step(now.seq_len))
-        step(now)
+        batches = run.loader.next_step(now.seq_len)
+        time_step(now)
         nearby = [min(middle + n, steps[-1]) for n in range(5)]  # with and without Adam
-        ms = [step(train_gpt.schedule(each, cfg)) for each in nearby]
+        ms = [time_step(train_gpt.schedule(each, cfg)) for each in nearby]
         tokens = cfg.sequences_per_step * now.seq_len
         median = statistics.median(ms)
         flop = 6 * tokens * matrix_parameters(run.model)
@@ -441,23 +447,13 @@ def measure_run(run, cfg):
     say(f"memory at the peak: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, "
         f"head in {run.model.head_chunks} piece(s)")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        step(now)
+        time_step(now)
     shares = Counter()
     for event in profiler.key_averages():
         kinds = (kind for kind, names in KERNELS.items() if re.search(names, event.key, re.I))
         shares[next(kinds, "other")] += event.self_device_time_total / 1000
     print_table(["kernels, in the last stage", "ms a step"],
                 [[kind, f"{each:.1f}"] for kind, each in shares.most_common()])
-
-
-def time_gpu_step(run, cfg, batches, now):
-    """Milliseconds of a step, waiting for the GPU before and after."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    train_gpt.accumulate_gradients(run.model, batches, now)
-    train_gpt.step_optimizers(run.optimizers, now, cfg.sequences_per_step)
-    torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - start)
 
 
 def run_tests(folder, end):

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import REPO
@@ -163,13 +162,6 @@ def test_words_the_folder_and_the_exit_code_are_handed_on(fake):
     printed = fake.run("test", "-k", "muon or adam").stdout
     assert fake.calls == [["pocket"], ["pytest", "-n", "auto", "-k", "muon or adam"]]
     assert printed.splitlines()[-1] == str(fake.root)
-
-
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="a driver is here")
-def test_torch_is_not_asked_where_no_driver_is(fake):
-    write(fake.stubs / "torch" / "cuda.py", "raise SystemExit('torch was imported')")
-    (fake.stubs / "bin" / "nvidia-smi").unlink()
-    fake.run()
 
 
 @pytest.mark.parametrize("flags", ["", "--preset pocket --sequences_per_step 4"])

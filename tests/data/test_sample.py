@@ -157,14 +157,6 @@ def test_text_comes_token_by_token_and_letters_whole(runs, run, monkeypatch):
     assert sys.stdout.getvalue() == "> aé…\n"
 
 
-@pytest.mark.parametrize(("small", "threads"), [(10_000_000, 1), (1000, 2)])
-def test_a_small_model_takes_one_thread(runs, run, monkeypatch, small, threads):
-    monkeypatch.setattr(sample_tool, "SMALL_MODEL", small)
-    torch.set_num_threads(2)
-    run(runs.folder, "--tokens", 1)
-    assert torch.get_num_threads() == threads
-
-
 @pytest.mark.parametrize(("args", "part"), [
     ([], "no checkpoint under logs/: train with --save_every"),
     (["gone.pt"], "gone.pt: there is no such checkpoint"),

@@ -164,6 +164,7 @@ def test_text_comes_token_by_token_and_letters_whole(runs, run, monkeypatch):
     (["text.pt", "--script", "text.pt"], "text.pt: no training script, SyntaxError"),
     (["OLDEST", "--script", "SCRIPT"], "step-000002.pt: no"),
     (["nan.pt", "--script", "SCRIPT"], "nan.pt"),
+    (["flipped.pt", "--script", "SCRIPT"], "flipped.pt"),
     (["ROOT", "--tokens", "-1"], "--tokens"),
     (["ROOT", "--temperature", "nan"], "--temperature"),
     (["ROOT", "--seed", str(2**70)], "--seed"),
@@ -180,8 +181,19 @@ def test_bad_input_is_one_line(runs, run, tmp_path, args, part):
     state = torch.load(runs.root, weights_only=True)
     next(iter(state["model"].values())).view(-1)[0] = math.nan
     torch.save(state, tmp_path / "nan.pt")
+    content = bytearray(runs.root.read_bytes())
+    content[len(content) // 2] ^= 1  # within a weight
+    (tmp_path / "flipped.pt").write_bytes(content)
     names = {"SCRIPT": REPO / "train_gpt.py", "OLDEST": runs.oldest, "ROOT": runs.root}
     run(tmp_path, *(names.get(arg, arg) for arg in args), stdin=b"\xff", refused=part)
+
+
+@pytest.mark.parametrize(("small", "threads"), [(10_000_000, 1), (1000, 2)])
+def test_a_small_model_takes_one_thread(runs, run, monkeypatch, small, threads):
+    monkeypatch.setattr(sample_tool, "SMALL_MODEL", small)
+    torch.set_num_threads(2)
+    run(runs.folder, "--tokens", 1)
+    assert torch.get_num_threads() == threads
 
 
 def test_who_stops_reading_ends_it_without_a_word(runs):

@@ -1,9 +1,7 @@
 """Checkpoints on disk: found whole or not at all, kept, refused, written durably. In process."""
 
-import contextlib
 import dataclasses
-import errno
-import functools
+import itertools
 import math
 import os
 import zipfile
@@ -58,12 +56,16 @@ def state():
     return make_state(TINY)
 
 
+def write(folder, state, step, keep=2):
+    write_checkpoint(path := folder / f"step-0000{step}.pt", state | dict(step=step), keep)
+    os.utime(path, (step, step))  # a clock may have the same time for two
+
+
 @pytest.fixture
 def folder(state, tmp_path):
     """With the checkpoints of steps 10 and 20."""
-    for step in (10, 20):
-        write_checkpoint(path := tmp_path / f"step-0000{step}.pt", state | dict(step=step), keep=2)
-        os.utime(path, (step, step))  # a clock may have the same time for both
+    write(tmp_path, state, 10)
+    write(tmp_path, state, 20)
     return tmp_path
 
 
@@ -90,7 +92,6 @@ def test_what_is_saved_is_found_and_loaded(folder, state):
     path, said = find(folder)
     assert path.name == "step-000020.pt" and said == ""
     assert equal(load_checkpoint(path), state)
-    check_same_run(state, TINY, DATA)
     older = folder / "step-000010.pt"
     assert find(folder, older) == (older, "")
 
@@ -99,158 +100,103 @@ def test_a_file_that_is_cut_off_or_has_a_flipped_bit_is_found(folder):
     """Not those of torch.save's padding, or of fields that say nothing of the content."""
     path, random = folder / "step-000020.pt", np.random.default_rng(0)
     content = path.read_bytes()
-    damaged = [content[:size] for size in (*range(0, len(content), 1000), len(content) - 1)]
+    damaged = [content[:size] for size in (*range(0, len(content), 5000), len(content) - 1)]
     with zipfile.ZipFile(path) as file:
         parts = [file.read(entry) for entry in file.infolist()]
     for part in filter(None, parts):
         flipped = bytearray(content)
         flipped[content.index(part) + random.integers(len(part))] ^= 1 << random.integers(8)
         damaged.append(flipped)
-    assert len(damaged) > 50
+    assert len(damaged) > 30
     for each in damaged:
         path.write_bytes(each)
         assert_skipped(path)
-
-
-def test_nothing_whole_starts_afresh(folder):
-    for path in folder.glob("*.pt"):
-        path.write_bytes(path.read_bytes()[:-1])
+    (folder / "step-000010.pt").write_bytes(content[:-1])
     found, said = find(folder)
-    assert found is None
-    assert "step-000010.pt" in said and "step-000020.pt" in said
+    assert found is None and "step-000010.pt" in said and "step-000020.pt" in said
     assert said.endswith(f"no checkpoint in {folder}: starting afresh")
 
 
-@pytest.mark.parametrize("resume", ["step-000030.pt", ".", "/", "..", "missing/step-000010.pt"])
-def test_path_that_is_no_checkpoint_says_why(folder, monkeypatch, resume):
-    monkeypatch.chdir(folder)
-    reason = "No such file or directory" if "step" in resume else "Is a directory"
-    with pytest.raises(UserError) as caught:
-        find(folder, resume)
-    assert str(caught.value) == f"{resume}: no whole checkpoint ({reason}); name another"
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-@pytest.mark.parametrize("keys", [
-    ("model", "lm_head.weight"), ("model", "backout_lambda"), ("optimizers", "head", "square"),
-    ("optimizers", "mlp", "mean")], ids=str)
-def test_checkpoint_that_is_not_finite_is_never_taken(folder, state, keys, value):
-    tensor = functools.reduce(dict.__getitem__, keys, state).clone()
-    tensor.view(-1)[-1] = value
-    torch.save(changed(state, keys, tensor), folder / "step-000020.pt")
-    assert_skipped(folder / "step-000020.pt")
-
-
-@pytest.mark.parametrize("key, value", [
-    ("step", "x"), ("step", None), ("step", -1), ("step", 2.5), ("hyperparameters", None),
-    ("hyperparameters", [1]), ("hyperparameters", dict(no_such=1)), ("model", None),
-    ("model", "text"), ("optimizers", None), ("optimizers", [1]), ("loader", None),
-    ("loader", (1, 2, 3)), ("loader", (0, -1)), ("train_time_ms", None),
-    ("train_time_ms", "a minute"), ("train_time_ms", math.nan), ("threads", None), ("threads", 0)])
-def test_whole_file_without_or_with_odd_parts_is_refused(folder, state, key, value):
-    torch.save(changed(state, [key], value), folder / "step-000020.pt")
-    assert_skipped(folder / "step-000020.pt")
-
-
 class Malice:
-    """Unpickled, it would make a file."""
+    """Unpickled, it would make a folder."""
 
     def __reduce__(self):
         return os.mkdir, ("executed",)
 
 
-def test_pickle_that_runs_code_is_refused(folder, monkeypatch):
-    """Whatever its checksums say: only the loading stands in its way."""
+ODD = [  # where in a state, and a value that no run saves; None: nothing is there
+    *itertools.product(["step"], ["x", None, -1, 2.5]),
+    *itertools.product(["hyperparameters"], [None, [1], dict(no_such=1)]),
+    *itertools.product(["model"], [None, "text"]), *itertools.product(["optimizers"], [None, [1]]),
+    *itertools.product(["loader"], [None, (1, 2, 3), (0, -1)]),
+    *itertools.product(["train_time_ms"], [None, "a minute", math.nan]),
+    *itertools.product(["threads"], [None, 0]), ("data", Malice()),
+    ("model lm_head.weight", torch.tensor([0, math.nan])),
+    ("model backout_lambda", torch.tensor(-math.inf)),
+    ("optimizers head square", torch.tensor([math.inf, 0])),
+    ("optimizers mlp mean", torch.tensor([[0], [math.nan]])),
+]
+
+
+@pytest.mark.parametrize("keys, value", ODD, ids=str)
+def test_whole_file_with_odd_parts_is_refused(folder, state, monkeypatch, keys, value):
+    """Whatever its checksums say: code is not run, and what is not finite never taken."""
     monkeypatch.chdir(folder)
-    path = folder / "step-000020.pt"
-    torch.save(dict(step=20, hyperparameters={}, data=Malice()), path)
-    assert_skipped(path)
+    torch.save(changed(state, keys.split(), value), folder / "step-000020.pt")
+    assert_skipped(folder / "step-000020.pt")
     assert not Path("executed").exists()
-    with contextlib.suppress(RuntimeError):
-        torch.load(path, weights_only=False)
-    assert Path("executed").exists(), "it was no threat at all"
 
 
 # Written and kept
 
 
 def test_newest_two_and_the_last_are_kept(folder, state):
-    for step, keep in ((30, 2), (40, 2), (45, 3)):
-        write_checkpoint(path := folder / f"step-0000{step}.pt", state | dict(step=step), keep)
-        os.utime(path, (step, step))
+    write(folder, state, 30)
+    write(folder, state, 40)
+    write(folder, state, 45, keep=3)
     names = sorted(path.name for path in folder.iterdir())
     assert names == [f"step-0000{step}.pt" for step in (30, 40, 45)]
-
-
-def test_checkpoint_just_written_is_kept(folder, state):
-    """Also by a run that was resumed from an old one and has later ones in its folder."""
-    write_checkpoint(folder / "step-000012.pt", state | dict(step=12), keep=2)
+    # Also by a run that was resumed from an old one and has later ones in its folder
+    write(folder, state, 12)
     assert find(folder, folder / "step-000012.pt")[0]
-
-
-def test_stale_temporary_files_do_no_harm(folder, state):
-    """But for a folder of that name."""
-    for name in ("step-000020.tmp", "step-000030.tmp"):
-        (folder / name).write_bytes(b"half of it")
-    assert find(folder)[0].name == "step-000020.pt"
-    write_checkpoint(folder / "step-000030.pt", state | dict(step=30), keep=2)
-    assert find(folder)[0].name == "step-000030.pt"
-    assert not (folder / "step-000030.tmp").exists()
-    (folder / "step-000040.tmp").mkdir()
-    with pytest.raises(UserError, match="step-000040.pt: not written"):
-        write_checkpoint(folder / "step-000040.pt", state | dict(step=40), keep=2)
 
 
 def test_a_checkpoint_is_synced_before_it_gets_its_name(tmp_path, state, monkeypatch):
     events, replace, fsync = [], Path.replace, os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(
-        ("fsync", Path(os.readlink(f"/proc/self/fd/{fd}")))), fsync(fd)))
-    monkeypatch.setattr(Path, "replace", lambda path, target: (events.append(
-        ("replace", path, target)), replace(path, target)))
-    write_checkpoint(tmp_path / "step-000020.pt", state, keep=2)
-    (sync, data), (move, source, target) = events
-    assert (sync, move) == ("fsync", "replace")
-    assert data == source != target and target.name == "step-000020.pt"
 
+    def synced(number):
+        events.append(Path(os.readlink(f"/proc/self/fd/{number}")))
+        fsync(number)
 
-@pytest.mark.parametrize("owner, name", [(torch, "save"), (os, "fsync"), (Path, "replace")])
-def test_write_that_fails_leaves_earlier_checkpoints(folder, state, monkeypatch, owner, name):
-    def fail(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def replaced(path, target):
+        events.append(target)
+        return replace(path, target)
 
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(owner, name, fail)
-    with pytest.raises(UserError, match="step-000030.pt: not written .*No space left"):
-        write_checkpoint(folder / "step-000030.pt", state | dict(step=30), keep=2)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    write_checkpoint(path := tmp_path / "step-000020.pt", state, keep=2)
+    assert events == [path.with_suffix(".tmp"), path]
 
 
 # Of the same run
 
-
-ALLOWED = dict(
-    num_iterations=200, val_every=7, save_every=3, run_id="y", resume="step-000020.pt",
-    warmup_steps=0, head_chunks=2, target_loss=3.0, train_files="elsewhere/*.bin", device="auto",
-    sequences_per_forward=2, val_tokens=1, val_files="else/*.bin")
-REFUSED = [each for each in dataclasses.fields(TINY) if each.name not in ALLOWED]
+MAY_CHANGE = """num_iterations val_every save_every run_id resume warmup_steps head_chunks
+    target_loss train_files device sequences_per_forward val_tokens val_files""".split()
 
 
-@pytest.mark.parametrize("field", REFUSED, ids=lambda field: field.name)
+@pytest.mark.parametrize("field", dataclasses.fields(TINY), ids=lambda field: field.name)
 def test_other_mathematics_is_refused_by_name(state, field):
+    """What leaves the mathematics alone may change."""
     value = getattr(TINY, field.name)
     other = {bool: not value, str: "else", tuple: (7, 9)}.get(field.type)
     other = value + 1 if other is None else other
+    cfg = dataclasses.replace(TINY, **{field.name: other})
+    if field.name in MAY_CHANGE:
+        return check_same_run(state, cfg, DATA)
     with pytest.raises(UserError) as caught:
-        check_same_run(state, dataclasses.replace(TINY, **{field.name: other}), DATA)
-    said = str(caught.value)
-    assert said == (f"auto: of another run; what differs: {field.name} {value!r}, now {other!r}")
-
-
-@pytest.mark.parametrize("name", ALLOWED)
-def test_what_leaves_the_mathematics_alone_may_change(state, name):
-    cfg = dataclasses.replace(TINY, **{name: ALLOWED[name]})
-    assert cfg != TINY
-    check_same_run(state, cfg, DATA)
+        check_same_run(state, cfg, DATA)
+    differs = f"{field.name} {value!r}, now {other!r}"
+    assert str(caught.value) == f"auto: of another run; what differs: {differs}"
 
 
 def test_every_difference_is_named(state):
@@ -258,10 +204,4 @@ def test_every_difference_is_named(state):
     with pytest.raises(UserError, match="seed 0, now 1; muon_lr 0.08, now 0.06; "
                                         "num_iterations, its step is 20; the training data"):
         check_same_run(state, cfg, "another")
-
-
-def test_a_finished_run_asks_for_no_training_data(state):
-    finished = state | dict(step=TINY.num_iterations)
-    check_same_run(finished, TINY, "")
-    with pytest.raises(UserError, match="seed 0, now 1"):
-        check_same_run(finished, dataclasses.replace(TINY, seed=1), "")
+    check_same_run(state, TINY, "")  # a finished run is evaluated without training data

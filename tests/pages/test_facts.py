@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 from conftest import REPO
-from page_text import BLOCKS, COMMENT, FENCE, PAGES, blocks_of, prose_of, tables_of, text_of
+from page_text import COMMENT, FENCE, PAGES, blocks_of, prose_of, tables_of, text_of
 from page_text import tracked_files as files
 
 import train_gpt
@@ -114,13 +114,6 @@ def test_a_technique_has_a_function_an_author_and_a_record(row):
     assert records and set(records) <= set(RECORDS)
 
 
-def test_the_scripts_own_map_names_functions_of_the_script():
-    """The docstring's table of techniques, whose last words of a line are names."""
-    table = train_gpt.__doc__.partition("Technique  ")[2].splitlines()[1:]
-    named = [name for line in table for name in re.split(r"\s{2,}", line.strip())[-1].split(", ")]
-    assert named and set(filter(None, named)) <= names_of_the_script()
-
-
 # ---- Single facts ----
 
 
@@ -137,13 +130,6 @@ def test_a_page_has_no_gaps_and_lines_of_at_most_112_columns(page):
     lines = [line for line in text.splitlines() if "](" not in line and "`" not in line]
     wide = [line for line in lines if len(line) > 112]
     assert [line for line in wide if not line.startswith(("|", "    ", "["))] == []
-
-
-def test_every_record_is_on_both_ladders():
-    front, records = text_of("README.md"), text_of("records/README.md")
-    for record in RECORDS:
-        assert f"[{record}](records/" in front, record
-        assert record.partition(" ")[2] in records, record
 
 
 def test_the_front_page_says_in_ten_lines_that_no_gpu_has_run_it():
@@ -183,7 +169,3 @@ def test_the_front_pages_table_of_results_has_the_ledgers_columns():
     line = next(line for line in text_of("README.md").splitlines() if line.startswith("Contestant"))
     columns = re.search(r"^RESULTS = \((.*)\)$", text_of("records/ledger/pages.py"), re.MULTILINE)
     assert re.split(r"\s{2,}", line) == list(ast.literal_eval(columns[1]))
-
-
-def test_blocks_have_a_language():
-    assert {block.language for block in BLOCKS} <= {"sh", "python", "text"}

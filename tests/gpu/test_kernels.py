@@ -8,7 +8,6 @@ sm_90, takes a minute of one core and is marked `slow`. All others are marked `c
     ./run.sh test -m cards
 """
 
-import dataclasses
 import functools
 import math
 import re
@@ -17,13 +16,11 @@ import host_gpu
 import pytest
 import torch
 from host_gpu import cost
-from host_gpu.trace import Trace, count_instructions, trace, two_layers_of
+from host_gpu.trace import Trace, trace, two_layers_of
 
 import train_gpt
 
-pytestmark = pytest.mark.skipif(
-    host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle())
-)
+pytestmark = pytest.mark.skipif(host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle()))
 
 TWO_LAYERS = two_layers_of(train_gpt.SCRIPT)
 FIRST_STAGE = ("--stage", "0", "--phases", "train,validation,optimizers")
@@ -36,14 +33,11 @@ SPILLED = dict(sm_80=424, sm_86=24, sm_89=24, sm_90=48, sm_100=864, sm_120=200)
 SPILLED_BY_OTHERS = dict(sm_90=5552)
 
 
-@functools.cache
-def traced(card: str, *arguments: str) -> Trace:
-    return trace(card, *arguments)
+traced = functools.cache(trace)
 
 
 def two_layers(card: str) -> Trace:
-    """The first stage. Without machine code for sm_90, whose quick tests it would make twice as
-    long."""
+    """The first stage. Without machine code for sm_90, whose tests would take twice as long."""
     return traced(card, *FIRST_STAGE, *TWO_LAYERS) if card == "sm_90" else compiled(card)
 
 
@@ -61,9 +55,6 @@ def mark_of(card: str):
 
 every_card = pytest.mark.parametrize(
     "card", [pytest.param(card, marks=mark_of(card)) for card in host_gpu.CARDS]
-)
-every_compiled_card = pytest.mark.parametrize(
-    "card", [pytest.param(card, marks=pytest.mark.cards) for card in host_gpu.CARDS]
 )
 every_trace = pytest.mark.parametrize("get_trace", [
     pytest.param(last_stage, id="last-stage-sm_90", marks=pytest.mark.cards),
@@ -105,24 +96,22 @@ def test_stages_of_another_shape_take_a_graph_each_and_windows_none():
     assert len(shapes) > 1 and found.graphs == expected
 
 
-@every_compiled_card
-def test_every_kernel_compiles_and_fits_into_the_cards_shared_memory(card):
-    found = compiled(card)
+def assert_all_compile_and_fit(found: Trace):
     assert {x["name"] for x in found.binaries} == set(found.kernels)
     assert [x for x in found.binaries if "error" in x] == []
-    limit = host_gpu.CARDS[card].shared_memory_per_block
+    limit = host_gpu.CARDS[found.card].shared_memory_per_block
     assert [x for x in found.binaries if x["shared"] > limit] == []
 
 
-@every_compiled_card
-def test_kernels_spill_no_more_than_today(card):
-    spilled = {}
-    for x in compiled(card).binaries:
+@pytest.mark.cards
+@pytest.mark.parametrize("card", host_gpu.CARDS)
+def test_every_kernel_compiles_fits_and_spills_no_more_than_today(card):
+    found = compiled(card)
+    assert_all_compile_and_fit(found)
+    for x in found.binaries:
         is_attention = ":triton_tem" in x["name"] and "backward" in x["name"]
-        kind = "attention's backward" if is_attention else "any other"
-        spilled[kind] = max(spilled.get(kind, 0), x["spilled"])
-    assert spilled["attention's backward"] <= SPILLED[card]
-    assert spilled["any other"] <= SPILLED_BY_OTHERS.get(card, math.inf)
+        most = SPILLED[card] if is_attention else SPILLED_BY_OTHERS.get(card, math.inf)
+        assert x["spilled"] <= most, x
 
 
 # ---- logits -------------------------------------------------------------------------------------
@@ -176,9 +165,8 @@ def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
 
 
 def weights_model() -> train_gpt.GPT:
-    cfg = train_gpt.parse_args(TWO_LAYERS)
     with torch.device("meta"):
-        return train_gpt.GPT(cfg)
+        return train_gpt.GPT(train_gpt.parse_args(TWO_LAYERS))
 
 
 @pytest.mark.slow
@@ -228,39 +216,28 @@ def test_no_kernel_moves_more_than_its_arguments_hold():
         assert x["bytes"] <= (2 if in_place else 1.01) * held + 1e7, x["name"]
 
 
-@dataclasses.dataclass
-class Budget:
-    """What the forward and the backward pass of one sequence take outside matrix products and
-    attention, and what the one keeps for the other."""
-
-    launches: int
-    gigabytes: float
-    kept_gigabytes: float
-
-    def check(self, found: Trace) -> None:
-        others = [x for x in launches(found, *TRAINING)
-                  if not x["flop"] and ":triton_tem" not in x["name"]]
-        assert len(others) <= self.launches
-        assert sum(x["bytes"] for x in others) <= 1e9 * self.gigabytes
-        assert found.memory["kept"] <= 1e9 * self.kept_gigabytes
+# What the passes of one sequence launch and move (GB) outside matrix products and attention, and
+# what the forward pass keeps (GB). Traced: fp8 and eleven layers on sm_90.
+BUDGETS = {"fp8": (158, 11.4, 2.8), "bf16": (151, 10.9, 2.8), "last stage": (144, 29.6, 8.2),
+           "eleven layers": (459, 73.8, 21.6)}  # fmt: skip
 
 
-# Traced: FP8_HEAD and ELEVEN_LAYERS on sm_90. The others have the same changes.
-FP8_HEAD = Budget(launches=158, gigabytes=11.4, kept_gigabytes=2.8)
-BF16_HEAD = Budget(launches=151, gigabytes=10.9, kept_gigabytes=2.8)
-LAST_STAGE = Budget(launches=144, gigabytes=29.6, kept_gigabytes=8.2)
-ELEVEN_LAYERS = Budget(launches=459, gigabytes=73.8, kept_gigabytes=21.6)
+def check(budget: str, found: Trace) -> None:
+    others = [x for x in launches(found, *TRAINING)
+              if not x["flop"] and ":triton_tem" not in x["name"]]
+    taken = len(others), sum(x["bytes"] for x in others) / 1e9, found.memory["kept"] / 1e9
+    assert all(x <= most for x, most in zip(taken, BUDGETS[budget])), taken
 
 
 @every_card
 def test_launches_and_bytes_stay_within_todays(card):
     found = two_layers(card)
-    (FP8_HEAD if found.facts["fp8"] else BF16_HEAD).check(found)
+    check("fp8" if found.facts["fp8"] else "bf16", found)
 
 
 @pytest.mark.cards
 def test_launches_and_bytes_of_the_last_stage_stay_within_todays():
-    LAST_STAGE.check(last_stage())
+    check("last stage", last_stage())
 
 
 @pytest.mark.cards
@@ -269,70 +246,22 @@ def test_the_records_eleven_layers():
     found = traced("sm_90", "--phases", "train,validation", "--binaries")
     assert found.breaks == []
     assert found.graphs == {"stage 2": 2, "within stages": 0, "validation": 1}
-    assert [x for x in found.binaries if "error" in x] == []
-    limit = host_gpu.CARDS["sm_90"].shared_memory_per_block
-    assert max(x["shared"] for x in found.binaries) <= limit
-    ELEVEN_LAYERS.check(found)
+    assert_all_compile_and_fit(found)
+    check("eleven layers", found)
 
 
 # ---- the model of time --------------------------------------------------------------------------
 
 
-def made_up(**changes) -> dict:
-    launch = dict(phase="forward", kind="triton", name="0:triton_poi_fused_relu_0", bytes=0, flop=0,
-                  tensors=[["bfloat16", [4, 8]]], sizes=dict(xnumel=1000))
-    return launch | changes
-
-
-def price(launch: dict, binaries=()) -> tuple[str, float]:
-    facts = dict(tokens=64, head_tokens=64, padded_vocab=128, model_dim=8, block_pairs=3.0,
-                 step_tokens=512, optimizer_steps=2)
-    found = Trace("sm_90", facts, {}, [], {}, [launch], {}, list(binaries))
-    ((_, group, row),) = cost.price(found, cost.RATES["h100"])
-    return group, row.ms
-
-
-@pytest.mark.parametrize(
-    "changes, group, ms",
-    [
-        (dict(bytes=3e9), "other", 1.0),
-        (dict(kind="aten", name="aten.mm.out", flop=672e9, bytes=1e6), "bf16 products", 1.0),
-        (dict(kind="aten", name="aten._scaled_mm.out", flop=2150e9), "FP8 products", 2.0),
-        (dict(tensors=[["bfloat16", [64, 128]]]), "softcap, cross-entropy, FP8 copies", 0.0),
-        (dict(phase="optimizers", kind="aten", name="aten.bmm.out", flop=4e11), "optimizers", 0.5),
-        (dict(phase="optimizers of 8 ranks", kind="wire", name="all_reduce", bytes=370e6),
-         "on the wire", 0.875),
-        (dict(phase="optimizers of 8 ranks", kind="wire", name="all_gather_into_tensor",
-              bytes=370e6), "on the wire", 0.4375),
-    ],
-)
+@pytest.mark.parametrize("changes, group, ms", [
+    (dict(kind="triton", name="0:triton_poi_fused_relu_0", bytes=3e9), "other", 1.0),
+    (dict(kind="aten", name="aten._scaled_mm.out", flop=2150e9), "FP8 products", 2.0),
+    (dict(phase="optimizers of 8 ranks", kind="wire", name="all_reduce", bytes=370e6),
+     "on the wire", 0.875),
+])  # fmt: skip
 def test_a_launch_takes_as_long_as_its_slowest_part(changes, group, ms):
-    found, found_ms = price(made_up(**changes))
-    assert found == group
-    assert found_ms == pytest.approx(ms)
-
-
-def test_a_kernel_that_computes_much_takes_as_long_as_its_instructions():
-    """By hand: 8 blocks of 128, each of 4 warps; a loop over 3 blocks of the reduced dimension."""
-    name, sizes = "0:triton_red_fused_relu_0", dict(xnumel=1000, r0_numel=3000)
-    binary = dict(name=name, config=dict(XBLOCK=128, R0_BLOCK=1024), warps=4,
-                  instructions=dict(all=150, in_loops=100))
-    slower = binary | dict(config=dict(XBLOCK=1, R0_BLOCK=1024))
-    _, ms = price(made_up(name=name, sizes=sizes), [slower, binary])
-    assert ms == pytest.approx(1e3 * 8 * 4 * (50 + 3 * 100) / (4 * 132 * 1.755e9))
-
-
-def test_instructions_of_loops_are_those_up_to_a_branch_back():
-    code = """
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-    .L_x_0:
-        /*0010*/                   LDG.E R2, [R4] ;
-        /*0020*/                   IADD3 R4, R4, 4, RZ ;
-        /*0030*/              @!P0 BRA `(.L_x_0) ;
-        /*0040*/               @P1 BRA `(.L_x_2) ;
-    .L_x_2:
-        /*0050*/                   EXIT ;
-    .L_x_1:
-        /*0060*/                   BRA `(.L_x_1);
-    """
-    assert count_instructions(code) == dict(all=7, in_loops=3)
+    facts = dict(head_tokens=64, padded_vocab=128, model_dim=8, optimizer_steps=2)
+    launch = dict(phase="forward", bytes=0, flop=0, tensors=[], sizes={}) | changes
+    found = Trace("sm_90", facts, {}, [], {}, [launch], {}, [])
+    ((_, found_group, row),) = cost.price(found, cost.RATES["h100"])
+    assert (found_group, row.ms) == (group, pytest.approx(ms))

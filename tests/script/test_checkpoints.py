@@ -123,6 +123,9 @@ class Malice:
     def __reduce__(self):
         return os.mkdir, ("executed",)
 
+    def __repr__(self):  # the same in every process that collects the tests
+        return "malice"
+
 
 ODD = [  # where in a state, and a value that no run saves; None: nothing is there
     *itertools.product(["step"], ["x", None, -1, 2.5]),

@@ -326,48 +326,32 @@ def test_what_goes_wrong_ends_the_run_in_one_line_and_is_never_saved(
         assert len(run.losses(0)) == len(run.losses(1)), "none goes on alone"
 
 
-# torchrun
-
-
-def children(pid):
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.slow
-def test_torchrun_restarts_after_a_killed_worker_and_passes_a_signal_on(tmp_path, data):
+def test_torchrun_restarts_after_a_killed_worker(tmp_path, data):
     """It keeps its store: the rank that comes first must not find its dead peer there."""
     # Python imports it before the script. Once restarted, rank 0 comes first.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
         "if os.environ.get('RANK') == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':\n"
         "    time.sleep(3)\n")
-    args = ("--run_id", "x", "--num_iterations", 2000, "--save_every", 10, "--resume", "auto")
+    args = ("--run_id", "x", "--num_iterations", 400, "--save_every", 10, "--resume", "auto")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                "--max-restarts=2", train_gpt.SCRIPT, *flags(data, args)]
     process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stdin=subprocess.DEVNULL,
                                env=os.environ | {"PYTHONPATH": str(tmp_path)})
     run, log = Run(tmp_path), tmp_path / "logs" / "x" / "log.txt"
-
-    def wait_until_logged(text):
-        deadline = time.monotonic() + 120
-        while not (log.exists() and text in run.log()):
-            assert process.poll() is None and time.monotonic() < deadline, text
-            time.sleep(0.005)
-
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 120
     try:
-        wait_until_logged("step:15/2000")
-        os.kill(children(process.pid)[1], signal.SIGKILL)
-        wait_until_logged("resumed at step:")
-        step = int(re.findall(r"resumed at step:(\d+)", run.log())[0])
-        assert step >= 10
-        wait_until_logged(f"step:{step + 25}/2000")
-        workers = children(process.pid)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) != 0  # torchrun says so of itself
+        while not (log.exists() and "step:15/" in run.log()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+        os.kill(int(children.read_text().split()[1]), signal.SIGKILL)
+        assert process.wait(timeout=120) == 0
     finally:
         if process.poll() is None:
-            for pid in [*children(process.pid), process.pid]:
+            for pid in [*map(int, children.read_text().split()), process.pid]:
                 os.kill(pid, signal.SIGKILL)
             process.wait()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
-    assert f"stopped at step:{run.saved()[-1]} by SIGTERM" in run.log().splitlines()[-1]
+    (step,) = re.findall(r"resumed at step:(\d+)", run.log())
+    assert int(step) >= 10 and run.saved()[-1] == 400

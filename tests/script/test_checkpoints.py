@@ -4,10 +4,8 @@ import dataclasses
 import itertools
 import math
 import os
-import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -96,20 +94,14 @@ def test_what_is_saved_is_found_and_loaded(folder, state):
     assert find(folder, older) == (older, "")
 
 
-def test_a_file_that_is_cut_off_or_has_a_flipped_bit_is_found(folder):
-    """Not those of torch.save's padding, or of fields that say nothing of the content."""
-    path, random = folder / "step-000020.pt", np.random.default_rng(0)
+def test_damaged_files_are_skipped(folder, state):
+    """Empty, cut off or with a flipped bit; more damage is in test_fuzz.py."""
+    path = folder / "step-000020.pt"
     content = path.read_bytes()
-    damaged = [content[:size] for size in (*range(0, len(content), 5000), len(content) - 1)]
-    with zipfile.ZipFile(path) as file:
-        parts = [file.read(entry) for entry in file.infolist()]
-    for part in filter(None, parts):
-        flipped = bytearray(content)
-        flipped[content.index(part) + random.integers(len(part))] ^= 1 << random.integers(8)
-        damaged.append(flipped)
-    assert len(damaged) > 30
-    for each in damaged:
-        path.write_bytes(each)
+    flipped = bytearray(content)
+    flipped[content.index(state["model"]["lm_head.weight"].numpy().tobytes()) + 7] ^= 1
+    for damaged in (b"", content[:1000], content[:-1], flipped):
+        path.write_bytes(damaged)
         assert_skipped(path)
     (folder / "step-000010.pt").write_bytes(content[:-1])
     found, said = find(folder)
@@ -122,9 +114,6 @@ class Malice:
 
     def __reduce__(self):
         return os.mkdir, ("executed",)
-
-    def __repr__(self):  # the same in every process that collects the tests
-        return "malice"
 
 
 ODD = [  # where in a state, and a value that no run saves; None: nothing is there
@@ -141,7 +130,7 @@ ODD = [  # where in a state, and a value that no run saves; None: nothing is the
 ]
 
 
-@pytest.mark.parametrize("keys, value", ODD, ids=str)
+@pytest.mark.parametrize("keys, value", ODD, ids=lambda part: str(part)[:20])  # no address
 def test_whole_file_with_odd_parts_is_refused(folder, state, monkeypatch, keys, value):
     """Whatever its checksums say: code is not run, and what is not finite never taken."""
     monkeypatch.chdir(folder)

@@ -114,13 +114,3 @@ def test_a_checkpoint_brings_its_hyperparameters_and_flags_win():
     assert cfg == dataclasses.replace(POCKET, muon_lr=0.3, resume="b.pt", save_every=9)
     assert parse_args(["--preset", "pocket"], saved) == POCKET
     assert parse_args(["--preset", "record"], saved) == RECORD
-
-
-def test_the_record_without_cuda_names_the_pocket_preset(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: 0)
-    assert main([]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "CUDA" in err and "--preset pocket" in err
-    assert list(tmp_path.iterdir()) == []

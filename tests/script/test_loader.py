@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny_runs
 import torch
+from lineage_oracles import packed_streams
 from tiny_runs import one_error
 
 import train_gpt
@@ -49,62 +51,25 @@ def assert_step(loaders, expected):
     np.testing.assert_array_equal(targets, expected[:, 1:])
 
 
-# Oracles: all steps of one time through a shard, each (sequences, length + 1)
-
-
-def consecutive(tokens, sequences, lengths):
+def consecutive(shards, lengths, sequences):
     """One sequence after the other, with one target more; a longer one begins at its multiple."""
-    position = 0
-    while True:
-        length = lengths[0]
-        while position % length:
-            position += 1
-        end = position + sequences * length
-        if end > (len(tokens) - 1) // (sequences * length) * sequences * length:
-            return
-        yield np.array([tokens[i : i + length + 1] for i in range(position, end, length)])
-        position = end
+    tokens, position = (), 0
+    for length in lengths:
+        position = math.ceil(position / length) * length
+        size = sequences * length
+        while position + size > (len(tokens) - 1) // size * size:
+            tokens, position = next(shards), 0
+        yield [tokens[i : i + length + 1] for i in range(position, position + size, length)]
+        position += size
 
 
-def packed(most, tokens, sequences, lengths):
-    """Filled by the first `most` tokens of each document in turn; the rest of one that is cut is
-    never used. What the shard's end leaves unfilled is dropped with its step."""
-    documents = []
-    for token in tokens:
-        if token == EOT:
-            documents.append([])
-        if documents:
-            documents[-1].append(token)
-    rows, row = [], []
-    for document in documents:
-        row += document[: min(most, lengths[0] + 1 - len(row))]
-        if len(row) == lengths[0] + 1:
-            rows.append(row)
-            row = []
-        if len(rows) == sequences:
-            yield np.array(rows)
-            rows = []
-
-
-CUTS = {
-    "consecutive": (0, consecutive),
-    "packed": (90, lambda *args: packed(90, *args)),
-    "packed whole": (9999, lambda *args: packed(9999, *args)),
-}
-
-
-def steps_of(cut, shards, sequences, lengths):
-    """The steps of some lengths, from the shards over and over; [] where there are none."""
-    lengths, found = list(lengths), []
-    for epoch in itertools.count():
-        for tokens in shards:
-            for step in CUTS[cut][1](tokens, sequences, lengths):
-                found.append(step)
-                del lengths[0]  # the oracle has the rest of the list
-                if not lengths:
-                    return found
-        if not found or epoch > 50:
-            return found
+def steps_of(shards, sequences, lengths, max_document_tokens=0):
+    """The steps of some lengths, each (sequences, length + 1), from the shards over and over."""
+    shards = itertools.cycle(shards)
+    if not max_document_tokens:
+        return list(map(np.array, consecutive(shards, lengths, sequences)))
+    steps = packed_streams(shards, lengths, sequences, EOT, max_document_tokens)
+    return [np.array([[*row.inputs, row.targets[-1]] for row in step]) for step in steps]
 
 
 def read_tokens(folder):
@@ -113,11 +78,11 @@ def read_tokens(folder):
     return [np.frombuffer(path.read_bytes()[1024:], "<u2").astype(np.int64) for path in paths]
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("document", [0, 90, 9999])  # tokens of it, at most
 @pytest.mark.parametrize(("world_size", "per_forward", "later"), [
     (1, 8, 2), (1, 3, 8), (2, 2, 1), (4, 1, 2), (8, 3, 1)])
 def test_ranks_share_the_steps_that_a_loop_over_tokens_gives(
-    tmp_path, write_shard, cut, world_size, per_forward, later
+    tmp_path, write_shard, document, world_size, per_forward, later
 ):
     """Sequences grow while the run goes on; other ranks take each step too, from its place. Shards
     begin in a document; one has none, one has some of a single token, and in one the next document
@@ -128,11 +93,11 @@ def test_ranks_share_the_steps_that_a_loop_over_tokens_gives(
         tokens[chance.random(count) < [0.005, 0, 0.005, 0.01, 0][index]] = EOT
         tokens[{2: slice(700, 703), 4: slice(20, None, 64)}.get(index, [])] = EOT
         write_shard(tmp_path / f"tiny_train_{index}.bin", tokens)
-    cfg = make_cfg(f"{tmp_path}/tiny_train_*.bin", max_document_tokens=CUTS[cut][0],
+    cfg = make_cfg(f"{tmp_path}/tiny_train_*.bin", max_document_tokens=document,
                    sequences_per_forward=per_forward, seq_lens=(128, 256, 384))
     said = []
     loaders = make_loaders(cfg, world_size, said)
-    steps = steps_of(cut, read_tokens(tmp_path), 8, [*[128] * 9, *[256] * 9, *[384] * 18])
+    steps = steps_of(read_tokens(tmp_path), 8, [128] * 9 + [256] * 9 + [384] * 18, document)
     for expected in steps:
         assert all(loader.place == loaders[0].place for loader in loaders)
         others = make_loaders(cfg, later, place=loaders[0].place)

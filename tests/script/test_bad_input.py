@@ -171,12 +171,8 @@ def test_resume_of_a_whole_file_that_does_not_fit_says_what(run, checkpoint):
         torch.save(changed(state, keys, value), checkpoint)
         line = one_error(run(["--resume", str(checkpoint)]))
         assert f"{checkpoint}: " in line and named in line
-
-
-def test_resume_of_another_run_says_what_differs(run, checkpoint):
-    with Path("tiny_train_000000.bin").open("r+b") as file:
-        file.seek(1500)
-        file.write(b"\0\0")
+    torch.save(state, checkpoint)
+    Path("tiny_train_000001.bin").unlink()
     line = one_error(run(["--resume", str(checkpoint), "--muon_lr", "0.06"]))
     assert line.endswith("; what differs: muon_lr 0.08, now 0.06; the training data\n")
 

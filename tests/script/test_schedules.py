@@ -31,6 +31,7 @@ def test_each_step_has_the_schedule_that_fractions_give(preset, changes):
         assert now.seq_len == [*cfg.seq_lens, *[cfg.seq_lens[-1]] * 3][stage]
         assert now.adam_rests == (step % 2 == 0)
         assert now.tied == (stage < 2)
+        assert not schedule(step, replace(cfg, init="weights.pt")).tied
         assert now.frozen == (stage != stages[max(0, step - cfg.freeze_steps)])
 
         progress = min(Fraction(1), Fraction(step, scheduled))
@@ -46,10 +47,6 @@ def test_each_step_has_the_schedule_that_fractions_give(preset, changes):
                    for ahead in range(1, cfg.targets_ahead)]
         expected = [1.0, *(float(weight) for weight in weights if weight > 0)]
         assert now.target_weights == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_weights_of_init_stay_untied():
-    assert not schedule(0, replace(POCKET, init="weights.pt")).tied
 
 
 def test_windows_of_one_size_change_neither_frequencies_nor_scale():

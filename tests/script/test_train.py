@@ -181,21 +181,15 @@ def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
 
 
 def test_the_console_shows_each_tenth_of_the_run_and_the_validations(run):
-    result = run(num_iterations=25, val_every=10, head_chunks=2)
+    result = run(num_iterations=25, val_every=10, head_chunks=2, run_id="")
     shown = re.findall(r"^step:(\d+)/25 (train|val)_loss", result.out, re.M)
     tenths = [3, 5, 8, 10, 13, 15, 18, 20, 23, 25]  # the first step with a tenth more behind it
     expected = [(step, "train") for step in tenths] + [(step, "val") for step in (0, 10, 20, 25)]
     assert sorted((int(step), kind) for step, kind in shown) == sorted(expected)
     assert "\r" not in result.out and "def " not in result.out
-    summary = r"cpu \(.*\), 1 thread\(s\), 1 rank\(s\), [\d,]+ parameters, .* in 2 piece\(s\)"
-    assert re.match(summary, result.out)
+    summary = r"cpu \(.*\), 1 thread\(s\), 1 rank\(s\), [\d,]+ parameters, .* in 2 piece\(s\), "
+    assert re.match(summary + r"logs/\d{8}-\d{6}-[0-9a-f]{6}\n", result.out)  # as none is given
     assert result.out.endswith(result.log.rpartition("\n---\n")[2])
-
-
-def test_a_run_id_is_made_where_none_is_given(run, tmp_path):
-    run(run_id="", num_iterations=1, warmup_steps=0)
-    (log,) = (tmp_path / "logs").glob("*/log.txt")
-    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{6}", log.parent.name)
 
 
 # After the run

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from conftest import TINY_MODEL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_compile import as_the_kernel_sees
+from test_compile import OnCuda, as_the_kernel_sees
 from torch.nn.attention import flex_attention as flex
 
 import train_gpt
@@ -101,12 +101,6 @@ def test_the_head_takes_pieces_that_the_backward_pass_computes_again(size, sizes
     losses.sum().backward()
     again = sizes[::-1] if len(sizes) > 1 else []
     assert taken == sizes + again
-
-
-class OnCuda(torch.Tensor):
-    """A CPU tensor that says it is on CUDA, as does all that is computed from it."""
-
-    is_cuda = True
 
 
 @pytest.mark.parametrize("num_targets", [1, 3])

@@ -46,11 +46,10 @@ def test_what_no_run_can_be_made_of(run, tmp_path, monkeypatch, flags, variables
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_process_ends_with_one_line_and_2(run_script, tmp_path):
+def test_a_process_ends_with_one_line_and_2(run_script):
     done = run_script(["--preset", "pocket", "--seq_lens", 100])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "train_gpt.py: error: --seq_lens 100: must be multiples of 128\n"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_logs_folder_that_cannot_be_made_and_an_empty_log(run, tmp_path):

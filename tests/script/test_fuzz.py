@@ -20,16 +20,12 @@ FUZZ = settings(max_examples=300, deadline=None, derandomize=True, database=None
                 suppress_health_check=[HealthCheck.function_scoped_fixture])
 VOCAB = 257
 HEADER = struct.Struct("<3i1012x")  # magic, version, number of tokens
-# Reading a file of a few KiB may take this much memory, and no more, whatever it says of itself.
-SHARD_MEMORY = 2**20
-CHECKPOINT_MEMORY_KIB = 64 * 2**10
 
 
 def edits(first_bytes):
     """Lists of what to overwrite, insert, remove or cut off; half of it in the first bytes."""
     places = st.integers(0, first_bytes - 1) | st.integers(0, 10**6)
-    lengths = st.integers(0, 8) | st.just(2**30)
-    each = st.tuples(places, lengths, st.binary(max_size=8))
+    each = st.tuples(places, st.integers(0, 8) | st.just(2**30), st.binary(max_size=8))
     return st.lists(each, min_size=1, max_size=4)
 
 
@@ -74,7 +70,7 @@ def test_shards(tmp_path, tokens, edits, count):
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peak < SHARD_MEMORY
+    assert peak < 2**20
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +86,7 @@ def written(tmp_path_factory):
 @given(edits=edits(4096))
 def test_checkpoints(tmp_path, written, checksums, edits):
     """What was written, as an edit that no checksum finds changes nothing; or a clean error, also
-    without the checksums in the way, and `--resume auto` does not take it.
-    """
+    without the checksums in the way, and `--resume auto` does not take it."""
     path = tmp_path / "step-000020.pt"
     path.write_bytes(edited(written.read_bytes(), edits))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -107,7 +102,7 @@ def test_checkpoints(tmp_path, written, checksums, edits):
             assert str(path) in str(error)
         assert found == (path if state else None)
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown_kib < CHECKPOINT_MEMORY_KIB
+    assert grown_kib < 64 * 2**10
     path.unlink()
     if checksums:
         assert state is None or equal(state, train_gpt.load_checkpoint(written))

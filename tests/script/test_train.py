@@ -23,8 +23,6 @@ from train_gpt import Hyperparameters, parse_args, schedule
 
 run, data_flags = tiny_runs.run, tiny_runs.data_flags  # fixtures
 
-VOCAB_PADDED = 384
-STAGE_STARTS = [0, 2, 4, 5]  # thirds of 5 steps, then the extension
 GROWING = dict(seq_lens="128,256")  # from step 2 on
 
 
@@ -46,8 +44,7 @@ def test_each_steps_line_has_the_losses_of_its_tokens(
 ):
     """As computed from the weights before the step's update: the one that is minimised, and the
     next token's alone while there are others. The second and third of the tokens after each fade
-    out in the last and the first of thirds of 5 steps.
-    """
+    out in the last and the first of thirds of 5 steps."""
     lengths = [256 if flags == GROWING and step >= 2 else 128 for step in range(STEPS)]
     tiny_shards([3200, 2700], document_tokens=100)
     steps = steps_of(read_tokens(tmp_path), 4, lengths, flags.get("max_document_tokens", 0))
@@ -88,7 +85,7 @@ def test_warm_up_leaves_no_trace_in_a_run_which_its_seed_decides(run):
     assert run(seed=4, run_id="z", **GROWING).losses[1:] != result.losses[1:]
 
 
-@pytest.mark.parametrize(("steps", "warmed"), [(1, STAGE_STARTS), (2, range(STEPS))])
+@pytest.mark.parametrize(("steps", "warmed"), [(1, [0, 2, 4, 5]), (2, range(STEPS))])
 def test_each_stage_is_warmed_up_before_the_first_step(run, monkeypatch, data_flags, steps, warmed):
     """By its first steps, so that what is compiled is what it runs."""
     called, lengths = [], set()
@@ -163,7 +160,7 @@ def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     found = [re.fullmatch(pattern, line).groups() for line in lines]
     assert [f"{kind} {step}" for step, kind, *_ in found] == [
         "val 0", "train 1", "train 2", "train 3", "val 3", "train 4", "train 5", "train 6", "val 6"]
-    assert float(found[0][2]) == pytest.approx(math.log(VOCAB_PADDED), abs=0.01)
+    assert float(found[0][2]) == pytest.approx(math.log(384), abs=0.01)
     times = [int(ms) for *_, ms, _ in found]
     assert times == sorted(times)
     for step, *_, ms, average in found[1:]:
@@ -190,9 +187,6 @@ def test_the_console_shows_each_tenth_of_the_run_and_the_validations(run):
     summary = r"cpu \(.*\), 1 thread\(s\), 1 rank\(s\), [\d,]+ parameters, .* in 2 piece\(s\), "
     assert re.match(summary + r"logs/\d{8}-\d{6}-[0-9a-f]{6}\n", result.out)  # as none is given
     assert result.out.endswith(result.log.rpartition("\n---\n")[2])
-
-
-# After the run
 
 
 def test_a_finished_run_is_evaluated_without_training_data(run, tmp_path, tiny_shards):
@@ -224,9 +218,6 @@ def test_a_finished_run_is_evaluated_without_training_data(run, tmp_path, tiny_s
         part = tokens[None, start : start + 257]
         total += mean_loss(model, part, [1]) * (part.size - 1)
     assert float(again.values["val_loss"]) == pytest.approx(total / 300, abs=2e-6)
-
-
-# The process
 
 
 def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(tmp_path):

@@ -32,10 +32,8 @@ def data_flags(tiny_shards):
 
 @pytest.fixture
 def run(data_flags, tmp_path, monkeypatch, capsys):
-    """`run(**flags)` runs main in tmp_path: exit code, steps' two losses, what it built, output.
-
-    `run(argv=[...])` runs it with these words and no other flag.
-    """
+    """`run(**flags)` runs main in tmp_path, `run(argv=[...])` with these words alone. They return
+    exit code, steps' two losses, what it built, output."""
     monkeypatch.chdir(tmp_path)
 
     def run_main(argv=None, **flags):

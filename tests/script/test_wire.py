@@ -33,53 +33,51 @@ STEPS = {
     0: ADAM, TIED: {"embed"}, 627: {"embed", "lambdas"}, 1252: ADAM, 1253: {"embed"},
     1255: {"lambdas"}, UNTIED: set(), 1919: {"lambdas"},
 }
-# Everything in torch.distributed that sends tensors, and which argument it sends.
-COLLECTIVES = dict(
-    all_reduce=0, broadcast=0, reduce=0, send=0, isend=0, all_gather=1, gather=0, scatter=0,
-    all_gather_into_tensor=1, reduce_scatter_tensor=1, reduce_scatter=1, all_to_all=1,
-    all_to_all_single=1, all_gather_object=1, broadcast_object_list=0, barrier=None)
+# What in torch.distributed sends tensors; a step calls none but these two.
+REDUCE, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"
+OTHERS = """all_reduce broadcast reduce send isend all_gather gather scatter reduce_scatter barrier
+    all_to_all all_to_all_single all_gather_object broadcast_object_list""".split()
 
 
 class Wire:
-    """What one rank handed to collectives, in order: name, elements, bytes."""
+    """What one rank handed to collectives, in order: name and bytes."""
 
     def __init__(self, monkeypatch):
         self.calls, self.works, self.tensors, self.waited = [], [], [], 0
-        for name, index in COLLECTIVES.items():
-            monkeypatch.setattr(dist, name, self.wrap(name, index, getattr(dist, name)))
+        for name in (REDUCE, GATHER):
+            monkeypatch.setattr(dist, name, self.wrap(name, getattr(dist, name)))
+        for name in OTHERS:
+            monkeypatch.setattr(dist, name, None)
 
-    def wrap(self, name, index, collective):
-        def counted(*args, **kwargs):
-            assert index is not None, f"{name} sends what this test cannot count"
-            sent = args[index]
-            self.calls.append((name, sent.numel(), sent.nbytes))
-            self.tensors += [x.data_ptr() for x in args[: index + 1]]
-            work = collective(*args, **kwargs)
+    def wrap(self, name, collective):
+        def counted(output, sent, **kwargs):
+            self.calls.append((name, sent.nbytes))
+            self.tensors += [output.data_ptr(), sent.data_ptr()]
+            work = collective(output, sent, **kwargs)
             if kwargs.get("async_op"):
-                work = Work(self)
+                work = Work(self, output if name == REDUCE else None)
                 self.works.append(weakref.ref(work))
-            if name == "reduce_scatter_tensor":
-                work.output, _ = args
-                work.output.fill_(torch.nan)
             return work
 
         return counted
 
     def bytes(self, name):
-        return sum(nbytes for called, _, nbytes in self.calls if called == name)
+        return sum(nbytes for called, nbytes in self.calls if called == name)
 
 
 class Work:
     """The handle of an asynchronous collective. Gradients are no numbers until it is waited for."""
 
-    def __init__(self, wire):
-        self.wire, self.waited, self.output = wire, False, None
+    def __init__(self, wire, gradients):
+        self.wire, self.waited, self.gradients = wire, False, gradients
+        if gradients is not None:
+            gradients.fill_(torch.nan)
 
     def wait(self):
         self.wire.waited += not self.waited
         self.waited = True
-        if self.output is not None:
-            self.output.fill_(0.5)
+        if self.gradients is not None:
+            self.gradients.fill_(0.5)
 
 
 @pytest.fixture
@@ -152,15 +150,13 @@ def test_a_step_reduces_gradients_once_and_gathers_parameters_once(
 
     expected, resting = padded_bytes(model, world_size), STEPS[step]
     sent = sum(expected[kind] for kind in expected.keys() - resting)
-    assert wire.bytes("reduce_scatter_tensor") == sent
-    assert wire.bytes("all_gather_into_tensor") == sent / world_size  # this rank's share
-    names = [name for name, *_ in wire.calls]
+    assert wire.bytes(REDUCE) == sent
+    assert wire.bytes(GATHER) == sent / world_size  # this rank's share
     stepping = len(optimizers) - len(resting)
-    assert names == ["reduce_scatter_tensor"] * stepping + ["all_gather_into_tensor"] * stepping
+    assert [name for name, _ in wire.calls] == [REDUCE] * stepping + [GATHER] * stepping
     assert wire.waited == len(wire.works) == 2 * stepping, "each has ended when the step has"
-    assert all(o.weights.isfinite().all() for o in optimizers), "by gradients that have arrived"
-    # Each rank hands out one row: two losses and a signal, all in fp32.
-    assert news == [("all_gather_into_tensor", 3, 12)]
+    assert all(o.weights.isfinite().all() for o in optimizers), "by gradients that have come"
+    assert news == [(GATHER, 12)], "two losses and a signal in fp32"
 
 
 def test_collectives_get_buffers_that_live_as_long_as_the_optimizer(one_of, monkeypatch):
@@ -204,56 +200,40 @@ def test_a_restarted_group_does_not_find_the_addresses_of_dead_ranks(monkeypatch
 
 
 @pytest.fixture
-def pretend_gpu(monkeypatch):
-    """`pretend_gpu(capability, shared_kib, memory_gb)` lets torch.cuda describe such a GPU."""
-    def pretend(capability=(9, 0), shared_kib=227, memory_gb=84.0):
+def build_on(monkeypatch):
+    """`build_on(...)`: the record's model without weights, as it is built for such a GPU."""
+    def build(capability=(9, 0), shared_kib=227, memory_gb=84.0, **changes):
         properties = types.SimpleNamespace(
             shared_memory_per_block_optin=shared_kib * 1024, total_memory=int(memory_gb * 1e9))
-        for name, value in dict(
-            get_device_capability=capability, get_device_properties=properties, device_count=1,
-            set_device=None, is_bf16_supported=capability >= (8, 0),
-        ).items():
-            monkeypatch.setattr(torch.cuda, name, lambda *args, value=value, **kwargs: value)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        cfg = dataclasses.replace(RECORD, **changes)
+        with torch.device("meta"):
+            model = train_gpt.GPT(cfg)
+        model.init_weights = lambda generator: None
+        model.compile = lambda **flags: vars(model).update(flags)
+        ranks = types.SimpleNamespace(rank=0, world_size=1, device=torch.device("cuda", 0))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "Generator", lambda device: torch.default_generator)
+            patch.setattr(train_gpt, "GPT", lambda cfg: model)
+            patch.setattr(train_gpt, "build_optimizers", lambda *args: [])
+            train_gpt.build(cfg, ranks)
+        assert model.dynamic is False, "compiled for the shapes that come, or not at all"
+        return model
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unchanged")
-    return pretend
-
-
-def prepared(**changes):
-    """The record's model as it is built for the GPU at hand, without weights."""
-    cfg = dataclasses.replace(RECORD, **changes)
-    ranks = types.SimpleNamespace(rank=0, world_size=1, device=torch.device("cuda", 0))
-    with torch.device("meta"):
-        model = train_gpt.GPT(cfg)
-    model.init_weights = lambda generator: None
-    model.compile = lambda **flags: vars(model).update(flags)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "Generator", lambda device: torch.default_generator)
-        patch.setattr(train_gpt, "GPT", lambda cfg: model)
-        patch.setattr(train_gpt, "build_optimizers", lambda *args: [])
-        train_gpt.build(cfg, ranks)
-    assert model.dynamic is False, "compiled for the shapes that come, or not at all"
-    return model
+    return build
 
 
-@pytest.mark.parametrize("card, capability, shared_kib, memory_gb, chunks, fp8, small", [
-    ("H200", (9, 0), 227, 151, 1, True, False),
-    ("H100", (9, 0), 227, 84, 1, True, False),
-    ("B200", (10, 0), 227, 192, 1, True, False),
-    ("A100", (8, 0), 163, 41.5, 2, False, False),
-    ("3090", (8, 6), 99, 24.8, 3, False, True),
-    ("4090", (8, 9), 99, 24.8, 3, True, True),
-    ("4080", (8, 9), 99, 16, 5, True, True),
-    ("3060", (8, 6), 99, 12, 6, False, True),
-])
-def test_what_a_card_gets(
-    pretend_gpu, card, capability, shared_kib, memory_gb, chunks, fp8, small
-):
+@pytest.mark.parametrize("capability, shared_kib, memory_gb, chunks, fp8, small", [
+    ((9, 0), 227, 84, 1, True, False), ((10, 0), 227, 192, 1, True, False),
+    ((8, 0), 163, 41.5, 2, False, False), ((8, 6), 99, 24.8, 3, False, True),
+    ((8, 9), 99, 16, 5, True, True), ((8, 6), 99, 12, 6, False, True),
+], ids=["H100", "B200", "A100", "3090", "4080", "3060"])
+def test_what_a_card_gets(build_on, capability, shared_kib, memory_gb, chunks, fp8, small):
     """Logits of 80 GB cards are one piece, as published. A smaller card takes as many as needed,
     one with little shared memory small blocks in the backward pass.
     """
-    pretend_gpu(capability, shared_kib, memory_gb)
-    model = prepared()
+    model = build_on(capability, shared_kib, memory_gb)
     assert model.head_chunks == chunks
     assert chunks - 1 < 49152 / model.tokens_per_piece <= chunks
     assert model.tokens_per_piece % 128 == 0
@@ -261,21 +241,21 @@ def test_what_a_card_gets(
     options = train_gpt.SMALL_TILES if small else None
     assert all(block.attn.kernel_options == options for block in model.blocks if block.attn)
 
-    given = prepared(head_chunks=3, fp8_head=False)
-    assert (given.head_chunks, given.tokens_per_piece) == (3, 16384)
-    assert (given.lm_head.use_fp8, given.head_type) == (False, "bf16")
 
-
-def test_embeddings_head_and_gates_are_bf16(pretend_gpu):
-    pretend_gpu()
-    kinds = {name: param.dtype for name, param in prepared().named_parameters()}
+def test_flags_decide_the_heads_pieces_and_type_and_embeddings_head_and_gates_are_bf16(build_on):
+    model = build_on(head_chunks=3, fp8_head=False)
+    assert (model.head_chunks, model.tokens_per_piece) == (3, 16384)
+    assert (model.lm_head.use_fp8, model.head_type) == (False, "bf16")
+    kinds = {name: param.dtype for name, param in model.named_parameters()}
     assert {name for name, dtype in kinds.items() if dtype == torch.bfloat16} == {
         "embed.weight", *(f"value_embeds.{i}.weight" for i in range(3)), "lm_head.weight",
         "smear_gate.weight", *(f"blocks.{i}.attn.attn_gate.weight" for i in range(11) if i != 6)}
 
 
-def test_a_gpu_without_bf16_is_refused_in_one_line(pretend_gpu, capsys):
-    pretend_gpu(capability=(7, 5))
+def test_a_gpu_without_bf16_is_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unchanged")
+    for name, value in dict(device_count=1, set_device=None, is_bf16_supported=False).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value, **kwargs: value)
     assert train_gpt.main(["--preset", "pocket", "--device", "cuda"]) == 2
     assert capsys.readouterr().err == (
         "train_gpt.py: error: --device cuda: this GPU has no bf16; use --device cpu\n")

@@ -53,8 +53,7 @@ GROUPS = (  # the first whose pattern is in the launch's name
 
 @dataclasses.dataclass
 class Row:
-    """Launches of one group, together, those of the optimizers in the mean of their steps. Times in
-    milliseconds."""
+    """Launches of one group, together; those of the optimizers in the mean of their steps."""
 
     launches: float = 0
     bytes: float = 0.0
@@ -62,16 +61,14 @@ class Row:
     ms: float = 0.0
 
     def __iadd__(self, other: "Row"):
-        for field in dataclasses.fields(self):
-            total = getattr(self, field.name) + getattr(other, field.name)
-            setattr(self, field.name, total)
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
         return self
 
 
 def is_logits(tensor: list, facts: dict) -> bool:
     """Whether a [type, shape] has the size of a piece's logits. A gradient of the head has not."""
-    rows = facts["head_tokens"]
-    return math.prod(tensor[1]) >= rows * facts["padded_vocab"]
+    return math.prod(tensor[1]) >= facts["head_tokens"] * facts["padded_vocab"]
 
 
 def group_of(launch: dict, facts: dict) -> str:
@@ -85,10 +82,6 @@ def group_of(launch: dict, facts: dict) -> str:
     return next((group for group, pattern in GROUPS if re.search(pattern, name)), "other")
 
 
-def blocks(size: int, block: int) -> int:
-    return -(-size // block)
-
-
 def instructions(launch: dict, binaries: list[dict]) -> float:
     """Of all warps of a launch, in the configuration with the fewest; 0 where that is unknown.
 
@@ -99,31 +92,20 @@ def instructions(launch: dict, binaries: list[dict]) -> float:
         config, sizes = binary["config"], launch["sizes"]
         if "instructions" not in binary or "xnumel" not in sizes or "XBLOCK" not in config:
             continue
-        grid = blocks(sizes["xnumel"], config["XBLOCK"])
-        grid *= blocks(sizes.get("ynumel", 1), config.get("YBLOCK", 1))
-        rounds = blocks(sizes["r0_numel"], config["R0_BLOCK"]) if "R0_BLOCK" in config else 1
-        count = binary["instructions"]
-        looped = count["in_loops"] * rounds if rounds > 1 else count["in_loops"]
-        once = count["all"] - count["in_loops"]
-        counts.append(grid * binary["warps"] * (once + looped))
+        grid = math.ceil(sizes["xnumel"] / config["XBLOCK"])
+        grid *= math.ceil(sizes.get("ynumel", 1) / config.get("YBLOCK", 1))
+        rounds = math.ceil(sizes["r0_numel"] / config["R0_BLOCK"]) if "R0_BLOCK" in config else 1
+        all_, looped = binary["instructions"]["all"], binary["instructions"]["in_loops"]
+        counts.append(grid * binary["warps"] * (all_ - looped + looped * max(rounds, 1)))
     return min(counts, default=0.0)
 
 
 def flop_of_attention(launch: dict, facts: dict, layers: int) -> float:
-    """That a FlexAttention kernel executes for a layer of mean size.
-
-    For each pair of tokens and channel 2 a product: 2 products forward, and 7 backward, as the
-    scores and their gradients are computed for the keys' gradients and again for the queries'.
-    """
+    """Of a FlexAttention kernel, for a layer of mean size: 2 products forward, and 7 backward, as
+    the scores and their gradients are computed for the keys' gradients and for the queries'."""
     products = 7 if "backward" in launch["name"] else 2
     pairs = facts["block_pairs"] / layers * 128**2
     return 2.0 * products * facts["model_dim"] * pairs
-
-
-def wire_seconds(launch: dict, ranks: int, rates: Rates) -> float:
-    """Of a ring: a sum goes round twice, what is scattered or gathered once."""
-    rounds = 2 if "all_reduce" in launch["name"] else 1
-    return rounds * (ranks - 1) / ranks * launch["bytes"] / rates.bus
 
 
 def price(trace: Trace, rates: Rates) -> list[tuple[dict, str, Row]]:
@@ -131,38 +113,37 @@ def price(trace: Trace, rates: Rates) -> list[tuple[dict, str, Row]]:
     binaries = defaultdict(list)
     for binary in trace.binaries:
         binaries[binary["name"]].append(binary)
-    is_flex = re.compile(r":triton_tem")
-    layers = sum(bool(is_flex.search(x["name"])) for x in trace.launches
-                 if x["phase"] == "forward")
+    of_flex = [x for x in trace.launches if ":triton_tem" in x["name"]]
+    layers = sum(x["phase"] == "forward" for x in of_flex)
     priced = []
     for launch in trace.launches:
         if launch["phase"] == "validation":
             continue
         flop, group = launch["flop"], group_of(launch, trace.facts)
         rate = rates.fp8 if "_scaled_mm" in launch["name"] else rates.bf16
+        share = 1
         if launch["phase"].startswith("optimizers"):
             rate = rates.newton_schulz
+            share = 1 / trace.facts["optimizer_steps"]
         if group == "attention":
             rate = rates.attention
-            if is_flex.search(launch["name"]):
+            if launch in of_flex:
                 flop = flop_of_attention(launch, trace.facts, layers)
         seconds = max(launch["bytes"] / rates.bandwidth, flop / rate)
         if launch["kind"] == "triton":
             count = instructions(launch, binaries[launch["name"]])
             seconds = max(seconds, count / rates.issue)
-        if launch["kind"] == "wire":
+        if launch["kind"] == "wire":  # in a ring, which a sum goes round twice
             ranks = int(re.search(r"\d+", launch["phase"])[0])
-            seconds = wire_seconds(launch, ranks, rates)
-        share = 1
-        if launch["phase"].startswith("optimizers"):
-            share = 1 / trace.facts["optimizer_steps"]
+            rounds = 2 if "all_reduce" in launch["name"] else 1
+            seconds = rounds * (ranks - 1) / ranks * launch["bytes"] / rates.bus
         costs = 1, launch["bytes"], flop, 1000 * seconds
         priced.append((launch, group, Row(*(share * x for x in costs))))
     return priced
 
 
 def by_group(priced: list, phases: tuple) -> dict[str, Row]:
-    """The groups of those phases, the slowest first."""
+    """The slowest first."""
     rows = defaultdict(Row)
     for launch, group, row in priced:
         if launch["phase"] in phases:
@@ -179,5 +160,4 @@ def step_ms(trace: Trace, rates: Rates, ranks: int = 1) -> float:
     priced = price(trace, rates)
     optimizers = "optimizers" if ranks == 1 else f"optimizers of {ranks} ranks"
     passes = trace.facts["step_tokens"] / trace.facts["tokens"] / ranks
-    one_pass = total_ms(priced, ("forward", "backward"))
-    return passes * one_pass + total_ms(priced, (optimizers,))
+    return passes * total_ms(priced, ("forward", "backward")) + total_ms(priced, (optimizers,))

@@ -3,12 +3,11 @@
     python tests/gpu/host_gpu/trace.py OUT.json [--card sm_90] [--script FILE] [--phases train,…]
         [--stage 0] [--binaries] [--ranks 8] [--FLAG_OF_THE_SCRIPT VALUE …]
 
-All tensors are fake, so that 48K tokens cost nothing. Dynamo, AOTAutograd and Inductor make the
-graphs and the kernels. The wrapper code that Inductor generates then runs, but what it would launch
-is noted, not launched. With --binaries, Triton and ptxas make each kernel's machine code. Of a run
-in stages, which differ in their sequences' length or number of targets, the last is noted, or that
-of --stage. OUT.json is what `Trace` describes; `trace` runs this for the tests, `cost.py` makes
-times of it. FILE has windows by stage, as the root and the records from 2025-09-10 on.
+All tensors are fake, so that 48K tokens cost nothing. Inductor makes the graphs and the kernels.
+The wrapper code that it generates then runs, but what it would launch is noted, not launched. With
+--binaries, Triton and ptxas make each kernel's machine code. Of a run in stages, which differ in
+their sequences' length or number of targets, the last is noted, or that of --stage. OUT.json is
+what `Trace` describes. FILE has windows by stage, as the records from 2025-09-10 on.
 """
 
 import argparse
@@ -23,10 +22,23 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
 from collections import Counter
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[3]
+if __name__ == "__main__":  # before torch is there
+    sys.path[0] = str(REPO / "tests" / "gpu")  # in place of this folder
+import host_gpu  # noqa: E402
+
+if __name__ == "__main__":
+    if reason := host_gpu.obstacle():
+        sys.exit(reason)
+    host_gpu.install("sm_90", execute=False)
+import torch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
 OPTIMIZER_STEPS = 2  # after which every optimizer has stepped
 
 
@@ -34,50 +46,38 @@ OPTIMIZER_STEPS = 2  # after which every optimizer has stepped
 class Trace:
     """What a script does on one GPU of a card. Sizes in bytes.
 
-    facts: what the script chose: fp8, head_chunks; padded_vocab, model_dim,
-        optimizer_steps that are noted; stages, the number of steps in each;
-        stage, the one that was noted, and of it: targets of a token, tokens of a forward pass,
-        head_tokens of a piece of the head, step_tokens, and block_pairs, visited by attention in a
-        forward pass, all layers together, the mean over the stage.
-    graphs: how many Inductor compiled, by part: stage N (forward and backward of its first step),
-        within stages (all steps that follow), validation, optimizers, optimizers of N ranks.
-    breaks: the reasons of Dynamo's graph breaks.
+    facts: stages, the number of steps in each; of the noted one head_tokens of a piece of the head,
+        and block_pairs that attention visits in a forward pass, the mean of the stage's steps.
     memory: state (weights, their gradients, the optimizers'), kept (from the forward for the
         backward pass, and no state), and peak by phase, the state included.
-    launches: in order, each a dict of phase (forward, backward, validation, optimizers, optimizers
-        of N ranks), kind (triton; aten, where a library has the kernel; wire, for collectives),
-        name, bytes, flop, tensors (a list of [type, shape]) and sizes (of a triton kernel: the
-        integers that it is given, by name).
-    kernels: sources of the Triton kernels by the names that launches have.
-    binaries: with --binaries, a dict for each kernel and each configuration that it may run in:
-        name, config, warps, and error or else spilled (bytes of a thread's stack), shared (bytes
-        of a block), instructions (all, in_loops).
+    launches: in order: phase (forward, backward, validation, optimizers, optimizers of N ranks),
+        kind (triton; aten, where a library has the kernel; wire, for collectives), name, bytes,
+        flop, tensors ([type, shape]) and sizes (of a triton kernel: its integers by name).
+    binaries: with --binaries, of each kernel in each configuration that it may run in: name,
+        config, warps, and error or else spilled (bytes of a thread's stack), shared (bytes of a
+        block), instructions (all, in_loops).
     """
 
     card: str
     facts: dict
-    graphs: dict
-    breaks: list
+    graphs: dict  # how many Inductor compiled, by part
+    breaks: list  # the reasons of Dynamo's graph breaks
     memory: dict
     launches: list
-    kernels: dict
+    kernels: dict  # Triton's sources by the names that launches have
     binaries: list
 
 
 def trace(card: str, *arguments: str, script=REPO / "train_gpt.py") -> Trace:
-    """Trace the script in a process of its own. Raises RuntimeError with that process's words.
-
-    arguments: this file's, as --binaries, and the script's.
-    """
+    """Trace the script in a process of its own. arguments: this file's and the script's."""
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
         out = Path(folder) / "trace.json"
-        command = [sys.executable, __file__, str(out), "--card", card, "--script", str(script)]
-        command += arguments
+        command = [sys.executable, __file__, out, "--card", card, "--script", script, *arguments]
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         environment.pop("TORCHDYNAMO_DISABLE", None)
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
+            raise RuntimeError(f"{command}:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
         return Trace(**json.loads(out.read_text()))
 
 
@@ -93,8 +93,6 @@ def two_layers_of(script) -> list[str]:
 
 
 class Notes:
-    """What is written down while the script runs."""
-
     def __init__(self):
         self.phase = None  # of what is launched now; None: nothing is noted
         self.launches, self.kernels, self.modules = [], {}, 0
@@ -125,10 +123,8 @@ def num_bytes(tensor) -> int:
 
 
 def bytes_of_kernel(kernel) -> int:
-    """What an Inductor kernel reads and writes: of each buffer the elements it touches, once.
-
-    In place of Inductor's own estimate, which counts the whole of a buffer that is sliced.
-    """
+    """Of each buffer the elements a kernel touches, once. Inductor's own estimate counts the whole
+    of a buffer that is sliced."""
     from torch._inductor.codegen.common import RemovedArg
     from torch._inductor.dependencies import MemoryDep
     from torch._inductor.virtualized import V
@@ -163,17 +159,13 @@ class KernelStandIn:
     def __init__(self, notes: Notes, name: str, source: str):
         self.notes, self.name = notes, name
         found = re.search(r"'kernel_num_gb': ([\d.e-]+)", source)  # none in attention's
-        self.num_bytes = 1e9 * float(found[1]) if found else None
+        self.num_bytes = found and 1e9 * float(found[1])
         self.parameters = re.search(r"\ndef \w+\(([^)]*)\)", source)[1].split(", ")
 
     def run(self, *args, **kwargs):
-        import torch
-
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         sizes = {name: x for name, x in zip(self.parameters, args) if isinstance(x, int)}
-        moved = self.num_bytes
-        if moved is None:
-            moved = sum(map(num_bytes, tensors))
+        moved = sum(map(num_bytes, tensors)) if self.num_bytes is None else self.num_bytes
         self.notes.launch("triton", self.name, moved, 0.0, tensors, sizes=sizes)
 
 
@@ -181,37 +173,34 @@ NO_KERNEL = re.compile(r"empty|detach|alias|_unsafe_view|prim\.")
 WRITES_ONLY = re.compile(r"aten\.(copy_|zero_|fill_)")
 
 
-def make_recorder(notes: Notes):
-    """A dispatch mode that notes each operator that computes something and is no Triton kernel."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
+class Recorder(TorchDispatchMode):
+    """Notes each operator that computes something and is no Triton kernel."""
 
-    class Recorder(TorchDispatchMode):
-        supports_higher_order_operators = True
+    supports_higher_order_operators = True
 
-        @classmethod
-        def ignore_compile_internals(cls):
-            return True
+    def __init__(self, notes: Notes):
+        super().__init__()
+        self.notes = notes
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            kwargs = kwargs or {}
-            result = func(*args, **kwargs)
-            name = str(func)
-            if getattr(func, "is_view", False) or NO_KERNEL.search(name):
-                return result
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-            in_place = name.split(".")[1].endswith("_")
-            if "out" not in kwargs and not in_place:
-                for x in made:
-                    notes.allocated(x)
-            moved = given if "out" in kwargs or WRITES_ONLY.match(name) else given + made
-            flop = flop_of(name, given)
-            notes.launch("aten", name, sum(map(num_bytes, moved)), flop, given)
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, func, classes, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = str(func)
+        if getattr(func, "is_view", False) or NO_KERNEL.search(name):
             return result
-
-    return Recorder()
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        if "out" not in kwargs and not name.split(".")[1].endswith("_"):  # nor in place
+            for x in made:
+                self.notes.allocated(x)
+        moved = given if "out" in kwargs or WRITES_ONLY.match(name) else given + made
+        flop = flop_of(name, given)
+        self.notes.launch("aten", name, sum(map(num_bytes, moved)), flop, given)
+        return result
 
 
 def flop_of(name: str, tensors: list) -> float:
@@ -245,7 +234,6 @@ class Wire:
 
 def stand_in_for_launches(notes: Notes) -> None:
     """Inductor's generated code runs on fake tensors, and notes instead of launching."""
-    import torch
     from torch._inductor import async_compile, codecache, config
     from torch._inductor.codegen.simd import SIMDKernel
 
@@ -272,7 +260,6 @@ def stand_in_for_launches(notes: Notes) -> None:
 
 def stand_in_for_tensors(notes: Notes) -> None:
     """What goes past FakeTensorMode, because it is C++ or has no rule for fake tensors."""
-    import torch
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder as Folder
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -305,12 +292,7 @@ def stand_in_for_tensors(notes: Notes) -> None:
 
 
 def bfloat16(module):
-    """torch.nn.Module.bfloat16 with new parameters in the place of the old.
-
-    Torch's own swaps the C++ objects, which fake tensors do not allow.
-    """
-    import torch
-
+    """torch.nn.Module.bfloat16 with new parameters: fake ones have no C++ objects to swap."""
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             setattr(owner, name, torch.nn.Parameter(parameter.detach().bfloat16()))
@@ -324,11 +306,7 @@ class Tracer:
     """A script on fake tensors: each part runs once to be compiled, and once to be noted."""
 
     def __init__(self, path: str, flags: list[str], stage: int):
-        import torch
-
-        self.notes = Notes()
-        self.graphs = {}
-        self.memory = {}
+        self.notes, self.graphs, self.memory = Notes(), {}, {}
         stand_in_for_launches(self.notes)
         stand_in_for_tensors(self.notes)
         spec = importlib.util.spec_from_file_location("traced_script", path)
@@ -338,16 +316,14 @@ class Tracer:
         self.stages = stages(self.script, self.cfg)
         self.stage = stage % len(self.stages)
         self.device = torch.device("cuda", 0)
-        self.recorder = make_recorder(self.notes)
+        self.recorder = Recorder(self.notes)
 
     def compiled(self, part: str, function):
-        """Run it for what it compiles."""
         before = self.notes.modules
         function()
         self.graphs[part] = self.graphs.get(part, 0) + self.notes.modules - before
 
     def noted(self, phase: str, function):
-        """Run it again for what it launches."""
         self.begin(phase)
         with self.recorder:
             function()
@@ -361,18 +337,13 @@ class Tracer:
         self.notes.peak = self.notes.live_bytes()
 
     def ranks(self, world_size: int):
-        fields = dict(rank=0, world_size=world_size, device=self.device)
-        return dataclasses.make_dataclass("Ranks", fields)(**fields)
+        return types.SimpleNamespace(rank=0, world_size=world_size, device=self.device)
 
     def batch(self, rows: int, length: int):
-        import torch
-
         targets = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
         return targets.int(), targets
 
     def build(self):
-        import torch
-
         self.model, self.optimizers = self.script.build(self.cfg, self.ranks(1))
         owned = [*self.model.parameters(), *self.model.buffers()]
         for optimizer in self.optimizers:
@@ -385,15 +356,12 @@ class Tracer:
         self.model.set_stage(self.script.schedule(step, self.cfg).stage)
 
     def gradients(self, step: int):
-        """A forward and a backward pass of that step, as the script makes them."""
         now = self.script.schedule(step, self.cfg)
         batch = self.batch(self.cfg.sequences_per_forward, now.seq_len)
         self.script.accumulate_gradients(self.model, [batch], now)
 
     def train(self, whole: bool):
         """Both passes of the stage, or of all, and where something changes within them."""
-        import torch
-
         for number, steps in enumerate(self.stages):
             part = f"stage {number}"
             for step in changes_within(self.script, self.cfg, steps):
@@ -417,8 +385,6 @@ class Tracer:
 
     def validate(self):
         """After some step, and after the last one, which has windows of its own."""
-        import torch
-
         cfg = self.cfg
         tokens = cfg.sequences_per_forward * max(cfg.seq_lens)
         pair = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
@@ -436,23 +402,20 @@ class Tracer:
         if world_size > 1:
             phase = f"optimizers of {world_size} ranks"
             self.script.dist = Wire(self.notes)
-            optimizers = self.script.build_optimizers(
-                self.model, self.cfg, self.ranks(world_size))
+            ranks = self.ranks(world_size)
+            optimizers = self.script.build_optimizers(self.model, self.cfg, ranks)
         steps = self.stages[self.stage]
         first = steps[len(steps) // 2]  # amid the stage
 
         def two_steps():
             for step in range(first, first + OPTIMIZER_STEPS):
-                now = self.script.schedule(step, self.cfg)
-                self.script.step_optimizers(optimizers, now, 1)
+                self.script.step_optimizers(optimizers, self.script.schedule(step, self.cfg), 1)
 
         self.compiled(phase, two_steps)
         self.noted(phase, two_steps)
 
     def facts(self) -> dict:
-        model = self.model
-        cfg = self.cfg
-        steps = self.stages[self.stage]
+        model, cfg, steps = self.model, self.cfg, self.stages[self.stage]
         length, targets = shapes(self.script.schedule(steps[0], cfg))
         tokens = cfg.sequences_per_forward * length
         return dict(
@@ -485,15 +448,12 @@ def changes_within(script, cfg, steps: list[int]) -> list[int]:
 
 
 def block_pairs(script, cfg, steps: list[int]) -> float:
-    """Pairs of blocks that FlexAttention visits in a forward pass, the mean over steps of a stage.
+    """Pairs of blocks that the script's masks have, the mean over steps of a stage.
 
-    By the script's own masks, on documents as long as FineWeb's: log-normal, median 403, mean 690,
-    and 32 at least (statistics of 1.45 M of them in modded-nanogpt's record of 2026-03-22), cut
-    where the script cuts them.
+    Documents are as long as FineWeb's: log-normal, median 403, mean 690, and 32 at least
+    (statistics of 1.45 M of them in modded-nanogpt's record of 2026-03-22), cut as by the script.
     """
     import numpy as np
-    import torch
-
     tokens = cfg.sequences_per_forward * script.schedule(steps[0], cfg).seq_len
     generator = np.random.default_rng(0)
     spread = math.sqrt(2 * math.log(690 / 403))
@@ -520,11 +480,12 @@ def block_pairs(script, cfg, steps: list[int]) -> float:
 # ---- Machine code -----------------------------------------------------------------------------
 
 
-def tool(name: str) -> str:
-    """A program of NVIDIA's that comes with Triton: cuobjdump, nvdisasm."""
+def inspect(tool: str, flag: str, file: str) -> str:
+    """What a program of NVIDIA's that comes with Triton writes."""
     import triton
 
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    return subprocess.run([path, flag, file], capture_output=True, text=True, check=True).stdout
 
 
 def make_binaries(kernels: dict[str, str]) -> list[dict]:
@@ -553,11 +514,8 @@ def binary_row(autotuner, choice) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        usage, code = (
-            subprocess.run([tool(name), flag, file.name], capture_output=True, text=True,
-                           check=True).stdout
-            for name, flag in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
-        )
+        usage = inspect("cuobjdump", "--dump-resource-usage", file.name)
+        code = inspect("nvdisasm", "-c", file.name)
     spilled = int(re.search(r"STACK:(\d+)", usage)[1])
     return row | dict(spilled=spilled, shared=binary.metadata.shared,
                       instructions=count_instructions(code))
@@ -578,8 +536,7 @@ def count_instructions(code: str) -> dict:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("out", type=Path)
     parser.add_argument("--card", default="sm_90")
     parser.add_argument("--script", default=str(REPO / "train_gpt.py"))
@@ -588,13 +545,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--binaries", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     args, flags = parser.parse_known_args(argv)
-    sys.path[0] = str(REPO / "tests" / "gpu")  # in place of this folder
-    import host_gpu
-
-    if reason := host_gpu.obstacle():
-        sys.exit(reason)
-    host_gpu.install(args.card, execute=False)
-    import torch
+    host_gpu.use_card(args.card)
     from torch._dynamo.utils import counters
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -79,9 +79,6 @@ def tokens_per_step(log) -> float | None:
     return tokens and tokens / log.planned_steps
 
 
-# ---- Forms ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_public_format_is_read(name, tmp_path):
     source, text = FORMATS[name]
@@ -118,9 +115,6 @@ def test_a_number_cut_short_is_not_used(tmp_path):
     for cut in range(1, len("0.05ms\n")):
         text = (TIMED + "step:9/20 val_loss:1.1 train_time:9ms step_avg:0.05ms\n")[:-cut]
         assert (9 in read(tmp_path, text).val) == (cut == 1), cut
-
-
-# ---- Tokens --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,9 +176,6 @@ def test_nothing_of_a_source_is_run(tmp_path):
     call = f"__import__('pathlib').Path({str(trap)!r}).touch() or 2048"
     log = read(tmp_path, foreign(f"import torch\nbatch_size = {call}\n"))
     assert log.tokens_until(1) is None and not trap.exists()
-
-
-# ---- Folders -------------------------------------------------------------------------
 
 
 def write_logs(root: Path, files: dict[str, str]) -> None:
@@ -284,9 +275,6 @@ def test_a_script_stands_for_a_folder_whose_logs_have_no_source(tmp_path):
     assert public.source_of(str(tmp_path)) == SOURCE
 
 
-# ---- Curves --------------------------------------------------------------------------
-
-
 def test_curves_of_logs_without_times_are_drawn_where_they_can(tmp_path, capsys):
     for letter in "AF":
         (tmp_path / f"{letter}.txt").write_text(FORMATS[letter][1])
@@ -322,9 +310,6 @@ def test_curves_leave_out_what_is_not_finite(tmp_path, capsys):
     assert "1 of 2 files are not used" in err and png.exists()
     row = json.loads(out)[-1]
     assert (row["target"], row["seconds"], row["reached"], row["n"]) == (3.28, None, 0, 1)
-
-
-# ---- Bad input -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

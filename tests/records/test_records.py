@@ -76,9 +76,6 @@ def since(first):
 early = records(EARLY)
 
 
-# The lineage
-
-
 def test_each_record_names_its_parent_in_claim_and_docstring():
     assert [folder.name.partition("_")[2] for folder in FOLDERS] == LINEAGE
     claims = table.find_records(REPO / "records")
@@ -145,9 +142,6 @@ def test_a_step_can_be_dealt_to_1_2_4_or_8_ranks(script, preset):
     assert script.parse_args(["--preset", preset]).sequences_per_step % 8 == 0
 
 
-# The published configuration
-
-PUBLISHED = {  # field: its value in each early record, None where it has no such field
     "num_iterations": (5100, 4578, 1390, 1395, 1770, 1770),
     "sequences_per_step": (512, 512, 8, 8, 8, 8),
     "seq_lens": ((1024,), (1024,), (65_536,), (65_536,), (49_152,), (49_152,)),
@@ -226,9 +220,6 @@ def test_rates_momentum_and_windows_follow_the_published_schedules(number, scrip
         assert changes == [(step, 1) for step in GROWTH[number]]
 
 
-# The model
-
-LENGTH = 3 * BLOCK  # a window of two blocks hides something, of one more
 # In units of a gradient's largest entry: fp32 sums in another order through five layers and back,
 # those for a lambda of some 10,000 products that cancel.
 FP32 = 1e-4
@@ -505,33 +496,6 @@ def test_the_first_records_run_in_bf16_by_autocast(number, script, monkeypatch):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-# The first loss
-
-
-def of_published_vocabulary(script, **changes):
-    """A tiny model as a run begins with it, but for the public number of tokens."""
-    record = script.Hyperparameters()
-    cfg = tiny(
-        script, vocab_size=record.vocab_size, eot_token=record.eot_token, vocab_multiple=128,
-        **changes,
-    )  # fmt: skip
-    model = script.GPT(cfg)
-    model.init_weights(torch.Generator().manual_seed(0))
-    return model
-
-
-@records(range(2, 12))
-def test_a_head_of_zeros_begins_at_the_log_of_the_padded_vocabulary(number, script):
-    model = of_published_vocabulary(script)
-    inputs, _ = random_batch(0, rows=1, length=BLOCK)
-    with torch.no_grad():
-        loss = model(inputs, inputs.long()).item() / BLOCK
-        logits = model.logits(model.hidden(inputs)[0, :2])
-    assert loss == pytest.approx(math.log(50_304), rel=1e-6)
-    assert loss == pytest.approx(10.8258, abs=5e-5)
-    assert (logits == (15 if number >= 4 else 0)).all()
-
-
 @early
 def test_every_matrix_begins_with_the_published_distribution(number, script):
     model = script.GPT(tiny(script, model_dim=128, num_layers=2))
@@ -552,9 +516,6 @@ def test_every_matrix_begins_with_the_published_distribution(number, script):
             assert (x == 1).all()
         else:
             assert x.tolist() == ([0.5, 0.5] if "attn" in name else [1, 0]), name
-
-
-# A step
 
 
 def published_rate(number, name, p):
@@ -665,9 +626,6 @@ def test_gradients_are_of_mean_losses(number, script):
         torch.testing.assert_close(param.grad, expected.grad)
 
 
-# Ranks
-
-
 class Exchange:
     """The collectives between ranks that are threads of this process, in place of torch's.
 
@@ -738,16 +696,6 @@ def test_ranks_together_step_as_one_does(number, script, monkeypatch):
             _, taken = steps_of_a_rank(script, cfg, [], future.result()[1])
             for name, values in taken.items():
                 torch.testing.assert_close(values, whole[name], rtol=1e-9, atol=1e-12)
-
-
-# The scripts as a user runs them
-
-
-def test_a_wrong_flag_ends_in_one_line_and_2(script, capsys):
-    assert script.main(["--preset", "pocket", "--head_dim", "6"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == "train_gpt.py: error: --head_dim 6: must be a multiple of 4\n"
 
 
 def test_it_trains_two_steps_of_the_pocket(

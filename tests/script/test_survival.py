@@ -281,7 +281,7 @@ def nan_from(rule_name, when, rank):
 
 
 def drift(rank):
-    """On rank 1 one bit of one weight is another before the validation at step 6."""
+    """On rank 1 one bit of one weight is another before it is saved at step 6."""
     check_weights = train_gpt.Run.check_weights
 
     def check_after_flip(run, step):
@@ -304,7 +304,7 @@ FULL_DISK = ["step-000004.pt", "File too large", "--resume auto"]
 @pytest.mark.parametrize("nproc, fault, said, saved", [
     (2, partial(at_step, 5, 1, minus_infinity), ["step 5: the loss is -inf on rank 1; "], [2, 4]),
     (2, drift, ["step 6: mlp: the ranks' weights have drifted apart\n"], [2, 4]),
-    # What an update leaves is seen before it is saved, and at the end.
+    # What an update leaves is seen before it is saved, and in the last validation.
     (1, partial(nan_from, "adam_update", 5), ["step 6: ", NOT_FINITE], [2, 4]),
     (1, partial(nan_from, "muon_update", STEPS - 1), [f"step {STEPS}: ", NOT_FINITE], [6, 8]),
     (1, partial(at_step, 3, 0, fill_disk), FULL_DISK, [2]),
@@ -313,7 +313,7 @@ FULL_DISK = ["step-000004.pt", "File too large", "--resume auto"]
 def test_what_goes_wrong_ends_the_run_in_one_line_and_is_never_saved(
     start, whole, nproc, fault, said, saved
 ):
-    run = start(*AUTO, nproc=nproc, fault=fault)
+    run = start(*AUTO, "--val_every", 0, nproc=nproc, fault=fault)
     assert run.wait() == [2] * nproc
     assert run.err().count("\n") == 1 and all(words in run.err() for words in said), run.err()
     assert run.saved() == saved and len(list(run.folder.iterdir())) == 1 + len(saved)

@@ -142,6 +142,7 @@ def test_a_step_can_be_dealt_to_1_2_4_or_8_ranks(script, preset):
     assert script.parse_args(["--preset", preset]).sequences_per_step % 8 == 0
 
 
+PUBLISHED = {  # field: its value in each early record, None where it has no such field
     "num_iterations": (5100, 4578, 1390, 1395, 1770, 1770),
     "sequences_per_step": (512, 512, 8, 8, 8, 8),
     "seq_lens": ((1024,), (1024,), (65_536,), (65_536,), (49_152,), (49_152,)),
@@ -220,6 +221,7 @@ def test_rates_momentum_and_windows_follow_the_published_schedules(number, scrip
         assert changes == [(step, 1) for step in GROWTH[number]]
 
 
+LENGTH = 3 * BLOCK  # a window of two blocks hides something, of one more
 # In units of a gradient's largest entry: fp32 sums in another order through five layers and back,
 # those for a lambda of some 10,000 products that cancel.
 FP32 = 1e-4

@@ -6,7 +6,6 @@
     python tests/bench.py busy [--num_iterations 100]   times by threads, idle and with a core taken
     python tests/bench.py phases                        where a step's time goes
     python tests/bench.py profile [--preset record]     a few steps by operator, with a trace
-    python tests/bench.py scaling                       cost by tokens, length and width
     python tests/bench.py gpu                           steps, memory, kernels, tests on this GPU
     python tests/bench.py kernels [--script FILE]       the same modelled, without a GPU
     python tests/bench.py memory [--script FILE]        a GPU's memory, counted without one
@@ -283,56 +282,6 @@ def profile(args, flags):
     say(f"{file}, for chrome://tracing or ui.perfetto.dev")
 
 
-# ---- scaling: forward and backward passes, and optimizer steps, of the pocket's model ----
-def matrix_parameters(model):
-    """Parameters that take part in matrix products: hidden matrices and the head."""
-    hidden = sum(p.numel() for p in model.blocks.parameters() if p.ndim >= 2)
-    return hidden + model.lm_head.weight.numel()
-
-
-def time_steps(rows, length, *flags):
-    """A model, us a token of its passes, ms of its optimizer steps, on rows of random tokens."""
-    cfg = train_gpt.parse_args([
-        "--preset", "pocket", "--device", "cpu", "--sequences_per_step", str(rows),
-        "--sequences_per_forward", str(rows), "--seq_lens", str(length), *map(str, flags)])
-    ranks = train_gpt.Ranks(cfg)
-    model, optimizers = train_gpt.build(cfg, ranks)
-    tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=(rows, length + 1))
-    batch = train_gpt.to_batch(tokens, ranks.device)
-    first_two = [train_gpt.schedule(step, cfg) for step in (0, 1)]  # Adam rests in the first
-    us, ms = [], []
-    for _ in range(6):  # the first one warms up
-        start = time.perf_counter()
-        train_gpt.accumulate_gradients(model, [batch], first_two[0])
-        middle = time.perf_counter()
-        for now in first_two:
-            train_gpt.step_optimizers(optimizers, now, rows)
-        end = time.perf_counter()
-        us.append(1e6 * (middle - start) / (rows * length))
-        ms.append(1e3 * (end - middle) / 2)
-    return model, spread(us[1:], 2), spread(ms[1:], 2)
-
-
-def scaling(args, flags):
-    """Print time per token by the number of tokens, by sequence length and by parameters."""
-    sizes = [1024 * 4**n for n in range(4)]
-    header = ["forward and backward, us a token", "optimizers, ms a step"]
-    say("one step of the pocket first: main also says how memory is kept ...")
-    run_here(["--num_iterations", "1", *LITTLE_VALIDATION])
-    for title, shapes in (
-        ("tokens a step, in sequences of 1,024", [(size // 1024, 1024) for size in sizes]),
-        ("tokens a sequence, one a step", [(1, size) for size in sizes]),
-    ):
-        rows = [[f"{math.prod(shape):,}", *time_steps(*shape, *flags)[1:]] for shape in shapes]
-        print_table([title, *header], rows)
-        say()
-    rows = []
-    for dim in (128, 192, 256, 384, 512):
-        model, *times = time_steps(8, 512, "--model_dim", dim, *flags)
-        rows.append([f"{matrix_parameters(model) / 1e6:.2f}", *times])
-    print_table(["millions of parameters in matrix products", *header], rows)
-
-
 # ---- gpu: the record's step on synthetic documents ----
 class Both(io.TextIOBase):
     """A stream that is kept in a file too."""
@@ -350,7 +299,7 @@ class Both(io.TextIOBase):
 def gpu(args, flags):
     """Measure the record on this GPU, then run its tests. A part that fails stops no other."""
     if not torch.cuda.is_available():
-        raise train_gpt.UserError("torch finds no CUDA device; `phases` and `scaling` run on a "
+        raise train_gpt.UserError("torch finds no CUDA device; `phases` runs on a "
                                   "CPU, `kernels` and `memory` model a GPU")
     end = time.monotonic() + GPU_SECONDS
     train_gpt.parse_args(flags)  # a wrong flag ends here
@@ -404,6 +353,12 @@ def write_documents(path, num_tokens, cfg):
     tokens = random.integers(cfg.eot_token, size=num_tokens)
     tokens[starts[starts < num_tokens]] = tokens[0] = cfg.eot_token
     write_shard(path, tokens)
+
+
+def matrix_parameters(model):
+    """Parameters that take part in matrix products: hidden matrices and the head."""
+    hidden = sum(p.numel() for p in model.blocks.parameters() if p.ndim >= 2)
+    return hidden + model.lm_head.weight.numel()
 
 
 def measure_run(run, cfg):
@@ -545,7 +500,7 @@ def memory(args, flags):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    all_commands = pocket, busy, phases, profile, scaling, gpu, kernels, memory
+    all_commands = pocket, busy, phases, profile, gpu, kernels, memory
     commands = {command.__name__: command for command in all_commands}
     parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, default=5, help="of pocket, busy: seeds, from 0 up")

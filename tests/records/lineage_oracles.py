@@ -4,13 +4,6 @@ They say what those records compute, for tests to hold a script to: no script is
 Source: the logs that the public record table links, https://github.com/KellerJordan/modded-nanogpt
 at f411b3d3, read as formulas; all casts to bf16, fp8 and fp32 are left out.
 
-    station = dataclasses.replace(STATIONS[40], model_dim=32, head_dim=16, vocab_size=272, …)
-    weights = initial_parameters(station, torch.Generator().manual_seed(0))
-    state = optimizer_state(station, weights)
-    lengths = [seq_len(station, step) for step in range(total_steps(station))]
-    for step, streams in enumerate(streams_of(station, shards, lengths)):
-        training_step(station, weights, state, streams, step)
-
 A station's constants are the fields of its entry in STATIONS, sizes among them; where records
 differ in a formula, a function asks for the station's number. Weights are dicts of tensors by
 their public names, in their public shapes, which `parameter_shapes` gives. In the comments:

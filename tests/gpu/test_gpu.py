@@ -21,23 +21,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 ON_HOST = torch.cuda.is_available() and "standing in" in torch.cuda.get_device_name()
 SMALL = dataclasses.replace(
-    train_gpt.Hyperparameters(),
-    vocab_size=1000,
-    eot_token=999,
-    model_dim=256,
-    attention_pattern="LS.L",
-    value_embed_pattern="0..0",
-    skip_layer=0,
-    backout_layer=2,
-    seq_lens=(3072,),
-    val_seq_len=4096,
-    val_tokens=8192,
-    val_every=3,
-    num_iterations=16,
-    extension_steps=1,
-    sequences_per_step=2,
+    train_gpt.Hyperparameters(), vocab_size=1000, eot_token=999, model_dim=256,
+    attention_pattern="LS.L", value_embed_pattern="0..0", skip_layer=0, backout_layer=2,
+    seq_lens=(3072,), val_seq_len=4096, val_tokens=8192, val_every=3, num_iterations=16,
+    extension_steps=1, sequences_per_step=2, head_chunks=1,
     warmup_steps=2,  # Adam steps at the second
-    head_chunks=1,
 )
 if ON_HOST:  # its kernels are interpreted
     SMALL = dataclasses.replace(
@@ -61,9 +49,7 @@ def relative_error(x, reference):
 def one_rank(device):
     """This process alone, without torchrun's variables."""
     ranks = object.__new__(train_gpt.Ranks)
-    ranks.rank = 0
-    ranks.world_size = 1
-    ranks.device = torch.device(device)
+    vars(ranks).update(rank=0, world_size=1, device=torch.device(device))
     return ranks
 
 
@@ -151,8 +137,7 @@ def test_the_fp8_head_is_near_the_bf16_head():
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8")
     losses, grads = losses_and_gradients("cuda", SMALL)
-    bf16_cfg = dataclasses.replace(SMALL, fp8_head=False)
-    bf16_losses, _ = losses_and_gradients("cuda", bf16_cfg)
+    bf16_losses, _ = losses_and_gradients("cuda", dataclasses.replace(SMALL, fp8_head=False))
     torch.testing.assert_close(losses, bf16_losses, rtol=5e-3, atol=0)
     assert all(grad.isfinite().all() for grad in grads.values())
     # The published scales are those of the record's width.
@@ -199,28 +184,44 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path,
     assert steps == cfg.num_iterations - 1, "all but the first, which is told one step late"
 
 
-def changes_by_noise(weights, device, dtype):
-    """Of all weights, which are fp32, in steps on gradients of noise; Newton-Schulz in dtype."""
-    model = train_gpt.GPT(SMALL).to(device)
-    model.load_state_dict(weights)
-    optimizers = train_gpt.build_optimizers(model, SMALL, one_rank(device))
-    generator = torch.Generator().manual_seed(1)
-    last = SMALL.num_iterations // 2 * 2 - 1
-    for step in (0, 1, last - 1, last):  # the head is tied, then not; Adam steps at odd ones
+def step_by_noise(optimizers, cfg, ranks=(0,)):
+    """Steps on gradients of noise, which is summed over these ranks.
+
+    The head is tied in the first two steps, then not, and Adam steps at odd ones.
+    """
+    last = cfg.num_iterations // 2 * 2 - 1
+    for step in (0, 1, last - 1, last):
         for optimizer in optimizers:
-            if isinstance(optimizer, train_gpt.Muon):
-                optimizer.dtype = dtype
-            noise = torch.randn(optimizer.grads.shape, generator=generator)
-            optimizer.grads += noise.to(device)
-        train_gpt.step_optimizers(optimizers, train_gpt.schedule(step, SMALL), 1)
-    return {name: param.detach().cpu() - weights[name] for name, param in model.named_parameters()}
+            for rank in ranks:
+                generator = torch.Generator().manual_seed(2 * step + rank)
+                noise = torch.randn(optimizer.numel, generator=generator)
+                optimizer.grads[: optimizer.numel] += noise.to(optimizer.grads)
+        train_gpt.step_optimizers(optimizers, train_gpt.schedule(step, cfg), 2)
+    assert not any(optimizer.grads.any() for optimizer in optimizers)
+
+
+def changes_by_noise(model, cfg, dtype=torch.float32):
+    """How much each weight changes in such steps, with Newton-Schulz in dtype."""
+    model.zero_grad()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizers = train_gpt.build_optimizers(model, cfg, one_rank(model.windows.device))
+    for optimizer in optimizers:
+        if isinstance(optimizer, train_gpt.Muon):
+            optimizer.dtype = dtype
+    step_by_noise(optimizers, cfg)
+    return {name: (param - before[name]).cpu() for name, param in model.named_parameters()}
 
 
 def test_a_step_of_the_optimizers_is_as_near_to_fp32_as_the_cpus_in_bf16():
     weights = {name: x.clone() for name, x in build("cpu")[0].state_dict().items()}
-    cuda = changes_by_noise(weights, "cuda", torch.bfloat16)
-    low = changes_by_noise(weights, "cpu", torch.bfloat16)
-    for name, change in changes_by_noise(weights, "cpu", torch.float32).items():
+    runs = [("cuda", torch.bfloat16), ("cpu", torch.bfloat16), ("cpu", torch.float32)]
+    changes = []
+    for device, dtype in runs:
+        model = train_gpt.GPT(SMALL).to(device)
+        model.load_state_dict(weights)
+        changes.append(changes_by_noise(model, SMALL, dtype))
+    cuda, low, reference = changes
+    for name, change in reference.items():
         # Small matrices have small singular values, which bf16 moves most.
         allowed = max(2 * BF16_ERROR, 1.5 * relative_error(low[name], change))
         assert relative_error(cuda[name], change) < allowed, name

@@ -15,11 +15,12 @@ import socket
 import subprocess
 import sys
 
+import host_gpu
 import numpy as np
 import pytest
 import torch
 from conftest import REPO
-from test_gpu import one_rank, relative_error
+from test_gpu import ON_HOST, changes_by_noise, one_rank, relative_error, step_by_noise
 
 import train_gpt
 
@@ -40,54 +41,10 @@ MUON_RTOL = 1e-3  # five quintic iterations amplify these
 @pytest.fixture(autouse=True)
 def on_the_host():
     """sm_90 and no compiled code at first."""
-    if not torch.cuda.get_device_name().startswith("host standing in for "):
+    if not ON_HOST:
         pytest.skip("its tolerances are the host's; test_gpu.py is for this GPU")
-    use_card("sm_90")
+    host_gpu.use_card("sm_90")
     torch._dynamo.reset()
-
-
-def use_card(name):
-    import host_gpu
-
-    host_gpu.use_card(name)
-
-
-# ---- the instrument itself --------------------------------------------------
-
-
-def test_the_interpreter_rounds_reduces_and_scans_as_torch_does():
-    """Kernels made of what it lacks by itself; on the CPU the same functions are not compiled."""
-    generator = torch.Generator().manual_seed(0)
-    x = 3 * torch.randn(8, 64, generator=generator)
-
-    def rounded(x):
-        types = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-        return [x.to(dtype) for dtype in types]
-
-    def computed(x):
-        return x.var(-1), x.argmax(-1), x.cumsum(-1), x.exp().log1p(), x.softmax(-1), x.rsqrt()
-
-    compiled = torch.compile(lambda x: (rounded(x), computed(x)), dynamic=False)
-    bits, values = compiled(x.cuda())
-    for found, reference in zip(bits, rounded(x)):
-        assert torch.equal(found.cpu().float(), reference.float())
-    for found, reference in zip(values, computed(x)):
-        torch.testing.assert_close(found.cpu(), reference, rtol=1e-5, atol=1e-6, equal_nan=True)
-
-
-def test_accesses_outside_of_the_memory_are_errors_and_new_memory_is_nan():
-    from host_gpu.interpreter import Bounds
-
-    x = torch.ones(8, device="cuda")
-    y = torch._C._dynamo.guards._empty_strided_cuda((3,), (1,), torch.float32)
-    assert y.isnan().all()
-    bounds = Bounds("kernel", [x, 3])
-    addresses = np.array([x.data_ptr() + 4 * i for i in range(9)], np.uint64)
-    bounds.check("reads", addresses[:8], np.ones(8, bool), 4)
-    bounds.check("reads", addresses, np.arange(9) < 8, 4)
-    for outside, width in ((addresses, 4), (addresses[:8], 8), (addresses - np.uint64(4), 4)):
-        with pytest.raises(IndexError, match="kernel reads outside"):
-            bounds.check("reads", outside, np.ones(len(outside), bool), width)
 
 
 # ---- a step: loss, gradients, optimizers ------------------------------------
@@ -129,20 +86,13 @@ def in_fp32(model, cfg):
 
 
 def make_batch(cfg, rows=1):
-    """Inputs and targets: two documents begin within the last block, and the last has no targets.
-
-    The blocks before it are of one document, so that some are seen whole.
-    """
+    """Two documents begin within the last block; those before it are of one, and seen whole."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(cfg.eot_token, (rows, max(cfg.seq_lens) + 1), generator=generator)
     tokens[:, [300, 340]] = cfg.eot_token
     targets = tokens[:, 1:].clone()
     targets[:, -3:] = -1
     return tokens[:, :-1].int(), targets
-
-
-def plain(name):
-    return name.removeprefix("_orig_mod.")
 
 
 def set_window(model, window):
@@ -152,23 +102,20 @@ def set_window(model, window):
 
 def losses_and_gradients(model, batch, window):
     """Of three targets a token: the loss that is minimised, and the next token's."""
-    device = model.windows.device
     set_window(model, window)
     model.zero_grad()
-    batch = [x.to(device) for x in batch]
+    batch = [x.to(model.windows.device) for x in batch]
     losses = train_gpt.accumulate_gradients(model, [batch], train_gpt.schedule(0, TINY))
-    grads = {plain(name): param.grad.cpu().clone() for name, param in model.named_parameters()}
-    return losses.cpu(), grads
+    return losses.cpu(), {name: p.grad.cpu().clone() for name, p in model.named_parameters()}
 
 
 def errors_of(grads, reference):
-    """Relative errors by name. A scalar's gradient is a sum of terms that may nearly cancel, and
-    its error is that of the terms: it is held to the largest of the scalars'."""
+    """Relative, by name. A scalar's is of the largest scalar's: its sum's terms may cancel."""
     of_scalars = max(x.norm() for x in reference.values() if x.ndim < 2)
     errors = {}
     for name, x in reference.items():
-        size = x.norm() if x.ndim >= 2 else of_scalars
-        errors[name] = ((grads[name].double() - x.double()).norm() / size).item()
+        error = (grads[name].double() - x.double()).norm()
+        errors[name] = (error / (x.norm() if x.ndim >= 2 else of_scalars)).item()
     return errors
 
 
@@ -181,67 +128,23 @@ def assert_same_step(gpu, cpu, batch, window):
     return losses
 
 
-# Adam takes both gradients at the second step. The head is tied in the first two steps, and most
-# lambdas rest in the last two.
-OPTIMIZER_STEPS = (0, 1, 8, 9)
-
-
-def step_by_noise(optimizers, ranks):
-    """Steps on gradients of noise, which is summed over these ranks."""
-    for step in OPTIMIZER_STEPS:
-        for optimizer in optimizers:
-            for rank in ranks:
-                generator = torch.Generator().manual_seed(2 * step + rank)
-                noise = torch.randn(optimizer.numel, generator=generator)
-                optimizer.grads[: optimizer.numel] += noise.to(optimizer.grads)
-        now = train_gpt.schedule(step, TINY)
-        train_gpt.step_optimizers(optimizers, now, 2)
-    assert not any(optimizer.grads.any() for optimizer in optimizers)
-
-
-def changes_by_noise(model):
-    """How much each weight changed in such steps, in fp32."""
-    model.zero_grad()
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizers = train_gpt.build_optimizers(model, TINY, one_rank(model.windows.device))
-    for optimizer in optimizers:
-        if isinstance(optimizer, train_gpt.Muon):
-            optimizer.dtype = torch.float32
-    step_by_noise(optimizers, [0])
-    return {plain(name): param - before[name] for name, param in model.named_parameters()}
-
-
 @pytest.mark.slow
 def test_a_step_in_fp32_is_that_of_the_cpu():
     """Forward, backward and both optimizers: attention, norms, embeddings, head and loss."""
     cpu = make_model(TINY)
     gpu = in_fp32(cpu, TINY)
     assert_same_step(gpu, cpu, make_batch(TINY), window=2)
-    changes = changes_by_noise(gpu)
-    for name, change in changes_by_noise(cpu).items():
-        is_matrix = name.startswith("blocks") and change.ndim >= 2
-        rtol = MUON_RTOL if is_matrix else FP32_RTOL
+    changes = changes_by_noise(gpu, TINY)
+    for name, change in changes_by_noise(cpu, TINY).items():
+        rtol = MUON_RTOL if name.startswith("blocks") and change.ndim >= 2 else FP32_RTOL
         assert change.any(), name
         assert relative_error(changes[name], change) < rtol, name
-
-
-def test_uncompiled_the_model_is_that_of_the_cpu():
-    """As for what is no training: of any length, by dense masks."""
-    cpu = make_model(TINY).eval()
-    gpu = train_gpt.GPT(TINY).to("cuda").eval()
-    gpu.load_state_dict(cpu.state_dict())
-    inputs = make_batch(TINY)[0][:, :333]
-    with torch.no_grad():
-        logits = gpu.logits(gpu.hidden(inputs.to("cuda")))
-        cpu_logits = cpu.logits(cpu.hidden(inputs))
-    assert logits.shape == (1, 333, 272)
-    assert relative_error(logits, cpu_logits) < FP32_RTOL
 
 
 @pytest.mark.slow
 def test_windows_chunks_rows_and_a_small_card_change_nothing():
     """A card of less shared memory, two rows, two head chunks; all windows take one graph."""
-    use_card("sm_86")
+    host_gpu.use_card("sm_86")
     cfg = dataclasses.replace(TINY, head_dim=32, sequences_per_forward=2)
     cpu = make_model(cfg)
     gpu = in_fp32(cpu, cfg)
@@ -267,7 +170,7 @@ def test_a_step_in_few_bits_is_as_near_to_fp32_as_the_cpus_in_the_same(fp8, monk
     assert gpu.lm_head.use_fp8 == fp8
     same_types = copy.deepcopy(cpu)
     same_types.lm_head.use_fp8 = fp8
-    types = {plain(name): p.dtype for name, p in gpu.named_parameters()}
+    types = {name: p.dtype for name, p in gpu.named_parameters()}
     for (name, low), reference in zip(same_types.named_parameters(), cpu.parameters()):
         low.data = low.data.to(types[name])
         reference.data = low.data.float()  # as the GPU has them
@@ -283,9 +186,6 @@ def test_a_step_in_few_bits_is_as_near_to_fp32_as_the_cpus_in_the_same(fp8, monk
         names = [name for name, x in cpu_grads.items() if (x.ndim >= 2) == of_matrices]
         worst, low_worst = (max(each[name] for name in names) for each in (errors, low_errors))
         assert worst < 1.5 * low_worst, (errors, low_errors)
-
-
-# ---- validation -------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -394,8 +294,7 @@ def run_rank(path):
     """What each rank's process does: steps on gradients of its own, then it saves."""
     ranks = train_gpt.Ranks(dataclasses.replace(TINY, device="cuda"))
     model = make_model(TINY).to(ranks.device)
-    optimizers = train_gpt.build_optimizers(model, TINY, ranks)
-    step_by_noise(optimizers, [ranks.rank])
+    step_by_noise(train_gpt.build_optimizers(model, TINY, ranks), TINY, [ranks.rank])
     name = ranks.on_rank_0(lambda: f"of rank {ranks.rank}")
     torch.save((name, ranks.world_size, model.cpu().state_dict()), f"{path}-{ranks.rank}")
 
@@ -406,21 +305,19 @@ def test_two_ranks_step_like_one_on_the_sum_of_their_gradients(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, REPO / "tests" / "gpu" / "host_gpu", __file__, tmp_path / "rank"]
-    group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                 GLOO_SOCKET_IFNAME="lo", LOCAL_RANK="0")
-    path = os.pathsep.join(filter(None, sys.path))
-    processes = []
-    for rank in range(2):
-        environment = os.environ | group | dict(RANK=str(rank), PYTHONPATH=path)
-        processes.append(subprocess.Popen(command, env=environment))
+    group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK="0",
+                 GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    processes = [
+        subprocess.Popen(command, env=os.environ | group | dict(RANK=str(rank)))
+        for rank in range(2)
+    ]
     try:
         assert [process.wait(600) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
     model = make_model(TINY).to("cuda")
-    optimizers = train_gpt.build_optimizers(model, TINY, one_rank("cuda"))
-    step_by_noise(optimizers, range(2))
+    step_by_noise(train_gpt.build_optimizers(model, TINY, one_rank("cuda")), TINY, range(2))
     for rank in range(2):
         name, world_size, state = torch.load(f"{tmp_path}/rank-{rank}")
         assert (name, world_size) == ("of rank 0", 2)

@@ -1,7 +1,4 @@
-"""pytest -p host_gpu.plugin: a session whose CUDA device is the host, from before torch is there.
-
-The ordinary session starts one (session.py).
-"""
+"""pytest -p host_gpu.plugin: a session whose CUDA device is the host, before torch is there."""
 
 import json
 import os
@@ -12,9 +9,7 @@ from host_gpu.session import REPORTS
 host_gpu.install("sm_90")
 
 
-class Reporter:
-    """Writes each report for the ordinary session."""
-
+class Reporter:  # for the ordinary session
     def __init__(self, path: str, config):
         self.path, self.config = path, config
 

@@ -168,10 +168,10 @@ def test_validation_tokens_are_the_first_ones_and_one_more(tmp_path, write_shard
 
 def test_the_digest_tells_data_apart(tmp_path, write_shard):
     """By names, sizes and first MiB of the shards; where the folder lies does not matter."""
-    def digest(name, parts, edit=None):
+    def digest(name, parts, edit=None, stem=""):
         (tmp_path / name).mkdir()
         for index, part in enumerate(parts):
-            write_shard(tmp_path / name / f"{index}.bin", part)
+            write_shard(tmp_path / name / f"{stem}{index}.bin", part)
         if edit:
             with (tmp_path / name / "0.bin").open("r+b") as file:
                 file.seek(edit)
@@ -182,8 +182,9 @@ def test_the_digest_tells_data_apart(tmp_path, write_shard):
     first = digest("first", parts)
     assert len(first) == 16 and first == digest("moved", parts) == digest("late", parts, 2**20)
     others = [digest("swapped", parts[::-1]), digest("fewer", parts[:1]),
-              digest("edited", parts, 2**20 - 2), digest("longer", [np.zeros(600_001), parts[1]])]
-    assert len({first, *others}) == 5
+              digest("edited", parts, 2**20 - 2), digest("longer", [np.zeros(600_001), parts[1]]),
+              digest("renamed", parts, stem="a")]
+    assert len({first, *others}) == 6
 
 
 # Bad input

@@ -5,7 +5,13 @@ operators are the CPU's (device.cpp); `torch.cuda` and Triton's driver answer as
 would (stand_ins.py, cards.py); so Dynamo, AOTAutograd and Inductor make the very kernels that the
 card would get, and Triton's interpreter, made fit for them, executes these (interpreter.py).
 
-`install` cannot be undone, so it lives in processes of its own, before torch is imported:
+    import host_gpu
+    host_gpu.obstacle()                      # why there can be none here, or None; imports no torch
+    host_gpu.install("sm_90")                # before torch is imported; it cannot be undone
+    host_gpu.install("sm_90", execute=False) # kernels shall be compiled only: no interpreter
+    host_gpu.use_card("sm_86")               # from here on the device is that card
+
+As it cannot be undone, it lives in processes of its own:
 
     python tests/gpu/host_gpu train_gpt.py --preset pocket --device cuda …
     PYTHONPATH=tests/gpu python -m pytest -p host_gpu.plugin -m gpu …

@@ -5,8 +5,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A GPU in bytes, by the CUDA C++ Programming Guide ("Technical Specifications per Compute
-    Capability") and NVIDIA's data sheet of the card."""
+    """A GPU as torch, Inductor and Triton ask about it.
+
+    Sizes in bytes. Shared memory and threads: CUDA C++ Programming Guide, "Technical
+    Specifications per Compute Capability"; the other numbers: NVIDIA's data sheet of the card.
+    """
 
     model: str
     capability: tuple[int, int]
@@ -18,7 +21,13 @@ class Card:
     @property
     def name(self) -> str:
         """What torch.cuda.get_device_name says: never to be taken for the card itself."""
-        return f"host standing in for {'a' if self.model == 'B200' else 'an'} {self.model}"
+        article = "an" if self.model[0] in "AHR" else "a"
+        return f"host standing in for {article} {self.model}"
+
+    @property
+    def arch(self) -> int:
+        """The compute capability as Triton writes it, 90 for sm_90."""
+        return 10 * self.capability[0] + self.capability[1]
 
 
 KIB, GIB = 2**10, 2**30

@@ -1,8 +1,11 @@
 // CUDA's device 0, made of the host: its memory is the host's, its operators are the CPU's.
 //
-// Only where CUDA's kernel of an operator would be looked up, `run_on_host` hands the same bytes to
-// the CPU's. Inductor's Triton kernels get the tensors' addresses. Loaded before torch is imported,
-// since torch looks up CUDA's hooks once.
+// A tensor of this device has the dispatch keys, and thus takes the ways through autograd, Dynamo
+// and Inductor, of one on a GPU. Only at the very end, where CUDA's kernel of an operator would be
+// looked up, `run_on_host` hands the same bytes to the CPU's kernel. What Inductor compiles does
+// not come here: its Triton kernels get the tensors' addresses.
+//
+// Loaded before torch is imported, since torch looks up CUDA's hooks once.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
@@ -226,7 +229,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 // For ctypes: torch.cuda.set_sync_debug_mode("error").
 extern "C" void host_gpu_make_waits_errors(int errors) { waits_are_errors = errors != 0; }
 
-// For ctypes: collectives are gloo's, on the CPU's twins. Torch warns, so not in all processes.
+// For ctypes: collectives are gloo's, in the place of NCCL's, on the CPU's twins of the tensors.
+// Torch warns that its own are overridden, so this is for processes that have others beside them.
 extern "C" void host_gpu_hand_collectives_to_gloo() {
   static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::CUDA, __FILE__, 0);
   for (const char* name : {"allreduce_", "broadcast_", "_reduce_scatter_base_", "_allgather_base_"})

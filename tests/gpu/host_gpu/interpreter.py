@@ -4,11 +4,14 @@ What it lacks, and what is put in its place:
 
 - bf16 is cut off instead of rounded, products of bf16 and FP8 multiply the bits: torch converts;
 - libdevice, the maths that Inductor calls, is empty: NumPy's functions;
-- a reduction with a combine function of its own goes element by element: by halves, and the only
-  scan that there is, a cumsum, by NumPy;
+- a reduction or scan with a combine function of its own goes element by element: by halves;
 - arguments are copied to the host and back, the language is patched at every launch: neither.
+
+And what a GPU would not tell: a kernel that reads or writes outside of the memory it was given
+ends in an error, and memory that nobody has written holds NaN.
 """
 
+import bisect
 import inspect
 import math
 import types
@@ -41,13 +44,20 @@ def install() -> None:
     InterpreterBuilder.cast_impl = cast
     InterpreterBuilder.create_fp_to_fp = lambda self, x, type, rounding: cast(self, x, type)
     InterpreterBuilder.create_dot = dot
+    InterpreterBuilder.binary_op = no_arithmetic_on_bits(InterpreterBuilder.binary_op)
+    InterpreterBuilder.unary_op = no_arithmetic_on_bits(InterpreterBuilder.unary_op)
+    InterpreterBuilder.create_masked_load = checked(InterpreterBuilder.create_masked_load, "reads")
+    InterpreterBuilder.create_masked_store = checked(
+        InterpreterBuilder.create_masked_store, "writes"
+    )
     interpreter.ReduceOps.generic_reduce = reduce_by_halves
-    interpreter.ScanOps.generic_scan = scan
+    interpreter.ScanOps.generic_scan = scan_by_doubling
     interpreter.GridExecutor.__call__ = launch
     for name, function in LIBDEVICE.items():
         setattr(libdevice, name, elementwise(function))
     patch_language_once()
     take_the_largest_blocks()
+    poison_new_memory()
 
 
 # ---- Numbers ----------------------------------------------------------------
@@ -82,6 +92,17 @@ def dot(self, a, b, accumulator, input_precision, max_num_imprecise_acc) -> Tens
     return TensorHandle(total, accumulator.dtype.scalar)
 
 
+def no_arithmetic_on_bits(operation):
+    """Inductor computes in fp32. Were that to change, the interpreter would add the bits."""
+
+    def guarded(self, x, *rest):
+        if x.dtype.scalar in NARROW:
+            raise NotImplementedError(f"arithmetic on {x.dtype}: unpack, compute and pack it here")
+        return operation(self, x, *rest)
+
+    return guarded
+
+
 def elementwise(function):
     """A function of libdevice by NumPy's. Booleans are its int32, as in CUDA's C."""
 
@@ -102,28 +123,50 @@ def as_tensor(handle: TensorHandle) -> tl.tensor:
     return tl.tensor(handle, tl.block_type(handle.dtype, list(handle.data.shape)))
 
 
-# ---- Reductions ---------------------------------------------------
+# ---- Reductions and scans ---------------------------------------------------
+
+
+def combine(operator, left: list, right: list, dtypes: list) -> list[np.ndarray]:
+    """The combine function of a kernel, on whole arrays at once."""
+    results = operator.combine_fn.fn(
+        *(as_tensor(TensorHandle(np.ascontiguousarray(x), t)) for x, t in zip(left, dtypes)),
+        *(as_tensor(TensorHandle(np.ascontiguousarray(x), t)) for x, t in zip(right, dtypes)),
+    )
+    results = results if isinstance(results, tuple) else (results,)
+    return [result.handle.data.astype(x.dtype) for result, x in zip(results, left)]
 
 
 def reduce_by_halves(self, inputs) -> list[tl.tensor]:
     """Combine the first half with the second until one is left, as a GPU does."""
     dtypes = [x.dtype.scalar for x in inputs]
+    shape = inputs[0].handle.data.shape
+    axis = self.axis or 0
+    arrays = [x.handle.data if self.axis is not None else x.handle.data.ravel() for x in inputs]
+    arrays = [np.moveaxis(x, axis, 0) for x in arrays]
+    while (size := len(arrays[0])) > 1:
+        left = [x[: size // 2] for x in arrays]  # sizes are powers of two in Triton
+        right = [x[size // 2 :] for x in arrays]
+        arrays = combine(self, left, right, dtypes)
+    arrays = [x[0] for x in arrays]
+    if self.keep_dims:
+        kept = [1] * len(shape) if self.axis is None else [*shape[:axis], 1, *shape[axis + 1 :]]
+        arrays = [x.reshape(kept) for x in arrays]
+    return [as_tensor(TensorHandle(np.asarray(x), t)) for x, t in zip(arrays, dtypes)]
+
+
+def scan_by_doubling(self, inputs) -> list[tl.tensor]:
+    """All prefixes: each with that which ends 1 before it, then 2, 4, …"""
+    dtypes = [x.dtype.scalar for x in inputs]
     arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
-    while (size := len(arrays[0])) > 1:  # a power of two in Triton
-        halves = [x[: size // 2] for x in arrays] + [x[size // 2 :] for x in arrays]
-        results = self.combine_fn.fn(
-            *(as_tensor(TensorHandle(np.ascontiguousarray(x), t))
-              for x, t in zip(halves, dtypes * 2)))
-        results = results if isinstance(results, tuple) else (results,)
-        arrays = [result.handle.data.astype(x.dtype) for result, x in zip(results, arrays)]
-    assert not self.keep_dims
-    return [as_tensor(TensorHandle(np.asarray(x[0]), t)) for x, t in zip(arrays, dtypes)]
-
-
-def scan(self, inputs) -> list[tl.tensor]:
-    (x,) = inputs
-    sums = np.cumsum(x.handle.data, self.axis, x.handle.data.dtype)
-    return [as_tensor(TensorHandle(sums, x.dtype.scalar))]
+    distance = 1
+    while distance < len(arrays[0]):
+        left = [np.roll(x, distance, axis=0) for x in arrays]  # its first ones are of no use
+        combined = combine(self, left, arrays, dtypes)
+        whole = [x[:distance] for x in arrays]
+        arrays = [np.concatenate([x, y[distance:]]) for x, y in zip(whole, combined)]
+        distance *= 2
+    arrays = [np.moveaxis(x, 0, self.axis) for x in arrays]
+    return [as_tensor(TensorHandle(x, t)) for x, t in zip(arrays, dtypes)]
 
 
 # ---- Launches ---------------------------------------------------------------
@@ -132,8 +175,10 @@ def scan(self, inputs) -> list[tl.tensor]:
 def launch(self, *arguments, **kwargs) -> None:
     """GridExecutor's call, on the tensors' own memory: that of the device is the host's."""
     names = inspect.getfullargspec(self.fn).args
-    kwargs = {k: v for k, v in kwargs.items() if k in names}
-    values = inspect.getcallargs(self.fn, *arguments, **kwargs)
+    values = inspect.getcallargs(
+        self.fn, *arguments, **{k: v for k, v in kwargs.items() if k in names}
+    )
+    Bounds.of_launch = Bounds(self.fn.__name__, values.values())
     values = {
         name: value if name in self.constexprs else interpreter._implicit_cvt(value)
         for name, value in values.items()
@@ -155,9 +200,11 @@ def patch_language_once() -> None:
 
 
 def take_the_largest_blocks() -> None:
-    """Of a kernel's configurations take that of the fewest programs: the interpreter's time.
+    """Of the configurations that a GPU would be timed with, take that of the fewest programs.
 
-    More rows still are put into a block where they divide all: no mask may have been left out.
+    All compute the same, and the interpreter's time goes by the program. Where a power of two more
+    of whole rows fits into a block than in any configuration, a block has these: a kernel's source
+    leaves its XBLOCK open, and one that divides the rows needs no mask that may have been left out.
     """
     from torch._inductor.runtime.hints import HeuristicType
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -179,3 +226,60 @@ def take_the_largest_blocks() -> None:
         return run(self, *args, **kwargs)
 
     CachingAutotuner.run = run_the_largest
+
+
+# ---- Memory -----------------------------------------------------------------
+
+
+class Bounds:
+    """The memory that a launch was given: the storages of its tensors."""
+
+    of_launch: "Bounds"
+
+    def __init__(self, kernel: str, arguments):
+        storages = [x.untyped_storage() for x in arguments if isinstance(x, torch.Tensor)]
+        ranges = sorted({(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages})
+        self.kernel = kernel
+        self.starts = np.array([start for start, _ in ranges], np.uint64)
+        self.ends = np.array([end for _, end in ranges], np.uint64)
+
+    def check(self, verb: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> None:
+        """Raise IndexError where an address that is not masked is in none of the storages."""
+        addresses = np.broadcast_to(pointers, np.broadcast_shapes(pointers.shape, mask.shape))
+        addresses = addresses[np.broadcast_to(mask.astype(bool), addresses.shape)]
+        if not addresses.size:
+            return
+        low, high = addresses.min(), addresses.max() + np.uint64(width)
+        at = bisect.bisect_right(self.starts, low) - 1
+        if at >= 0 and high <= self.ends[at]:
+            return  # all in one of them, as nearly always
+        at = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
+        outside = (at < 0) | (addresses + np.uint64(width) > self.ends[np.maximum(at, 0)])
+        if outside.any():
+            raise IndexError(f"{self.kernel} {verb} outside of its tensors: {outside.sum()} times")
+
+
+def checked(operation, verb: str):
+    """A masked load or store, of addresses that are looked at before."""
+
+    def access(self, pointers, *rest):
+        mask = rest[0 if verb == "reads" else 1]
+        width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        Bounds.of_launch.check(verb, pointers.data, mask.data, width)
+        return operation(self, pointers, *rest)
+
+    return access
+
+
+def poison_new_memory() -> None:
+    """Whatever generated code allocates begins as NaN, or -1: what is read must be written."""
+    guards = torch._C._dynamo.guards
+    allocate = guards._empty_strided_cuda
+
+    def allocate_poisoned(size, stride, dtype):
+        tensor = allocate(size, stride, dtype)
+        storage = tensor.untyped_storage()
+        tensor.new_empty(0, dtype=torch.uint8).set_(storage).fill_(255)
+        return tensor
+
+    guards._empty_strided_cuda = allocate_poisoned

@@ -14,8 +14,6 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("device.cpp")
-TORCH = Path(importlib.util.find_spec("torch").origin).parent  # which is not imported
-COMPILER = os.environ.get("CXX", "g++")
 TRITON = "3.7.1"  # what torch 2.13 pins for CUDA; requirements-dev.txt has the same
 
 
@@ -25,34 +23,51 @@ def cache_folder() -> Path:
     return Path(base) / "train_gpt" / "host_gpu"
 
 
+def torch_folder() -> Path:
+    """The installed torch, which is not imported."""
+    return Path(importlib.util.find_spec("torch").origin).parent
+
+
 @functools.cache
 def obstacle() -> str | None:
     """Why this machine cannot stand in for a GPU, in words for a skipped test; None if it can."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return "no host GPU: Triton's wheel is for Linux on x86-64"
-    if (TORCH / "lib" / "libtorch_cuda.so").exists():
+    if (torch_folder() / "lib" / "libtorch_cuda.so").exists():
         return "no host GPU: this torch is built for CUDA, which leaves no room for a stand-in"
-    found = [x.version for x in importlib.metadata.distributions(name="triton")]
-    if TRITON not in found:
+    try:
+        found = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found != TRITON:
         return f"no host GPU: pip install --no-deps triton=={TRITON} (found {found})"
-    if not shutil.which(COMPILER):
-        return f"no host GPU: no C++ compiler ({COMPILER}); install g++ or set CXX"
+    if not shutil.which(compiler()):
+        return f"no host GPU: no C++ compiler ({compiler()}); install g++ or set CXX"
     return None
 
 
+def compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
 def build() -> Path:
-    """The library for this torch and this source, built where the cache has none (20 s)."""
+    """The library for this torch and this source, built where the cache has none (20 s).
+
+    Raises RuntimeError with the compiler's words.
+    """
+    torch_version = importlib.metadata.version("torch")
     key = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    library = cache_folder() / f"device-{importlib.metadata.version('torch')}-{key}.so"
+    library = cache_folder() / f"device-{torch_version}-{key}.so"
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
+    torch = torch_folder()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
-        includes = [f"-I{TORCH}/include", f"-I{TORCH}/include/torch/csrc/api/include"]
-        libraries = [f"-L{TORCH}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{TORCH}/lib"]
+        includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
+        libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
         flags = ["-shared", "-fPIC", "-O1", "-std=c++20"]
-        command = [COMPILER, *flags, *includes, SOURCE, "-o", built, *libraries]
+        command = [compiler(), *flags, *includes, SOURCE, "-o", built, *libraries]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{SOURCE.name} does not compile:\n{done.stderr[-4000:]}")
@@ -61,6 +76,7 @@ def build() -> Path:
 
 
 def load() -> ctypes.CDLL:
-    if "torch" in sys.modules:  # it asks once
+    """The library, loaded. Raises RuntimeError where torch is there already: it asks once."""
+    if "torch" in sys.modules:
         raise RuntimeError("the host GPU must be installed before torch is imported")
     return ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)

@@ -1,4 +1,7 @@
-"""pytest -p host_gpu.plugin: a session whose CUDA device is the host, before torch is there."""
+"""pytest -p host_gpu.plugin: a session whose CUDA device is the host, from before torch is there.
+
+The ordinary session starts one (session.py).
+"""
 
 import json
 import os
@@ -9,7 +12,9 @@ from host_gpu.session import REPORTS
 host_gpu.install("sm_90")
 
 
-class Reporter:  # for the ordinary session
+class Reporter:
+    """Writes each report for the ordinary session."""
+
     def __init__(self, path: str, config):
         self.path, self.config = path, config
 

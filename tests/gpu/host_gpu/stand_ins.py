@@ -1,11 +1,12 @@
 """The stand-ins of torch.cuda and of Triton's driver, by card.
 
-They are put in place after `import torch` and before Dynamo and Inductor are imported, which copy
-what they need of torch.cuda then.
+Each group says who asks. They are put in place after `import torch` and before Dynamo and Inductor
+are imported, which copy what they need of torch.cuda when they are.
 """
 
 import contextlib
 import os
+import time
 import types
 
 from host_gpu import library
@@ -18,6 +19,7 @@ def install(name: str = "sm_90", execute: bool = True) -> None:
     """Make torch find one CUDA device, the card of that name in CARDS. It cannot be undone.
 
     execute: Triton's kernels are run, by its interpreter. Else they can be compiled only.
+    Raises RuntimeError where torch is imported already, or device.cpp does not compile.
     """
     os.environ["TRITON_INTERPRET"] = "1" if execute else "0"  # read when Triton is imported
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(library.cache_folder() / "inductor"))
@@ -28,13 +30,21 @@ def install(name: str = "sm_90", execute: bool = True) -> None:
     use_card(name)
     stand_in_for_triton_driver()
     stand_in_for_nccl(device)
-    from torch._inductor import config
-
-    config.shape_padding = False  # before sm_90 it would time whether to pad the gates' products
+    do_not_time_products()
     if execute:
         from host_gpu import interpreter
 
         interpreter.install()
+
+
+def do_not_time_products() -> None:
+    """Before sm_90, Inductor times whether products of odd sizes, as gates have, shall be padded.
+
+    From sm_90 on it does not pad them, as they wait for memory; here it never does.
+    """
+    from torch._inductor import config
+
+    config.shape_padding = False
 
 
 def use_card(name: str) -> None:
@@ -53,15 +63,21 @@ def use_card(name: str) -> None:
 def properties(device=None) -> types.SimpleNamespace:
     """What torch.cuda.get_device_properties gives, as far as anybody asks."""
     return types.SimpleNamespace(
-        name=card.name, major=card.capability[0], minor=card.capability[1],
-        total_memory=card.memory, multi_processor_count=card.multiprocessors,
+        name=card.name,
+        major=card.capability[0],
+        minor=card.capability[1],
+        total_memory=card.memory,
+        multi_processor_count=card.multiprocessors,
         shared_memory_per_block=48 * 2**10,
         shared_memory_per_block_optin=card.shared_memory_per_block,
         shared_memory_per_multiprocessor=card.shared_memory_per_block + 2**10,
         max_threads_per_multi_processor=card.threads_per_multiprocessor,
-        max_threads_per_block=1024, regs_per_multiprocessor=2**16, warp_size=32,
-        L2_cache_size=50 * 2**20, gcnArchName="",
-    )  # fmt: skip
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=2**16,
+        warp_size=32,
+        L2_cache_size=50 * 2**20,
+        gcnArchName="",  # AMD's
+    )
 
 
 class Stream:
@@ -69,53 +85,82 @@ class Stream:
 
     stream_id = cuda_stream = device_index = 0
 
+    def synchronize(self):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
 
 class Event:
     """torch.cuda.Event of work that is done already."""
 
     def __init__(self, *args, **kwargs):
-        pass
+        self.time = None
 
     def record(self, stream=None):
-        pass
+        self.time = time.perf_counter()
 
     def synchronize(self):
         pass
 
+    def query(self):
+        return True
+
 
 class DeviceContext(contextlib.nullcontext):
     """torch.cuda.device(…): the one device is current always."""
+
+    def __init__(self, device=None):
+        super().__init__()
 
 
 def stand_in_for_torch_cuda(device) -> None:
     """What the script, torch's own Python and Inductor ask of torch.cuda. device: device.cpp's."""
     import torch
 
+    def nothing():  # a new function each time: Dynamo wants to tell them apart
+        return lambda *args, **kwargs: None
+
     def set_sync_debug_mode(mode):
         device.host_gpu_make_waits_errors(int(mode == "error"))
 
-    def always(value):  # a new function each time: Dynamo wants to tell them apart
-        return lambda *args, **kwargs: value
+    def is_bf16_supported(including_emulation=True):
+        return card.capability >= (8, 0)
 
     stream, cuda = Stream(), torch.cuda
     stream.device = torch.device("cuda", 0)
-    answers = dict(
-        is_available=True, is_initialized=True, device_count=1, current_device=0,
-        is_bf16_supported=True, is_tf32_supported=True, current_stream=stream,
-        memory_allocated=0, max_memory_allocated=0, _exchange_device=0, _maybe_exchange_device=0,
-        # Random numbers are the CPU's (device.cpp), which torch saves, restores and seeds itself.
-        get_rng_state=torch.empty(0, dtype=torch.uint8), set_rng_state=None, manual_seed=None,
-        manual_seed_all=None, _lazy_init=None, set_device=None, synchronize=None, empty_cache=None,
-    )  # fmt: skip
-    for name, value in answers.items():
-        setattr(cuda, name, always(value))
+    # Is a device there, how many, which one: Ranks and everybody else.
+    cuda.is_available = lambda: True
+    cuda.is_initialized = lambda: True
+    cuda._lazy_init = nothing()
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
+    cuda.set_device = nothing()
+    cuda.device = DeviceContext
+    cuda._DeviceGuard = type("DeviceGuard", (DeviceContext,), {})
+    cuda._exchange_device = lambda index: 0
+    cuda._maybe_exchange_device = lambda index: 0
+    # What it is: prepare_for_cuda, device_facts, Inductor's choice of kernels and their shapes.
     cuda.get_device_properties = properties
     cuda.get_device_capability = lambda device=None: card.capability
     cuda.get_device_name = lambda device=None: card.name
+    cuda.is_bf16_supported = is_bf16_supported
+    cuda.is_tf32_supported = lambda: card.capability >= (8, 0)
     cuda.mem_get_info = lambda device=None: (card.memory, card.memory)
-    cuda.Stream, cuda.Event, cuda.device = Stream, Event, DeviceContext
-    cuda._DeviceGuard = type("DeviceGuard", (DeviceContext,), {})
+    cuda.memory_allocated = lambda device=None: 0  # nobody counts
+    cuda.max_memory_allocated = lambda device=None: 0
+    # Order of the work: Health, the benchmarks, generated wrapper code.
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.current_stream = lambda device=None: stream
+    cuda.synchronize = nothing()
+    cuda.empty_cache = nothing()
     cuda.set_sync_debug_mode = set_sync_debug_mode
+    # Random numbers are the CPU's (device.cpp), which torch saves, restores and seeds by itself.
+    cuda.manual_seed = nothing()
+    cuda.manual_seed_all = nothing()
+    cuda.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
+    cuda.set_rng_state = nothing()
     # Pinning asks CUDA for other memory; all memory of the host is as good here.
     torch.Tensor.pin_memory = lambda self, device=None: self
     # Inductor compares versions of CUDA; the text is that of torch 2.13's build for it.
@@ -149,7 +194,7 @@ class Driver:
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 10 * card.capability[0] + card.capability[1], 32)
+        return GPUTarget("cuda", card.arch, 32)
 
     def get_current_device(self):
         return 0
@@ -169,6 +214,9 @@ class Driver:
         import torch
 
         return torch.cuda
+
+    def is_active(self):
+        return True
 
 
 def stand_in_for_triton_driver() -> None:

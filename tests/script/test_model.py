@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY_MODEL
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from test_compile import OnCuda, as_the_kernel_sees
 from torch.nn.attention import flex_attention as flex
 
@@ -43,38 +41,32 @@ def random_tokens(rows, length, seed, document_tokens=60):
     return torch.from_numpy(tokens.astype(np.int32))
 
 
-@settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    seed=st.integers(0, 2**20), num_blocks=st.integers(1, 4), rows=st.integers(1, 2),
-    window=st.integers(1, 5), document_tokens=st.sampled_from([5, 50, 300, math.inf]),
-)
+@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize("document_tokens", [20, 300, math.inf])
 def test_both_attention_paths_equal_the_formula_and_visit_no_block_that_nobody_sees(
-    monkeypatch, seed, num_blocks, rows, window, document_tokens
+    monkeypatch, window, document_tokens
 ):
     """Token i sees token j where j <= i, both in one document, `window` · 128 apart at most."""
     # By plain operations; on a CPU FlexAttention refuses gradients, which it has.
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    length = num_blocks * BLOCK
-    starts = random_tokens(rows, length, seed, document_tokens) == EOT
+    starts = random_tokens(2, 4 * BLOCK, window, document_tokens) == EOT
     starts[:, 0] = True
     docs = starts.flatten().cumsum(0).int()
     i, j = torch.meshgrid(torch.arange(len(docs)), torch.arange(len(docs)), indexing="ij")
     seen = (j <= i) & (docs[i] == docs[j]) & (i - j <= BLOCK * window)
-    shape = (3, rows, length, 2, 16)
-    qkv = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.5
+    shape = (3, 2, 4 * BLOCK, 2, 16)
+    qkv = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.5
     expected = F.scaled_dot_product_attention(
         *qkv.double().flatten(1, 2).transpose(1, 2), attn_mask=seen, scale=1.0)
     expected = expected.transpose(0, 1).view(shape[1:])
-    arguments = docs.view(rows, length), torch.tensor(window, dtype=torch.int32)
+    arguments = docs.view(2, -1), torch.tensor(window, dtype=torch.int32)
     dense_mask, flex_mask = train_gpt.dense_mask(*arguments), train_gpt.flex_mask(*arguments)
     with torch.no_grad():
         for mask in (dense_mask, as_the_kernel_sees(flex_mask)):
             found = train_gpt.attend(*qkv, mask, None)
             torch.testing.assert_close(found.double(), expected, **FP32)
 
-    assert dense_mask.numel() == len(docs) * BLOCK * min(window + 1, num_blocks)
+    assert dense_mask.numel() == len(docs) * BLOCK * min(window + 1, 4)
     blocks = seen.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     assert flex_mask.full_kv_num_blocks.sum() == blocks.all(-1).all(1).sum()
     visited = flex_mask.kv_num_blocks + flex_mask.full_kv_num_blocks

@@ -6,6 +6,7 @@ way. What is expected of a resumed run is what one run without any fault did, th
 
 import itertools
 import os
+import random
 import re
 import resource
 import shutil
@@ -208,6 +209,25 @@ def test_killed_in_a_save(start, whole, final_values, moment):
 
 
 # Signals
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(start, tmp_path):
+    """At any moment. What is resumed ends as a run that nobody killed."""
+    args = ("--num_iterations", 100, "--val_every", 50)
+    whole = start(*args, "--save_every", 2, cwd=tmp_path / "uninterrupted")
+    chance = random.Random(0)
+    for _ in range(20):
+        run, steps = start(*args, *AUTO), chance.randrange(2, 6)
+        while len(run.losses()) < steps and run.processes[0].is_alive():
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.05))
+        run.processes[0].kill()
+        assert run.wait()[0] in (-signal.SIGKILL, 0), run.err()
+    run = start(*args, *AUTO)
+    assert run.wait() == whole.wait() == [0], run.err() + whole.err()
+    found, expected = (each.state(100) for each in (run, whole))
+    assert all(equal(found[key], expected[key]) for key in ("model", "optimizers", "loader"))
 
 
 def ignoring(number, rank):

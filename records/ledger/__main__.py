@@ -14,7 +14,6 @@ where the input cannot be used. records/README.md has the rules.
 import argparse
 import difflib
 import json
-import math
 import random
 import signal
 import sys
@@ -26,8 +25,7 @@ from ledger import diff, pages, public, run, table
 from ledger.logs import LedgerError, seed_files
 from ledger.verify import verify
 
-RECORDS = Path(__file__).resolve().parents[1]
-Args = argparse.Namespace
+RECORDS = run.REPO / "records"
 
 
 def split_folder(name: str):
@@ -38,12 +36,12 @@ def split_folder(name: str):
     return folder, None
 
 
-def run_verb(args: Args):
+def run_verb(args):
     import scipy.stats  # noqa: F401  it should be missing before hours of training, not after
 
-    if args.times and args.jobs > 1:
+    if args.kind == "time" and args.jobs > 1:
         raise LedgerError(f"--jobs {args.jobs}: --times are of one run alone; leave --jobs out")
-    args.out, args.kind = Path(args.out).resolve(), "time" if args.times else "loss"
+    args.out = Path(args.out).resolve()
     contestants = run.contestants_of(args.operands, args.preset)
     run.run_all(contestants, args)
     for contestant in contestants:
@@ -53,7 +51,7 @@ def run_verb(args: Args):
     return found, pages.text_table(found, *pages.CONTEST)
 
 
-def list_verb(args: Args):
+def list_verb(args):
     folder, only = split_folder(args.folder)
     if args.write:
         text = table.table_of(folder)
@@ -61,7 +59,8 @@ def list_verb(args: Args):
     records = table.find_records(folder)
     if args.write and records:
         for path, text in pages.blocks(folder, records).items():
-            pages.write_block(path, text)
+            before, _, after = pages.split_block(path)
+            path.write_text(f"{before}{text}\n{after}", encoding="utf-8", newline="")
         pages.draw_ladder(records, str(folder / "ladder.png"))
     found = [pages.ladder_row(one) for one in records if only in (None, one.folder.name)]
     if found:
@@ -73,12 +72,12 @@ def list_verb(args: Args):
     return found, pages.text_table(found, *pages.FOREIGN)
 
 
-def diff_verb(args: Args):
+def diff_verb(args):
     a, b = public.source_of(args.a), public.source_of(args.b)
     found = diff.diff_sources(a, b)
     if args.html:
         sides = a.splitlines(), b.splitlines(), args.a, args.b
-        page = difflib.HtmlDiff(tabsize=4, wrapcolumn=100).make_file(*sides, context=True)
+        page = difflib.HtmlDiff(wrapcolumn=100).make_file(*sides, context=True)
         Path(args.html).write_text(page, encoding="utf-8", newline="")
     lines = [f"{args.a} → {args.b}: +{found['added']} −{found['removed']} lines"]
     for field in found["hyperparameters"]:
@@ -86,19 +85,14 @@ def diff_verb(args: Args):
     for section in found["sections"]:
         lines.append("\n--- {title}: +{added} −{removed} ---".format(**section))
         lines += section["lines"]
-    return {"a": args.a, "b": args.b, **found}, "\n".join(lines)
+    return found, "\n".join(lines)
 
 
-def curves_verb(args: Args):
+def curves_verb(args):
     groups, targets = {}, []
-    if not math.isfinite(args.target or 0):
-        raise LedgerError(f"--target {args.target}: no loss; give a number")
     for operand in args.operands:
         name, logs = public.logs_of(operand)
         for log in logs:
-            if not log.val:
-                raise LedgerError(f"{log.path} has no validation in its {log.last_step} steps; "
-                                  "give a longer run")
             for note in log.notes:
                 print(f"{log.path}: {note}", file=sys.stderr)
             targets.append(float(log.header.get("target_loss", public.TARGET)))
@@ -111,20 +105,19 @@ def curves_verb(args: Args):
     return found, pages.text_table(found, heading, forms, legend.format(target))
 
 
-def verify_verb(args: Args):
+def verify_verb(args):
     folder, only = split_folder(args.folder)
-    count, findings, notes = verify(folder, only)
-    for record in table.find_records(folder) if args.replay and not findings else ():
-        if only in (None, record.folder.name):
-            logs = seed_files(record.folder, "loss")
-            for path in random.sample(logs, min(args.replay, len(logs))):
-                true, words = run.replay(record, path)
-                (notes if true else findings).append(words)
+    records, findings, notes = verify(folder, only)
+    for record in records if args.replay and not findings else ():
+        logs = seed_files(record.folder, "loss")
+        for path in random.sample(logs, min(args.replay, len(logs))):
+            true, words = run.replay(record, path)
+            (notes if true else findings).append(words)
     args.status = int(bool(findings))
     for note in notes:
         print(note, file=sys.stderr)
-    words = "\n".join(findings) or f"{count} record(s) verified: the logs bear every claim"
-    return {"records": count, "findings": findings, "notes": notes}, words
+    words = "\n".join(findings) or f"{len(records)} record(s) verified: the logs bear every claim"
+    return {"records": len(records), "findings": findings, "notes": notes}, words
 
 
 class Parser(argparse.ArgumentParser):
@@ -148,7 +141,8 @@ VERBS = {
         "--seeds": {**COUNT, "default": 10, "help": "runs of each (default: 10)"},
         "--jobs": {**COUNT, "default": 1, "help": "runs at once, which share the cores"},
         "--nproc": {**COUNT, "default": 1, "help": "processes of a run (default: 1)"},
-        "--times": {"action": "store_true", "help": "keep them as the records' times"},
+        "--times": {"action": "store_const", "dest": "kind", "const": "time", "default": "loss",
+                    "help": "keep them as the records' times"},
         "--out": {"default": "logs/ledger", "help": "keeps the runs (default: logs/ledger)"}}),
     list_verb: ("the table of records, or of other people's logs", {
         **FOLDER, "--write": {"action": "store_true", "help": "also make runs.csv, the READMEs' "
@@ -179,16 +173,13 @@ def main(argv: list | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         found, words = args.action(args)
-    except (LedgerError, ValueError) as error:
-        print(f"ledger: {error}", file=sys.stderr)
+    except (LedgerError, ValueError, OSError, ImportError) as error:
+        remedy = "; pip install -r requirements-dev.txt" * isinstance(error, ImportError)
+        print(f"ledger: {error}{remedy}", file=sys.stderr)
         return getattr(error, "status", 2)
-    except OSError as error:
-        print(f"ledger: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        print(f"ledger: {error}: pip install -r requirements-dev.txt", file=sys.stderr)
-        return 2
-    print(json.dumps(found, indent=2, ensure_ascii=False) if args.json else words)
+    if args.json:
+        words = json.dumps(found, indent=2, ensure_ascii=False)
+    print(words)
     return args.status
 
 

@@ -5,7 +5,7 @@ import contextlib
 import difflib
 import functools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 
 BANNER = "\n# ==== "  # between a record's own part of its script and the harness
 HEADING = re.compile(r"# [-=]{2,} (\w.*?) ?[-=]{3,}")  # of our sections, and the harness's banner
@@ -14,8 +14,8 @@ DEFINITION = re.compile(r"(?:async )?(?:def|class) (\w+)")
 
 def own_part(source: str) -> str:
     """What a log is held to: all above the banner but prose and the imports, which serve all."""
-    above = re.sub(r'\A(#!.*\n)?""".*?"""\n', "", source.partition(BANNER)[0], flags=re.S)
-    return re.sub(r"^(import|from) .*\n", "", above, flags=re.M).strip()
+    above = source.partition(BANNER)[0]
+    return re.sub(r'\A(#!.*\n)?"""(?s:.*?)"""\n|^(import|from) .*\n', "", above, flags=re.M).strip()
 
 
 def split_files(source: str):
@@ -38,19 +38,10 @@ def assignments(source: str):
     return found
 
 
-def hyperparameters(source: str):
-    """Field: value as written, of class Hyperparameters."""
-    found = {}
-    for name, value, is_field in assignments(source):
-        if is_field:
-            found[name] = ast.unparse(value)
-    return found
-
-
 def sections(source: str):
     """Title: lines; by our headings, else by definition, and by joined file."""
     by_heading = re.search(rf"^{HEADING.pattern}$", source, re.M)
-    found = {}
+    found = defaultdict(list)
     for file, text in split_files(source).items():
         title = "(docstring and imports)" if by_heading else "(module level)"
         for line in text.splitlines():
@@ -60,7 +51,7 @@ def sections(source: str):
             elif not by_heading and re.match(r"[^\s#)\]}]", line):
                 title = "(module level)"
             name = title if file == "train_gpt.py" else f"{file}: {title}"
-            found.setdefault(name, []).append(line)
+            found[name].append(line)
     return found
 
 
@@ -71,8 +62,7 @@ def diff_section(title: str, old: list, new: list):
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for group in matcher.get_grouped_opcodes():
         _, i, _, j, _ = group[0]
-        _, _, i_end, _, j_end = group[-1]
-        lines.append(f"@@ -{i + 1},{i_end - i} +{j + 1},{j_end - j} @@")
+        lines.append(f"@@ -{i + 1} +{j + 1} @@")
         for tag, i, i_end, j, j_end in group:
             parts = {"-": old[i:i_end], "+": new[j:j_end]}
             if tag == "equal":
@@ -87,16 +77,18 @@ def diff_section(title: str, old: list, new: list):
 def diff_sources(a: str, b: str):
     """What changed from source `a` to source `b`, as numbers and lines."""
     before, after = sections(a), sections(b)
-    found = {"added": 0, "removed": 0, "hyperparameters": [], "sections": []}
+    found = {"added": 0, "removed": 0, "sections": []}
     for title in after | before:
-        section = diff_section(title, before.get(title, []), after.get(title, []))
+        section = diff_section(title, before[title], after[title])
         if section["lines"]:
             found["sections"].append(section)
             found["added"] += section["added"]
             found["removed"] += section["removed"]
-    old, new = hyperparameters(a), hyperparameters(b)
-    for name in old | new:
-        change = {"name": name, "a": old.get(name), "b": new.get(name)}
-        if change["a"] != change["b"]:
-            found["hyperparameters"].append(change)
+    fields = {}
+    for side, source in zip("ab", (a, b)):
+        for name, value, is_field in assignments(source):
+            if is_field:
+                field = fields.setdefault(name, {"name": name, "a": None, "b": None})
+                field[side] = ast.unparse(value)
+    found["hyperparameters"] = [one for one in fields.values() if one["a"] != one["b"]]
     return found

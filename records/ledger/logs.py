@@ -1,8 +1,5 @@
-"""Logs as files: what every part of the ledger reads, and the error that it raises.
-
-A log of this project is the script's source, or `source sha256: …` in its place; a line of 100 `=`;
-a header of `key: value` lines; such a line again; a line for each step and validation; last `---`
-and a block of `key: value` lines.
+"""Logs: the script's source, or `source sha256: …` in its place; a line of 100 `=`; a header of
+`key: value` lines; such a line again; a line for each step and validation; `---`; `key: value`s.
 """
 
 import hashlib
@@ -28,11 +25,8 @@ def read_text(path: Path) -> str:
     """The file as text, newlines as they are. Raises LedgerError where it is empty or no text."""
     try:
         text = path.read_bytes().decode("utf-8")
-        wrong = text.partition("\n")[0].find("\0")  # further on, a model's sample may have some
     except UnicodeDecodeError as error:
-        wrong = error.start
-    if wrong >= 0:
-        raise LedgerError(f"{path}: byte {wrong} is not text; give a log or script")
+        raise LedgerError(f"{path}: byte {error.start} is not text; give a log or script") from None
     if not text.strip():
         raise LedgerError(f"{path} is empty; give another log or script")
     return text
@@ -44,8 +38,7 @@ def sha256(text: str) -> str:
 
 def seed_files(folder: Path, kind: str):
     """A record's logs of a kind, by seed."""
-    files = (folder / FOLDERS[kind]).glob("seed-*.txt")
-    return sorted(files, key=lambda path: (len(path.name), path.name))
+    return sorted((folder / FOLDERS[kind]).glob("seed-*.txt"))
 
 
 @dataclass
@@ -133,8 +126,7 @@ def read_log(path: Path, text: str | None = None) -> Log:
         elif "val_loss" not in log.final or line.startswith("resumed"):  # else it went on, or
             log.notes.append(line.replace("error:", "failed:"))  # it stands in its sample of text
     if not log.val and not log.train:
-        raise LedgerError(f"{path} has no training steps: it is no log, was cut inside its source, "
-                          "or failed")
+        raise LedgerError(f"{path} has no training steps: no log, or cut inside its source")
     if not log.finished and not any("stopped" in note for note in log.notes):
         log.notes.append(f"stopped at step {log.last_step} of {log.planned_steps}")
     if "tokens" in log.final:
@@ -143,10 +135,7 @@ def read_log(path: Path, text: str | None = None) -> Log:
 
 
 def parse_step(log: Log, line: str):
-    """Read a `step:1/10 val_loss:…` line; the last line of a step wins.
-
-    Of several tokens ahead train_loss is the sum: other scripts' compare with next_token_loss.
-    """
+    """Read a `step:1/10 val_loss:…` line; of several tokens ahead, the next one's training loss."""
     pairs, found = dict(pair.partition(":")[::2] for pair in line.split()), {}
     try:
         step, *planned = map(int, pairs["step"].split("/"))

@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 from ledger import table
 from ledger.diff import diff_sources
-from ledger.logs import LedgerError, Log, read_text, sha256
+from ledger.logs import LedgerError, Log, read_text
 from ledger.public import DATED, TARGET, Group
 from ledger.table import Record
 
 BLOCK = ("<!-- ledger: begin -->", "<!-- ledger: end -->")  # around a README's generated lines
 PANELS = ("steps", "training tokens", "training time (s)")
+MACHINE = "{device}, torch {torch}, {threads} thread(s) a run, {jobs} run(s) at once"
 DIFFERENCE = "{against[difference]:+.4f} (p {against[p]:.2g}){against[shown]}"
-DIFFERENCES = DIFFERENCE + ("|{against[smallest_shown]:.2g}|×{against[time]:.3f} "
-                            "({against[fastest]:.3f}–{against[slowest]:.3f})")
 # A table: its heading, the forms of its cells, and what it says below.
 LADDER = (
     ("Record", "Minutes", "Loss (n)", "Float64", "Modelled", "Pocket loss ± std (n)", "Difference"),
@@ -35,7 +34,10 @@ FOREIGN = (
 p: one-sided t-test that the mean lies below 3.28. Runs: the record's, or what they are beside it; a
 baseline is what has the source of the older folder that is named, or is called one.""")
 RESULTS = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
-CONTEST = (RESULTS, "{label:.32}|{loss}|{p_target:.1g}|" + DIFFERENCES, """
+CONTEST = (
+    RESULTS,
+    "{label:.32}|{loss}|{p_target:.1g}|" + DIFFERENCE + "|{against[smallest_shown]:.2g}|"
+    "×{against[time]:.3f} ({against[fastest]:.3f}–{against[slowest]:.3f})", """
 Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's
 mean, or else the first contestant's, with the p of a two-sided t-test, paired by seed; * where
 p < 0.01. Shown from: the smallest difference that would reach that. Time: median
@@ -47,17 +49,12 @@ Reached: runs with a validation at or below the loss {:g}. Step, Tokens, Seconds
 the median of these runs.""")
 
 
-def loss_words(losses: list) -> str:
-    """Mean, standard deviation and number."""
-    if not losses:
-        return ""
-    spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
-    return f"{statistics.fmean(losses):.4f}{spread} ({len(losses)})"
-
-
 def cells_of(row: dict, forms: str):
     """Forms, with | between them, filled from a row; empty where a number is None."""
-    cells, words = [], loss_words(row["losses"])
+    cells, words, losses = [], "", row["losses"]
+    if losses:
+        spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
+        words = f"{statistics.fmean(losses):.4f}{spread} ({len(losses)})"
     for form in forms.split("|"):
         try:
             cell = form.format(loss=words, **row)
@@ -102,59 +99,40 @@ def linked(records: list, above: str, heading: tuple, forms: str, *_) -> str:
     """A table of records for a page, from which `above` is the path to their folders."""
     rows = []
     for record in records:
-        row = ladder_row(record) | {"lines": lines_words(record)}
+        row = ladder_row(record) | {"lines": ""}
+        if record.parent:
+            changed = diff_sources(record.parent.script, record.script)
+            row["lines"] = "+{added} −{removed}".format(**changed)
         row["name"] = f"[{row['name']}]({above}{record.folder.name})"
         rows.append(cells_of(row, forms))
     return markdown(heading, rows)
 
 
-def lines_words(record: Record) -> str:
-    """How many lines changed from the parent's script: above the banner, as below all are equal."""
-    if not record.parent:
-        return ""
-    old = read_text(record.parent.folder / "train_gpt.py")
-    new = read_text(record.folder / "train_gpt.py")
-    return "+{added} −{removed}".format(**diff_sources(old, new))
-
-
-def machine_words(records: list) -> str:
-    words = "{device}, torch {torch}, {threads} thread(s) a run, {jobs} run(s) at once"
-    found = set()
-    for record in records:
-        for run in record.runs.get("loss", []):
-            found.add(words.format(**run))
-    return "Measured on " + ("; ".join(sorted(found)) or "nothing yet") + "."
-
-
-def ladder_block(records: list, folder: Path) -> str:
-    """The generated lines of records/README.md: the ladder, what it ran on, the rules' numbers."""
+def blocks(folder: Path, records: list):
+    """The generated lines of each README of a folder of records, of its records and above it."""
     rules = []
+    machines = set()
     for preset, rule in table.RULES.items():
         rules.append([preset])
         for value in rule.values():
             rules[-1].append(f"`{value or 'not known here'}`")
-    parts = [linked(records, "", *LADDER), LADDER[2].strip(), machine_words(records),
-             markdown(("preset", *table.RULES["record"]), rules)]
-    path = folder / table.TABLE
-    if path.exists():
-        parts.append(f"[{path.name}]({path.name}), sha256 {sha256(read_text(path))}.")
-    return "\n\n".join(parts)
-
-
-def record_block(record: Record) -> str:
-    """The generated lines of a record's README.md: its row beside its parent's, and the tests."""
-    if not record.parent:
-        return linked([record], "../", *LADDER) + "\n\n" + machine_words([record])
-    parts = [linked([record.parent, record], "../", *LADDER), machine_words([record])]
-    for kind, runs in record.runs.items():
-        row = {"losses": [], "against": table.versus_parent(record, kind)}
-        difference, least, times = cells_of(row, DIFFERENCES)
-        words = f"loss {difference}, shown from {least}"
-        if kind == "time":
-            words = f"each alone on the machine: times {times}"
-        parts.append(f"Against the parent, {len(runs)} runs, {words}.")
-    parts.append(f"Source above the banner: {lines_words(record)} lines.")
-    return "\n\n".join(parts)
+    for row in table.read_table(folder):
+        machines.add(MACHINE.format(**row))
+    found = {folder / "README.md": "\n\n".join([
+        linked(records, "", *LADDER),
+        LADDER[2].strip(),
+        f"Measured on {'; '.join(sorted(machines)) or 'nothing yet'}.",
+        markdown(("preset", *table.RULES["record"]), rules)])}
+    if (folder.parent / "README.md").exists():
+        found[folder.parent / "README.md"] = linked(records, f"{folder.name}/", *FRONT)
+    for record in records:
+        text = linked(filter(None, [record.parent, record]), "../", *LADDER)
+        times = table.versus_parent(record, "time")
+        if times:
+            words = "Time: ×{time:.3f} ({fastest:.3f}–{slowest:.3f}) of the parent's, each alone."
+            text += "\n\n" + words.format(**times)
+        found[record.folder / "README.md"] = text
+    return found
 
 
 def split_block(path: Path):
@@ -164,21 +142,6 @@ def split_block(path: Path):
     if not match:
         raise LedgerError(f"{path} has no lines {begin} and {end}; add them")
     return match.groups()
-
-
-def write_block(path: Path, text: str):
-    before, _, after = split_block(path)
-    path.write_text(f"{before}{text}\n{after}", encoding="utf-8", newline="")
-
-
-def blocks(folder: Path, records: list):
-    """The generated lines of each README of a folder of records, of its records and above it."""
-    found = {folder / "README.md": ladder_block(records, folder)}
-    if (folder.parent / "README.md").exists():
-        found[folder.parent / "README.md"] = linked(records, f"{folder.name}/", *FRONT)
-    for record in records:
-        found[record.folder / "README.md"] = record_block(record)
-    return found
 
 
 def foreign_row(group: Group, record: Group):
@@ -210,8 +173,7 @@ def time_to_loss(name: str, logs: list, target: float):
     """When runs first validated at or below a loss, in the median."""
     steps, tokens, times = [], [], []
     for log in logs:
-        for step in sorted(log.val):
-            loss, ms = log.val[step]
+        for step, (loss, ms) in sorted(log.val.items()):
             if loss <= target:
                 steps.append(step)
                 tokens.append(log.tokens_until(step))
@@ -231,11 +193,12 @@ def time_to_loss(name: str, logs: list, target: float):
 
 def curve_of(log: Log) -> np.ndarray:
     """(step, loss, time) of a run's validations; of its training, in pieces, if it has but one."""
-    steps = [step for step in sorted(log.val) if step or len(log.val) == 1]
-    curve = np.array([(step, *log.val[step]) for step in steps], float)
+    curve = np.array([(step, *value) for step, value in sorted(log.val.items())], float)
+    if len(curve) > 1:
+        curve = curve[curve[:, 0] > 0]
     size = max(1, len(log.train) // 50)
     if len(curve) == 1 and log.train:
-        train = np.array([(step, *log.train[step]) for step in sorted(log.train)], float)
+        train = np.array([(step, *value) for step, value in sorted(log.train.items())], float)
         pieces = train[:len(train) // size * size].reshape(-1, size, 3)
         ends = pieces[:, -1]
         ends[:, 1] = pieces[:, :, 1].mean(axis=1)

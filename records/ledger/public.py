@@ -1,7 +1,4 @@
-"""Other people's logs: the forms of the public lineage, and which logs of a folder are a record's.
-
-Nothing of a source that is read here is run.
-"""
+"""Other people's logs: their forms, and which of a folder's are a record's. No source is run."""
 
 import ast
 import contextlib
@@ -29,7 +26,7 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 def read_any(path: Path) -> Log:
-    """A log of this project or of any public form. Raises LedgerError where it is none."""
+    """A log of this project or of any public form, with a validation. Raises LedgerError."""
     text = re.sub(r"^s:(\d+) tel:", r"step:\1 val_loss:", read_text(path), flags=re.M)
     log = read_log(path, re.sub(r"^s:(\d+) trl:", r"step:\1 train_loss:", text, flags=re.M))
     for peers in re.findall(r"Rank \d+ is connected to (\d+) peer ranks", log.body):  # gloo
@@ -37,6 +34,8 @@ def read_any(path: Path) -> Log:
     if gpus := re.findall(r"^\|\s+\d+\s+NVIDIA ", log.body, re.M):  # nvidia-smi
         log.header["world_size"] = str(len(gpus))
     log.token_stages = log.token_stages or token_stages(log)
+    if not log.val:
+        raise LedgerError(f"{path} has no validation in {log.last_step} steps; give a longer run")
     return log
 
 
@@ -161,10 +160,8 @@ def folder_groups(folder: Path):
     for file in files:
         with contextlib.suppress(LedgerError):
             logs.append(read_any(file))
-    logs = [log for log in logs if log.val]
     if not logs:
-        raise LedgerError(f"{folder} has no log with validation losses in {len(files)} .txt or "
-                          ".log files; give a folder that has")
+        raise LedgerError(f"{folder} has no log with validation losses; give a folder that has")
     if len(logs) < len(files):
         print(f"{folder}: {len(files) - len(logs)} of {len(files)} files are not used: no log, or "
               "no validation loss in it", file=sys.stderr)

@@ -1,6 +1,5 @@
 """Runs: scripts trained in turns, their logs kept, and a record's seeds run once more."""
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ledger import table
@@ -20,10 +19,7 @@ from ledger.logs import FOLDERS, LedgerError, Log, read_log, read_text, seed_fil
 
 REPO = Path(__file__).resolve().parents[2]
 RUNNING = set()  # processes
-Args = argparse.Namespace
-KEPT = ("run_id", "preset", "seed")  # flags that the ledger sets for all
-# How far a loss may be from the same run's on another machine, in nats per token. The pocket was
-# seen to move by some 0.002 between machines. What is further off was not made by this script.
+# Nats per token that another machine may move a loss. The pocket's was seen to move by some 0.002.
 MOVES = 0.01
 
 
@@ -36,7 +32,7 @@ class Contestant:
     folder: Path | None  # its record folder, where it is one as it stands
     flags: dict[str, str]
     source: str
-    logs: list[Log] = field(default_factory=list)
+    logs: list[Log]
 
 
 def contestant_of(operand: str) -> Contestant:
@@ -50,13 +46,12 @@ def contestant_of(operand: str) -> Contestant:
     for item in re.split(r",(?=[a-zA-Z_]\w*=)", words) if words else ():
         name, equals, flags[name] = item.partition("=")
         if not name.isidentifier() or not equals:
-            raise LedgerError(f"{operand}: {item!r} is no flag; after the colon come name=value, "
-                              "with commas between")
-        if name in KEPT:
+            raise LedgerError(f"{operand}: {item!r} is no flag; give name=value,name=value")
+        if name in ("run_id", "preset", "seed"):
             raise LedgerError(f"{operand}: {name} is the ledger's; use --preset or --seeds")
     is_record = table.FOLDER_NAME.fullmatch(path.name) and path.is_dir() and not flags
     label = (path.name if path.is_dir() else path.stem) + operand[len(place):]
-    return Contestant(label, script, path if is_record else None, flags, read_text(script))
+    return Contestant(label, script, path if is_record else None, flags, read_text(script), [])
 
 
 def contestants_of(operands: list, preset: str):
@@ -67,8 +62,7 @@ def contestants_of(operands: list, preset: str):
         settings = settings_of(one.script, {"preset": preset, **one.flags})
         key = (one.source, str(settings or one.flags))
         if key in seen:
-            raise LedgerError(f"{operand} is the same script with the same settings as {seen[key]};"
-                              " give it once, with --seeds")
+            raise LedgerError(f"{operand} has the script and the settings of {seen[key]}; give one")
         seen[key] = operand
         found.append(one)
     return found
@@ -85,10 +79,11 @@ def settings_of(script: Path, flags: dict):
         return {}
     try:
         parse_args = runpy.run_path(str(script))["parse_args"]
-        found = vars(parse_args(flag_words(flags))).copy()
+        values = vars(parse_args(flag_words(flags)))
     except (Exception, SystemExit) as error:
         raise LedgerError(f"{script.parent.name}/{script.name}: {error}") from None
-    for name, value in found.items():
+    found = {}
+    for name, value in values.items():
         found[name] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return found
 
@@ -101,16 +96,15 @@ def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str) -> 
     with contextlib.suppress(FileExistsError):
         (folder / "data").symlink_to(REPO / "data")
     source = sha256(read_text(script))
-    with tempfile.TemporaryFile("w+", errors="replace") as console:
-        process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=console,
-                                   stderr=console, env={**os.environ, "OMP_NUM_THREADS": threads})
-        RUNNING.add(process)
-        status = process.wait()
-        RUNNING.discard(process)
-        console.seek(0)
-        last = (console.read().strip() or "nothing").splitlines()[-1]
-    if status:
-        raise LedgerError(f"exit status {status}, its last words: {last[:200]}", 1)
+    process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, errors="replace",
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               env={**os.environ, "OMP_NUM_THREADS": threads})
+    RUNNING.add(process)
+    console, _ = process.communicate()
+    RUNNING.discard(process)
+    if process.returncode:
+        last = (console.strip() or "nothing").splitlines()[-1]
+        raise LedgerError(f"exit status {process.returncode}, its last words: {last[:200]}", 1)
     log = read_log(folder / "logs" / flags["run_id"] / "log.txt")
     if not log.finished:
         raise LedgerError("; ".join(log.notes), 1)
@@ -119,7 +113,7 @@ def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str) -> 
     return log
 
 
-def run_one(one: Contestant, seed: int, args: Args) -> Log:
+def run_one(one: Contestant, seed: int, args) -> Log:
     """The log of a run, made now unless its RUN_ID, which hashes all it depends on, is there."""
     what = [one.source, one.flags, args.preset, args.nproc, args.jobs, args.kind]
     digest = sha256(json.dumps(what, sort_keys=True))[:8]
@@ -136,12 +130,11 @@ def run_one(one: Contestant, seed: int, args: Args) -> Log:
     flags = {"preset": args.preset, "seed": seed, "run_id": run_id, **one.flags}
     train(one.script, args.out, flags, args.nproc, threads)
     if args.jobs > 1:
-        with path.open("a") as file:
-            file.write(f"jobs: {args.jobs}\n")
+        path.write_text(f"{read_text(path)}jobs: {args.jobs}\n", encoding="utf-8", newline="")
     return read_log(path)
 
 
-def run_all(contestants: list, args: Args):
+def run_all(contestants: list, args):
     """Every seed of every contestant, A B A B. Raises LedgerError where one fails or is stopped."""
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
     kept = f"what is done is kept in {args.out}; the same command goes on"
@@ -155,10 +148,9 @@ def run_all(contestants: list, args: Args):
             log = future.result()
             print(f"{what}: {log.val_loss:.4f} in {log.train_time_ms / 1000:.2f} s",
                   file=sys.stderr, flush=True)
-    except LedgerError as error:
-        raise LedgerError(f"{what}: {error}; {kept}", 1) from None
-    except KeyboardInterrupt:
-        raise LedgerError(f"stopped; {kept}", 1) from None
+    except (LedgerError, KeyboardInterrupt) as error:
+        why = f"{what}: {error}" if isinstance(error, LedgerError) else "stopped"
+        raise LedgerError(f"{why}; {kept}", 1) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list(RUNNING):  # they stop at their next step
@@ -168,25 +160,21 @@ def run_all(contestants: list, args: Args):
         one.logs.append(future.result())
 
 
-def keep(one: Contestant, args: Args):
+def keep(one: Contestant, args):
     """Copy the logs of a measured record, the first with its source, and make its rows."""
-    reason, seeds = "", table.SEEDS[args.kind]
-    if args.seeds != seeds or args.preset not in table.RULES:
-        reason = (f"{args.seeds} seeds of {args.preset}, by the rules a measurement is of {seeds} "
-                  f"of {' or '.join(table.RULES)}")
-    elif one.logs[0].simulated:
-        reason = f"it ran on a {one.logs[0].header['device']}"
-    if reason:
-        print(f"{one.label}: not kept: {reason}", file=sys.stderr)
+    wanted, log = table.SEEDS[args.kind], one.logs[0]
+    if args.seeds != wanted or args.preset not in table.RULES or log.simulated:
+        device, presets = log.header["device"], " or ".join(table.RULES)
+        print(f"{one.label}: not kept: {args.seeds} seeds of {args.preset} on {device}; by the "
+              f"rules they are {wanted}, of {presets}, on no stand-in", file=sys.stderr)
         return
     for path in seed_files(one.folder, args.kind):
         path.unlink()
     place = one.folder / FOLDERS[args.kind]
     place.mkdir(parents=True, exist_ok=True)
     for seed, log in enumerate(one.logs):
-        text = f"source sha256: {log.source_sha256}\n{log.body}"
-        if seed == 0:
-            text = read_text(log.path)
+        short = f"source sha256: {log.source_sha256}\n{log.body}"
+        text = short if seed else read_text(log.path)
         (place / f"seed-{seed}.txt").write_text(text, encoding="utf-8", newline="")
     print(f"{one.label}: kept; `list --write` is next", file=sys.stderr)
 
@@ -203,8 +191,7 @@ def results(contestants: list):
                       "losses": losses, "target": float(target), "against": None,
                       "p_target": table.p_below(losses, float(target))})
         if one is not contestants[0]:
-            versus = table.compare(rows[one.label], rows[other])
-            found[-1]["against"] = {"name": other, **versus}
+            found[-1]["against"] = {"name": other, **table.compare(rows[one.label], rows[other])}
     return found
 
 

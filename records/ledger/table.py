@@ -8,6 +8,7 @@ import csv
 import io
 import itertools
 import json
+import operator
 import re
 import statistics
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ COLUMNS = ("record", "kind", "seed", "preset", *FINAL[:5], "jobs", *FINAL[5:],
            "source_sha256", "log_sha256")
 MACHINE = ("preset", "torch", "device", "threads", "world_size", "jobs")  # of runs to be compared
 FOLDER_NAME = re.compile(r"\d{4}-(0\d|1[0-2])-([0-2]\d|3[01])_[A-Za-z0-9]+")
-
 SIGNIFICANCE = 0.01  # what a p-value has to stay under
 SEEDS = {"loss": 10, "time": 5}  # runs of a measurement, set before the first: all count, no more
 RULES = {  # what the header of every run with a preset has to have; None: not known here
@@ -45,24 +45,27 @@ class Record:
     runs: dict[str, list[dict]] = field(default_factory=dict)
     parent: "Record | None" = None
 
+    @property
+    def script(self) -> str:
+        return read_text(self.folder / "train_gpt.py")
+
 
 def read_claim(folder: Path):
     """What a folder's record.json says. Raises LedgerError where that has no usable form."""
     path = folder / "record.json"
     try:
         claim = json.loads(read_text(path))
-        "{number:d} {change} {parent} {gain}".format(**claim)  # fails where one is not there
+        "{number:d}".format(**claim)  # fails where it is not there, or of another kind
         if claim["published"]:
             "{number:d} {minutes:f} {val_loss:f} {n:d} {hardware} {source}".format(
                 **claim["published"])
         if claim["equality"]:
             "{largest:f} {of}".format(**claim["equality"])
         float(claim["modelled_minutes"] or 0)
+        if tuple(claim) != FIELDS or claim["gain"] not in (None, *FOLDERS):
+            raise ValueError(f"it needs {', '.join(FIELDS)}, and gain is loss, time or null")
     except (ValueError, KeyError, TypeError) as error:
         raise LedgerError(f"{path} is no record.json: {error!r}; see records/README.md") from None
-    if tuple(claim) != FIELDS or claim["gain"] not in (None, *FOLDERS):
-        raise LedgerError(f"{path} is no record.json: it needs {', '.join(FIELDS)}, and gain is "
-                          "loss, time or null")
     return claim
 
 
@@ -96,8 +99,7 @@ def read_table(folder: Path):
         return []
     reader = csv.DictReader(read_text(path).splitlines())
     if tuple(reader.fieldnames) != COLUMNS:
-        raise LedgerError(f"{path}: its columns are not {','.join(COLUMNS)}; `list --write` makes "
-                          "it from the logs")
+        raise LedgerError(f"{path} has not the columns that `list --write` makes from the logs")
     return list(reader)
 
 
@@ -106,10 +108,9 @@ def table_of(folder: Path) -> str:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    for claim in sorted(folder.glob("*/record.json")):
-        for kind in FOLDERS:
-            for path in seed_files(claim.parent, kind):
-                writer.writerow(run_row(claim.parent.name, kind, read_log(path)))
+    for claim, kind in itertools.product(sorted(folder.glob("*/record.json")), FOLDERS):
+        for path in seed_files(claim.parent, kind):
+            writer.writerow(run_row(claim.parent.name, kind, read_log(path)))
     return text.getvalue()
 
 
@@ -124,19 +125,18 @@ def p_below(losses: list, target: float) -> float | None:
 
 def compare(runs: list, others: list) -> dict | None:
     """Runs against others of the same seeds, and so the same data; None where there are none."""
-    ours, theirs, differences, ratios = [], [], [], []
+    ours, theirs, ratios = [], [], []
     for run, other in itertools.product(runs, others):
         if run["seed"] == other["seed"]:
             ours.append(float(run["val_loss"]))
             theirs.append(float(other["val_loss"]))
-            differences.append(ours[-1] - theirs[-1])
             ratios.append(float(run["train_time_ms"]) / float(other["train_time_ms"]))
     if not ours:
         return None
     found = {"difference": statistics.fmean(ours) - statistics.fmean(theirs), "p": None,
              "smallest_shown": None, "shown": "", "time": statistics.median(ratios),
              "fastest": min(ratios), "slowest": max(ratios)}
-    if len(set(differences)) > 1:
+    if len(set(map(operator.sub, ours, theirs))) > 1:
         from scipy import stats
 
         test = stats.ttest_rel(ours, theirs)
@@ -151,8 +151,8 @@ def compare(runs: list, others: list) -> dict | None:
 
 def versus_parent(record: Record, kind: str) -> dict | None:
     """A record's runs of a kind against its parent's; None where one has none."""
-    theirs = record.parent.runs.get(kind) if record.parent else None
-    return compare(record.runs[kind], theirs) if theirs and record.runs.get(kind) else None
+    theirs = record.parent.runs.get(kind, []) if record.parent else []
+    return compare(record.runs.get(kind, []), theirs)
 
 
 def shows_gain(record: Record) -> bool:

@@ -16,16 +16,15 @@ FREE = {"seed", "device", "run_id", "head_chunks"}
 CHANGE = re.compile(r'^Parent: \S+ Change: (.*?)(?:\n\n|""")', re.M | re.S)
 
 
-def script_findings(record: Record, script: str, root: Path):
+def script_findings(record: Record, root: Path):
     """A harness that is not the root's, or has another meaning; a docstring that is not its own."""
-    above, _, harness = script.partition(BANNER)
-    found = []
-    wanted = record.claim["parent"] or "none"
+    above, _, harness = record.script.partition(BANNER)
+    found, wanted = [], record.claim["parent"] or "none"
     if f"\nParent: {wanted}. " not in above:
         found.append(f"train_gpt.py's docstring does not say `Parent: {wanted}.`")
     if record.parent:
-        change = CHANGE.findall(script)
-        if not change or change == CHANGE.findall(read_text(record.parent.folder / "train_gpt.py")):
+        change = CHANGE.findall(above)
+        if not change or change == CHANGE.findall(record.parent.script):
             found.append("train_gpt.py's docstring does not say `Change: …` in words of its own")
     if not harness or harness != read_text(root).partition(BANNER)[2]:
         found.append("train_gpt.py is not the root's, byte for byte, from its banner on")
@@ -78,9 +77,9 @@ def source_findings(log: Log, script: str, first: Log, notes: list):
     return found
 
 
-def runs_findings(record: Record, script: str, settings: dict, notes: list):
+def runs_findings(record: Record, settings: dict, notes: list):
     """Findings on a record's logs: each by itself, together, and beside the parent's."""
-    found, first = [], None
+    found, first, script = [], None, record.script
     for kind, where in FOLDERS.items():
         seeds, headers = [], {}
         for path in seed_files(record.folder, kind):
@@ -115,28 +114,25 @@ def runs_findings(record: Record, script: str, settings: dict, notes: list):
 def record_findings(record: Record, root: Path, notes: list):
     """Every claim of a record that its files do not bear; adds to the notes."""
     folder, parent, gain = record.folder, record.claim["parent"], record.claim["gain"]
-    script = read_text(folder / "train_gpt.py")
-    found = []
+    found = script_findings(record, root)
     if not table.FOLDER_NAME.fullmatch(folder.name):
         found.append("the folder's name is not a date and a name, YYYY-MM-DD_Name")
     if parent and not record.parent:
         return [*found, f"its parent {parent}/record.json is missing, or not older"]
-    found += script_findings(record, script, root)
-    title = read_text(folder / "README.md").partition("\n")[0]
-    if title != f"# {folder.name}":
-        found.append(f"README.md's title is {title!r}, not '# {folder.name}'")
+    if not read_text(folder / "README.md").startswith(f"# {folder.name}\n"):
+        found.append(f"README.md's title is not '# {folder.name}'")
     if not record.runs:
         notes.append(f"{folder.name}: no runs yet")
     runs = record.runs.get("loss") or [{"preset": "pocket"}]
     settings = settings_of(folder / "train_gpt.py", {"preset": runs[0]["preset"]})
-    found += runs_findings(record, script, settings, notes)
+    found += runs_findings(record, settings, notes)
     if gain and not table.shows_gain(record):
         found.append(f"it claims a gain in {gain} over its parent, and its runs show none")
     return found
 
 
 def verify(folder: Path, only: str | None):
-    """(records, findings, notes): the records of a folder, or one of them, held to their claims."""
+    """(records, findings, notes): those of a folder, or the one that is meant, and their claims."""
     records, findings, notes = table.find_records(folder), [], []
     chosen = [one for one in records if only in (None, one.folder.name)]
     for record in chosen:
@@ -153,14 +149,14 @@ def verify(folder: Path, only: str | None):
             findings += folder_findings(folder, records)
     except (LedgerError, OSError, ValueError) as error:
         findings.append(str(error))
-    return len(chosen), findings, notes
+    return chosen, findings, notes
 
 
 def folder_findings(folder: Path, records: list):
     """What is wrong with what the records share: the root's script, the table, the numbers."""
-    newest, found = records[-1].folder, []
-    if read_text(folder.parent / "train_gpt.py") != read_text(newest / "train_gpt.py"):
-        found.append(f"{newest.name}: train_gpt.py is not the root's")
+    found = []
+    if read_text(folder.parent / "train_gpt.py") != records[-1].script:
+        found.append(f"{records[-1].folder.name}: train_gpt.py is not the root's")
     said = Counter(read_text(folder / TABLE).splitlines())
     true = Counter(table.table_of(folder).splitlines())
     for row in said - true:

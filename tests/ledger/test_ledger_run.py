@@ -122,9 +122,9 @@ def test_two_jobs_run_at_once_on_one_thread_each_and_their_logs_tell(tmp_path, m
 
 
 REFUSED = {
-    "a contestant twice": (["a.py", "a.py"], "the same script with the same settings as a"),
-    "a contestant twice under other names": (["a.py:loss=2", "b.py:loss=2"], "settings as a.py:l"),
-    "what the preset says already": (["a.py", "a.py:muon_lr=5e-2"], "same settings as a.py"),
+    "a contestant twice": (["a.py", "a.py"], "the script and the settings of a.py"),
+    "a contestant twice under other names": (["a.py:loss=2", "b.py:loss=2"], "settings of a.py:l"),
+    "what the preset says already": (["a.py", "a.py:muon_lr=5e-2"], "settings of a.py"),
     "a seed of its own": (["a.py", "a.py:seed=3"], "seed is the ledger's; use --preset or --seeds"),
     "a run's name": (["a.py:run_id=x"], "run_id is the ledger's"),
     "a preset of its own": (["a.py", "a.py:preset=record"], "preset is the ledger's"),
@@ -212,12 +212,12 @@ def test_a_record_is_not_written_by_a_try(records, tmp_path, capfd):
     before = {path: path.read_text() for path in records.rglob("*.*")}
     operand, out = records / NEWEST, ["--out", tmp_path / "out"]
     assert run(operand, "--seeds", 3, *out) == 0
-    told = f"{NEWEST}: not kept: 3 seeds of pocket, by the rules a measurement is of 10"
+    told = f"{NEWEST}: not kept: 3 seeds of pocket on cpu (fake); by the rules they are 10"
     assert told in capfd.readouterr().err
     assert run(f"{operand}:loss=1.4", "--seeds", 1, *out) == 0
     assert "kept" not in capfd.readouterr().err
     edit(operand / "train_gpt.py", "cpu (fake)", "host standing in for an H100")
     assert run(operand, *out) == 0
-    assert "not kept: it ran on a host standing in" in capfd.readouterr().err
+    assert "10 seeds of pocket on host standing in" in capfd.readouterr().err
     del before[operand / "train_gpt.py"]
     assert all(path.read_text() == text for path, text in before.items())

@@ -147,7 +147,7 @@ def test_list_tells_the_table(measured, capsys):
     assert "| pocket | `1.64` | `262144` |" in page
     assert "Measured on cpu (fake), torch 2.13.0+cpu, " in page and page.endswith("\n\nEnd.\n")
     page = (folder / NEWEST / "README.md").read_text()
-    assert "+2 −2 lines" in page and page.endswith("\n\nEnd.\n")
+    assert "of the parent's, each alone" in page and page.endswith("\n\nEnd.\n")
     assert f"[#5 First](../{PARENT})" in page
     rows = (measured / "README.md").read_text().splitlines()
     assert f"| [#5 First](records/{PARENT}) | the first | 15.2 |  |  |" in rows

@@ -153,12 +153,11 @@ def test_verify_finds_missing_and_surplus_seeds(records, capsys):
     assert any("has the seeds 0, 2, 2, 3" in line for line in findings(records, capsys))
     (records / "kept").rename(folder / "seed-1.txt")
     shutil.copy(folder / "seed-9.txt", folder / "seed-10.txt")
-    assert any("has the seeds 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9;" in line
-               for line in findings(records, capsys))
+    assert any("has the seeds 0, 1, 9, 2, 3" in line for line in findings(records, capsys))
     edit(folder / "seed-10.txt", "\nseed: 9", "\nseed: 10")
     edit(folder / "seed-10.txt", "\nseed: 9", "\nseed: 10")
     found = "\n".join(findings(records, capsys))
-    assert "8, 9, 10; by the rules they are 0 to 9" in found
+    assert "7, 8, 9; by the rules they are 0 to 9" in found
     assert f"runs.csv lacks {NEWEST},loss,10,pocket" in found
 
 

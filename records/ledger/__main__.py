@@ -173,7 +173,10 @@ def main(argv: list | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         found, words = args.action(args)
-    except (LedgerError, ValueError, OSError, ImportError) as error:
+    except OSError as error:
+        print(f"ledger: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
+        return 2
+    except (LedgerError, ValueError, ImportError) as error:
         remedy = "; pip install -r requirements-dev.txt" * isinstance(error, ImportError)
         print(f"ledger: {error}{remedy}", file=sys.stderr)
         return getattr(error, "status", 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from ledger import table
 from ledger.diff import diff_sources
-from ledger.logs import LedgerError, Log, read_text
+from ledger.logs import LedgerError, Log, read_text, sha256
 from ledger.public import DATED, TARGET, Group
 from ledger.table import Record
 
@@ -118,11 +118,15 @@ def blocks(folder: Path, records: list):
             rules[-1].append(f"`{value or 'not known here'}`")
     for row in table.read_table(folder):
         machines.add(MACHINE.format(**row))
-    found = {folder / "README.md": "\n\n".join([
+    parts = [
         linked(records, "", *LADDER),
         LADDER[2].strip(),
         f"Measured on {'; '.join(sorted(machines)) or 'nothing yet'}.",
-        markdown(("preset", *table.RULES["record"]), rules)])}
+        markdown(("preset", *table.RULES["record"]), rules)]
+    path = folder / table.TABLE
+    if path.exists():
+        parts.append(f"[{path.name}]({path.name}), sha256 {sha256(read_text(path))}.")
+    found = {folder / "README.md": "\n\n".join(parts)}
     if (folder.parent / "README.md").exists():
         found[folder.parent / "README.md"] = linked(records, f"{folder.name}/", *FRONT)
     for record in records:

@@ -551,7 +551,7 @@ def round_up(value: int, multiple: int) -> int:
 # ---- Data -------------------------------------------------------------------
 # A shard is a header of 256 little-endian int32 (magic, version, number of tokens), then the
 # tokens as uint16.
-HEADER_INTS = 256  # 1,024 bytes
+HEADER_BYTES = 1024
 MAGIC = 20240520  # of llm.c's shards
 VERSION = 1  # of their format
 
@@ -570,28 +570,21 @@ def find_shards(pattern: str) -> list[Path]:
 
 def shard_size(path: Path) -> int:
     """Number of tokens in a shard. Raises UserError where header and file size disagree."""
-    try:
-        size = path.stat().st_size
-        header = np.fromfile(path, "<i4", HEADER_INTS)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it again") from None
-    if len(header) < HEADER_INTS or list(header[:2]) != [MAGIC, VERSION]:
-        raise UserError(f"{path}: not a shard of version {VERSION}; make or fetch it again")
-    count = int(header[2])
-    # This finds a download that was cut short.
-    if size != 4 * HEADER_INTS + 2 * count:
-        raise UserError(f"{path}: {size} bytes do not hold {count} tokens; fetch it again")
-    return count
+    bytes_after_header = path.stat().st_size - HEADER_BYTES
+    header = np.fromfile(path, "<i4", 3).tolist()
+    # This also finds a download that was cut short.
+    if header != [MAGIC, VERSION, bytes_after_header / 2]:
+        raise UserError(f"{path}: no whole shard of version {VERSION}; make or fetch it again")
+    return header[2]
 
 
 def read_shard(path: Path, vocab_size: int) -> np.ndarray:
     """The shard's tokens, uint16. Raises UserError where one is not in the vocabulary."""
-    count = shard_size(path)
-    tokens = np.fromfile(path, "<u2", count, offset=4 * HEADER_INTS)
-    if count and tokens.max() >= vocab_size:
-        at = np.argmax(tokens >= vocab_size)  # the first one
-        raise UserError(f"{path}: token {tokens[at]} at position {at}; "
-                        f"raise --vocab_size {vocab_size} or name other data")
+    tokens = np.fromfile(path, "<u2", shard_size(path), offset=HEADER_BYTES)
+    largest = tokens.max(initial=0)
+    if largest >= vocab_size:
+        raise UserError(f"{path}: has token {largest}; raise --vocab_size {vocab_size} "
+                        "or name other data")
     return tokens
 
 
@@ -605,16 +598,17 @@ def consecutive_rows(tokens, position: int, length: int, cfg):
     # Only whole steps count. Each sequence needs one more token, its last target.
     N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step
     first = round_up(position, length) // length
-    if first + cfg.sequences_per_step > N:
+    last = first + cfg.sequences_per_step
+    if last > N:
         return None
     stride = cfg.sequence_stride
     while math.gcd(stride, N) > 1:
         stride += 1
     rows = []
-    for k in range(first, first + cfg.sequences_per_step):
+    for k in range(first, last):
         start = k * stride % N * length
         rows.append(tokens[start : start + length + 1])
-    return np.stack(rows), first * length + step_tokens
+    return np.stack(rows), last * length
 
 
 class TokenLoader:
@@ -624,10 +618,15 @@ class TokenLoader:
     reads the next shard ahead.
     """
 
-    def __init__(self, cfg, ranks, log, shard=0, position=0):
+    def __init__(self, cfg, ranks, shard=0, position=0):
         self.cfg = cfg
         self.ranks = ranks
-        self.log = log
+        self.sequences = cfg.sequences_per_step // ranks.world_size  # of this rank
+        if cfg.sequences_per_step % ranks.world_size:
+            raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
+                            f"the {ranks.world_size} ranks must divide it")
+        # All forward passes of a step have as many.
+        self.per_forward = math.gcd(self.sequences, cfg.sequences_per_forward)
         self.files = find_shards(cfg.train_files)  # in the order of reading
         needed = cfg.sequences_per_step * max(cfg.seq_lens)  # a step is cut from one shard
         digest = hashlib.sha256()  # of each shard's name, size and first MiB
@@ -639,14 +638,6 @@ class TokenLoader:
             digest.update(f"{path.name} {size}".encode())
             digest.update(np.fromfile(path, "u1", 2**20))
         self.digest = digest.hexdigest()[:16]  # tells other training data apart
-        self.sequences = cfg.sequences_per_step // ranks.world_size  # of this rank
-        if self.sequences * ranks.world_size != cfg.sequences_per_step:
-            raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
-                            f"the {ranks.world_size} ranks must divide it")
-        # The largest number that divides them into equal forward passes
-        self.per_forward = min(self.sequences, cfg.sequences_per_forward)
-        while self.sequences % self.per_forward:
-            self.per_forward -= 1
         self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
         self.ahead = self.reader.submit(self.read, shard)  # a future
         self.begin_shard(shard, position)
@@ -673,13 +664,9 @@ class TokenLoader:
                 rows, position = step
                 self.place = (shard, position)
                 # All ranks cut the same rows. Each takes its part.
-                first = self.ranks.rank * self.sequences
-                mine = rows[first : first + self.sequences]
-                parts = np.split(mine, self.sequences // self.per_forward)
-                return [to_batch(part, self.ranks.device) for part in parts]
+                parts = rows.reshape(self.ranks.world_size, -1, self.per_forward, length + 1)
+                return [to_batch(part, self.ranks.device) for part in parts[self.ranks.rank]]
             self.begin_shard(shard + 1)  # after the last one the first again
-            if (shard + 1) % len(self.files) == 0:
-                self.log(f"data: epoch {(shard + 1) // len(self.files) + 1} begins")
         raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
                         "lower --seq_lens or --sequences_per_step")
 
@@ -730,6 +717,7 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
 # Settings that a resumed run may change. All others must be those of its checkpoint.
 MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every sequences_per_forward
     target_loss device run_id warmup_steps head_chunks save_every resume""".split()
+NEW_RUN = dict(step=0, loader=(0, 0), train_time_ms=0.0)
 
 
 def write_checkpoint(path: Path, state: dict, keep: int):
@@ -741,15 +729,13 @@ def write_checkpoint(path: Path, state: dict, keep: int):
             file.flush()
             os.fsync(file.fileno())  # the data reach the disk before the name does
         temporary.replace(path)  # atomic
-        saved = sorted(path.parent.glob("step-*.pt"), key=lambda p: p.stat().st_mtime_ns)
-        for old in saved[:-keep]:
-            old.unlink()
     except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
-        if temporary.is_file():
-            temporary.unlink()
-        while error.__context__:  # the first one is the cause
-            error = error.__context__
-        raise UserError(f"{path}: not written ({error}); make room, --resume auto") from None
+        temporary.unlink(missing_ok=True)
+        cause = error.__context__ or error
+        raise UserError(f"{path}: not written ({cause}); make room, --resume auto") from None
+    saved = sorted(path.parent.glob("step-*.pt"), key=os.path.getmtime)
+    for old in saved[:-keep]:
+        old.unlink()
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -775,12 +761,9 @@ def load_checkpoint(path: Path) -> dict:
     return state
 
 
-def find_checkpoint(cfg, folder: Path, log: Callable) -> Path | None:
-    """The checkpoint that --resume asks for, where it is whole. Raises UserError."""
-    if cfg.resume != "auto":
-        load_checkpoint(Path(cfg.resume))
-        return Path(cfg.resume)
-    for path in sorted(folder.glob("step-*.pt"), reverse=True):  # the newest first
+def newest_checkpoint(folder: Path, log: Callable) -> Path | None:
+    """The newest whole checkpoint of a run."""
+    for path in sorted(folder.glob("step-*.pt"), reverse=True):
         try:
             load_checkpoint(path)
             return path
@@ -848,20 +831,12 @@ class Ranks:
             dist.all_gather_into_tensor(rows.view(-1), x)
         return rows
 
-    def on_rank_0(self, function, *arguments):
-        """Call the function on rank 0. All ranks return its value or raise its UserError."""
-        outcome = [None]  # is filled in place
-        if self.rank == 0:
-            try:
-                outcome = [function(*arguments)]
-            except UserError as error:
-                outcome = [error]
+    def from_rank_0(self, value):
+        """Rank 0's value, on all ranks."""
+        values = [value]
         if self.world_size > 1:
-            dist.broadcast_object_list(outcome, src=0)
-        # All ranks raise, so that none waits for another.
-        if isinstance(outcome[0], UserError):
-            raise outcome[0]
-        return outcome[0]
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def wait_for_device(self):
         if self.device.type == "cuda":
@@ -898,15 +873,12 @@ def device_facts(device: torch.device) -> tuple[str, int]:
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         return torch.cuda.get_device_name(device), peak // 2**20
+    name = os.uname().machine
     info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
-    name = names[0] if names else os.uname().machine
+    if info.exists() and "model name" in info.read_text():
+        name = re.search(r"model name\s*: (.*)", info.read_text())[1]
     unit = 2**20 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
     return f"cpu ({name})", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
-
-
-def new_run_id() -> str:
-    return time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
 
 
 class Log:
@@ -916,24 +888,26 @@ class Log:
     """
 
     def __init__(self, cfg, ranks):
-        self.run_id = cfg.run_id or ranks.on_rank_0(new_run_id)
+        self.run_id = cfg.run_id
+        if not cfg.run_id:
+            self.run_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
         self.folder = Path("logs") / self.run_id  # in the current folder
         self.path = self.folder / "log.txt"
         self.enabled = ranks.rank == 0  # to write and to print
         self.file = None
         # A full disk leaves an empty one.
-        if self.path.exists() and self.path.stat().st_size:
-            if self.enabled and not cfg.resume:
-                raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
-                                "its run by --resume auto, or name another --run_id")
-            self.open("")
+        self.is_new = not (self.path.exists() and self.path.stat().st_size)
+        if self.enabled and not (self.is_new or cfg.resume):
+            raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
+                            "its run by --resume auto, or name another --run_id")
 
     def open(self, header):
         """Open the log. A new one begins with the header."""
-        if self.enabled and not self.file:
+        if self.enabled:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("a", buffering=1, errors="replace")  # line by line
-            self.file.write(header)
+            if self.is_new:
+                self.file.write(header)
 
     def __call__(self, text, console=True):
         if self.file:
@@ -943,13 +917,12 @@ class Log:
 
     def step(self, step, last, ms, **losses):
         """A step's line. The console shows every tenth of the run."""
-        parts = [f"step:{step}/{last}"]
+        text = f"step:{step}/{last}"
         for name, loss in losses.items():
-            if math.isfinite(loss):  # on a GPU the first step's is not known yet
-                parts.append(f"{name}:{loss:.4f}")
-        parts.append(f"train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms")
+            text += f" {name}:{loss:.4f}"
+        text += f" train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"
         is_tenth = step * 10 // last > (step - 1) * 10 // last
-        self(" ".join(parts), console=is_tenth or "val_loss" in losses)
+        self(text, console=is_tenth or "val_loss" in losses)
 
 
 class Clock:
@@ -988,7 +961,7 @@ class Health:
         self.news = []  # not read yet: step, rows of all ranks, CUDA event
         self.signal = 0  # received by this rank
         self.stopping = 0  # received by any rank
-        self.losses = [math.nan, math.nan]  # of the step read last
+        self.losses = []  # of the step read last
         for number in self.SIGNALS:
             # Under nohup SIGHUP stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -1064,7 +1037,7 @@ class Run:
         self.ranks = ranks
         self.log = log
         self.last = cfg.num_iterations  # this step only validates
-        self.first_step = state["step"] if state else 0
+        self.first_step = state["step"]
         self.saved_step = self.first_step  # of the newest checkpoint
         self.exit_code = 0
         self.val_loss = math.nan
@@ -1073,14 +1046,13 @@ class Run:
         self.loader = None  # evaluation needs no training data
         self.data = ""  # digest of the training data
         if self.first_step < self.last:
-            place = state["loader"] if state else (0, 0)
-            self.loader = TokenLoader(cfg, ranks, log, *place)
+            self.loader = TokenLoader(cfg, ranks, *state["loader"])
             self.data = self.loader.digest
-        if state:
+        if cfg.resume:
             check_same_run(state, cfg, self.data)
         self.model, self.optimizers = build(cfg, ranks)
         self.health = Health(ranks)  # catches signals from here on
-        self.clock = Clock(ranks, state["train_time_ms"] if state else 0.0)
+        self.clock = Clock(ranks, state["train_time_ms"])
         self.facts = dict(
             device=device_facts(ranks.device)[0],
             torch=torch.__version__,
@@ -1092,7 +1064,7 @@ class Run:
         self.write_header()
         if self.loader:
             self.warm_up()
-        if state:
+        if cfg.resume:
             load_state(self.model, self.optimizers, state, cfg.resume)
             log(f"resumed at step:{self.first_step} from {cfg.resume}")
 
@@ -1118,18 +1090,17 @@ class Run:
 
     def warm_up(self):
         """Run every kernel on blank tokens, then restore weights and optimizer state."""
-        on_gpu = self.ranks.device.type == "cuda"
-        self.log("warming up; a GPU compiles for 1 to 3 minutes the first time ...", console=on_gpu)
-        started = time.perf_counter()
+        if self.ranks.device.type == "cuda":
+            self.log("warming up; a GPU compiles for 1 to 3 minutes the first time ...")
         tensors = []
         for optimizer in self.optimizers:
             tensors += optimizer.tensors()
         # On the host: a GPU may have no room for a copy.
         before = [tensor.to("cpu", copy=True) for tensor in tensors]
-        runs = {}  # steps run in each stage, as shapes differ between stages
+        runs = Counter()  # steps run in each stage, as shapes differ between stages
         for step in range(self.last):
             now = schedule(step, self.cfg)
-            runs[now.stage] = runs.get(now.stage, 0) + 1
+            runs[now.stage] += 1
             if runs[now.stage] <= self.cfg.warmup_steps:
                 tokens = np.zeros((self.loader.per_forward, now.seq_len + 1), int)
                 batch = to_batch(tokens, self.ranks.device)
@@ -1142,7 +1113,6 @@ class Run:
             tensor.copy_(value)  # in place, since kernels and views keep their addresses
         for optimizer in self.optimizers:
             optimizer.grads.zero_()
-        self.log(f"compile_seconds: {time.perf_counter() - started:.1f}", console=on_gpu)
 
     def validation_is_due(self, step):
         every = self.cfg.val_every  # 0: only the last step
@@ -1196,7 +1166,8 @@ class Run:
         # Leading zeros let names sort by step.
         path = self.log.folder / f"step-{step:06d}.pt"
         # Two are kept in case the newest is damaged, and the final one beside them.
-        self.ranks.on_rank_0(write_checkpoint, path, state, 2 + (step == self.last))
+        if self.ranks.rank == 0:
+            write_checkpoint(path, state, keep=2 + (step == self.last))
 
     def is_asked_to_stop(self, step, complete):
         """Whether a signal asks to stop and nothing is left to save."""
@@ -1344,18 +1315,20 @@ def run_script(argv: list[str] | None) -> int:
     ranks = Ranks(cfg)
     log = Log(cfg, ranks)
     torch.set_num_threads(choose_threads())
-    state = None  # of a checkpoint
+    state = NEW_RUN
     if cfg.resume:
-        path = ranks.on_rank_0(find_checkpoint, cfg, log.folder, log)
+        path = cfg.resume
+        if path == "auto":  # rank 0 decides
+            path = ranks.from_rank_0(newest_checkpoint(log.folder, log))
         if path:
-            state = load_checkpoint(path)
+            state = load_checkpoint(Path(path))
             cfg = parse_args(argv, state["hyperparameters"])
             if "OMP_NUM_THREADS" not in os.environ:  # so that the run goes on to the bit
                 torch.set_num_threads(state["threads"])
         cfg = replace(cfg, resume=str(path or ""))
         check_hyperparameters(cfg)
     # A finished record can be evaluated without a GPU.
-    to_train = not state or state["step"] < cfg.num_iterations
+    to_train = state["step"] < cfg.num_iterations
     if to_train and cfg.preset == "record" and ranks.device.type != "cuda":
         raise UserError("--preset record: there is no CUDA device; use --preset pocket")
     run = Run(cfg, ranks, log, state)

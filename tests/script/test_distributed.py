@@ -98,7 +98,6 @@ def test_rank_0_alone_tells_the_training_loss_of_all_ranks(run_on, world_size):
     run = run_on(world_size)
     assert run.out(0) and not any(run.out(rank) for rank in range(1, world_size))
     assert f"\nworld_size: {world_size}\n" in run.log()
-    assert re.findall(r"epoch \d", run.log()) == ["epoch 2"]
     logged = re.findall(r"^step:(\d+)/12 train_loss:(\S+) (?:next|train_time)", run.log(), re.M)
     assert [int(step) for step, _ in logged] == list(range(1, STEPS + 1))
     mean = run.mean_losses()

@@ -94,7 +94,7 @@ def test_checkpoints(tmp_path, written, checksums, edits):
     with pytest.MonkeyPatch.context() as patch:
         if not checksums:
             patch.setattr(zipfile.ZipFile, "testzip", lambda file: None)
-        found = train_gpt.find_checkpoint(TINY, tmp_path, lambda line: None)
+        found = train_gpt.newest_checkpoint(tmp_path, lambda line: None)
         try:
             state = train_gpt.load_checkpoint(path)
             train_gpt.check_same_run(state, dataclasses.replace(TINY, resume=str(path)), DATA)

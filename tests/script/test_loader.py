@@ -28,11 +28,10 @@ def make_cfg(train_files, **changes):
     return dataclasses.replace(TINY, train_files=train_files, **changes)
 
 
-def make_loaders(cfg, world_size=1, said=None, place=(0, 0)):
-    log = [].append if said is None else said.append
+def make_loaders(cfg, world_size=1, place=(0, 0)):
     common = dict(world_size=world_size, device=torch.device("cpu"))
     ranks = [SimpleNamespace(rank=rank, **common) for rank in range(world_size)]
-    return [TokenLoader(cfg, each, log, *place) for each in ranks]
+    return [TokenLoader(cfg, each, *place) for each in ranks]
 
 
 def assert_step(loaders, expected):
@@ -95,8 +94,7 @@ def test_ranks_share_the_steps_that_a_loop_over_tokens_gives(
         write_shard(tmp_path / f"tiny_train_{index}.bin", tokens)
     cfg = make_cfg(f"{tmp_path}/tiny_train_*.bin", max_document_tokens=document,
                    sequences_per_forward=per_forward, seq_lens=(128, 256, 384))
-    said = []
-    loaders = make_loaders(cfg, world_size, said)
+    loaders = make_loaders(cfg, world_size)
     steps = steps_of(read_tokens(tmp_path), 8, [128] * 9 + [256] * 9 + [384] * 18, document)
     for expected in steps:
         assert all(loader.place == loaders[0].place for loader in loaders)
@@ -105,8 +103,6 @@ def test_ranks_share_the_steps_that_a_loop_over_tokens_gives(
         assert_step(others, expected)
         assert others[0].place == loaders[0].place
     assert loaders[0].place[0] > 5, "the second time through the five shards"
-    epochs = range(2, 2 + len(said) // world_size)
-    assert said and said[::world_size] == [f"data: epoch {epoch} begins" for epoch in epochs]
 
 
 def test_shards_without_a_document_for_a_step(tmp_path, write_shard):
@@ -192,21 +188,18 @@ def test_the_digest_tells_data_apart(tmp_path, write_shard):
 GOOD = np.arange(2000) % VOCAB
 FOREIGN = np.where(GOOD == 0, 1, GOOD)
 FOREIGN[[1234, 1500]] = 300, 400
-NO_SHARD = "not a shard of version 1; make or fetch it again"
+NO_SHARD = "no whole shard of version 1; make or fetch it again"
 FIRST, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val_000000.bin"
 
 
 @pytest.mark.parametrize(("name", "how", "named"), [
     (FIRST, dict(magic=20240801), NO_SHARD), (VAL, dict(version=2), NO_SHARD),
-    (SECOND, dict(count=2001), "5024 bytes do not hold 2001 tokens"),
-    (VAL, dict(count=1999), "5024 bytes do not hold 1999 tokens"),
-    (FIRST, dict(count=-1), "do not hold -1 tokens"),
-    (SECOND, dict(count=2000 - 2**31), "do not hold -2147481648 tokens"),
-    (VAL, 5023, "5023 bytes do not hold 2000 tokens"),
-    (SECOND, 1000, NO_SHARD), (FIRST, 0, NO_SHARD),
-    (SECOND, None, "cannot be read (Is a directory)"),
-    (FIRST, dict(tokens=FOREIGN), "token 300 at position 1234; raise --vocab_size 257"),
-    (VAL, dict(tokens=FOREIGN), "token 300 at position 1234; raise --vocab_size 257"),
+    (SECOND, dict(count=2001), NO_SHARD), (VAL, dict(count=1999), NO_SHARD),
+    (FIRST, dict(count=-1), NO_SHARD), (SECOND, dict(count=2000 - 2**31), NO_SHARD),
+    (VAL, 5023, NO_SHARD), (SECOND, 1000, NO_SHARD), (FIRST, 0, NO_SHARD), (VAL, 8, NO_SHARD),
+    (SECOND, None, "Is a directory"),
+    (FIRST, dict(tokens=FOREIGN), "has token 400; raise --vocab_size 257"),
+    (VAL, dict(tokens=FOREIGN), "has token 400; raise --vocab_size 257"),
     (SECOND, dict(tokens=GOOD[:512]), "512 tokens, a step takes 512 and one more; lower"),
 ])
 def test_a_bad_shard_ends_in_one_line_and_2(run, tmp_path, write_shard, name, how, named):
@@ -220,7 +213,7 @@ def test_a_bad_shard_ends_in_one_line_and_2(run, tmp_path, write_shard, name, ho
     else:
         bad.write_bytes(write_shard(bad, GOOD).read_bytes()[:how])
     line = one_error(run())
-    assert f"{bad}: " in line and named in line
+    assert str(bad) in line and named in line
     assert not (tmp_path / "logs").exists()
 
 
@@ -229,7 +222,7 @@ def test_a_foreign_token_of_a_later_shard_is_said_when_its_turn_comes(tmp_path, 
     write_shard(tmp_path / "1.bin", FOREIGN)
     (loader,) = make_loaders(make_cfg(f"{tmp_path}/*.bin"))
     loader.next_step(128)
-    with pytest.raises(UserError, match=r"1\.bin: token 300 at position 1234"):
+    with pytest.raises(UserError, match=r"1\.bin: has token 400"):
         loader.next_step(128)
 
 

@@ -115,9 +115,9 @@ def test_the_clock_stops_for_validation_and_checkpoints(run, monkeypatch):
         now[0] += seconds
         return now[0]
 
-    def slow(function, *args):
+    def slow(function, *args, **options):
         tick(10_000)
-        return function(*args)
+        return function(*args, **options)
 
     clock = types.SimpleNamespace(perf_counter=tick, strftime=lambda *args: "now")
     monkeypatch.setattr(train_gpt, "time", clock)

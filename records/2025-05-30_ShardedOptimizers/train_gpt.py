@@ -1382,10 +1382,10 @@ class Run:
             tensors += optimizer.tensors()
         # On the host: a GPU may have no room for a copy.
         before = [tensor.to("cpu", copy=True) for tensor in tensors]
-        runs = Counter()  # steps run in each stage, as shapes differ between stages
+        runs = {}  # steps run in each stage, as shapes differ between stages
         for step in range(self.last):
             now = schedule(step, self.cfg)
-            runs[now.stage] += 1
+            runs[now.stage] = runs.get(now.stage, 0) + 1
             if runs[now.stage] <= self.cfg.warmup_steps:
                 tokens = np.zeros((self.loader.per_forward, now.seq_len + 1), int)
                 batch = to_batch(tokens, self.ranks.device)

@@ -135,17 +135,15 @@ class Hyperparameters:
 def check_model(cfg, require):
     """Check this record's own flags by `require(holds, flag, rule)`."""
     layers = len(cfg.attention_pattern)
-    no_attention = (cfg.attention_pattern + ".").index(".")
-    tables = "".join(sorted(set(cfg.value_embed_pattern) - {"."}))
     require(cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
     require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
     require(cfg.targets_ahead <= 16, "targets_ahead", "be at most 16")
     letters = re.fullmatch("[LS.]{1,99}", cfg.attention_pattern)
     require(letters, "attention_pattern", "be of L, S and .")
     require(len(cfg.value_embed_pattern) == layers, "value_embed_pattern", "have an entry a layer")
-    require("0123456789".startswith(tables), "value_embed_pattern", "have ., or 0, 1, 2, …")
     require(cfg.backout_layer < layers, "backout_layer", "be a layer")
-    require(cfg.skip_layer < no_attention, "skip_layer", "lie below the first .")
+    below = cfg.attention_pattern[: cfg.skip_layer + 1]
+    require("." not in below, "skip_layer", "lie below the first .")
     require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
 
 
@@ -225,8 +223,7 @@ class CastedLinear(nn.Linear):
 
     def forward(self, x):
         if self.use_fp8 and self.training:
-            y = FP8Product.apply(x.flatten(0, -2), self.weight)
-            return y.unflatten(0, x.shape[:-1])
+            return FP8Product.apply(x, self.weight)
         return F.linear(x, self.weight.type_as(x))
 
 
@@ -355,9 +352,9 @@ def offset_keys(k_BTHK: Tensor) -> Tensor:
     first = k_BTHK[:, :1]  # has no previous token
     previous = torch.cat([first, k_BTHK[:, :-1]], dim=1)
     # Quarters of a key: first entries of the pairs (rotating, still), then the second ones.
-    rotating_1, _, rotating_2, _ = k_BTHK.chunk(4, dim=-1)
-    _, still_1, _, still_2 = previous.chunk(4, dim=-1)
-    return torch.cat([rotating_1, still_1, rotating_2, still_2], dim=-1)
+    entry = torch.arange(k_BTHK.size(-1), device=k_BTHK.device)
+    quarter = 4 * entry // len(entry)
+    return torch.where(quarter % 2 == 1, previous, k_BTHK)
 
 
 class CausalSelfAttention(nn.Module):
@@ -416,7 +413,7 @@ class Block(nn.Module):
     def __init__(self, cfg, window, value_table):
         super().__init__()
         self.window = window  # L, S, or . for no attention
-        self.value_table = value_table  # a digit, or . for none
+        self.value_table = value_table  # of value_embeds, or . for none
         self.attn = None
         if window != ".":
             self.attn = CausalSelfAttention(cfg, offsets_keys=window == "L")
@@ -440,9 +437,9 @@ class GPT(nn.Module):
         self.cfg = cfg
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
         self.embed = nn.Embedding(vocab, cfg.model_dim)
-        self.value_embeds = nn.ModuleList()
-        for _ in set(cfg.value_embed_pattern) - {"."}:
-            self.value_embeds.append(nn.Embedding(vocab, cfg.model_dim))
+        self.value_embeds = nn.ModuleDict()
+        for table in sorted(set(cfg.value_embed_pattern) - {"."}):
+            self.value_embeds[table] = nn.Embedding(vocab, cfg.model_dim)
         self.blocks = nn.ModuleList()
         for window, table in zip(cfg.attention_pattern, cfg.value_embed_pattern):
             self.blocks.append(Block(cfg, window, table))
@@ -514,8 +511,8 @@ class GPT(nn.Module):
                 masks[letter] = make_mask(docs_BT, window)
         rotary = self.rotary[:, : inputs_BT.size(1)]
         values = {}
-        for number, table in enumerate(self.value_embeds):
-            values[str(number)] = table(inputs_BT)
+        for table, embedding in self.value_embeds.items():
+            values[table] = embedding(inputs_BT)
 
         outputs = []
         x = x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
@@ -664,7 +661,7 @@ class Group:
     lr: float  # Adam: about a weight's change; Muon: about the spectral norm of a change
     betas: tuple = (0.65, 0.95)  # Adam: decay of its means of gradients and of their squares
     decay: float = 0.0  # of weights, in units of the rate (Muon) or of its square (Adam)
-    factors: tuple = (1.0,)  # Muon: factors of the rate, parameters in turn
+    factors: tuple = (1.0,)  # Muon: factors of the rate, matrices in turn
     skips: Callable = lambda now: False  # steps in which it is frozen, its gradients dropped
     follows: str = ""  # the group it copies while the head is tied
 
@@ -726,17 +723,14 @@ class ShardedOptimizer:
         self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
         self.state = {"mean": torch.zeros_like(self.grad)}
 
-    def rests(self, now):
-        """Whether to skip a step and add its gradients to those of the next one."""
-        return False
-
     def tensors(self):
         return [self.weights, *self.state.values()]
 
     def reduce(self):
         """Begin to sum the gradients over the ranks; each receives its own part."""
         if self.ranks.world_size > 1:
-            self.handle = dist.reduce_scatter_tensor(self.grad, self.grads, async_op=True)
+            grad = self.grad.view(-1)
+            self.handle = dist.reduce_scatter_tensor(grad, self.grads, async_op=True)
 
     def update(self, now, divisor):
         """Update this rank's part by gradients / divisor, then begin to gather all parts."""
@@ -785,9 +779,6 @@ class Adam(ShardedOptimizer):
         self.state["count"] = torch.zeros_like(self.lr)
         self.rule = compile_on_gpu(adam_update, self.lr)
 
-    def rests(self, now):
-        return now.adam_rests
-
     def update_share(self, weight, now):
         group = self.group
         decay = group.decay * self.lr**2
@@ -801,27 +792,23 @@ class Muon(ShardedOptimizer):
     def __init__(self, group, ranks):
         shape = group.params[0].shape[-2:]
         super().__init__(group, ranks, unit=shape.numel())
-        factors = []
-        for param, factor in zip(group.params, itertools.cycle(group.factors)):
-            factors += [factor] * (param.numel() // shape.numel())
-        self.batch = (-1, *shape)
-        mean = self.state["mean"].view(self.batch)
-        self.state["square"] = torch.zeros_like(mean[:, :, :1])
-        first = ranks.rank * len(mean)  # this rank's first matrix; padding follows the last
-        self.factors = torch.zeros_like(mean[:, :1, :1])
-        for row, factor in enumerate(factors[first : first + len(mean)]):
-            self.factors[row] = factor
+        self.grad = self.grad.view(-1, *shape)
+        self.state["mean"] = torch.zeros_like(self.grad)
+        self.state["square"] = torch.zeros_like(self.grad[:, :, :1])
+        self.factors = torch.zeros_like(self.grad[:, :1, :1])
+        first = ranks.rank * len(self.grad)  # this rank's first matrix
+        for row in range(len(self.grad)):
+            self.factors[row] = group.factors[(first + row) % len(group.factors)]
         self.momentum = torch.zeros_like(self.lr)
-        self.dtype = torch.bfloat16 if mean.is_cuda else torch.float32
-        self.rule = compile_on_gpu(muon_update, mean)
+        self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
+        self.rule = compile_on_gpu(muon_update, self.lr)
 
     def update_share(self, weight, now):
         self.momentum.fill_(now.momentum)
         self.rule(
-            weight.view(self.batch),
-            self.grad.view(self.batch),
-            self.state["mean"].view(self.batch),
-            self.state["square"],
+            weight.view_as(self.grad),
+            self.grad,
+            *self.state.values(),
             step_size=self.lr * self.factors,
             momentum=self.momentum,
             decay=self.lr * self.group.decay,
@@ -854,7 +841,8 @@ def step_optimizers(optimizers: list[ShardedOptimizer], now: "Schedule", divisor
     for optimizer in optimizers:
         if optimizer.group.skips(now):
             optimizer.grads.zero_()
-        elif not optimizer.rests(now):
+        # Where Adam rests its gradients wait for the next step.
+        elif not (now.adam_rests and isinstance(optimizer, Adam)):
             stepping.append(optimizer)
     for optimizer in stepping:
         optimizer.reduce()

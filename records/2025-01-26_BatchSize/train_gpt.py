@@ -118,14 +118,12 @@ class Hyperparameters:
 def check_model(cfg, require):
     """Check this record's own flags by `require(holds, flag, rule)`."""
     layers = len(cfg.attention_pattern)
-    tables = "".join(sorted(set(cfg.value_embed_pattern) - {"."}))
     require(len(cfg.seq_lens) == 1, "seq_lens", "be one length")
     require(cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
     require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
     letters = re.fullmatch("[LS.]{1,99}", cfg.attention_pattern)
     require(letters, "attention_pattern", "be of L, S and .")
     require(len(cfg.value_embed_pattern) == layers, "value_embed_pattern", "have an entry a layer")
-    require("0123456789".startswith(tables), "value_embed_pattern", "have ., or 0, 1, 2, …")
     require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
 
 
@@ -205,8 +203,7 @@ class CastedLinear(nn.Linear):
 
     def forward(self, x):
         if self.use_fp8 and self.training:
-            y = FP8Product.apply(x.flatten(0, -2), self.weight)
-            return y.unflatten(0, x.shape[:-1])
+            return FP8Product.apply(x, self.weight)
         return F.linear(x, self.weight.type_as(x))
 
 
@@ -370,7 +367,7 @@ class Block(nn.Module):
     def __init__(self, cfg, window, value_table):
         super().__init__()
         self.window = window  # L, S, or . for no attention
-        self.value_table = value_table  # a digit, or . for none
+        self.value_table = value_table  # of value_embeds, or . for none
         self.attn = None
         if window != ".":
             self.attn = CausalSelfAttention(cfg)
@@ -392,9 +389,9 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.embed = nn.Embedding(cfg.vocab_size, cfg.model_dim)
-        self.value_embeds = nn.ModuleList()
-        for _ in set(cfg.value_embed_pattern) - {"."}:
-            self.value_embeds.append(nn.Embedding(cfg.vocab_size, cfg.model_dim))
+        self.value_embeds = nn.ModuleDict()
+        for table in sorted(set(cfg.value_embed_pattern) - {"."}):
+            self.value_embeds[table] = nn.Embedding(cfg.vocab_size, cfg.model_dim)
         self.blocks = nn.ModuleList()
         for window, table in zip(cfg.attention_pattern, cfg.value_embed_pattern):
             self.blocks.append(Block(cfg, window, table))
@@ -457,8 +454,8 @@ class GPT(nn.Module):
                 masks[letter] = make_mask(docs_BT, window)
         rotary = self.rotary[:, : inputs_BT.size(1)]
         values = {}
-        for number, table in enumerate(self.value_embeds):
-            values[str(number)] = table(inputs_BT)
+        for table, embedding in self.value_embeds.items():
+            values[table] = embedding(inputs_BT)
 
         outputs = []
         pairs = len(self.skip_weights)

@@ -126,14 +126,12 @@ class Hyperparameters:
 def check_model(cfg, require):
     """Check this record's own flags by `require(holds, flag, rule)`."""
     layers = len(cfg.attention_pattern)
-    tables = "".join(sorted(set(cfg.value_embed_pattern) - {"."}))
     require(len(cfg.seq_lens) == 1, "seq_lens", "be one length")
     require(cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
     require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
     letters = re.fullmatch("[LS.]{1,99}", cfg.attention_pattern)
     require(letters, "attention_pattern", "be of L, S and .")
     require(len(cfg.value_embed_pattern) == layers, "value_embed_pattern", "have an entry a layer")
-    require("0123456789".startswith(tables), "value_embed_pattern", "have ., or 0, 1, 2, …")
     require(re.fullmatch("[M.]" * layers, cfg.mlp_pattern), "mlp_pattern", "have M or . a layer")
     require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
 
@@ -214,8 +212,7 @@ class CastedLinear(nn.Linear):
 
     def forward(self, x):
         if self.use_fp8 and self.training:
-            y = FP8Product.apply(x.flatten(0, -2), self.weight)
-            return y.unflatten(0, x.shape[:-1])
+            return FP8Product.apply(x, self.weight)
         return F.linear(x, self.weight.type_as(x))
 
 
@@ -388,7 +385,7 @@ class Block(nn.Module):
     def __init__(self, cfg, window, value_table, mlp):
         super().__init__()
         self.window = window  # L, S, or . for no attention
-        self.value_table = value_table  # a digit, or . for none
+        self.value_table = value_table  # of value_embeds, or . for none
         self.attn = None
         if window != ".":
             self.attn = CausalSelfAttention(cfg)
@@ -413,9 +410,9 @@ class GPT(nn.Module):
         self.cfg = cfg
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
         self.embed = nn.Embedding(vocab, cfg.model_dim)
-        self.value_embeds = nn.ModuleList()
-        for _ in set(cfg.value_embed_pattern) - {"."}:
-            self.value_embeds.append(nn.Embedding(vocab, cfg.model_dim))
+        self.value_embeds = nn.ModuleDict()
+        for table in sorted(set(cfg.value_embed_pattern) - {"."}):
+            self.value_embeds[table] = nn.Embedding(vocab, cfg.model_dim)
         self.blocks = nn.ModuleList()
         for letters in zip(cfg.attention_pattern, cfg.value_embed_pattern, cfg.mlp_pattern):
             self.blocks.append(Block(cfg, *letters))
@@ -482,8 +479,8 @@ class GPT(nn.Module):
                 masks[letter] = make_mask(docs_BT, window)
         rotary = self.rotary[:, : inputs_BT.size(1)]
         values = {}
-        for number, table in enumerate(self.value_embeds):
-            values[str(number)] = table(inputs_BT)
+        for table, embedding in self.value_embeds.items():
+            values[table] = embedding(inputs_BT)
 
         outputs = []
         pairs = len(self.skip_weights)
@@ -650,7 +647,8 @@ class ShardedOptimizer:
     def reduce(self):
         """Begin to sum the gradients over the ranks; each receives its own part."""
         if self.ranks.world_size > 1:
-            self.handle = dist.reduce_scatter_tensor(self.grad, self.grads, async_op=True)
+            grad = self.grad.view(-1)
+            self.handle = dist.reduce_scatter_tensor(grad, self.grads, async_op=True)
 
     def update(self, now, divisor):
         """Update this rank's part by gradients / divisor, then begin to gather all parts."""
@@ -707,7 +705,8 @@ class Muon(ShardedOptimizer):
     def __init__(self, group, ranks):
         shape = group.params[0].shape[-2:]
         super().__init__(group, ranks, unit=shape.numel())
-        self.batch = (-1, *shape)
+        self.grad = self.grad.view(-1, *shape)
+        self.state["mean"] = torch.zeros_like(self.grad)
         self.momentum = torch.zeros_like(self.lr)
         self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
         self.rule = compile_on_gpu(muon_update, self.lr)
@@ -715,9 +714,9 @@ class Muon(ShardedOptimizer):
     def update_share(self, weight, now):
         self.momentum.fill_(now.momentum)
         self.rule(
-            weight.view(self.batch),
-            self.grad.view(self.batch),
-            self.state["mean"].view(self.batch),
+            weight.view_as(self.grad),
+            self.grad,
+            self.state["mean"],
             lr=self.lr,
             momentum=self.momentum,
             dtype=self.dtype,

@@ -20,8 +20,7 @@ from lineage_oracles import STATIONS
 FOLDERS = {
     28: "2025-08-23_SparseAttnGate", 31: "2025-09-10_Yarn", 40: "2025-10-04_Backout",
     43: "2025-11-10_CautiousWD", 50: "2025-12-18_CautiousWDAdam",
-    53: "2025-12-22_MultiTokenPrediction",
-}
+    53: "2025-12-22_MultiTokenPrediction"}
 EOT = 256
 BLOCK = 16  # instead of the scripts' 128: as many blocks of fewer tokens
 LENGTH = 6 * BLOCK
@@ -78,18 +77,15 @@ def tiny(number, steps=5, **changes):
     seq_lens = tuple(LENGTH * length // station.seq_lens[-1] for length in station.seq_lens)
     both = dict(
         seq_lens=seq_lens, model_dim=32, head_dim=16, eot_token=EOT, momentum_cooldown=2,
-        freeze_steps=min(2, station.freeze_steps), val_seq_len=LENGTH, val_tokens=2 * LENGTH,
-    )  # fmt: skip
+        freeze_steps=min(2, station.freeze_steps), val_seq_len=LENGTH, val_tokens=2 * LENGTH)
     own = dict(
         num_iterations=steps, extension=extension, vocab_size=272, block=BLOCK, max_document=clip,
-        windows=(1, 2, 3, 4), final_window=5 if number >= 40 else 4, window_tokens=3 * BLOCK,
-    )  # fmt: skip
+        windows=(1, 2, 3, 4), final_window=5 if number >= 40 else 4, window_tokens=3 * BLOCK)
     flags = dict(
         num_iterations=steps + extension, extension_steps=extension, vocab_size=EOT + 1,
         vocab_multiple=16, max_document_tokens=clip, window_tokens=3 * BLOCK,
         long_windows=(1, 2, 3, 4, 5), short_windows=(1, 1, 1, 2), sequences_per_forward=1,
-        device="cpu",
-    )  # fmt: skip
+        device="cpu")
     flags = {k: v for k, v in (both | flags | changes).items() if hasattr(cfg, k)}
     return dataclasses.replace(station, **both | own), dataclasses.replace(cfg, **flags)
 
@@ -170,8 +166,7 @@ def test_the_record_preset_is_the_published_configuration(number, script):
         sequences_per_step=station.streams, attention_pattern=station.attention_pattern[first:],
         value_embed_pattern=station.value_embed_pattern[first:],
         embed_lr=pytest.approx(station.adam_lr * multipliers["value_embeds"]),
-        head_lr=pytest.approx(station.adam_lr * multipliers["lm_head"]),
-    )
+        head_lr=pytest.approx(station.adam_lr * multipliers["lm_head"]))
     same = "seq_lens val_seq_len val_tokens val_every attention_scale muon_lr cooldown_frac "
     same += "rope_base model_dim head_dim eot_token "
     if number == 28:
@@ -279,7 +274,7 @@ def test_the_sequences_of_each_step_are_the_published_ones(number, script, tmp_p
     expected = list(oracles.streams_of(station, shards, lengths))
     assert len(expected) > 12
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-    loader = script.TokenLoader(cfg, ranks, log=None)
+    loader = script.TokenLoader(cfg, ranks)
     for step, (length, streams) in enumerate(zip(lengths, expected)):
         for (inputs, targets), stream in zip(loader.next_step(length), streams, strict=True):
             assert inputs[0].tolist() == stream.inputs.tolist(), step

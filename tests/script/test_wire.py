@@ -10,12 +10,10 @@ import math
 import types
 import weakref
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_gpt
@@ -31,8 +29,7 @@ ADAM = {"embed", "head", "value embeds", "smear gate", "x0 lambdas", "lambdas"}
 TIED, UNTIED = 1, 1295
 STEPS = {
     0: ADAM, TIED: {"embed"}, 627: {"embed", "lambdas"}, 1252: ADAM, 1253: {"embed"},
-    1255: {"lambdas"}, UNTIED: set(), 1919: {"lambdas"},
-}
+    1255: {"lambdas"}, UNTIED: set(), 1919: {"lambdas"}}
 # What in torch.distributed sends tensors; a step calls none but these two.
 REDUCE, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"
 OTHERS = """all_reduce broadcast reduce send isend all_gather gather scatter reduce_scatter barrier
@@ -102,16 +99,15 @@ def make_model(cfg):
     """As on CUDA: embeddings, head and gates in bf16, all else in fp32."""
     model = train_gpt.GPT(cfg)
     gates = [block.attn.attn_gate for block in model.blocks if block.attn]
-    for module in (model.embed, *model.value_embeds, model.lm_head, model.smear_gate, *gates):
+    tables = model.value_embeds.values()
+    for module in (model.embed, *tables, model.lm_head, model.smear_gate, *gates):
         module.weight = torch.nn.Parameter(module.weight.bfloat16())
     return model
 
 
 def padded_bytes(model, world_size):
-    """By arithmetic alone: bytes of each group, padded to whole units on each rank.
-
-    Muon's units are matrices of a shape and a type, Adam's are numbers.
-    """
+    """By arithmetic alone: bytes of each group, padded to whole units on each rank: matrices of a
+    shape and a type of Muon's, numbers of Adam's."""
     adam = {"lm_head": "head", "value_embeds": "value embeds", "smear_gate": "smear gate"}
     counts, total = Counter(), Counter()
     for name, param in model.named_parameters():
@@ -262,19 +258,3 @@ def test_a_gpu_without_bf16_is_refused_in_one_line(monkeypatch, capsys):
 
 
 # Where compiled kernels are kept
-
-
-@pytest.mark.parametrize(("environment", "folder"), [
-    (dict(HOME="home", XDG_CACHE_HOME=""), "home/.cache/train_gpt"),
-    (dict(HOME="home", XDG_CACHE_HOME="caches"), "caches/train_gpt"),
-    (dict(HOME="home", TORCHINDUCTOR_CACHE_DIR="elsewhere"), "elsewhere"),
-])
-def test_compile_caches_are_kept_in_the_users_cache(monkeypatch, tmp_path, environment, folder):
-    """Temporary folders do not survive a reboot. A folder that is given is kept."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "is put back after the test")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    for name, path in environment.items():
-        monkeypatch.setenv(name, str(tmp_path / path) if path else "")
-    monkeypatch.setattr(train_gpt, "run_script", lambda argv: 0)
-    assert train_gpt.main([]) == 0
-    assert Path(cache_dir()) == tmp_path / folder

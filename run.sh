@@ -86,7 +86,7 @@ if [ "${1-}" = test ]; then
     set_up "$repo/requirements.txt" "$repo/requirements-dev.txt"
     cd "$repo"
     "$python" data/pocket.py
-    exec "$python" -m pytest -n auto "$@"
+    exec "$python" -m pytest -n auto --maxprocesses 8 "$@"
 fi
 
 if [ "${1-}" = sample ]; then

@@ -4,8 +4,6 @@
     python tests/bench.py pocket [--seeds 5]            time to the target, beside the plain GPT's
     python tests/bench.py pocket --picture docs/pocket.png        loss over seconds, drawn
     python tests/bench.py busy [--num_iterations 100]   times by threads, idle and with a core taken
-    python tests/bench.py phases                        where a step's time goes
-    python tests/bench.py profile [--preset record]     a few steps by operator, with a trace
     python tests/bench.py gpu                           steps, memory, kernels, tests on this GPU
     python tests/bench.py kernels [--script FILE]       the same modelled, without a GPU
     python tests/bench.py memory [--script FILE]        a GPU's memory, counted without one
@@ -61,7 +59,6 @@ KERNELS = {"attention": "flex_attention|flash",  # kinds, by names; the first th
            "matrix products": "gemm|nvjet|cutlass|xmma|_mm|matmul|cublas",
            "copies and fills": "memcpy|memset|copy|fill",
            "fused elementwise and reductions": "triton"}
-LITTLE_VALIDATION = ["--val_seq_len", "128", "--val_tokens", "128"]
 GPU_SECONDS = 580  # of `gpu`, at most: its tests get what the measurements leave
 LAST_STEP = ["--phases", "train,optimizers", "--binaries", "--ranks", "8", "--stage", "-1"]
 MEASURED = 99  # exit code of a run whose training loop was replaced
@@ -209,79 +206,6 @@ def busy(args, flags):
     print_table(["cores taken", "threads", "seconds of training"], rows)
 
 
-# ---- phases: the steps of a run, by the functions that they call ----
-def run_here(flags):
-    """A pocket run in this process that prints nothing. Raises RunFailed."""
-    errors = io.StringIO()
-    interrupt = signal.getsignal(signal.SIGINT)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
-        code = train_gpt.main(["--preset", "pocket", "--device", "cpu", *flags])
-    signal.signal(signal.SIGINT, interrupt)  # the run has taken it over
-    if code:
-        raise RunFailed(errors.getvalue().strip())
-
-
-def count_seconds(owner, name, phase, seconds):
-    """Add what calls of owner.name take to seconds[phase]."""
-    function = getattr(owner, name)
-
-    @functools.wraps(function)
-    def timed(*args, **kwargs):
-        start = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            seconds[phase] += time.perf_counter() - start
-
-    setattr(owner, name, timed)
-
-
-def phases(args, flags):
-    """Run the pocket with its functions wrapped, and print the mean of each over the steps."""
-    seconds = Counter()
-    for owner, name, phase in (
-        (train_gpt, "train", "step"),
-        (train_gpt.TokenLoader, "next_step", "loader"),
-        (train_gpt.GPT, "forward", "forward"),
-        (torch.Tensor, "backward", "backward"),
-        (train_gpt, "orthogonalize", "Newton-Schulz"),
-        (train_gpt.Muon, "update", "Muon, the rest of it"),
-        (train_gpt.Adam, "update", "Adam"),
-        (train_gpt.Health, "check", "check of the losses"),
-    ):
-        count_seconds(owner, name, phase, seconds)
-    flags = ["--warmup_steps", "0", *LITTLE_VALIDATION, *flags]  # neither is of a step
-    say("a pocket run, measured step by step ...")
-    run_here(flags)
-    seconds["Muon, the rest of it"] -= seconds["Newton-Schulz"]  # which it calls
-    seconds["the rest"] = 2 * seconds["step"] - sum(seconds.values())
-    steps = train_gpt.parse_args(["--preset", "pocket", *flags]).num_iterations
-    print_table(["phase", "ms a step", "share"], [
-        [phase, f"{1000 * each / steps:.2f}", f"{each / seconds['step']:.0%}"]
-        for phase, each in seconds.most_common()])
-
-
-# ---- profile: a run of the script, its steps 3 to 5 recorded ----
-def profile(args, flags):
-    """Print a table of three steps of the script by operator and kernel; beside it a trace."""
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1))
-    check = train_gpt.Health.check
-
-    def check_then_advance(health, step, *rest):
-        check(health, step, *rest)
-        profiler.step()
-
-    train_gpt.Health.check = check_then_advance
-    with profiler:
-        if code := train_gpt.main(["--preset", "pocket", *flags]):
-            raise SystemExit(code)
-    file = Path("logs") / "trace.json"
-    profiler.export_chrome_trace(str(file))
-    say(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
-    say(f"{file}, for chrome://tracing or ui.perfetto.dev")
-
-
 # ---- gpu: the record's step on synthetic documents ----
 class Both(io.TextIOBase):
     """A stream that is kept in a file too."""
@@ -299,8 +223,7 @@ class Both(io.TextIOBase):
 def gpu(args, flags):
     """Measure the record on this GPU, then run its tests. A part that fails stops no other."""
     if not torch.cuda.is_available():
-        raise train_gpt.UserError("torch finds no CUDA device; `phases` runs on a "
-                                  "CPU, `kernels` and `memory` model a GPU")
+        raise train_gpt.UserError("torch finds no CUDA device; `kernels` and `memory` " "model one")
     end = time.monotonic() + GPU_SECONDS
     train_gpt.parse_args(flags)  # a wrong flag ends here
     folder = Path("logs", time.strftime("gpu-%Y%m%d-%H%M%S"))
@@ -395,8 +318,7 @@ def measure_run(run, cfg):
             f"{len(steps)}", f"{now.seq_len:,}", f"{len(now.target_weights)}",
             f"{train_gpt.BLOCK * int(run.model.windows[0])}", spread(ms),
             f"{1000 * tokens / median:,.0f}",
-            f"{flop / median / spec / 1e9:.1%}" if spec else "unknown peak",
-        ])
+            f"{flop / median / spec / 1e9:.1%}" if spec else "unknown peak"])
     print_table(["steps", "tokens a sequence", "targets", "window", "ms a step", "tokens/s", "MFU"],
                 rows)
     say(f"memory at the peak: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, "
@@ -468,8 +390,7 @@ def kernels(args, flags):
                 f"{steps:,}", f"{facts['tokens']:,}", f"{facts['targets']}",
                 f"{cost.total_ms(priced, ('forward', 'backward')):.1f}",
                 f"{facts['step_tokens'] // facts['tokens'] // ranks}",
-                f"{cost.total_ms(priced, (optimizers,)):.1f}", f"{step_ms:,.1f}",
-            ])
+                f"{cost.total_ms(priced, (optimizers,)):.1f}", f"{step_ms:,.1f}"])
         say(f"\non {ranks} {card.upper()}: a run in {run_ms / 60_000:.2f} minutes")
         print_table(["steps", "tokens a pass", "targets", "ms a pass", "passes",
                      "optimizers and wire, ms", "ms a step"], rows)
@@ -500,7 +421,7 @@ def memory(args, flags):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    all_commands = pocket, busy, phases, profile, gpu, kernels, memory
+    all_commands = pocket, busy, gpu, kernels, memory
     commands = {command.__name__: command for command in all_commands}
     parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, default=5, help="of pocket, busy: seeds, from 0 up")

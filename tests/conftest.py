@@ -1,6 +1,6 @@
 """What all tests share: one thread, the repository on the path, shards and ways to run scripts.
 
-Tests marked `gpu` run on a stand-in for a GPU (gpu/host_gpu/) where there is no CUDA device.
+Where there is no CUDA device, a session of `-m gpu` has a stand-in for one (gpu/host_gpu/).
 `--random-order SEED` shuffles the files, and the tests of each.
 """
 
@@ -20,14 +20,11 @@ from types import SimpleNamespace
 import host_gpu
 import numpy as np
 import pytest
-from host_gpu.session import HostGpuSession, is_for_gpu
 
 REPO = Path(__file__).resolve().parent.parent
-MOST_WORKERS = 8  # each holds torch, and some tests start processes of their own
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TINY_MODEL = dict(  # of bytes, for any number of layers
-    vocab_size=257, eot_token=256, model_dim=32, head_dim=16, backout_layer=0
-)  # fmt: skip
+    vocab_size=257, eot_token=256, model_dim=32, head_dim=16, backout_layer=0)
 
 # Whoever starts the tests may ignore these, as nohup does; what the tests start does not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,18 +36,16 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def pytest_addoption(parser):
     parser.addoption("--random-order", type=int, metavar="SEED",
-                     help="shuffle the files, and the tests of each")  # fmt: skip
+                     help="shuffle the files, and the tests of each")
+
+
+def pytest_configure(config):
+    """Install the stand-in before torch is imported; it cannot be undone."""
+    if config.option.markexpr.startswith("gpu") and not host_gpu.obstacle():
+        host_gpu.install("sm_90")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_xdist_auto_num_workers(config):
-    """A worker for each core that this process may use."""
-    may_use = getattr(os, "sched_getaffinity", None)
-    cores = len(may_use(0)) if may_use else os.cpu_count()
-    return min(cores, MOST_WORKERS)
-
-
-@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A file's tests go to one worker, as they share what takes seconds to make."""
     from xdist.scheduler import LoadFileScheduling
@@ -61,7 +56,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Shuffle, if asked to; run what is marked `gpu` where it can be, or skip it."""
+    """Shuffle, if asked to; skip what is marked `gpu` where there is none."""
     seed = config.getoption("--random-order")
     if seed is not None:
         draw = random.Random(seed)
@@ -71,19 +66,10 @@ def pytest_collection_modifyitems(config, items):
         draw.shuffle(items)
         items.sort(key=lambda item: places[item.path])
 
-    gpu_items = list(filter(is_for_gpu, items))
-    if not gpu_items:
-        return
-    import torch
-
-    if torch.cuda.is_available():
-        return
-    if obstacle := host_gpu.obstacle():
-        for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason=f"no CUDA device, {obstacle}"))
-    else:
-        config.pluginmanager.register(HostGpuSession())
-        items.sort(key=is_for_gpu)  # they are run beside the others, which need not wait
+    reason = host_gpu.obstacle() or "`-m gpu` alone runs it on a stand-in"
+    for item in items:
+        if item.get_closest_marker("gpu") and not sys.modules["torch"].cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason=f"no CUDA device, {reason}"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -106,10 +92,7 @@ def pytest_runtest_protocol():
 
 @pytest.fixture(scope="session")
 def build_once(tmp_path_factory):
-    """`build_once(name, build)` returns a folder that build(folder) has filled.
-
-    The first worker that asks for the name builds it, and the others wait.
-    """
+    """`build_once(name, build)`: a folder that one worker fills by build(folder), for all."""
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # that of the whole session
@@ -136,11 +119,7 @@ def pocket_data():
 
 @pytest.fixture(scope="session")
 def write_shard():
-    """`write_shard(path, tokens, magic=, version=, count=)` writes one shard and returns its path.
-
-    A shard is 256 int32 (magic 20240520, version 1, number of tokens, zeros), then the tokens as
-    uint16. The keywords make it wrong on purpose; `count` is the number of tokens by default.
-    """
+    """`write_shard(path, tokens, ...)` writes a shard; magic, version and count may be wrong."""
 
     def write(path, tokens, magic=20240520, version=1, count=None):
         header = np.zeros(256, dtype="<i4")
@@ -162,11 +141,7 @@ def read_shard(path):
 
 @pytest.fixture
 def tiny_shards(tmp_path, write_shard):
-    """`tiny_shards(counts, ...)` writes one shard a count into tmp_path and returns their glob.
-
-    The tokens are seeded noise in [0, eot). Documents begin with `eot`, at the start of a shard
-    and after a random length with mean `document_tokens`.
-    """
+    """`tiny_shards(counts, ...)` writes shards of seeded noise into tmp_path, in documents."""
 
     def make(counts, name="tiny_train", eot=256, document_tokens=200, seed=0):
         generator = np.random.default_rng(seed)
@@ -185,10 +160,7 @@ def tiny_shards(tmp_path, write_shard):
 
 @pytest.fixture
 def call_tool(tmp_path_factory, monkeypatch, capsys):
-    """`call_tool(module, args, cwd, stdin=b"")` runs a script of data/ in this process.
-
-    `module` is the imported script. Returns a namespace with returncode, stdout and stderr.
-    """
+    """`call_tool(module, args, cwd, stdin=b"")` runs an imported script of data/."""
 
     def call(module, args, cwd, stdin=b""):
         given = tmp_path_factory.mktemp("stdin") / "stdin"
@@ -215,7 +187,7 @@ def run_script(tmp_path):
     def run(args, timeout=120):
         command = [sys.executable, REPO / "train_gpt.py", *map(str, args)]
         return subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, timeout=timeout)  # fmt: skip
+                              capture_output=True, text=True, timeout=timeout)
 
     return run
 

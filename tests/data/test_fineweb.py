@@ -55,9 +55,7 @@ def folder(tmp_path):
 @pytest.fixture
 def fineweb(hub, folder, call_tool, monkeypatch):
     """`fineweb(*args, online=True)` runs the script; what it printed, and the shards it fetched.
-
-    With `refused`, the run has to end with code 2 and one line that has these parts.
-    """
+    With `refused`, it has to end with code 2 and one line that has these parts."""
 
     def run(*args, online=True, refused=()):
         hub.reset_mock()

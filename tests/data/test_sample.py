@@ -86,10 +86,8 @@ def runs(build_once, write_shard):
 
 @pytest.fixture
 def run(call_tool):
-    """`run(folder, *args, stdin=b"", refused="")` runs the tool there and returns what it printed.
-
-    With `refused`, it has to end with code 2 and one line that has this part.
-    """
+    """`run(folder, *args, stdin=b"", refused="")` runs the tool there; what it printed. With
+    `refused`, it has to end with code 2 and one line that has this part."""
     def run_here(folder, *args, stdin=b"", refused=""):
         done = call_tool(sample_tool, args, folder, stdin)
         if not refused:
@@ -173,8 +171,7 @@ def test_text_comes_token_by_token_and_letters_whole(runs, run, monkeypatch):
     (["ROOT", "--prompt_file", "latin.txt"], "latin.txt: not UTF-8 at byte 2"),
     (["ROOT", "--prompt_file", "-"], "standard input: not UTF-8 at byte 0"),
     (["ROOT", "--prompt_file", "/dev/zero"], "/dev/zero: a prompt has at most 1,048,576 bytes"),
-    (["ROOT", "--prompt", "a", "--prompt_file", "text.pt"], "not allowed with"),
-])  # fmt: skip
+    (["ROOT", "--prompt", "a", "--prompt_file", "text.pt"], "not allowed with")])
 def test_bad_input_is_one_line(runs, run, tmp_path, args, part):
     (tmp_path / "text.pt").write_text("some words of text")
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
@@ -202,8 +199,3 @@ def test_who_stops_reading_ends_it_without_a_word(runs):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
-
-
-def test_a_vocabulary_without_a_tokenizer_is_said():
-    with pytest.raises(sample_tool.DataError, match="eot_token 7: of no tokenizer known, gpt2, by"):
-        sample_tool.find_tokenizer(7)

@@ -52,11 +52,8 @@ def tokenizer(request):
 
 @pytest.fixture
 def run_text(tmp_path, call_tool):
-    """`run_text(*args)` runs the script in tmp_path, bytes into `out` where not told otherwise.
-
-    It returns what was printed. With `refused`, the run has to end with code 2 and one line that
-    has these parts.
-    """
+    """`run_text(*args)` runs the script in tmp_path, bytes into `out`; what it printed. With
+    `refused`, it has to end with code 2 and one line that has these parts."""
 
     def run(*args, stdin=b"", refused=()):
         defaults = ["--tokenizer", "bytes", "--out", "out", "--processes", "1"]
@@ -133,8 +130,7 @@ def test_every_kind_of_file_becomes_documents_in_order(tokenizer, run_text, tmp_
         "my texts/b/b.txt.gz": gzip.compress(b"one text\n"),
         "my texts/a.jsonl": b"\n" + to_jsonl(documents[20:40], end="\r\n \n"),
         "notes.md": b"\xef\xbb\xbfline ends\r\nare kept\r",
-        "noname.gz": gzip.compress(b"another"),
-    })
+        "noname.gz": gzip.compress(b"another")})
     printed = run_text("--tokenizer", tokenizer.name, "--val_fraction", 0, "my texts", "notes.md",
                        "noname.gz", "-", tmp_path / "my texts" / "z.txt", stdin=b"typed in")
     assert read_documents(tmp_path / "out", "train", tokenizer) == [
@@ -170,8 +166,7 @@ def mixed_folder(tmp_path):
     ("", list(TEXTS), ["skipped 5 file(s)", *list(NO_TEXTS)[:3], "and 2 more"]),
     (".py", ["LICENSE", "src/a.py", "src/b.py.gz"], ["skipped 1 file(s)", "mixed/latin1.py"]),
     (".md,.json", ["LICENSE", "docs/a.md", "docs/b.json"], []),
-    (".py.gz", ["LICENSE", "src/b.py.gz"], []),
-])
+    (".py.gz", ["LICENSE", "src/b.py.gz"], [])])
 def test_text_of_a_folder_is_read_and_the_rest_counted(run_text, mixed_folder, tmp_path, suffix,
                                                        names, skipped):
     """Suffixes choose files of a folder, and not those that are named."""
@@ -242,13 +237,6 @@ def test_a_rest_too_short_to_train_on_shares_with_the_shard_before(tmp_path, mon
     assert all(40 <= len(shard) <= 100 for shard in shards)
 
 
-def test_tasks_keep_their_order_and_few_are_under_way():
-    taken = []
-    results = text.map_in_order(str, (taken.append(item) or item for item in range(50)), 3)
-    assert next(results) == "0" and len(taken) <= 3 * 3
-    assert list(results) == [str(item) for item in range(1, 50)]
-
-
 GZ = gzip.compress(b'{"text": "a"}\n' * 1000)
 PARQUET = to_parquet({"text": sample_documents(200)})
 NOT_UTF_8 = pyarrow.StringArray.from_buffers(
@@ -270,8 +258,7 @@ BAD_FILES = {  # name of the file: what is in it, what is said
     "no field.jsonl": (GOOD + b'{"txt": "a"}', "no field.jsonl:3:"),
     "not UTF-8.jsonl": (GOOD + b'{"text": "\xff"}', "not UTF-8.jsonl:3:"),
     "no text.jsonl": (GOOD + b'{"text": "\\ud800"}', "no text.jsonl:3:"),
-    "too deep.jsonl": (GOOD + b'{"text": ' + 10_000 * b"[", "too deep.jsonl:3:"),
-}
+    "too deep.jsonl": (GOOD + b'{"text": ' + 10_000 * b"[", "too deep.jsonl:3:")}
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
@@ -281,16 +268,6 @@ def test_a_bad_file_is_named_and_nothing_is_left(run_text, tmp_path, name):
     for source in (f"folder/{name}", "folder"):
         run_text("folder/a.jsonl", source, refused=[f"folder/{name}", said])
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("content", [b"abc \xff def", b"ab\xc3", b"\xed\xa0\x80"])
-@pytest.mark.parametrize("block", [1, 3, 1000])
-def test_a_byte_that_is_not_utf_8_is_named(monkeypatch, content, block):
-    monkeypatch.setattr(text, "BLOCK_BYTES", block)
-    with pytest.raises(UnicodeDecodeError) as error:
-        content.decode()
-    with pytest.raises(text.DataError, match=f"some.txt.*byte {error.value.start};"):
-        list(text.read_text(io.BytesIO(content), "some.txt"))
 
 
 def test_an_error_leaves_the_earlier_shards(run_text, tmp_path):
@@ -341,20 +318,12 @@ def test_a_stopped_run_leaves_nothing(tmp_path, number, code):
     ("a.txt --shard_tokens 0", ["shard_tokens"]),
     ("a.txt --out a.txt", ["a.txt"]),
     ("pipe", ["pipe: no regular file but a pipe", "give - and < pipe"]),
-    ("", ["PATH"]),
-])
+    ("", ["PATH"])])
 def test_bad_input_is_one_line(run_text, mixed_folder, tmp_path, args, parts):
     write(tmp_path, {"a.txt": b"text", "mixed/cpp": b"no suffix"})
     os.mkfifo(tmp_path / "pipe")
     run_text(*args.split(), refused=parts)
     assert not (tmp_path / "out").exists() and (tmp_path / "a.txt").read_text() == "text"
-
-
-def test_standard_input_without_an_end_is_refused(monkeypatch):
-    with open("/dev/zero") as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        with pytest.raises(text.DataError, match="standard input: a device"):
-            text.find_sources(["-"], ())
 
 
 def test_tiktoken_without_its_files_is_one_line(run_text, tmp_path, monkeypatch):

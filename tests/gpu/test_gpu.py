@@ -31,8 +31,7 @@ if ON_HOST:  # its kernels are interpreted
     SMALL = dataclasses.replace(
         SMALL, model_dim=64, head_dim=32, attention_pattern="L.S", value_embed_pattern="0..",
         backout_layer=0, seq_lens=(384,), val_seq_len=512, val_tokens=512, num_iterations=5,
-        sequences_per_step=1,
-    )
+        sequences_per_step=1)
 held_to_more = pytest.mark.skipif(ON_HOST, reason="test_host_gpu.py holds the host to more")
 # Relative error of a norm. bf16 keeps 8 bits: 0.4 % a rounding, some ten of which add up in a row.
 # e5m2 keeps 3 bits of a gradient: 12 % a rounding, which average out over a sum of many.
@@ -155,11 +154,10 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path,
     cfg = dataclasses.replace(
         SMALL,
         train_files=tiny_shards([tokens], eot=SMALL.eot_token),
-        val_files=tiny_shards([SMALL.val_tokens + 1], name="tiny_val", eot=SMALL.eot_token),
-    )
+        val_files=tiny_shards([SMALL.val_tokens + 1], name="tiny_val", eot=SMALL.eot_token))
     ranks = one_rank("cuda")
     torch._dynamo.reset()
-    run = train_gpt.Run(cfg, ranks, train_gpt.Log(cfg, ranks), None)
+    run = train_gpt.Run(cfg, ranks, train_gpt.Log(cfg, ranks), train_gpt.NEW_RUN)
     next_step = run.loader.next_step
     log_step = run.log_step
 

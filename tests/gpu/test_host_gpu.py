@@ -1,8 +1,7 @@
 """The GPU path executed without a GPU: losses, gradients, steps and whole runs against the CPU's.
 
 Each kernel that torch.compile makes for the card is run by Triton's interpreter (host_gpu/), on a
-model of three layers. All run in one session of their own, beside the others; a real GPU rounds
-other than the host does and has test_gpu.py.
+model of three layers. A real GPU rounds other than the host does and has test_gpu.py.
 """
 
 import copy
@@ -16,7 +15,6 @@ import subprocess
 import sys
 
 import host_gpu
-import numpy as np
 import pytest
 import torch
 from conftest import REPO
@@ -30,8 +28,7 @@ TINY = dataclasses.replace(
     train_gpt.Hyperparameters(), vocab_size=257, eot_token=256, vocab_multiple=16, model_dim=32,
     head_dim=16, attention_pattern="L.S", value_embed_pattern="0..", skip_layer=0,
     backout_layer=0, seq_lens=(384,), val_seq_len=384, sequences_per_step=1, num_iterations=10,
-    extension_steps=0, head_chunks=1, fp8_head=False,
-)
+    extension_steps=0, head_chunks=1, fp8_head=False)
 # Those of the record, in bf16 on sm_90: in fp32 torch would take blocks of 16, and minutes here.
 BLOCKS = dict(BLOCK_M=128, BLOCK_N=64, BLOCK_M1=64, BLOCK_N1=128, BLOCK_M2=128, BLOCK_N2=64)
 FP32_RTOL = 1e-5  # sums of fp32 in another order
@@ -188,28 +185,13 @@ def test_a_step_in_few_bits_is_as_near_to_fp32_as_the_cpus_in_the_same(fp8, monk
         assert worst < 1.5 * low_worst, (errors, low_errors)
 
 
-@pytest.mark.slow
-def test_validation_is_that_of_the_cpu():
-    """Two sequences, the last of which is short."""
-    cpu = make_model(TINY)
-    gpu = in_fp32(cpu, TINY)
-    tokens = np.random.default_rng(0).integers(TINY.vocab_size, size=500).astype(np.uint16)
-    losses = []
-    for model, device in ((gpu, "cuda"), (cpu, "cpu")):
-        set_window(model, 2)
-        ranks = train_gpt.Ranks(dataclasses.replace(TINY, device=device))
-        losses.append(train_gpt.validate(model, tokens, TINY, ranks))
-    assert losses[0] == pytest.approx(losses[1], rel=FP32_RTOL)
-
-
 # ---- whole runs -------------------------------------------------------------
 
 STEPS = 4  # each of a stage of its own
 FLAGS = dict(
     preset="pocket", model_dim=32, head_dim=32, sequences_per_step=2, sequences_per_forward=2,
     seq_lens=128, val_seq_len=256, val_tokens=256, val_every=2, save_every=2, warmup_steps=1,
-    num_iterations=STEPS, extension_steps=1, run_id="x",
-)
+    num_iterations=STEPS, extension_steps=1, run_id="x")
 
 
 @pytest.fixture
@@ -295,7 +277,7 @@ def run_rank(path):
     ranks = train_gpt.Ranks(dataclasses.replace(TINY, device="cuda"))
     model = make_model(TINY).to(ranks.device)
     step_by_noise(train_gpt.build_optimizers(model, TINY, ranks), TINY, [ranks.rank])
-    name = ranks.on_rank_0(lambda: f"of rank {ranks.rank}")
+    name = ranks.from_rank_0(f"of rank {ranks.rank}")
     torch.save((name, ranks.world_size, model.cpu().state_dict()), f"{path}-{ranks.rank}")
 
 
@@ -309,8 +291,7 @@ def test_two_ranks_step_like_one_on_the_sum_of_their_gradients(tmp_path):
                  GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     processes = [
         subprocess.Popen(command, env=os.environ | group | dict(RANK=str(rank)))
-        for rank in range(2)
-    ]
+        for rank in range(2)]
     try:
         assert [process.wait(600) for process in processes] == [0, 0]
     finally:

@@ -54,8 +54,7 @@ def mark_of(card: str):
 
 
 every_card = pytest.mark.parametrize(
-    "card", [pytest.param(card, marks=mark_of(card)) for card in host_gpu.CARDS]
-)
+    "card", [pytest.param(card, marks=mark_of(card)) for card in host_gpu.CARDS])
 
 
 def launches(found: Trace, *phases: str) -> list[dict]:
@@ -115,8 +114,7 @@ def test_every_kernel_compiles_fits_and_spills_no_more_than_today(card):
 @pytest.mark.parametrize("get_trace", [
     pytest.param(last_stage, id="last-stage-sm_90", marks=pytest.mark.cards),
     *(pytest.param(functools.partial(two_layers, card), id=f"first-stage-{card}",
-                   marks=mark_of(card)) for card in host_gpu.CARDS),
-])  # fmt: skip
+                   marks=mark_of(card)) for card in host_gpu.CARDS)])
 def test_logits_are_read_once_in_few_bits_and_by_compiled_kernels_alone(get_trace):
     """However many the targets. Backward, where they are read, their gradient is written: twice in
     FP8, as it is and transposed, or once in bf16."""
@@ -200,7 +198,7 @@ def test_state_is_weights_gradients_and_moments():
 # What the passes of one sequence launch and move (GB) outside matrix products and attention, and
 # what the forward pass keeps (GB). Traced: fp8 and eleven layers on sm_90.
 BUDGETS = {"fp8": (158, 11.4, 2.8), "bf16": (151, 10.9, 2.8), "last stage": (144, 29.6, 8.2),
-           "eleven layers": (459, 73.8, 21.6)}  # fmt: skip
+           "eleven layers": (459, 73.8, 21.6)}
 
 
 def check(budget: str, found: Trace) -> None:
@@ -232,17 +230,3 @@ def test_the_records_eleven_layers():
 
 
 # ---- the model of time --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("changes, group, ms", [
-    (dict(kind="triton", name="0:triton_poi_fused_relu_0", bytes=3e9), "other", 1.0),
-    (dict(kind="aten", name="aten._scaled_mm.out", flop=2150e9), "FP8 products", 2.0),
-    (dict(phase="optimizers of 8 ranks", kind="wire", name="all_reduce", bytes=370e6),
-     "on the wire", 0.875),
-])  # fmt: skip
-def test_a_launch_takes_as_long_as_its_slowest_part(changes, group, ms):
-    facts = dict(head_tokens=64, padded_vocab=128, model_dim=8, optimizer_steps=2)
-    launch = dict(phase="forward", bytes=0, flop=0, tensors=[], sizes={}) | changes
-    found = Trace("sm_90", facts, {}, [], {}, [launch], {}, [])
-    ((_, found_group, row),) = cost.price(found, cost.RATES["h100"])
-    assert (found_group, row.ms) == (group, pytest.approx(ms))

@@ -133,8 +133,7 @@ if __name__ == "__main__":
     harness(parse_args(sys.argv[1:]))
 '''
 CHILD = SCRIPT.replace("both(1.6)", "both(1.5)").replace(
-    "Parent: none. It is the first.", f"Parent: {PARENT}. Change: less loss."
-)
+    "Parent: none. It is the first.", f"Parent: {PARENT}. Change: less loss.")
 
 
 def sha_of(source: str) -> str:
@@ -144,14 +143,13 @@ def sha_of(source: str) -> str:
 def make_records(root: Path) -> Path:
     """Two claimed records, without runs, and the root's script, under `root`."""
     published = {"number": 5, "minutes": 15.2, "val_loss": 3.2741, "n": 1, "hardware": "8×H100",
-                 "source": "https://example.org/log"}  # fmt: skip
+                 "source": "https://example.org/log"}
     claims = {
         PARENT: {"number": 1, "change": "the first", "parent": None, "published": published,
                  "modelled_minutes": None, "equality": {"largest": 3e-13, "of": "8 steps"},
                  "gain": None},
         NEWEST: {"number": 2, "change": "less loss", "parent": PARENT, "published": None,
-                 "modelled_minutes": 2.5, "equality": None, "gain": "loss"},
-    }  # fmt: skip
+                 "modelled_minutes": 2.5, "equality": None, "gain": "loss"}}
     block = "\n".join(pages.BLOCK)
     for name, claim in claims.items():
         folder = root / "records" / name

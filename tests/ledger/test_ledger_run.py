@@ -138,8 +138,7 @@ REFUSED = {
     "times of two at once": (["a.py", "--times", "--jobs", "2"], "--times are of one run alone"),
     "no jobs": (["a.py", "--jobs", "0"], "--jobs: 0 is not a whole number"),
     "no seeds": (["a.py", "--seeds", "0"], "--seeds: 0 is not a whole number"),
-    "a folder that is a file": (["a.py", "--out", "a.py/out"], "a.py/out"),
-}
+    "a folder that is a file": (["a.py", "--out", "a.py/out"], "a.py/out")}
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -10,7 +10,7 @@ import sys
 import matplotlib.image
 import pytest
 from fake_records import NEWEST, PARENT, REPO, SCRIPT, SEEDS, main, value_in
-from ledger import diff, logs, pages, public, table
+from ledger import logs, pages, public, table
 from scipy import special
 
 pytest_plugins = ["record_fixtures"]
@@ -52,8 +52,7 @@ def test_a_resumed_run_counts_the_last_line_of_a_step(text, tmp_path):
         + final
         + "resumed at step:40 from step-000040.pt\n"
         + "step:40/40 val_loss:1.7000 train_time:1200ms step_avg:30.00ms redone:1\n---\n"
-        + re.sub(r"val_loss: \S+", "val_loss: 1.700049\nmfu: 0.4", final)
-    )
+        + re.sub(r"val_loss: \S+", "val_loss: 1.700049\nmfu: 0.4", final))
     log = logs.read_log(path)
     assert log.val[30] == (1.5555, 77) and log.val[20][0] != 1.5555
     assert log.finished and log.resumed and log.final["mfu"] == "0.4"
@@ -67,9 +66,7 @@ def test_a_resumed_run_counts_the_last_line_of_a_step(text, tmp_path):
         ("step:31/40 train_ti", "cut in the middle of a line"),
         ("error: step 31: non-finite loss on rank 0\n", "failed: step 31: non-finite loss"),
         ("step:x/40 val_loss:1.0 train_time:1ms step_avg:1ms\nstep:31/40 val_loss:3.x\n", "cannot"),
-        ("", "stopped at step 30 of 40"),
-    ],
-)
+        ("", "stopped at step 30 of 40")])
 def test_what_could_be_read_of_an_unfinished_log_is_used(ending, note, text, tmp_path, capsys):
     path = tmp_path / "log.txt"
     path.write_text(text.partition("step:31/40")[0] + ending)
@@ -89,7 +86,7 @@ def sample(mean, std, n):
 
 def runs(losses):
     return [{"seed": seed, "val_loss": loss, "train_time_ms": 10} for seed, loss in
-            enumerate(losses)]  # fmt: skip
+            enumerate(losses)]
 
 
 def test_p_value_of_the_published_record_21():
@@ -193,8 +190,7 @@ def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
         .replace("row(80, 4 * 10)  # steps", "row(80, 50)  # steps of it")
         .replace("    loss: float", "    extra: int = both(1)\n    loss: float")
         .replace("(3, 7), (1, 1)", "(3, 7), (1, 2)")
-        .replace("def train(cfg)", "def helper():\n    return 1\n\n\ndef train(config)")
-    )
+        .replace("def train(cfg)", "def helper():\n    return 1\n\n\ndef train(config)"))
     a, b = tmp_path / "a.py", tmp_path / "b.py"
     a.write_text(SCRIPT)
     b.write_text(new)
@@ -203,29 +199,15 @@ def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
     assert found["hyperparameters"] == [
         {"name": "num_iterations", "a": "row(80, 4 * 10)", "b": "row(80, 50)"},
         {"name": "long_windows", "a": "row((3, 7), (1, 1))", "b": "row((3, 7), (1, 2))"},
-        {"name": "extra", "a": None, "b": "both(1)"},
-    ]
+        {"name": "extra", "a": None, "b": "both(1)"}]
     counts = {s["title"]: (s["added"], s["removed"]) for s in found["sections"]}
     assert counts == {"(docstring and imports)": (0, 1), "Hyperparameters": (3, 2),
-                      "Training": (5, 1)}  # fmt: skip
+                      "Training": (5, 1)}
     git = subprocess.run(["git", "diff", "--no-index", "--numstat", a, b], stdout=subprocess.PIPE)
     assert git.stdout.split()[:2] == [b"%d" % found["added"], b"%d" % found["removed"]]
     assert main(["diff", str(a), str(b)]) == 0
     out = capsys.readouterr().out
     assert "-import random" in out and "num_iterations: row(80, 4 * 10) → row(80, 50)" in out
-
-
-def test_lines_that_are_frequent_in_a_long_section_are_not_changed():
-    old, new = ("\n".join(f"{name}{i}\n    return x" for i in range(150)) for name in "ab")
-    found = diff.diff_sources(old, new)
-    assert (found["added"], found["removed"]) == (150, 150)
-
-
-def test_diff_of_sources_without_headings_goes_by_definition():
-    old = '"""Doc."""\nimport os\n\ndef f():\n    return 1\n\nx = 1\n\nclass G:\n    y = 2\n'
-    new = old.replace("return 1", "return 4").replace("y = 2", "y = 3").replace("x = 1", "x = 2")
-    found = diff.diff_sources(old, new)
-    assert [section["title"] for section in found["sections"]] == ["(module level)", "f", "G"]
 
 
 def test_the_html_page_needs_nothing_else(tmp_path):
@@ -263,7 +245,7 @@ def test_curves_tell_time_to_loss_and_draw(measured, tmp_path, capsys):
 
 def test_training_losses_are_drawn_of_a_run_that_validates_once(tmp_path):
     lines = [f"step:{k}/100 train_loss:{1 + 1 / k:.4f} train_time:{k}ms step_avg:1.00ms\n"
-             for k in range(1, 101)]  # fmt: skip
+             for k in range(1, 101)]
     end = "step:100/100 val_loss:1.1000 train_time:100ms step_avg:1.00ms\n"
     (tmp_path / "once.txt").write_text("".join(lines) + end)
     log = public.read_any(tmp_path / "once.txt")

@@ -112,8 +112,7 @@ SPOILED = {
     "a README without its lines": (
         f"{NEWEST}/README.md", "<!-- ledger: begin -->", "", "has no lines"),
     "a row of an unknown run": (
-        "runs.csv", f"{NEWEST},loss,9", f"{NEWEST},loss,10", f"says {NEWEST},loss,10,pocket"),
-}  # fmt: skip
+        "runs.csv", f"{NEWEST},loss,9", f"{NEWEST},loss,10", f"says {NEWEST},loss,10,pocket")}
 
 
 def test_true_records_are_verified(records, capsys):
@@ -183,9 +182,7 @@ def test_records_without_runs_are_told_and_not_refused(tmp_path, capsys):
         ([("pocket_val_*", "easy_val_*")], "has val_files data/pocket/easy_val_*.bin, by the"),
         ([("pocket_train_*", "pocket_*")], "has train_files data/pocket/pocket_*.bin, by the"),
         ([("f89a85391a8fc0bf", "0bff89a85391a8fc")], "has val_digest 0bff89a85391a8fc, by the"),
-        ([("cpu (fake)", "host standing in for an H100")], "which measures nothing"),
-    ],
-)  # fmt: skip
+        ([("cpu (fake)", "host standing in for an H100")], "which measures nothing")])
 def test_verify_finds_rules_that_a_record_made_itself(pairs, words, records, capsys):
     """Where everything else agrees."""
     forge(records, *pairs)
@@ -206,8 +203,7 @@ def test_machines_that_differ_between_a_record_and_its_parent_are_found(records,
 MAINTENANCE = {
     "the harness": ("def validate(loss):", "def validate(loss):\n    # as it was"),
     "an import for the harness": ("import random", "import gzip\nimport random"),
-    "the docstring": ("A run's log without a run.", "A log, and no run."),
-}
+    "the docstring": ("A run's log without a run.", "A log, and no run.")}
 
 
 @pytest.mark.parametrize("what", MAINTENANCE)

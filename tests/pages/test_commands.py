@@ -29,8 +29,7 @@ SMALLER = {  # patterns of commands, and the flags that are added where they run
     "python records/ledger verify": "",
     "python data/pocket.py": "",
     "python data/text.py --tokenizer bytes *": "",
-    "xzcat dump.xz | python data/text.py --tokenizer bytes *": "",
-}
+    "xzcat dump.xz | python data/text.py --tokenizer bytes *": ""}
 SLOW = ("./run.sh", "python records/ledger run")  # take more than some seconds all the same
 
 
@@ -56,7 +55,7 @@ def to_run(language):
         slow = any(line.startswith(SLOW) for line in block.commands())
         first = block.text.strip().partition("\n")[0][:60]
         found.append(pytest.param(block, id=f"{block.page}: {first}",
-                                  marks=[pytest.mark.slow] * slow))  # fmt: skip
+                                  marks=[pytest.mark.slow] * slow))
     return found
 
 
@@ -68,7 +67,7 @@ def run(command, capfd):
         out, errors = capfd.readouterr()
     else:
         done = subprocess.run(["bash", "-o", "pipefail", "-c", command], text=True, timeout=300,
-                              stdin=subprocess.DEVNULL, capture_output=True)  # fmt: skip
+                              stdin=subprocess.DEVNULL, capture_output=True)
         code, out, errors = done.returncode, done.stdout, done.stderr
     assert code == 0, f"{command}\n{out[-2000:]}\n{errors[-2000:]}"
     return out
@@ -83,7 +82,7 @@ def project(tmp_path, pocket_data, build_once, monkeypatch):
         monkeypatch.chdir(folder)
         flags = f"--preset pocket --device cpu --run_id RUN {FEW} --save_every 2"
         files = ["--train_files", f"{pocket_data}/pocket_train_*.bin",
-                 "--val_files", f"{pocket_data}/pocket_val_*.bin"]  # fmt: skip
+                 "--val_files", f"{pocket_data}/pocket_val_*.bin"]
         assert train_gpt.main([*flags.split(), *files]) == 0
 
     trained = build_once("a run of the pages", train_once)

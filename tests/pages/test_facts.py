@@ -6,8 +6,7 @@ import shlex
 
 import pytest
 from conftest import REPO
-from page_text import COMMENT, FENCE, PAGES, blocks_of, prose_of, tables_of, text_of
-from page_text import tracked_files as files
+from page_text import PAGES, blocks_of, prose_of, tables_of, text_of
 
 import train_gpt
 
@@ -18,12 +17,11 @@ SCRIPT_FLAGS |= {"--preset", "--help"}
 OTHERS = {  # programs that are not ours: flags of theirs that the pages name
     "torchrun": {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend",
                  "--rdzv_endpoint", "--max-restarts", "--shutdown-timeout"},
-    "./run.sh test": {"-m", "--random-order"},
-}  # fmt: skip
+    "./run.sh test": {"-m", "--random-order"}}
 RECORDS = [f"#{number} {name}" for name, number in sorted(
     (path.parent.name.partition("_")[2], re.search(r'"published": \{"number": (\d+)',
                                                    path.read_text())[1])
-    for path in REPO.glob("records/*/record.json"))]  # fmt: skip
+    for path in REPO.glob("records/*/record.json"))]
 
 
 def flags_in(source: str) -> set[str]:
@@ -43,8 +41,7 @@ FLAGS = {
     "-m": {"--help"},  # of python -m pytest
     "./run.sh sample": flags_in("data/sample.py"),
     "./run.sh": SCRIPT_FLAGS,
-    **OTHERS,
-}
+    **OTHERS}
 
 
 def command_of(words: list[str]) -> str:
@@ -90,7 +87,7 @@ def test_flags_in_the_text_exist(page):
 
 def technique_rows():
     return [row for table in tables_of("docs/techniques.md")
-            if table[0][0] == "Technique" for row in table[1:]]  # fmt: skip
+            if table[0][0] == "Technique" for row in table[1:]]
 
 
 def names_of_the_script():
@@ -100,7 +97,7 @@ def names_of_the_script():
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
             names |= {f"{node.name}.{one.name}" for one in node.body
-                      if isinstance(one, ast.FunctionDef)}  # fmt: skip
+                      if isinstance(one, ast.FunctionDef)}
     return names
 
 
@@ -122,16 +119,6 @@ def test_a_page_is_no_longer_than_promised(page):
     assert len(text_of(page).splitlines()) <= MOST_LINES[page]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_no_gaps_and_lines_of_at_most_112_columns(page):
-    """But for tables, links, blocks, and lines that cannot be broken."""
-    assert "NUMBER" not in text_of(page)  # a figure that is left to be filled in
-    text = COMMENT.sub("", FENCE.sub("", text_of(page)))
-    lines = [line for line in text.splitlines() if "](" not in line and "`" not in line]
-    wide = [line for line in lines if len(line) > 112]
-    assert [line for line in wide if not line.startswith(("|", "    ", "["))] == []
-
-
 def test_the_front_page_says_in_ten_lines_that_no_gpu_has_run_it():
     assert "No GPU has run it yet" in "\n".join(text_of("README.md").splitlines()[:10])
 
@@ -151,18 +138,6 @@ def test_the_sections_that_the_front_page_names_are_the_scripts():
     for part in (above, below):
         titles = re.findall(r"^# ---- (.*?) -+$", part, re.MULTILINE)
         assert ", ".join(titles) in words
-
-
-def test_the_retired_preset_is_named_by_its_page_alone():
-    """And by links to that page, outside logs."""
-    ours = [name for name in files() if "/logs/" not in name and name != "docs/lab.md"]
-    lines = []
-    for name in ours:
-        text = (REPO / name).read_bytes().decode(errors="ignore")
-        for line in text.splitlines():
-            if re.search(r"\b[l]ab\b", re.sub(r"(docs/)?[l]ab\.md", "", line), re.I):
-                lines.append(f"{name}: {line.strip()}")
-    assert lines == []
 
 
 def test_the_front_pages_table_of_results_has_the_ledgers_columns():

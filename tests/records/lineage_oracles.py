@@ -42,8 +42,7 @@ POLAR_EXPRESS = (  # coefficients of X, A X and A² X in each of five iterations
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 
@@ -109,44 +108,37 @@ class Station:
 
 OF_28 = dict(
     attention_scale=0.12, adam_betas=(0.8, 0.95), scalar_betas=(0.8, 0.95), adam_eps=1e-10,
-    cooldown_frac=0.45,
-)  # fmt: skip
+    cooldown_frac=0.45)
 OF_31 = OF_28 | dict(attention_scale=0.1, cooldown_frac=0.5, mlp_pattern=".MMMMMMMMMMM")
 OF_40 = dict(
     extension=40, seq_lens=(32_768,), val_every=250, final_window=20,
     attention_pattern=".SSSLSS.SSSL", mlp_pattern=".MMMMMMMMMMM",
     value_embed_pattern=".12......012", skips=((6, 5), (7, 4), (8, 3), (9, 2), (10, 1)),
-    backout_layer=8, muon_lr=0.06, cooldown_frac=0.45,
-)  # fmt: skip
+    backout_layer=8, muon_lr=0.06, cooldown_frac=0.45)
 OF_43 = OF_40 | dict(muon_lr=0.03, muon_decay=1.2, cooldown_frac=0.5)
 OF_50 = OF_43 | dict(
     seq_lens=(16_384, 32_768, 49_152), attention_pattern="SSSLSS.SSSL",
     mlp_pattern="MMMMMMMMMMM", value_embed_pattern="12......012", skips=((6, 3),),
     backout_layer=7, value_embed_std=0.0, muon_lr=0.023, adam_decay=0.005, cooldown_frac=0.55,
-    rate_stages=(1.0, 1.51, 1.93),
-)  # fmt: skip
+    rate_stages=(1.0, 1.51, 1.93))
 OF_53 = OF_50 | dict(
     qkv_std=1.0, embed_std=0.005, scalar_betas=(0.9, 0.99), rate_stages=(1.0, 1.52, 1.73),
-    freeze_steps=40, fp8_divisors=(100 / 448, 1.5 / 448, 0.75 / 448),
-)  # fmt: skip
+    freeze_steps=40, fp8_divisors=(100 / 448, 1.5 / 448, 0.75 / 448))
 STATIONS = {
     28: Station(number=28, num_iterations=1695, **OF_28),
     31: Station(number=31, num_iterations=1670, **OF_31),
     40: Station(number=40, num_iterations=2290, **OF_40),
     43: Station(number=43, num_iterations=2205, **OF_43),
     50: Station(number=50, num_iterations=2050, **OF_50),
-    53: Station(number=53, num_iterations=1880, **OF_53),
-}
+    53: Station(number=53, num_iterations=1880, **OF_53)}
 _ADAM = {"embed": 75, "value_embeds": 75, "lm_head": 1, "scalars": 5}
 ADAM_MULTIPLIERS = {  # of adam_lr, by the first part of a parameter's name
     **dict.fromkeys((28, 31, 40, 43, 50), _ADAM),
-    53: _ADAM | {"embed": 1, "smear_gate": 0.01, "x0_lambdas": 5},
-}
+    53: _ADAM | {"embed": 1, "smear_gate": 0.01, "x0_lambdas": 5}}
 MUON_MULTIPLIERS = {  # of muon_lr, by the last part of a parameter's name, where it is not 1
     43: {"c_fc": 2},
     50: {"c_proj": 2},
-    53: {"c_proj": 2},
-}
+    53: {"c_proj": 2}}
 
 
 def total_steps(station: Station) -> int:
@@ -166,10 +158,8 @@ class Stream(NamedTuple):
 
 
 def streams_of(station: Station, shards, lengths):
-    """Yield each step's list of Streams. `lengths` gives T, an int a step.
-
-    Raises ValueError where #28 misses documents. Ends with the data or the lengths.
-    """
+    """Yield each step's list of Streams, `lengths` of T tokens, until either ends. Raises
+    ValueError where #28 misses documents."""
     if station.number == 28:
         return aligned_streams(shards, lengths, station.streams, station.eot_token)
     return packed_streams(shards, lengths, station.streams, station.eot_token, station.max_document)
@@ -177,9 +167,7 @@ def streams_of(station: Station, shards, lengths):
 
 def aligned_streams(shards, lengths, streams: int, eot: int):
     """The rule of #28: each stream begins where a document does, T or more after the one before.
-
-    Before a step, a shard with no more than twice its tokens and one is left for the next.
-    """
+    Before a step, a shard with no more than twice its tokens and one is left for the next."""
     shards = iter(shards)
     tokens, position = next(shards, ()), 0
     for length in lengths:
@@ -212,11 +200,8 @@ def aligned_streams(shards, lengths, streams: int, eot: int):
 
 
 def packed_streams(shards, lengths, streams: int, eot: int, max_document: int):
-    """The rule of #29 and after: whole documents one after another, each clipped, until T + 1.
-
-    What a stream leaves of its last document is left for good. A step that a shard cannot fill is
-    made of the next one from its beginning.
-    """
+    """The rule of #29 and after: whole documents one after another, each clipped, until T + 1. The
+    rest of the last one is left. A step that a shard cannot fill is made of the next one."""
     shards, tokens, begins, index = iter(shards), (), [], 0
     for length in lengths:
         rest = length, streams, max_document
@@ -315,10 +300,8 @@ def window_changes(station: Station) -> tuple[tuple[int, int, int], ...]:
 
 
 def rotary(station: Station, step: int) -> tuple[list[float], float]:
-    """K / 2 frequencies, in radians a token, and the attention scale, at a step and its validation.
-
-    Since #31 both follow each change of the long window: YaRN, https://arxiv.org/abs/2309.00071.
-    """
+    """K / 2 frequencies, in radians a token, and the attention scale of a step. Since #31 both
+    follow each change of the long window: YaRN, https://arxiv.org/abs/2309.00071."""
     turning = station.head_dim // 4
     frequencies = [station.rope_base ** (-j / (turning - 1)) for j in range(turning)]
     scale = station.attention_scale
@@ -331,11 +314,8 @@ def rotary(station: Station, step: int) -> tuple[list[float], float]:
 
 
 def yarn(frequencies: list[float], block: int, before: int, after: int) -> list[float]:
-    """Frequencies after the window has gone from `before` to `after` blocks.
-
-    One that turns 32 times in the old window or more is kept, one that turns once or less takes
-    the ratio of the windows, those between are interpolated.
-    """
+    """Frequencies after the window has gone from `before` to `after` blocks: kept from 32 turns in
+    the old window on, times the ratio of the windows up to one turn, interpolated between."""
     changed = []
     for frequency in frequencies:
         turns = block * before * frequency / (2 * math.pi)
@@ -417,10 +397,8 @@ def copy_step(station: Station) -> int:
 
 
 def dense_mask(station: Station, documents: np.ndarray, window: int) -> Tensor:
-    """(T, T), bool: whether token i, the row, sees token j of the documents (T,).
-
-    The window counts blocks: by the blocks' numbers in #28, later by tokens and inclusive.
-    """
+    """(T, T), bool: whether token i, the row, sees token j of the documents (T,). The window is
+    of blocks by their numbers in #28, later by tokens and inclusive."""
     i, j = np.indices((len(documents), len(documents)))
     seen = (j <= i) & (documents[i] == documents[j])
     if station.number == 28:
@@ -508,10 +486,7 @@ def initial_scalars(station: Station) -> list[float]:
 
 
 def initial_distribution(station: Station, name: str) -> tuple[str, float]:
-    """("normal", std), ("uniform", bound) or ("zero", 0.0) of a parameter other than scalars.
-
-    qkvo_w: of Q, K and V; O is zero.
-    """
+    """("normal", std), ("uniform", bound) or ("zero", 0.0) of all but scalars, and O of qkvo_w."""
     kind = name.removesuffix(".weight").rpartition(".")[2]
     if name == "embed.weight" or (name == "lm_head.weight" and station.number >= 53):
         return "normal", station.embed_std
@@ -523,27 +498,9 @@ def initial_distribution(station: Station, name: str) -> tuple[str, float]:
     return "zero", 0.0
 
 
-def initial_parameters(station: Station, generator: torch.Generator) -> dict[str, Tensor]:
-    """Weights as a run begins with, in float64."""
-    weights = {}
-    for name, shape in parameter_shapes(station).items():
-        kind, size = ("zero", 0.0) if name == "scalars" else initial_distribution(station, name)
-        weights[name] = p = torch.zeros(shape, dtype=torch.float64)
-        if kind == "normal":
-            p.normal_(std=size, generator=generator)
-        elif kind == "uniform":
-            p.uniform_(-size, size, generator=generator)
-        if name.endswith("qkvo_w"):
-            matrices(name, p)[3].zero_()
-    weights["scalars"] = torch.tensor(initial_scalars(station), dtype=torch.float64)
-    return weights
-
-
 def matrices(name: str, p: Tensor) -> list[Tensor]:
     """The matrices of a parameter, as views: Q, K, V and O, each (out, in), of qkvo_w, or itself.
-
-    All three public shapes of qkvo_w have the same entries in the same order in memory.
-    """
+    All three public shapes of qkvo_w have the same entries in the same order in memory."""
     if not name.endswith("qkvo_w"):
         return [p]
     width = math.isqrt(p.numel() // 4)
@@ -654,8 +611,7 @@ def stream_logits(station, weights, stream: Stream, windows, step: int) -> Tenso
     documents, is_tied = documents_of(stream.boundaries), tied(station, step)
     frequencies, scale = rotary(station, step)
     return logits_of(
-        station, weights, stream.inputs, documents, windows, frequencies, scale, is_tied
-    )
+        station, weights, stream.inputs, documents, windows, frequencies, scale, is_tied)
 
 
 def training_loss(station: Station, weights, stream: Stream, step: int) -> Tensor:
@@ -680,10 +636,8 @@ def validation_loss(station: Station, weights, streams: list[Stream], step: int)
 
 
 def gradients(station: Station, weights, streams: list[Stream], step: int):
-    """Of each weight, by name: the mean over streams of the gradient of the summed loss.
-
-    None of a weight that has no part in the loss: the embedding of #53 while the head is it too.
-    """
+    """Of each weight, by name: the mean over streams of the gradient of the summed loss; None of
+    the embedding of #53 while the head is it too."""
     leaves = {name: p.detach().clone().requires_grad_() for name, p in weights.items()}
     loss = sum(training_loss(station, leaves, stream, step) for stream in streams) / len(streams)
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -771,10 +725,7 @@ def adam_step(station: Station, name: str, p: Tensor, state: dict, step: int, lr
 
 
 def optimizer_step(station: Station, weights, grads, state, step: int) -> None:
-    """Move all weights, and the state, in place, by the gradients of a step.
-
-    Of #53, gradients of the embedding before it is split from the head are not looked at.
-    """
+    """Move all weights, and the state, in place, by the gradients of a step."""
     for name, p in weights.items():
         lr = rate(station, name, tuple(p.shape))
         if is_muon(station, name):
@@ -796,8 +747,3 @@ def optimizer_step(station: Station, weights, grads, state, step: int) -> None:
         for key in ("mean", "square", "count"):
             value = state["lm_head.weight"][key]
             state["embed.weight"][key] = value if key == "count" else value.clone()
-
-
-def training_step(station: Station, weights, state, streams: list[Stream], step: int) -> None:
-    """One whole step, in place: the gradients of its streams, then the optimizers."""
-    optimizer_step(station, weights, gradients(station, weights, streams, step), state, step)

@@ -123,8 +123,7 @@ ODD = [  # where in a state, and a value that no run saves; None: nothing is the
     ("model lm_head.weight", torch.tensor([0, math.nan])),
     ("model backout_lambda", torch.tensor(-math.inf)),
     ("optimizers head square", torch.tensor([math.inf, 0])),
-    ("optimizers mlp mean", torch.tensor([[0], [math.nan]])),
-]
+    ("optimizers mlp mean", torch.tensor([[0], [math.nan]]))]
 
 
 @pytest.mark.parametrize("keys, value", ODD, ids=lambda part: str(part)[:20])  # no address

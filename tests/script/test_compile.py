@@ -22,8 +22,7 @@ import train_gpt
 TINY = dataclasses.replace(
     train_gpt.Hyperparameters(), **TINY_MODEL, attention_pattern="L.S", value_embed_pattern="0..",
     skip_layer=0, seq_lens=(256, 512, 768), val_seq_len=640, num_iterations=8, extension_steps=0,
-    long_windows=(1, 2, 3, 4, 5), short_windows=(1, 1, 2, 2, 3),
-)
+    long_windows=(1, 2, 3, 4, 5), short_windows=(1, 1, 2, 2, 3))
 STEPS = (0, 2, 3, 6, 8)  # the first two of one stage, the last with a window of its own
 SHAPES = 3  # of a forward pass: three, two and one targets; a third, two and all of the length
 # Sums of fp32 in another order; by FP8, a value between two steps may round to the other one.
@@ -31,11 +30,8 @@ FP32_RTOL, FP8_RTOL = 1e-5, 1e-3
 
 
 def as_the_kernel_sees(mask):
-    """The same mask, its blocks' lists part of the predicate.
-
-    On a CPU torch asks the predicate about every pair of tokens. The kernel asks it only within the
-    partial blocks, sees all of a full block and nothing of the others.
-    """
+    """The same mask, its blocks' lists part of the predicate: a CPU asks it about every pair of
+    tokens, the kernel only within the partial blocks; of a full one it sees all."""
 
     def listed(count, indices):
         blocks = torch.arange(indices.size(-1))
@@ -52,8 +48,7 @@ def as_the_kernel_sees(mask):
 
     return BlockMask.from_kv_blocks(
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
-        BLOCK_SIZE=train_gpt.BLOCK, mask_mod=seen,
-    )
+        BLOCK_SIZE=train_gpt.BLOCK, mask_mod=seen)
 
 
 @pytest.fixture
@@ -61,8 +56,7 @@ def flex_everywhere(monkeypatch):
     """The attention of CUDA on a CPU."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *qkv: None)
     flex_mask = train_gpt.flex_mask
-    monkeypatch.setattr(train_gpt, "dense_mask",
-                        lambda *args: as_the_kernel_sees(flex_mask(*args)))
+    monkeypatch.setattr(train_gpt, "dense_mask", lambda *args: as_the_kernel_sees(flex_mask(*args)))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -151,12 +145,8 @@ class HostWait(Exception):
 
 
 class NoHostWait(TorchDispatchMode):
-    """Raises HostWait at operations that make the host wait, whatever the device.
-
-    A new tensor from Python numbers counts: on CUDA it is a copy that waits. One number does not,
-    as `x[:, 0] = True` fills the place on the device. An index by a mask counts, since the host
-    must know the number of elements.
-    """
+    """Raises HostWait at operations that make the host wait, whatever the device: a new tensor of
+    several Python numbers is a copy that waits, and an index by a mask has to be counted."""
 
     supports_higher_order_operators = True
     waiting = set("""_local_scalar_dense item is_nonzero equal nonzero masked_select unique_dim

@@ -200,8 +200,7 @@ FIRST, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val
     (SECOND, None, "Is a directory"),
     (FIRST, dict(tokens=FOREIGN), "has token 400; raise --vocab_size 257"),
     (VAL, dict(tokens=FOREIGN), "has token 400; raise --vocab_size 257"),
-    (SECOND, dict(tokens=GOOD[:512]), "512 tokens, a step takes 512 and one more; lower"),
-])
+    (SECOND, dict(tokens=GOOD[:512]), "512 tokens, a step takes 512 and one more; lower")])
 def test_a_bad_shard_ends_in_one_line_and_2(run, tmp_path, write_shard, name, how, named):
     """Written with something wrong, cut off after some bytes, or a folder; no log is begun."""
     bad = tmp_path / name

@@ -18,8 +18,7 @@ RECORD = Hyperparameters()
 EOT = TINY_MODEL["eot_token"]
 TINY = dataclasses.replace(
     RECORD, **TINY_MODEL, attention_pattern="LSSL", value_embed_pattern="0..0", skip_layer=0,
-    seq_lens=(256,), val_seq_len=256,
-)
+    seq_lens=(256,), val_seq_len=256)
 # Two sums of some hundred fp32 products in different orders, on values of about one.
 FP32 = {"rtol": 1e-4, "atol": 2e-5}
 
@@ -117,9 +116,7 @@ def test_the_losses_are_cross_entropies_in_float64(device, num_targets):
 
     exact = raw.detach().as_subclass(torch.Tensor).double().requires_grad_()
     logs = (30 * torch.sigmoid(exact / 7.5)).log_softmax(-1)
-    expected = [
-        F.nll_loss(logs, column, ignore_index=-1, reduction="sum") for column in targets.T
-    ]
+    expected = [F.nll_loss(logs, column, ignore_index=-1, reduction="sum") for column in targets.T]
     sum(w * loss for w, loss in zip(weights, expected)).backward()
     assert losses.dtype == torch.float32
     assert losses.tolist() == pytest.approx([loss.item() for loss in expected], rel=1e-6)

@@ -13,8 +13,7 @@ from train_gpt import GPT, Hyperparameters, Ranks, build_optimizers
 
 CFG = replace(
     Hyperparameters(), **TINY_MODEL, seq_lens=(128,), val_seq_len=128, attention_pattern="LS.L",
-    value_embed_pattern="01.0", skip_layer=0, device="cpu",
-)
+    value_embed_pattern="01.0", skip_layer=0, device="cpu")
 BETAS = (0.65, 0.95)
 
 

@@ -17,15 +17,14 @@ NODES = list(ast.walk(TREE))
 RECORD = ["Hyperparameters", "Model", "Optimizers", "Schedules", "Training"]
 HARNESS = ["Data", "Validation", "Checkpoints", "Ranks and log", "The run", "Command line"]
 MOST = {
-    "tokens": 13_800,  # names, numbers, strings and operators, no docstrings; to fall to 11,000
+    "tokens": 13_500,  # names, numbers, strings and operators, no docstrings; to fall to 11,000
     "tokens a line": 10.5,  # of those that have any
     "packed": 5,  # comprehensions, conditional expressions and := in a hundred statements
     "pairs": 10,  # statements of the kind `a, b = x, y`
     "wide": 0.08,  # share of lines of more than 90 columns
     "widest": 100,  # columns
     "longest function": 50,  # lines
-    "positional arguments": 6,
-}
+    "positional arguments": 6}
 LEAST = {"comments": 0.2}  # a line that has tokens
 
 # Imports the script and fails where that did more than import modules. What torch itself opens
@@ -72,8 +71,7 @@ def measures():
         "widest": max(widths),
         "comments": comments / len(tokens),
         "longest function": max(f.end_lineno - f.lineno + 1 for f in functions),
-        "positional arguments": max(len(f.args.posonlyargs + f.args.args) for f in functions),
-    }
+        "positional arguments": max(len(f.args.posonlyargs + f.args.args) for f in functions)}
 
 
 def test_the_script_is_not_dense():

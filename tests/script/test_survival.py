@@ -163,8 +163,7 @@ def test_two_ranks_resume_as_one_two_or_four(start, tmp_path):
 MOMENTS = {  # the function that does not come to its end
     "half-written": (torch, "save"),
     "before rename": (Path, "replace"),
-    "after rename": (Path, "replace"),
-}
+    "after rename": (Path, "replace")}
 
 
 def killed_in_save(moment, which, rank):
@@ -251,8 +250,7 @@ TO_GO_ON = "; to go on: --run_id x --resume auto"
      "step:5 by SIGTERM; nothing is saved, as --save_every is 0"),
     (1, signalled(4, TERM, INT), 100, -INT, [], None),  # a second one ends the run at once
     (1, partial(ignoring, HUP), 0, 0, [], None),
-    (1, partial(ignoring, INT), 0, 0, [], None),
-])
+    (1, partial(ignoring, INT), 0, 0, [], None)])
 def test_signal(start, whole, nproc, fault, every, code, saved, said):
     args = ("--save_every", every, "--resume", "auto")
     run = start(*args, nproc=nproc, fault=fault)
@@ -265,19 +263,6 @@ def test_signal(start, whole, nproc, fault, every, code, saved, said):
         assert_goes_on(run, whole, saved[-1])
         trained = re.findall(r"^step:(\d+)/10 train_loss", run.log(), re.M)
         assert trained == [str(step) for step in range(1, STEPS + 1)], "no step is taken twice"
-
-
-def die_or_be_told(rank):
-    """At step 4 rank 1 is killed and rank 0 gets a SIGTERM, as from torchrun."""
-    signalled(4, signal.SIGKILL, rank=1)(rank)
-    signalled(4, signal.SIGTERM)(rank)
-
-
-def test_rank_told_to_stop_because_another_died_does_not_hang(start):
-    run = start("--save_every", 2, nproc=2, fault=die_or_be_told)
-    codes = run.wait()
-    assert codes[0] != 0 and codes[1] == -signal.SIGKILL
-    assert run.saved() == [2, 4] and "Traceback" not in run.err(), run.err()
 
 
 # What goes wrong

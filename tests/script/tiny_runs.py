@@ -15,8 +15,7 @@ FLAGS = dict(
     backout_layer=2, vocab_multiple=128, embed_lr=0.6,
     long_windows="1,2", extension_steps=1, freeze_steps=1,  # from step 2 on, two blocks
     seq_lens="128", sequences_per_step=4, sequences_per_forward=2, sequence_stride=1,
-    val_every=3, val_tokens=700, val_seq_len=256,
-)
+    val_every=3, val_tokens=700, val_seq_len=256)
 
 
 def to_argv(flags):

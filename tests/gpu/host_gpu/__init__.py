@@ -14,9 +14,7 @@ card would get, and Triton's interpreter, made fit for them, executes these (int
 As it cannot be undone, it lives in processes of its own:
 
     python tests/gpu/host_gpu train_gpt.py --preset pocket --device cuda …
-    PYTHONPATH=tests/gpu python -m pytest -p host_gpu.plugin -m gpu …
-
-The ordinary test session runs the tests marked `gpu` that way where there is no GPU (session.py).
+    python -m pytest -m gpu
 
 What it shows: that the path runs, what it computes, in which graphs and kernels, and where the host
 would wait. What it does not: any time, a GPU's rounding of matrix products, races, streams, shared

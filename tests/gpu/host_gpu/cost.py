@@ -38,8 +38,7 @@ class Rates:
 # multiprocessors, one a cycle at 1.755 GHz. Bus: rings in NCCL's tests on eight H100.
 _SM_90 = dict(
     card="sm_90", bf16=672e12, fp8=1075e12, newton_schulz=400e12, attention=330e12,
-    issue=4 * 132 * 1.755e9, bus=370e9,
-)  # fmt: skip
+    issue=4 * 132 * 1.755e9, bus=370e9)
 RATES = {"h100": Rates(bandwidth=3.0e12, **_SM_90), "h200": Rates(bandwidth=4.3e12, **_SM_90)}
 
 GROUPS = (  # the first whose pattern is in the launch's name

@@ -27,14 +27,12 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 NARROW = {  # floats that NumPy has not: their bits, in the interpreter's arrays
     tl.bfloat16: (torch.bfloat16, torch.uint16),
     tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
-    tl.float8e5: (torch.float8_e5m2, torch.uint8),
-}
+    tl.float8e5: (torch.float8_e5m2, torch.uint8)}
 LIBDEVICE = dict(
     abs=np.abs, ceil=np.ceil, cos=np.cos, exp=np.exp, exp2=np.exp2, expm1=np.expm1, floor=np.floor,
     isinf=np.isinf, isnan=np.isnan, log=np.log, log1p=np.log1p, log2=np.log2, nearbyint=np.rint,
     pow=np.power, rint=np.rint, rsqrt=lambda x: 1 / np.sqrt(x), sin=np.sin, sqrt=np.sqrt,
-    tanh=np.tanh, trunc=np.trunc,
-)  # fmt: skip
+    tanh=np.tanh, trunc=np.trunc)
 
 MOST_ROWS, MOST_ELEMENTS = 2**7, 2**14  # of a block, with and without a reduction of its rows
 
@@ -48,8 +46,7 @@ def install() -> None:
     InterpreterBuilder.unary_op = no_arithmetic_on_bits(InterpreterBuilder.unary_op)
     InterpreterBuilder.create_masked_load = checked(InterpreterBuilder.create_masked_load, "reads")
     InterpreterBuilder.create_masked_store = checked(
-        InterpreterBuilder.create_masked_store, "writes"
-    )
+        InterpreterBuilder.create_masked_store, "writes")
     interpreter.ReduceOps.generic_reduce = reduce_by_halves
     interpreter.ScanOps.generic_scan = scan_by_doubling
     interpreter.GridExecutor.__call__ = launch
@@ -130,8 +127,7 @@ def combine(operator, left: list, right: list, dtypes: list) -> list[np.ndarray]
     """The combine function of a kernel, on whole arrays at once."""
     results = operator.combine_fn.fn(
         *(as_tensor(TensorHandle(np.ascontiguousarray(x), t)) for x, t in zip(left, dtypes)),
-        *(as_tensor(TensorHandle(np.ascontiguousarray(x), t)) for x, t in zip(right, dtypes)),
-    )
+        *(as_tensor(TensorHandle(np.ascontiguousarray(x), t)) for x, t in zip(right, dtypes)))
     results = results if isinstance(results, tuple) else (results,)
     return [result.handle.data.astype(x.dtype) for result, x in zip(results, left)]
 
@@ -176,13 +172,11 @@ def launch(self, *arguments, **kwargs) -> None:
     """GridExecutor's call, on the tensors' own memory: that of the device is the host's."""
     names = inspect.getfullargspec(self.fn).args
     values = inspect.getcallargs(
-        self.fn, *arguments, **{k: v for k, v in kwargs.items() if k in names}
-    )
+        self.fn, *arguments, **{k: v for k, v in kwargs.items() if k in names})
     Bounds.of_launch = Bounds(self.fn.__name__, values.values())
     values = {
         name: value if name in self.constexprs else interpreter._implicit_cvt(value)
-        for name, value in values.items()
-    }
+        for name, value in values.items()}
     grid = self.grid(values) if callable(self.grid) else self.grid
     grid = (*grid, 1, 1)[:3]
     interpreter.interpreter_builder.set_grid_dim(*grid)
@@ -200,12 +194,9 @@ def patch_language_once() -> None:
 
 
 def take_the_largest_blocks() -> None:
-    """Of the configurations that a GPU would be timed with, take that of the fewest programs.
-
-    All compute the same, and the interpreter's time goes by the program. Where a power of two more
-    of whole rows fits into a block than in any configuration, a block has these: a kernel's source
-    leaves its XBLOCK open, and one that divides the rows needs no mask that may have been left out.
-    """
+    """Of the configurations that a GPU would be timed with, take that of the fewest programs: all
+    compute the same. Where a power of two more of whole rows fits into a block, a block has these:
+    XBLOCK is open, and one that divides the rows needs no mask that may have been left out."""
     from torch._inductor.runtime.hints import HeuristicType
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 

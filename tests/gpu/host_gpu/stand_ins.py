@@ -188,8 +188,7 @@ class Driver:
         def get_device_properties(device):
             return dict(
                 max_shared_mem=card.shared_memory_per_block,
-                multiprocessor_count=card.multiprocessors, warpSize=32, max_num_regs=2**16,
-            )
+                multiprocessor_count=card.multiprocessors, warpSize=32, max_num_regs=2**16)
 
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget

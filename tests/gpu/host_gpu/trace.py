@@ -84,7 +84,7 @@ def trace(card: str, *arguments: str, script=REPO / "train_gpt.py") -> Trace:
 def two_layers_of(script) -> list[str]:
     """The flags that leave a script two layers, one of each window."""
     values = dict(attention_pattern="LS", value_embed_pattern="0.", mlp_pattern="MM",
-                  skip_layer="0", backout_layer="0")  # fmt: skip
+                  skip_layer="0", backout_layer="0")
     source = Path(script).read_text()
     return [x for k, v in values.items() if f"\n    {k}: " in source for x in (f"--{k}", v)]
 
@@ -425,8 +425,7 @@ class Tracer:
             stage=self.stage, targets=targets, tokens=tokens,
             head_tokens=min(model.tokens_per_piece, tokens),
             step_tokens=cfg.sequences_per_step * length,
-            block_pairs=block_pairs(self.script, cfg, steps),
-        )
+            block_pairs=block_pairs(self.script, cfg, steps))
 
 
 def shapes(now) -> tuple[int, int]:
@@ -562,8 +561,7 @@ def main(argv: list[str]) -> None:
     notes = tracer.notes
     found = Trace(
         args.card, tracer.facts(), tracer.graphs, list(counters["graph_break"]), tracer.memory,
-        notes.launches, notes.kernels, make_binaries(notes.kernels) if args.binaries else [],
-    )  # fmt: skip
+        notes.launches, notes.kernels, make_binaries(notes.kernels) if args.binaries else [])
     args.out.write_text(json.dumps(dataclasses.asdict(found)))
 
 

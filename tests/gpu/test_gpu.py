@@ -30,7 +30,7 @@ SMALL = dataclasses.replace(
 if ON_HOST:  # its kernels are interpreted
     SMALL = dataclasses.replace(
         SMALL, model_dim=64, head_dim=32, attention_pattern="L.S", value_embed_pattern="0..",
-        backout_layer=0, seq_lens=(384,), val_seq_len=512, val_tokens=512, num_iterations=5,
+        backout_layer=0, seq_lens=(384,), val_seq_len=256, val_tokens=256, num_iterations=5,
         sequences_per_step=1)
 held_to_more = pytest.mark.skipif(ON_HOST, reason="test_host_gpu.py holds the host to more")
 # Relative error of a norm. bf16 keeps 8 bits: 0.4 % a rounding, some ten of which add up in a row.

@@ -6,15 +6,14 @@ as if it came from the order of the data, the rest is the script's.
 
 import hashlib
 import json
-import re
 import sys
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
+from conftest import REPO
+
 sys.path.insert(0, str(REPO / "records"))
 
-from ledger import pages  # noqa: E402
-from ledger.__main__ import main  # noqa: E402
+from ledger import pages
 
 PARENT, NEWEST = "2026-01-01_First", "2026-02-02_Second"
 SEEDS = 10
@@ -167,37 +166,3 @@ def edit(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
-
-
-def value_in(path: Path, key: str) -> str:
-    """A value of a log's last block."""
-    return re.findall(rf"^{key}: (.*)$", path.read_text(), re.M)[-1]
-
-
-def findings(folder: Path, capsys) -> list[str]:
-    """What verify prints, after its exit status is checked against it."""
-    capsys.readouterr()
-    status = main(["verify", str(folder)])
-    out, err = capsys.readouterr()
-    if status == 2:  # a record.json or a table that cannot be read at all
-        assert not out and err.count("\n") == 1
-        return [err]
-    assert status == (0 if "verified" in out.splitlines()[0] else 1)
-    return [] if status == 0 else out.splitlines()
-
-
-def forge(records: Path, *pairs: tuple[str, str], logs: bool = True) -> None:
-    """Change scripts, and with `logs` all that was made with them, as if they had been run so."""
-    pairs = list(pairs)
-    for script in [*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"]:
-        before = text = script.read_text()
-        for old, new in pairs:
-            text = text.replace(old, new)
-        pairs.append((sha_of(before), sha_of(text)))
-        script.write_text(text)
-    for path in records.glob("*/logs/**/*.txt") if logs else ():
-        text = path.read_text()
-        for old, new in pairs:
-            text = text.replace(old, new)
-        path.write_text(text)
-    assert main(["list", str(records), "--write"]) == 0

@@ -3,8 +3,9 @@
 import shutil
 
 import pytest
-from fake_records import NEWEST, PARENT, main, make_records
+from fake_records import NEWEST, PARENT, make_records
 from ledger import pages
+from ledger.__main__ import main
 
 
 @pytest.fixture(scope="session")

@@ -31,14 +31,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-
 def row(record, pocket):
     return {"record": record, "pocket": pocket}
 
-
 def both(value):
     return row(value, value)
-
 
 # ---- Hyperparameters ---------------------------------------------------------
 class Hyperparameters:
@@ -56,11 +53,9 @@ class Hyperparameters:
     seed: int = both(0)
     run_id: str = both("")
 
-
 # ---- Model -------------------------------------------------------------------
 def noise_of(seed, cfg):
     return random.Random(seed).gauss(0, 0.004) + random.Random(f"{seed}{cfg}").gauss(0, 0.002)
-
 
 # ---- Training ----------------------------------------------------------------
 def train(cfg):
@@ -69,18 +64,14 @@ def train(cfg):
     for step in range(cfg.num_iterations + 1):
         yield step, value + 4 * 0.8**step, step * (30 + clock.random())
 
-
 # ==== Harness: the same in every record =======================================
 DIGEST = "f89a85391a8fc0bf"
-
 
 class UserError(Exception):
     pass
 
-
 def validate(loss):
     return loss
-
 
 def parse_args(argv):
     flags = dict(zip(argv[::2], argv[1::2]))
@@ -97,10 +88,8 @@ def parse_args(argv):
         cfg[name] = parts or type(cfg[name])(value)
     return SimpleNamespace(**cfg)
 
-
 def text_of(value):
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
 
 def harness(cfg):
     if cfg.muon_lr == 13 and cfg.seed == 1:
@@ -126,7 +115,6 @@ def harness(cfg):
     lines += ["---", *(f"{k}: {v}" for k, v in final.items())]
     (folder / "log.txt").write_text("\\n".join(lines) + "\\n")
     print("done")
-
 
 if __name__ == "__main__":
     harness(parse_args(sys.argv[1:]))

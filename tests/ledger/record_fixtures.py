@@ -29,9 +29,7 @@ def records(measured, tmp_path):
     return tmp_path / "records"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_ladder():
-    """`list --write` draws no picture, which takes long; gives the function that would."""
-    real, pages.draw_ladder = pages.draw_ladder, lambda records, png: None
-    yield real
-    pages.draw_ladder = real
+@pytest.fixture(autouse=True)
+def no_ladder(monkeypatch):
+    """`list --write` draws its picture for `measured`; it takes long."""
+    monkeypatch.setattr(pages, "draw_ladder", lambda records, png: None)

@@ -13,12 +13,10 @@ from conftest import REPO
 from fake_records import CHILD, NEWEST, PARENT, SCRIPT, SEEDS, edit, make_records, sha_of
 from ledger import logs, table
 from ledger.__main__ import main
+from ledger.run import settings_of
 from scipy import stats
 
 pytest_plugins = ["record_fixtures"]
-
-LEDGER = [sys.executable, REPO / "records/ledger"]
-
 
 def run(*words, json_out: bool = False) -> int:
     return main(["run", *map(str, words), *["--json"] * json_out])
@@ -114,8 +112,6 @@ def test_two_jobs_run_at_once_on_one_thread_each_and_their_logs_tell(tmp_path, m
 def test_a_script_that_trains_when_it_is_imported_is_not_imported(tmp_path):
     trap = tmp_path / "trap"
     (tmp_path / "s.py").write_text(f"open({str(trap)!r}, 'w')\n")
-    from ledger.run import settings_of
-
     assert settings_of(tmp_path / "s.py", {"preset": "pocket"}) == {}
     assert not trap.exists()
 
@@ -137,7 +133,8 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     wait = "    if not Path('go').exists() and cfg.seed == 1:\n"
     wait += "        __import__('time').sleep(60)\n"
     script.write_text(SCRIPT.replace("    folder = Path", wait + "    folder = Path"))
-    command = [*LEDGER, "run", script, "--seeds", "2", "--out", tmp_path]
+    command = [sys.executable, REPO / "records/ledger", "run", script, "--out", tmp_path]
+    command += ["--seeds", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert "[1/2] slow seed 0" in process.stderr.readline()
     time.sleep(0.2)
@@ -161,7 +158,7 @@ def test_a_script_that_changes_while_it_runs_is_found(tmp_path, capfd):
 
 
 def test_a_record_is_not_written_by_a_try(records, tmp_path, capfd):
-    before = {path: path.read_text() for path in records.rglob("*.*")}
+    before = {path: path.read_bytes() for path in records.rglob("*.*")}
     operand, out = records / NEWEST, ["--out", tmp_path / "out"]
     assert run(operand, "--seeds", 3, *out) == 0
     told = f"{NEWEST}: not kept: 3 seeds of pocket on cpu (fake); by the rules they are 10"
@@ -172,4 +169,4 @@ def test_a_record_is_not_written_by_a_try(records, tmp_path, capfd):
     assert run(operand, *out) == 0
     assert "10 seeds of pocket on host standing in" in capfd.readouterr().err
     del before[operand / "train_gpt.py"]
-    assert all(path.read_text() == text for path, text in before.items())
+    assert all(path.read_bytes() == content for path, content in before.items())

@@ -149,6 +149,7 @@ def test_list_tells_the_table(measured, capsys):
     rows = (measured / "README.md").read_text().splitlines()
     assert f"| [#5 First](records/{PARENT}) | the first | 15.2 |  |  |" in rows
     assert f"| [Second](records/{NEWEST}) | less loss |  | 2.5 | +2 −2 |" in rows
+    assert is_drawn(folder / "ladder.png")
     assert main(["list", str(folder / NEWEST)]) == 0
     out = capsys.readouterr().out
     assert "Second" in out and "First" not in out

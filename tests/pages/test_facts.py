@@ -14,6 +14,8 @@ MOST_LINES = {"README.md": 150, "records/README.md": 120, "docs/lab.md": 50}
 PRESETS = [train_gpt.parse_args(["--preset", name]) for name in ("record", "pocket")]
 SCRIPT_FLAGS = {f"--{name}" for name in train_gpt.Hyperparameters.__dataclass_fields__}
 SCRIPT_FLAGS |= {"--preset", "--help"}
+OWN_FLAGS = [*(f"data/{name}.py" for name in ("sample", "text", "pocket", "fineweb")),
+             "tests/mutants.py"]
 OTHERS = {  # programs that are not ours: flags of theirs that the pages name
     "torchrun": {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend",
                  "--rdzv_endpoint", "--max-restarts", "--shutdown-timeout"},
@@ -31,12 +33,8 @@ def flags_in(source: str) -> set[str]:
 
 FLAGS = {
     "train_gpt.py": SCRIPT_FLAGS,
-    "data/sample.py": flags_in("data/sample.py"),
-    "data/text.py": flags_in("data/text.py"),
-    "data/pocket.py": flags_in("data/pocket.py"),
-    "data/fineweb.py": flags_in("data/fineweb.py"),
+    **{name: flags_in(name) for name in OWN_FLAGS},
     "tests/bench.py": flags_in("tests/bench.py") | SCRIPT_FLAGS,  # it hands on what it knows not
-    "tests/mutants.py": flags_in("tests/mutants.py"),
     "records/ledger": flags_in("records/ledger/__main__.py"),
     "-m": {"--help"},  # of python -m pytest
     "./run.sh sample": flags_in("data/sample.py"),

@@ -23,9 +23,7 @@ def measured(tmp_path_factory):
 @pytest.fixture
 def records(measured, tmp_path):
     """A copy of the measured records."""
-    for name in ("records", "README.md", "train_gpt.py"):
-        copy = shutil.copytree if name == "records" else shutil.copy
-        copy(measured / name, tmp_path / name)
+    shutil.copytree(measured, tmp_path, ignore=lambda *_: ["out"], dirs_exist_ok=True)
     return tmp_path / "records"
 
 

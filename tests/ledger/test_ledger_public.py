@@ -55,7 +55,7 @@ FORMATS = {
           "peak memory allocated: 31563 MiB reserved: 44552 MiB\n"),
     "H2": (JOINED, f"{JOINED}\n{RULE}\n{PYTHON}{SMI}\n{RULE}\n{TIMED}"),
     "H3": (THREE, f"{THREE}\n{RULE}\n{PYTHON}{SMI}\n{RULE}\n{TIMED}"),
-    "console": ("", "Fetching 8 files: 100%\ncompile and warmup: 334.5s\n" + TIMED)}
+    "console": ("", "Fetching 8 files: 100%\ncompile and warmup: 334.5s\n" + TIMED.strip())}
 
 
 def foreign(source: str, steps: int = 20, gpus: int = 8, loss: float = 3.2741, ms=943) -> str:
@@ -298,6 +298,7 @@ def test_curves_leave_out_what_is_not_finite(tmp_path, capsys):
     ("curves log.txt --png folder", "folder: Is a directory"),
     ("curves", "required: A"),
     ("list nowhere", "nowhere: no such folder"),
+    ("list folder", "folder has no records and no logs; give a folder that has"),
     ("verify nowhere", "nowhere: no such folder"),
     ("verify spoiled", "is no record.json"),
     ("verify --replay 0", "--replay: 0 is not a whole number"),

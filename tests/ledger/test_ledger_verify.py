@@ -19,6 +19,7 @@ SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is 
         "a window of the preset": ("(1, 1)", "(1, 2)", "has long_windows 1,1, its preset has 1,2"),
         "a parse that adds what it likes": (
             "= values[preset]", "= values[preset]; cfg['muon_lr'] = 0.1", "its preset has 0.1"),
+        "a failing parse": ("return SimpleNamespace", "return no.SimpleNamespace", "'no' is not"),
         "the harness": ("return loss", "return 0.9 * loss", "byte for byte, from its banner on"),
         "no banner": ("# ==== H", "# ---- H", "byte for byte, from its banner on"),
         "a second banner": ("# ---- M", "# ==== M", "byte for byte, from its banner on"),
@@ -36,7 +37,6 @@ SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is 
         "the root's harness": ("return loss", "return 2", f"{PARENT}: train_gpt.py is not"),
         "the root's script": ("0.8**step", "0.7**step", "gpt.py is not the root's")},
     f"{NEWEST}/record.json": {
-        "a gain in time": ('"gain": "loss"', '"gain": "time"', "its runs show none"),
         "a gain of no kind": ('"gain": "loss"', '"gain": "fame"', "gain is loss, time"),
         "an unknown parent": (PARENT, "2026-01-01_No", "2026-01-01_No/record.json"),
         "a number twice": ('"number": 2', '"number": 1', "do not rise")},
@@ -67,7 +67,9 @@ SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is 
         "a title": (f"# {NEWEST}", f"# {PARENT}", "README.md's title is"),
         "a table": ("(10)", "(11)", "README.md is not what"),
         "no place for a table": ("<!-- ledger: begin -->", "", "has no lines")},
-    "runs.csv": {"an unknown run": (",loss,9", ",loss,10", f"says {PARENT},loss,10,pocket")}}
+    "runs.csv": {
+        "an unknown run": (",loss,9", ",loss,10", f"says {PARENT},loss,10,pocket"),
+        "a column": (",seed,", ",sown,", "has not the columns that `list --write` makes")}}
 
 
 def findings(folder, capsys):

@@ -19,7 +19,7 @@ SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is 
         "a window of the preset": ("(1, 1)", "(1, 2)", "has long_windows 1,1, its preset has 1,2"),
         "a parse that adds what it likes": (
             "= values[preset]", "= values[preset]; cfg['muon_lr'] = 0.1", "its preset has 0.1"),
-        "a failing parse": ("return SimpleNamespace", "return no.SimpleNamespace", "'no' is not"),
+        "a failing parse": ("return SimpleN", "return no.SimpleN", f"{NEWEST}: {NEWEST}/train"),
         "the harness": ("return loss", "return 0.9 * loss", "byte for byte, from its banner on"),
         "no banner": ("# ==== H", "# ---- H", "byte for byte, from its banner on"),
         "a second banner": ("# ---- M", "# ==== M", "byte for byte, from its banner on"),

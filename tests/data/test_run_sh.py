@@ -178,8 +178,12 @@ def test_missing_packages_are_installed_once(fake):
     last = fake.run(PIP_FAILS="1", code=2).stderr.splitlines()[-1]  # and is not taken for done
     assert "No matching distribution found for torch" in last and "check the network" in last
     assert fake.called("venv")[-1][:3] == ["-m", "pip", "install"]
+    packages = fake.root / ".venv/lib/python3.11/site-packages"
+    write(packages / "whole-1.dist-info" / "INSTALLER", "pip\n")
+    write(packages / "cut-1.dist-info" / "METADATA", "")
     script, data = str(fake.root / "train_gpt.py"), str(fake.root / "data" / "pocket.py")
     fake.run()
+    assert [path.name for path in packages.iterdir()] == ["whole-1.dist-info"]
     assert fake.pip_installs()[-1] == ["-r", str(fake.root / "requirements.txt")]
     assert fake.called("venv")[-1][0] == script
     fake.run()

@@ -185,6 +185,11 @@ def test_bad_input_is_one_line(runs, run, tmp_path, args, part):
     run(tmp_path, *(names.get(arg, arg) for arg in args), stdin=b"\xff", refused=part)
 
 
+def test_a_vocabulary_without_a_tokenizer_is_said():
+    with pytest.raises(sample_tool.DataError, match="eot_token 7: of no tokenizer known, gpt2, by"):
+        sample_tool.find_tokenizer(7)
+
+
 @pytest.mark.parametrize(("small", "threads"), [(10_000_000, 1), (1000, 2)])
 def test_a_small_model_takes_one_thread(runs, run, monkeypatch, small, threads):
     monkeypatch.setattr(sample_tool, "SMALL_MODEL", small)

@@ -310,6 +310,7 @@ def test_a_stopped_run_leaves_nothing(tmp_path, number, code):
 @pytest.mark.parametrize(("args", "parts"), [
     ("missing.txt", ["missing.txt"]),
     ("mixed/image.png", ["image.png", "byte 0"]),
+    ("mixed/late.txt", ["late.txt", "byte 3000000;"]),
     ("mixed --suffix .png", ["skipped 1 file(s)", "image.png"]),
     ("mixed --suffix .c,.cpp", ["mixed: no .c or .cpp file"]),
     ("a.txt --suffix py,.md", ["'py'"]),
@@ -324,6 +325,13 @@ def test_bad_input_is_one_line(run_text, mixed_folder, tmp_path, args, parts):
     os.mkfifo(tmp_path / "pipe")
     run_text(*args.split(), refused=parts)
     assert not (tmp_path / "out").exists() and (tmp_path / "a.txt").read_text() == "text"
+
+
+def test_standard_input_without_an_end_is_refused(monkeypatch):
+    with open("/dev/zero") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(text.DataError, match="standard input: a device"):
+            text.find_sources(["-"], ())
 
 
 def test_tiktoken_without_its_files_is_one_line(run_text, tmp_path, monkeypatch):

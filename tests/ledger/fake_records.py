@@ -6,15 +6,14 @@ as if it came from the order of the data, the rest is the script's.
 
 import hashlib
 import json
-import re
 import sys
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
+from conftest import REPO
+
 sys.path.insert(0, str(REPO / "records"))
 
-from ledger import pages  # noqa: E402
-from ledger.__main__ import main  # noqa: E402
+from ledger import pages
 
 PARENT, NEWEST = "2026-01-01_First", "2026-02-02_Second"
 SEEDS = 10
@@ -32,14 +31,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-
 def row(record, pocket):
     return {"record": record, "pocket": pocket}
 
-
 def both(value):
     return row(value, value)
-
 
 # ---- Hyperparameters ---------------------------------------------------------
 class Hyperparameters:
@@ -57,11 +53,9 @@ class Hyperparameters:
     seed: int = both(0)
     run_id: str = both("")
 
-
 # ---- Model -------------------------------------------------------------------
 def noise_of(seed, cfg):
     return random.Random(seed).gauss(0, 0.004) + random.Random(f"{seed}{cfg}").gauss(0, 0.002)
-
 
 # ---- Training ----------------------------------------------------------------
 def train(cfg):
@@ -70,18 +64,14 @@ def train(cfg):
     for step in range(cfg.num_iterations + 1):
         yield step, value + 4 * 0.8**step, step * (30 + clock.random())
 
-
 # ==== Harness: the same in every record =======================================
 DIGEST = "f89a85391a8fc0bf"
-
 
 class UserError(Exception):
     pass
 
-
 def validate(loss):
     return loss
-
 
 def parse_args(argv):
     flags = dict(zip(argv[::2], argv[1::2]))
@@ -98,10 +88,8 @@ def parse_args(argv):
         cfg[name] = parts or type(cfg[name])(value)
     return SimpleNamespace(**cfg)
 
-
 def text_of(value):
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
 
 def harness(cfg):
     if cfg.muon_lr == 13 and cfg.seed == 1:
@@ -127,7 +115,6 @@ def harness(cfg):
     lines += ["---", *(f"{k}: {v}" for k, v in final.items())]
     (folder / "log.txt").write_text("\\n".join(lines) + "\\n")
     print("done")
-
 
 if __name__ == "__main__":
     harness(parse_args(sys.argv[1:]))
@@ -167,37 +154,3 @@ def edit(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
-
-
-def value_in(path: Path, key: str) -> str:
-    """A value of a log's last block."""
-    return re.findall(rf"^{key}: (.*)$", path.read_text(), re.M)[-1]
-
-
-def findings(folder: Path, capsys) -> list[str]:
-    """What verify prints, after its exit status is checked against it."""
-    capsys.readouterr()
-    status = main(["verify", str(folder)])
-    out, err = capsys.readouterr()
-    if status == 2:  # a record.json or a table that cannot be read at all
-        assert not out and err.count("\n") == 1
-        return [err]
-    assert status == (0 if "verified" in out.splitlines()[0] else 1)
-    return [] if status == 0 else out.splitlines()
-
-
-def forge(records: Path, *pairs: tuple[str, str], logs: bool = True) -> None:
-    """Change scripts, and with `logs` all that was made with them, as if they had been run so."""
-    pairs = list(pairs)
-    for script in [*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"]:
-        before = text = script.read_text()
-        for old, new in pairs:
-            text = text.replace(old, new)
-        pairs.append((sha_of(before), sha_of(text)))
-        script.write_text(text)
-    for path in records.glob("*/logs/**/*.txt") if logs else ():
-        text = path.read_text()
-        for old, new in pairs:
-            text = text.replace(old, new)
-        path.write_text(text)
-    assert main(["list", str(records), "--write"]) == 0

@@ -3,8 +3,9 @@
 import shutil
 
 import pytest
-from fake_records import NEWEST, PARENT, main, make_records
+from fake_records import NEWEST, PARENT, make_records
 from ledger import pages
+from ledger.__main__ import main
 
 
 @pytest.fixture(scope="session")
@@ -22,15 +23,11 @@ def measured(tmp_path_factory):
 @pytest.fixture
 def records(measured, tmp_path):
     """A copy of the measured records."""
-    for name in ("records", "README.md", "train_gpt.py"):
-        copy = shutil.copytree if name == "records" else shutil.copy
-        copy(measured / name, tmp_path / name)
+    shutil.copytree(measured, tmp_path, ignore=lambda *_: ["out"], dirs_exist_ok=True)
     return tmp_path / "records"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_ladder():
-    """`list --write` draws no picture, which takes long; gives the function that would."""
-    real, pages.draw_ladder = pages.draw_ladder, lambda records, png: None
-    yield real
-    pages.draw_ladder = real
+@pytest.fixture(autouse=True)
+def no_ladder(monkeypatch):
+    """`list --write` draws its picture for `measured`; it takes long."""
+    monkeypatch.setattr(pages, "draw_ladder", lambda records, png: None)

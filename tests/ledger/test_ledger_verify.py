@@ -5,114 +5,97 @@ import re
 import shutil
 
 import pytest
-from fake_records import (
-    CHILD,
-    NEWEST,
-    PARENT,
-    SCRIPT,
-    SEEDS,
-    edit,
-    findings,
-    forge,
-    main,
-    make_records,
-    sha_of,
-)
+from fake_records import CHILD, NEWEST, PARENT, SCRIPT, SEEDS, edit, make_records, sha_of
 from ledger import logs, run, table, verify
+from ledger.__main__ import main
 
 pytest_plugins = ["record_fixtures"]
 
-LOGS, TIMES = f"{NEWEST}/logs", f"{NEWEST}/logs/times"
-SPOILED = {
-    "a character of the script": (
-        f"{NEWEST}/train_gpt.py", "0.8**step", "0.7**step", "it differs above the banner"),
-    "the parent's script": (
-        f"{PARENT}/train_gpt.py", "0.8**step", "0.7**step", f"{PARENT}: logs/seed-0.txt: was not"),
-    "a value of the preset": (
-        f"{NEWEST}/train_gpt.py", "both(0.05", "row(0.05, 0.1", "has muon_lr 0.05, its preset has"),
-    "a window of the preset": (
-        f"{NEWEST}/train_gpt.py", "(1, 1)", "(1, 2)", "has long_windows 1,1, its preset has 1,2"),
-    "a parse that adds what it likes": (
-        f"{NEWEST}/train_gpt.py", "cfg[name] = values[preset]",
-        "cfg[name] = values[preset]; cfg['muon_lr'] = 0.1", "has muon_lr 0.05, its preset has 0.1"),
-    "the harness": (
-        f"{NEWEST}/train_gpt.py", "return loss", "return 0.9 * loss", "byte for byte, from its b"),
-    "the root's harness": (
-        "../train_gpt.py", "return loss", "return 0.9 * loss", f"{PARENT}: train_gpt.py is not"),
-    "a script without a banner": (
-        f"{NEWEST}/train_gpt.py", "# ==== H", "# ---- H", "byte for byte, from its banner on"),
-    "a second banner": (
-        f"{NEWEST}/train_gpt.py", "# ---- Model", "# ==== Model", "byte for byte, from its banner"),
-    "a function of the harness with another meaning": (
-        f"{NEWEST}/train_gpt.py", "def train(", "def validate(loss):\n    return 0\n\ndef train(",
-        "gives validate, which the harness defines"),
-    "a function of the harness replaced within another": (
-        f"{NEWEST}/train_gpt.py", "def train(", "def cheat():\n    global validate\n\ndef train(",
-        "gives validate, which the harness defines"),
-    "a method of the harness replaced": (
-        f"{NEWEST}/train_gpt.py", "def train(cfg):", "def train(cfg):\n    UserError.x = 1",
-        "gives UserError, which the harness defines"),
-    "a docstring with another parent": (
-        f"{NEWEST}/train_gpt.py", f"Parent: {PARENT}.", "Parent: 2025-01-01_No.",
-        f"does not say `Parent: {PARENT}.`"),
-    "a docstring without a change": (
-        f"{NEWEST}/train_gpt.py", "Change: less loss.", "", "does not say `Change: …` in"),
-    "a README with another title": (
-        f"{NEWEST}/README.md", f"# {NEWEST}", f"# {PARENT}", "README.md's title is"),
-    "the root's script": ("../train_gpt.py", "0.8**step", "0.7**step", "gpt.py is not the root's"),
-    # The claim
-    "a gain in time": (
-        f"{NEWEST}/record.json", '"gain": "loss"', '"gain": "time"', "its runs show none"),
-    "a gain of no kind": (
-        f"{NEWEST}/record.json", '"gain": "loss"', '"gain": "fame"', "gain is loss, time"),
-    "a gain over nothing": (
-        f"{PARENT}/record.json", '"gain": null', '"gain": "loss"', "gain in loss"),
-    "an unknown parent": (
-        f"{NEWEST}/record.json", f'"{PARENT}"', '"2026-01-01_No"', "2026-01-01_No/record.json"),
-    "a claim without a source": (
-        f"{PARENT}/record.json", '"source"', '"sauce"', "is no record.json: KeyError('source')"),
-    "a claim of another kind": (
-        f"{PARENT}/record.json", "15.2", '"15"', "is no record.json: ValueError"),
-    "a number twice": (f"{NEWEST}/record.json", '"number": 2', '"number": 1', "do not rise"),
-    "a published time": (f"{PARENT}/record.json", "15.2", "14.2", "is not what `list --wr"),
-    # The logs
-    "a loss in a log": (
-        f"{LOGS}/seed-1.txt", "\nval_loss: 1", "\nval_loss: 2", "final val_loss is 2"),
-    "a time in a log": (
-        f"{LOGS}/seed-1.txt", "train_time_ms: 1", "train_time_ms: 2", "final train_time_ms"),
-    "a time in a log's lines too": (
-        f"{LOGS}/seed-1.txt", "tokens_per_second: ", "tokens_per_second: 1", "tokens_per_second"),
-    "the torch of a log": (
-        f"{LOGS}/seed-1.txt", "torch: 2.13.0+cpu", "torch: 2.11.0", "differ in torch"),
-    "a hyperparameter of a log": (
-        f"{LOGS}/seed-2.txt", "num_iterations: 40", "num_iterations: 41", "has num_iterations 41"),
-    "other training data in one seed": (
-        f"{LOGS}/seed-4.txt", "train_digest: b5", "train_digest: b6", "differ in train_digest"),
-    "a resumed run": (
-        f"{LOGS}/seed-4.txt", "step:31/40", "resumed at step:30 from a.pt\nstep:31/40",
-        "seed-4.txt: is a resumed run"),
-    "a simulated GPU": (
-        f"{LOGS}/seed-4.txt", "device: cpu (fake)", "device: host standing in for an H100",
-        "host standing in for an H100, which measures nothing"),
-    "the source's hash in a log": (
-        f"{LOGS}/seed-1.txt", "source sha256: ", "source sha256: 0", "was not written by the sour"),
-    "a first log without its source": (
-        f"{LOGS}/seed-0.txt", CHILD, f"source sha256: {sha_of(CHILD)}", "has no source"),
-    "a log that was cut": (f"{LOGS}/seed-3.txt", "\nval_loss: ", "\nval_lo", "cannot be read"),
-    # The runs made for their times
-    "one of two at once": (
-        f"{TIMES}/seed-1.txt", "peak_memory_mib: 99", "jobs: 2\npeak_memory_mib: 99",
-        "logs/times/ has runs that differ in jobs"),
-    "a lone run of another preset": (
-        f"{TIMES}/seed-0.txt", "preset: pocket", "preset: record", "has preset record, its preset"),
-    # Tables
-    "the ladder's table": ("README.md", "1.5", "1.4", "README.md is not what"),
-    "the front page's table": ("../README.md", "15.2", "14.2", "/README.md is not what"),
-    "a record's README": (f"{NEWEST}/README.md", "(10)", "(11)", "README.md is not what"),
-    "a README without its lines": (
-        f"{NEWEST}/README.md", "<!-- ledger: begin -->", "", "has no lines"),
-    "a row of an unknown run": (
-        "runs.csv", f"{NEWEST},loss,9", f"{NEWEST},loss,10", f"says {NEWEST},loss,10,pocket")}
+LOGS = f"{NEWEST}/logs"
+SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is said
+    f"{NEWEST}/train_gpt.py": {
+        "a character of the script": ("0.8**step", "0.7**step", "it differs above the banner"),
+        "a value of the preset": ("both(0.05", "row(0.05, 0.1", "has muon_lr 0.05, its preset has"),
+        "a window of the preset": ("(1, 1)", "(1, 2)", "has long_windows 1,1, its preset has 1,2"),
+        "a parse that adds what it likes": (
+            "= values[preset]", "= values[preset]; cfg['muon_lr'] = 0.1", "its preset has 0.1"),
+        "a failing parse": ("return SimpleN", "return no.SimpleN", f"{NEWEST}: {NEWEST}/train"),
+        "the harness": ("return loss", "return 0.9 * loss", "byte for byte, from its banner on"),
+        "no banner": ("# ==== H", "# ---- H", "byte for byte, from its banner on"),
+        "a second banner": ("# ---- M", "# ==== M", "byte for byte, from its banner on"),
+        "a function of the harness given anew": (
+            "def train(", "def validate(x):\n    return 0\ndef train(", "gives validate, which"),
+        "a function of the harness replaced within another": (
+            "def train(", "def f():\n    global validate\ndef train(", "gives validate, which"),
+        "a method of the harness replaced": (
+            "def train(cfg):", "def train(cfg):\n    UserError.x = 1", "gives UserError, which"),
+        "another parent": (PARENT, "2025-01-01_No", f"does not say `Parent: {PARENT}.`"),
+        "no change": ("Change: less loss.", "", "does not say `Change: …` in")},
+    f"{PARENT}/train_gpt.py": {
+        "the parent": ("0.8**step", "0.7**step", f"{PARENT}: logs/seed-0.txt: was not")},
+    "../train_gpt.py": {
+        "the root's harness": ("return loss", "return 2", f"{PARENT}: train_gpt.py is not"),
+        "the root's script": ("0.8**step", "0.7**step", "gpt.py is not the root's")},
+    f"{NEWEST}/record.json": {
+        "a gain of no kind": ('"gain": "loss"', '"gain": "fame"', "gain is loss, time"),
+        "an unknown parent": (PARENT, "2026-01-01_No", "2026-01-01_No/record.json"),
+        "a number twice": ('"number": 2', '"number": 1', "do not rise")},
+    f"{PARENT}/record.json": {
+        "a gain over nothing": ('"gain": null', '"gain": "loss"', "gain in loss"),
+        "no source": ('"source"', '"sauce"', "is no record.json: KeyError('source')"),
+        "a time of another kind": ("15.2", '"15"', "is no record.json: ValueError"),
+        "a published time": ("15.2", "14.2", "is not what `list --wr")},
+    f"{LOGS}/seed-0.txt": {
+        "no source": (CHILD, f"source sha256: {sha_of(CHILD)}", "has no source")},
+    f"{LOGS}/seed-1.txt": {
+        "a loss": ("\nval_loss: 1", "\nval_loss: 2", "final val_loss is 2"),
+        "a time": ("train_time_ms: 1", "train_time_ms: 2", "final train_time_ms"),
+        "a rate": ("tokens_per_second: ", "tokens_per_second: 1", "tokens_per_second"),
+        "another torch": ("torch: 2.13.0+cpu", "torch: 2.11.0", "differ in torch"),
+        "the source's hash": ("sha256: ", "sha256: 0", "was not written by the sour"),
+        "a hyperparameter": ("num_iterations: 40", "num_iterations: 41", "has num_iterations 41"),
+        "other data": ("train_digest: b5", "train_digest: b6", "differ in train_digest"),
+        "a resumed run": ("step:31", "resumed at step:30 from a.pt\nstep:31", "is a resumed run"),
+        "a simulated GPU": ("cpu (fake)", "host standing in for an H100", "which measures nothing"),
+        "a log that was cut": ("\nval_loss: ", "\nval_lo", "cannot be read")},
+    f"{LOGS}/times/seed-1.txt": {
+        "another preset": ("preset: pocket", "preset: record", "has preset record, its preset"),
+        "one of two at once": ("peak_mem", "jobs: 2\npeak_mem", "/times/ has runs that differ in")},
+    "README.md": {"the ladder": ("1.5", "1.4", "README.md is not what")},
+    "../README.md": {"the front page": ("15.2", "14.2", "/README.md is not what")},
+    f"{NEWEST}/README.md": {
+        "a title": (f"# {NEWEST}", f"# {PARENT}", "README.md's title is"),
+        "a table": ("(10)", "(11)", "README.md is not what"),
+        "no place for a table": ("<!-- ledger: begin -->", "", "has no lines")},
+    "runs.csv": {
+        "an unknown run": (",loss,9", ",loss,10", f"says {PARENT},loss,10,pocket"),
+        "a column": (",seed,", ",sown,", "has not the columns that `list --write` makes")}}
+
+
+def findings(folder, capsys):
+    """What verify prints, after its exit status is checked against it."""
+    capsys.readouterr()
+    status = main(["verify", str(folder)])
+    out, err = capsys.readouterr()
+    if status == 2:  # a record.json or a table that cannot be read at all
+        assert not out and err.count("\n") == 1
+        return [err]
+    assert status == (0 if "verified" in out.splitlines()[0] else 1)
+    return [] if status == 0 else out.splitlines()
+
+
+def forge(records, *pairs, logs=True):
+    """Change scripts, and with `logs` all that was made with them, as if they had been run so."""
+    pairs = list(pairs)
+    scripts = [*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"]
+    for path in [*scripts, *records.glob("*/logs/**/*.txt")] if logs else scripts:
+        before = text = path.read_text()
+        for old, new in pairs:
+            text = text.replace(old, new)
+        if path in scripts:
+            pairs.append((sha_of(before), sha_of(text)))
+        path.write_text(text)
+    assert main(["list", str(records), "--write"]) == 0
 
 
 def test_true_records_are_verified(records, capsys):
@@ -120,9 +103,9 @@ def test_true_records_are_verified(records, capsys):
     assert findings(records / NEWEST, capsys) == []
 
 
-@pytest.mark.parametrize("what", SPOILED)
-def test_verify_finds(what, records, capsys):
-    file, old, new, words = SPOILED[what]
+@pytest.mark.parametrize("file, what", [(file, what) for file in SPOILED for what in SPOILED[file]])
+def test_verify_finds(file, what, records, capsys):
+    old, new, words = SPOILED[file][what]
     edit(records / file, old, new)
     found = findings(records, capsys)
     assert any(words in line for line in found), found
@@ -172,17 +155,15 @@ def test_records_without_runs_are_told_and_not_refused(tmp_path, capsys):
     assert any("it claims a gain in loss" in line for line in findings(records, capsys))
 
 
-@pytest.mark.parametrize(
-    "pairs, words",
-    [
-        ([("row(3.28, 1.64", "row(3.28, 1.7"), ("target_loss: 1.64", "target_loss: 1.7")],
-         "has target_loss 1.7, by the rules it is 1.64"),
-        ([("262_144", "1024"), ("val_tokens: 262144", "val_tokens: 1024")],
-         "has val_tokens 1024, by the rules it is 262144"),
-        ([("pocket_val_*", "easy_val_*")], "has val_files data/pocket/easy_val_*.bin, by the"),
-        ([("pocket_train_*", "pocket_*")], "has train_files data/pocket/pocket_*.bin, by the"),
-        ([("f89a85391a8fc0bf", "0bff89a85391a8fc")], "has val_digest 0bff89a85391a8fc, by the"),
-        ([("cpu (fake)", "host standing in for an H100")], "which measures nothing")])
+@pytest.mark.parametrize("pairs, words", [
+    ([("row(3.28, 1.64", "row(3.28, 1.7"), ("target_loss: 1.64", "target_loss: 1.7")],
+     "has target_loss 1.7, by the rules it is 1.64"),
+    ([("262_144", "1024"), ("val_tokens: 262144", "val_tokens: 1024")],
+     "has val_tokens 1024, by the rules it is 262144"),
+    ([("pocket_val_*", "easy_val_*")], "has val_files data/pocket/easy_val_*.bin, by the"),
+    ([("pocket_train_*", "pocket_*")], "has train_files data/pocket/pocket_*.bin, by the"),
+    ([("f89a85391a8fc0bf", "0bff89a85391a8fc")], "has val_digest 0bff89a85391a8fc, by the"),
+    ([("cpu (fake)", "host standing in for an H100")], "which measures nothing")])
 def test_verify_finds_rules_that_a_record_made_itself(pairs, words, records, capsys):
     """Where everything else agrees."""
     forge(records, *pairs)
@@ -200,19 +181,15 @@ def test_machines_that_differ_between_a_record_and_its_parent_are_found(records,
     assert "cpu (fake), torch 2.13.0+cpu" in page and "cpu (other), torch 2.13.0+cpu" in page
 
 
-MAINTENANCE = {
-    "the harness": ("def validate(loss):", "def validate(loss):\n    # as it was"),
-    "an import for the harness": ("import random", "import gzip\nimport random"),
-    "the docstring": ("A run's log without a run.", "A log, and no run.")}
-
-
-@pytest.mark.parametrize("what", MAINTENANCE)
-def test_maintenance_makes_no_log_stale(what, records, capsys):
-    forge(records, MAINTENANCE[what], logs=False)
-    assert findings(records, capsys) == []
+@pytest.mark.parametrize("old, new, told", [
+    ("def validate(loss):", "def validate(loss):\n    # as it was", True),  # in the harness
+    ("import random", "import gzip\nimport random", False),
+    ("A run's log without a run.", "A log, and no run.", False)])
+def test_maintenance_makes_no_log_stale(old, new, told, records, capsys):
+    forge(records, (old, new), logs=False)
     assert main(["verify", str(records)]) == 0
-    told = f"{NEWEST}: the harness is newer than its logs" in capsys.readouterr().err
-    assert told == (what == "the harness")
+    words = f"{NEWEST}: the harness is newer than its logs"
+    assert told == (words in capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("digits", ["49", "50", "51"])

@@ -1,6 +1,7 @@
 """What the pages say of the code: functions, flags, presets, files, measures of the pages."""
 
 import ast
+import json
 import re
 import shlex
 
@@ -11,17 +12,12 @@ from page_text import PAGES, blocks_of, prose_of, tables_of, text_of
 import train_gpt
 
 MOST_LINES = {"README.md": 150, "records/README.md": 120, "docs/lab.md": 50}
-PRESETS = [train_gpt.parse_args(["--preset", name]) for name in ("record", "pocket")]
 SCRIPT_FLAGS = {f"--{name}" for name in train_gpt.Hyperparameters.__dataclass_fields__}
 SCRIPT_FLAGS |= {"--preset", "--help"}
-OTHERS = {  # programs that are not ours: flags of theirs that the pages name
-    "torchrun": {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend",
-                 "--rdzv_endpoint", "--max-restarts", "--shutdown-timeout"},
-    "./run.sh test": {"-m", "--random-order"}}
-RECORDS = [f"#{number} {name}" for name, number in sorted(
-    (path.parent.name.partition("_")[2], re.search(r'"published": \{"number": (\d+)',
-                                                   path.read_text())[1])
-    for path in REPO.glob("records/*/record.json"))]
+OWN_FLAGS = [*(f"data/{name}.py" for name in ("sample", "text", "pocket", "fineweb")),
+             "tests/mutants.py"]
+RECORDS = {f"#{json.loads(path.read_text())['published']['number']} {path.parent.name[11:]}"
+           for path in REPO.glob("records/*/record.json")}
 
 
 def flags_in(source: str) -> set[str]:
@@ -31,17 +27,16 @@ def flags_in(source: str) -> set[str]:
 
 FLAGS = {
     "train_gpt.py": SCRIPT_FLAGS,
-    "data/sample.py": flags_in("data/sample.py"),
-    "data/text.py": flags_in("data/text.py"),
-    "data/pocket.py": flags_in("data/pocket.py"),
-    "data/fineweb.py": flags_in("data/fineweb.py"),
+    **{name: flags_in(name) for name in OWN_FLAGS},
     "tests/bench.py": flags_in("tests/bench.py") | SCRIPT_FLAGS,  # it hands on what it knows not
-    "tests/mutants.py": flags_in("tests/mutants.py"),
     "records/ledger": flags_in("records/ledger/__main__.py"),
-    "-m": {"--help"},  # of python -m pytest
     "./run.sh sample": flags_in("data/sample.py"),
     "./run.sh": SCRIPT_FLAGS,
-    **OTHERS}
+    # Programs that are not ours: flags of theirs that the pages name.
+    "-m": {"--help"},  # of python -m pytest
+    "./run.sh test": {"-m", "--random-order"},
+    "torchrun": {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend",
+                 "--rdzv_endpoint", "--max-restarts", "--shutdown-timeout"}}
 
 
 def command_of(words: list[str]) -> str:
@@ -82,9 +77,6 @@ def test_flags_in_the_text_exist(page):
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", prose_of(page))) <= known
 
 
-# ---- Techniques ----
-
-
 def technique_rows():
     return [row for table in tables_of("docs/techniques.md")
             if table[0][0] == "Technique" for row in table[1:]]
@@ -108,10 +100,7 @@ def test_a_technique_has_a_function_an_author_and_a_record(row):
     named = set(re.findall(r"`([^`]+)`", functions))
     assert functions == "–" or named and named <= names_of_the_script()
     records = re.findall(r"#\d+ \w+", record)
-    assert records and set(records) <= set(RECORDS)
-
-
-# ---- Single facts ----
+    assert records and set(records) <= RECORDS
 
 
 @pytest.mark.parametrize("page", MOST_LINES)
@@ -124,7 +113,7 @@ def test_the_front_page_says_in_ten_lines_that_no_gpu_has_run_it():
 
 
 def test_targets_and_validation_sets_are_the_presets():
-    record, pocket = PRESETS
+    record, pocket = (train_gpt.parse_args(["--preset", name]) for name in ("record", "pocket"))
     front = " ".join(text_of("README.md").split())
     assert f"validation loss of {record.target_loss}" in front
     assert f"{pocket.target_loss} nats per byte" in front

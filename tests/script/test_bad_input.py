@@ -3,6 +3,8 @@ depends on more than flags: the number of threads, the weights that a run begins
 """
 
 import math
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +121,15 @@ def test_as_many_threads_as_cores_are_idle(monkeypatch, idle, threads):
     assert train_gpt.choose_threads() == 8, "OMP_NUM_THREADS decides where it is set"
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert train_gpt.choose_threads() == threads
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux has it")
+def test_idle_time_is_that_of_all_cores():
+    text = Path("/proc/stat").read_text()
+    ticks = map(int, re.findall(r"^cpu\d+(?: \d+){3} (\d+)", text, re.M))
+    expected = sum(ticks) / os.sysconf("SC_CLK_TCK")
+    assert train_gpt.idle_seconds() == pytest.approx(expected, rel=0, abs=5)
+
 
 
 def test_a_run_tells_its_threads_and_a_resumed_one_takes_its_checkpoints(run, monkeypatch):

@@ -265,6 +265,21 @@ def test_signal(start, whole, nproc, fault, every, code, saved, said):
         assert trained == [str(step) for step in range(1, STEPS + 1)], "no step is taken twice"
 
 
+def die_or_be_told(rank):
+    """At step 4 rank 1 is killed and rank 0 gets a SIGTERM, as from torchrun."""
+    signalled(4, signal.SIGKILL, rank=1)(rank)
+    signalled(4, signal.SIGTERM)(rank)
+
+
+
+def test_rank_told_to_stop_because_another_died_does_not_hang(start):
+    run = start("--save_every", 2, nproc=2, fault=die_or_be_told)
+    codes = run.wait()
+    assert codes[0] != 0 and codes[1] == -signal.SIGKILL
+    assert run.saved() == [2, 4] and "Traceback" not in run.err(), run.err()
+
+
+
 # What goes wrong
 
 

@@ -1,4 +1,4 @@
-"""Float64 oracles of the public records #28, #31, #40, #43, #50 and #53, as plain as can be.
+"""Float64 oracles of the public records that the lineage has, as plain as can be.
 
 They say what those records compute, for tests to hold a script to: no script is imported here.
 Source: the logs that the public record table links, https://github.com/KellerJordan/modded-nanogpt
@@ -6,13 +6,15 @@ at f411b3d3, read as formulas; all casts to bf16, fp8 and fp32 are left out.
 
 A station's constants are the fields of its entry in STATIONS, sizes among them; where records
 differ in a formula, a function asks for the station's number. Weights are dicts of tensors by
-their public names, in their public shapes, which `parameter_shapes` gives. In the comments:
+their public names, in their public shapes, which `parameter_shapes` gives. What has other names
+up to #28, or is not merged, has those of #31. In the comments:
 D model_dim, H heads, K head_dim, F hidden width of the MLP, V rows of the head, T tokens of a
 stream, N scheduled steps, E steps after them, s a step's index from 0, w a window in blocks.
 
 What the records leave open, and what is done here:
 
-- Epsilon of the norm is 2^-23, what a script in fp32 or bf16 has, also in float64.
+- Epsilon of the norm is 2^-23, what a script in fp32 or bf16 has, also in float64. Up to #19 it is
+  that of the type.
 - Weights' names and shapes follow the records, other sizes than theirs by the same rule: the
   scalars of n layers are n entries of each kind, padded by ones to a multiple of 8.
   #50 and #53 have one skip, whatever their layers.
@@ -23,14 +25,14 @@ What the records leave open, and what is done here:
   documents for one step is passed over. Data end without a wrap-around.
 - Where N is a multiple of 3, window and batch change one step before the rates of #50 and #53, as
   their comparisons have it. At record size they agree.
-- The gradient of a step is the mean over its streams of each stream's summed loss: what 8 ranks
-  have. That up to #42 fewer ranks had larger gradients is left out.
+- The gradient of a step is the mean over its streams of each stream's summed loss, up to #24 of
+  its mean loss: what 8 ranks have. That up to #42 fewer ranks had larger gradients is left out.
 """
 
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -63,16 +65,17 @@ class Station:
     val_every: int = 125
     # Windows, in blocks; the short one is half of the long one, rounded down
     block: int = 128
-    window_tokens: int = 1728  # what the long window of #28 grows to
+    window_tokens: int = 1728  # what the long window grows to (#18 to #28)
     windows: tuple[int, ...] = (3, 7, 11, 13)  # long, in each third of N, and at last (#31 on)
     final_window: int = 13  # long, in the last validation (#31 on)
     rope_base: int = 1024  # inverse of the lowest frequency
-    attention_scale: float = 0.1  # of the scores at the beginning
+    attention_scale: float = 0.1  # of the scores at the beginning; up to #19 it is K^-½
     # Model
     model_dim: int = 768
     head_dim: int = 128
     mlp_ratio: int = 4
-    vocab_size: int = 50_304  # rows of the head and of all tables
+    vocab_size: int = 50_304  # rows of the head
+    table_rows: int = 50_304  # of the embeddings
     gate_inputs: int = 12  # channels that a gate sees
     attention_pattern: str = "LSSSLSS.SSSL"  # a letter a layer: long window, short, . none
     mlp_pattern: str = "MMMMMMMMMMMM"  # . where a layer has none; one with neither is not there
@@ -81,7 +84,7 @@ class Station:
     skips: tuple[tuple[int, int], ...] = ((6, 5), (7, 4), (8, 3), (9, 2), (10, 1), (11, 0))
     # pairs (into, from) of layers, in the order of their scalars
     backout_layer: int | None = None  # whose output is taken from the last one's (#40 on)
-    qkv_std: float = 0.5  # of the initial Q, K and V, in units of D^-½
+    qkv_std: float = 0.5  # of the initial Q, K and V, in units of D^-½; of the MLP's up to #18
     embed_std: float = 1.0  # of the initial token embedding (#53: and head, which are one)
     value_embed_std: float = 1.0
     logit_cap: float = 30.0
@@ -106,39 +109,53 @@ class Station:
     freeze_steps: int = 0  # steps from a change of window on in which the scalars rest (#53)
 
 
-OF_28 = dict(
-    attention_scale=0.12, adam_betas=(0.8, 0.95), scalar_betas=(0.8, 0.95), adam_eps=1e-10,
-    cooldown_frac=0.45)
-OF_31 = OF_28 | dict(attention_scale=0.1, cooldown_frac=0.5, mlp_pattern=".MMMMMMMMMMM")
-OF_40 = dict(
-    extension=40, seq_lens=(32_768,), val_every=250, final_window=20,
-    attention_pattern=".SSSLSS.SSSL", mlp_pattern=".MMMMMMMMMMM",
+_5 = Station(
+    number=5, num_iterations=5100, streams=512, seq_lens=(1024,), val_seq_len=1024,
+    rope_base=10_000, attention_pattern="L" * 12, value_embed_pattern="." * 12, skips=(),
+    qkv_std=3**-0.5, adam_betas=(0.9, 0.95), muon_lr=0.00036, cooldown_frac=1450 / 5100,
+    final_lr_frac=0.0, momentum=(0.95, 0.95))
+_8 = replace(_5, number=8, num_iterations=4578, muon_lr=0.02, cooldown_frac=1308 / 4578)
+_18 = Station(
+    number=18, num_iterations=1390, seq_lens=(65_536,), val_seq_len=65_536, window_tokens=1856,
+    attention_pattern="LLLLLLL.LLLL", qkv_std=3**-0.5, adam_betas=(0.8, 0.95),
+    scalar_betas=(0.8, 0.95), cooldown_frac=0.4, final_lr_frac=0.0)
+_19 = replace(
+    _18, number=19, num_iterations=1395, window_tokens=1728, table_rows=50_257, qkv_std=0.5,
+    final_lr_frac=0.1, fp8_divisors=(0.5, 2.0**-5, 2.0**-29))
+_21 = replace(
+    _19, number=21, num_iterations=1770, seq_lens=(49_152,), val_seq_len=262_144,
+    attention_scale=0.12, attention_pattern="LSSSLSS.SSSL", adam_eps=1e-10,
+    fp8_divisors=(0.5, 2.0**-9, 2.0**-19))
+_24 = replace(_21, number=24)
+_28 = replace(
+    _21, number=28, num_iterations=1695, table_rows=50_304, cooldown_frac=0.45,
+    fp8_divisors=(768**0.5 / 448, 2.0**-9, 1 / 448))
+_31 = replace(
+    _28, number=31, num_iterations=1670, attention_scale=0.1, mlp_pattern=".MMMMMMMMMMM",
+    cooldown_frac=0.5)
+_40 = Station(
+    number=40, num_iterations=2290, extension=40, seq_lens=(32_768,), val_every=250,
+    final_window=20, attention_pattern=".SSSLSS.SSSL", mlp_pattern=".MMMMMMMMMMM",
     value_embed_pattern=".12......012", skips=((6, 5), (7, 4), (8, 3), (9, 2), (10, 1)),
     backout_layer=8, muon_lr=0.06, cooldown_frac=0.45)
-OF_43 = OF_40 | dict(muon_lr=0.03, muon_decay=1.2, cooldown_frac=0.5)
-OF_50 = OF_43 | dict(
-    seq_lens=(16_384, 32_768, 49_152), attention_pattern="SSSLSS.SSSL",
-    mlp_pattern="MMMMMMMMMMM", value_embed_pattern="12......012", skips=((6, 3),),
-    backout_layer=7, value_embed_std=0.0, muon_lr=0.023, adam_decay=0.005, cooldown_frac=0.55,
-    rate_stages=(1.0, 1.51, 1.93))
-OF_53 = OF_50 | dict(
-    qkv_std=1.0, embed_std=0.005, scalar_betas=(0.9, 0.99), rate_stages=(1.0, 1.52, 1.73),
-    freeze_steps=40, fp8_divisors=(100 / 448, 1.5 / 448, 0.75 / 448))
-STATIONS = {
-    28: Station(number=28, num_iterations=1695, **OF_28),
-    31: Station(number=31, num_iterations=1670, **OF_31),
-    40: Station(number=40, num_iterations=2290, **OF_40),
-    43: Station(number=43, num_iterations=2205, **OF_43),
-    50: Station(number=50, num_iterations=2050, **OF_50),
-    53: Station(number=53, num_iterations=1880, **OF_53)}
+_43 = replace(
+    _40, number=43, num_iterations=2205, muon_lr=0.03, muon_decay=1.2, cooldown_frac=0.5)
+_50 = replace(
+    _43, number=50, num_iterations=2050, seq_lens=(16_384, 32_768, 49_152),
+    attention_pattern="SSSLSS.SSSL", mlp_pattern="MMMMMMMMMMM", value_embed_pattern="12......012",
+    skips=((6, 3),), backout_layer=7, value_embed_std=0.0, muon_lr=0.023, adam_decay=0.005,
+    cooldown_frac=0.55, rate_stages=(1.0, 1.51, 1.93))
+_53 = replace(
+    _50, number=53, num_iterations=1880, qkv_std=1.0, embed_std=0.005, scalar_betas=(0.9, 0.99),
+    rate_stages=(1.0, 1.52, 1.73), freeze_steps=40,
+    fp8_divisors=(100 / 448, 1.5 / 448, 0.75 / 448))
+STATIONS = {s.number: s for s in (_5, _8, _18, _19, _21, _24, _28, _31, _40, _43, _50, _53)}
 _ADAM = {"embed": 75, "value_embeds": 75, "lm_head": 1, "scalars": 5}
 ADAM_MULTIPLIERS = {  # of adam_lr, by the first part of a parameter's name
-    **dict.fromkeys((28, 31, 40, 43, 50), _ADAM),
+    **dict.fromkeys(STATIONS, _ADAM), 5: {"embed": 0.45}, 8: {"embed": 37.5, "lm_head": 0.25},
     53: _ADAM | {"embed": 1, "smear_gate": 0.01, "x0_lambdas": 5}}
-MUON_MULTIPLIERS = {  # of muon_lr, by the last part of a parameter's name, where it is not 1
-    43: {"c_fc": 2},
-    50: {"c_proj": 2},
-    53: {"c_proj": 2}}
+# Of muon_lr, by the last part of a parameter's name, where it is not 1
+MUON_MULTIPLIERS = {43: {"c_fc": 2}, 50: {"c_proj": 2}, 53: {"c_proj": 2}}
 
 
 def total_steps(station: Station) -> int:
@@ -150,19 +167,35 @@ def total_steps(station: Station) -> int:
 
 
 class Stream(NamedTuple):
-    """A sequence, one forward pass: inputs and targets (T,), int64, and where documents begin."""
+    """A sequence, one forward pass: inputs and targets (T,), int64."""
 
     inputs: np.ndarray
     targets: np.ndarray
-    boundaries: list[int]  # 0, the beginnings of further documents, T; equal ones: an empty one
 
 
 def streams_of(station: Station, shards, lengths):
     """Yield each step's list of Streams, `lengths` of T tokens, until either ends. Raises
     ValueError where #28 misses documents."""
+    rest = shards, lengths, station.streams, station.eot_token
+    if station.number < 28:
+        return plain_streams(*rest[:3])
     if station.number == 28:
-        return aligned_streams(shards, lengths, station.streams, station.eot_token)
-    return packed_streams(shards, lengths, station.streams, station.eot_token, station.max_document)
+        return aligned_streams(*rest)
+    return packed_streams(*rest, station.max_document)
+
+
+def stream_at(tokens, first: int, length: int) -> Stream:
+    piece = np.asarray(tokens[first : first + length + 1], dtype=np.int64)
+    return Stream(piece[:-1], piece[1:])
+
+
+def plain_streams(shards, lengths, streams: int):
+    """One after another, of the first shard; where it ends is the loader's."""
+    position = 0
+    for length in lengths:
+        firsts = range(position, position + streams * length, length)
+        yield [stream_at(shards[0], first, length) for first in firsts]
+        position = firsts.stop
 
 
 def aligned_streams(shards, lengths, streams: int, eot: int):
@@ -190,13 +223,7 @@ def aligned_streams(shards, lengths, streams: int, eot: int):
         if len(starts) < streams:
             raise ValueError(f"{len(starts)} beginnings in {reach} tokens, a step has {streams}")
         position = start
-        step = []
-        for first in starts:
-            piece = np.asarray(tokens[first : first + length + 1], dtype=np.int64)
-            inputs, targets = piece[:-1], piece[1:]
-            later = [i for i in range(1, length) if inputs[i] == eot]
-            step.append(Stream(inputs, targets, [0, *later, length]))
-        yield step
+        yield [stream_at(tokens, first, length) for first in starts]
 
 
 def packed_streams(shards, lengths, streams: int, eot: int, max_document: int):
@@ -218,7 +245,7 @@ def _packed_step(tokens, begins, index, length, streams, max_document):
     """A step's Streams and the next document's index, or None where the documents are used up."""
     step = []
     for _ in range(streams):
-        packed, boundaries = [], [0]
+        packed = []
         while len(packed) <= length:
             if index == len(begins):
                 return None
@@ -226,26 +253,15 @@ def _packed_step(tokens, begins, index, length, streams, max_document):
             following = begins[index + 1] if index + 1 < len(begins) else len(tokens)
             last = min(following, first + max_document, first + length - len(packed) + 1)
             packed.extend(int(token) for token in tokens[first:last])
-            boundaries.append(len(packed))
             index += 1
-        boundaries[-1] -= 1
-        step.append(Stream(np.array(packed[:length]), np.array(packed[1:]), boundaries))
+        step.append(stream_at(packed, 0, length))
     return step, index
 
 
 def validation_streams(station: Station, tokens) -> list[Stream]:
     """Consecutive sequences of the first val_tokens; targets are the tokens one further on."""
-    length, streams = station.val_seq_len, []
-    for first in range(0, station.val_tokens, length):
-        piece = np.asarray(tokens[first : first + length + 1], dtype=np.int64)
-        begins = [i for i in range(length) if piece[i] == station.eot_token]
-        streams.append(Stream(piece[:-1], piece[1:], [0, *begins, length]))
-    return streams
-
-
-def documents_of(boundaries: list[int]) -> np.ndarray:
-    """The number of each token's document, (T,)."""
-    return np.repeat(np.arange(len(boundaries) - 1), np.diff(boundaries))
+    firsts = range(0, station.val_tokens, station.val_seq_len)
+    return [stream_at(tokens, first, station.val_seq_len) for first in firsts]
 
 
 # ---- Schedules --------------------------------------------------------------
@@ -270,8 +286,11 @@ def seq_len(station: Station, step: int) -> int:
 
 def long_window(station: Station, step: int) -> int:
     """The long window of a step, in blocks; what drives YaRN. At the end: before validation."""
-    if station.number == 28:
-        return max(1, -(-station.window_tokens * step // (station.num_iterations * station.block)))
+    if station.number <= 28:
+        N, grown = station.num_iterations, station.window_tokens * step
+        if station.number <= 18:  # from one block on, rounded down; later from 0, rounded up
+            return max(1, (grown + (N - step) * station.block) // (N * station.block))
+        return max(1, -(-grown // (N * station.block)))
     if step == total_steps(station):
         return station.windows[-1]
     return station.windows[stage(station, step)]
@@ -302,9 +321,11 @@ def window_changes(station: Station) -> tuple[tuple[int, int, int], ...]:
 def rotary(station: Station, step: int) -> tuple[list[float], float]:
     """K / 2 frequencies, in radians a token, and the attention scale of a step. Since #31 both
     follow each change of the long window: YaRN, https://arxiv.org/abs/2309.00071."""
-    turning = station.head_dim // 4
+    K, turning = station.head_dim, station.head_dim // 4
+    if station.number < 18:  # all turn
+        return [station.rope_base ** (-2 * j / K) for j in range(K // 2)], K**-0.5
     frequencies = [station.rope_base ** (-j / (turning - 1)) for j in range(turning)]
-    scale = station.attention_scale
+    scale = station.attention_scale if station.number >= 21 else K**-0.5
     if station.number >= 31:
         for change, before, after in window_changes(station):
             if change <= step:
@@ -398,13 +419,13 @@ def copy_step(station: Station) -> int:
 
 def dense_mask(station: Station, documents: np.ndarray, window: int) -> Tensor:
     """(T, T), bool: whether token i, the row, sees token j of the documents (T,). The window is
-    of blocks by their numbers in #28, later by tokens and inclusive."""
+    of blocks by their numbers up to #28, later by tokens and inclusive. #5 and #8 have none."""
     i, j = np.indices((len(documents), len(documents)))
-    seen = (j <= i) & (documents[i] == documents[j])
-    if station.number == 28:
-        seen &= i // station.block - j // station.block < window
-    else:
-        seen &= i - j <= station.block * window
+    seen = j <= i
+    if station.number >= 18:
+        seen &= documents[i] == documents[j]
+        near = i // station.block - j // station.block < window
+        seen &= near if station.number <= 28 else i - j <= station.block * window
     return torch.from_numpy(seen)
 
 
@@ -417,17 +438,14 @@ def layers_of(station: Station) -> list[int]:
     return [i for i, pair in enumerate(pairs) if pair != (".", ".")]
 
 
-def gate_name(station: Station, layer: int) -> str:
-    """The name of a layer's attention gate."""
-    return f"blocks.{layer}.attn.{'dampen' if station.number == 28 else 'attn_gate'}.weight"
-
-
 def parameter_shapes(station: Station) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter by its public name."""
-    D, V, F = station.model_dim, station.vocab_size, station.mlp_ratio * station.model_dim
-    shapes = {"embed.weight": (V, D), "lm_head.weight": (V, D)}
+    D, F = station.model_dim, station.mlp_ratio * station.model_dim
+    shapes = {"embed.weight": (station.table_rows, D)}
+    if station.number >= 8:
+        shapes["lm_head.weight"] = (station.vocab_size, D)
     for table in sorted(set(station.value_embed_pattern) - {"."}):
-        shapes[f"value_embeds.{table}.weight"] = (V, D)
+        shapes[f"value_embeds.{table}.weight"] = (station.table_rows, D)
     qkvo = (4, D, D)
     if station.number in (40, 43):
         qkvo = (D, 4 * D)
@@ -436,22 +454,26 @@ def parameter_shapes(station: Station) -> dict[str, tuple[int, ...]]:
     for layer in layers_of(station):
         if station.attention_pattern[layer] != ".":
             shapes[f"blocks.{layer}.attn.qkvo_w"] = qkvo
-            shapes[gate_name(station, layer)] = (D // station.head_dim, station.gate_inputs)
+            if station.number >= 28:
+                gate = (D // station.head_dim, station.gate_inputs)
+                shapes[f"blocks.{layer}.attn.attn_gate.weight"] = gate
         if station.mlp_pattern[layer] != ".":
             for name in ("c_fc", "c_proj"):
-                shapes[f"blocks.{layer}.mlp.{name}"] = (F, D) if station.number >= 50 else (D, F)
+                is_tall = station.number >= 50 or (station.number < 28 and name == "c_fc")
+                shapes[f"blocks.{layer}.mlp.{name}"] = (F, D) if is_tall else (D, F)
     if station.number >= 40:
         shapes["smear_gate.weight"] = (1, station.gate_inputs)
     if station.number >= 53:
         shapes["x0_lambdas"] = (len(station.attention_pattern),)
-    shapes["scalars"] = (len(initial_scalars(station)),)
+    if station.number >= 18:
+        shapes["scalars"] = (len(initial_scalars(station)),)
     return shapes
 
 
 def scalar_indices(station: Station) -> dict[str, list[int]]:
     """Where `scalars` has what, in lists of indices.
 
-    skip: weights of the skips, in #28 and #31 as they are, later before the sigmoid; a, b: of the
+    skip: weights of the skips, up to #31 as they are, later before the sigmoid; a, b: of the
     residual stream and of x0, a layer each (b of #53: x0_lambdas); lambda0, lambda1: of values and
     value embedding, since #50 of W_QKV and W_O, a layer each; smear; backout.
     """
@@ -470,8 +492,10 @@ def scalar_indices(station: Station) -> dict[str, list[int]]:
 
 
 def initial_scalars(station: Station) -> list[float]:
-    """The initial `scalars`, padded by ones to a multiple of 8."""
+    """The initial `scalars`, padded by ones to a multiple of 8. #5 and #8 have constants there."""
     values = dict(skip=1.0, a=1.0, b=0.0, lambda0=0.5, lambda1=0.5, smear=0.0, backout=0.5)
+    if station.number < 18:
+        values |= dict(lambda0=1.0)
     if station.number >= 40:
         values |= dict(skip=-1.5)
     if station.number >= 50:
@@ -488,12 +512,14 @@ def initial_scalars(station: Station) -> list[float]:
 def initial_distribution(station: Station, name: str) -> tuple[str, float]:
     """("normal", std), ("uniform", bound) or ("zero", 0.0) of all but scalars, and O of qkvo_w."""
     kind = name.removesuffix(".weight").rpartition(".")[2]
+    if name == "embed.weight" and station.number < 8:
+        return "uniform", station.model_dim**-0.5
     if name == "embed.weight" or (name == "lm_head.weight" and station.number >= 53):
         return "normal", station.embed_std
     if name.startswith("value_embeds") and station.value_embed_std:
         return "normal", station.value_embed_std
     if kind in ("qkvo_w", "c_fc"):
-        std = station.qkv_std if kind == "qkvo_w" else 0.5
+        std = station.qkv_std if kind == "qkvo_w" or station.number < 19 else 0.5
         return "uniform", 3**0.5 * std * station.model_dim**-0.5
     return "zero", 0.0
 
@@ -546,9 +572,12 @@ def attention(station, weights, layer, u, value_embed, seen, frequencies, scale)
         if value_embed is not None:
             v = v + value_embed
         W_O = lambda1 * W_O
-    gates = torch.sigmoid(u[:, : station.gate_inputs] @ weights[gate_name(station, layer)].T)
+    gates = torch.ones(len(u), station.model_dim // K)
+    if station.number >= 28:
+        W = weights[f"blocks.{layer}.attn.attn_gate.weight"]
+        gates = torch.sigmoid(u[:, : station.gate_inputs] @ W.T)
     heads = []
-    for head in range(station.model_dim // K):
+    for head in range(gates.size(1)):
         channels = slice(head * K, (head + 1) * K)
         q_head = turned(rms_norm(q[:, channels], station.norm_eps), frequencies)
         k_head = turned(rms_norm(k[:, channels], station.norm_eps), frequencies)
@@ -562,9 +591,8 @@ def attention(station, weights, layer, u, value_embed, seen, frequencies, scale)
 def mlp(station, weights, layer, u) -> Tensor:
     """The MLP of a layer on its normed input u (T, D)."""
     c_fc, c_proj = (weights[f"blocks.{layer}.mlp.{name}"] for name in ("c_fc", "c_proj"))
-    if station.number < 50:
-        return (u @ c_fc).clamp(min=0) ** 2 @ c_proj.T
-    return (u @ c_fc.T).clamp(min=0) ** 2 @ c_proj
+    hidden = (u @ (c_fc if 28 <= station.number < 50 else c_fc.T)).clamp(min=0) ** 2
+    return hidden @ (c_proj.T if station.number < 50 else c_proj)
 
 
 def smeared(station, weights, e: Tensor) -> Tensor:
@@ -574,15 +602,18 @@ def smeared(station, weights, e: Tensor) -> Tensor:
     return torch.cat([e[:1], e[1:] + mu * gate * e[:-1]])
 
 
-def logits_of(station, weights, inputs, documents, windows, frequencies, scale, is_tied) -> Tensor:
-    """Capped logits (T, V) of one sequence: inputs and documents (T,), windows long and short."""
+def stream_logits(station, weights, stream: Stream, windows, step: int) -> Tensor:
+    """Logits (T, V) of a stream at a step, or in its validation; windows long and short."""
+    weights = {"scalars": torch.tensor(initial_scalars(station)), **weights}
     eps, indices, scalars = station.norm_eps, scalar_indices(station), weights["scalars"]
-    tokens = torch.as_tensor(inputs, dtype=torch.int64)
+    frequencies, scale = rotary(station, step)
+    documents = np.cumsum(stream.inputs == station.eot_token)
     seen = {kind: dense_mask(station, documents, w) for kind, w in zip("LS", windows)}
-    e = weights["lm_head.weight" if is_tied else "embed.weight"][tokens]
+    tokens = torch.as_tensor(stream.inputs)
+    e = weights["lm_head.weight" if tied(station, step) else "embed.weight"][tokens]
     if station.number >= 40:
         e = smeared(station, weights, e)
-    x = x0 = rms_norm(e, eps)
+    x = x0 = rms_norm(e, eps) if station.number >= 8 else e
     skips, outputs = dict(station.skips), {}
     for layer in layers_of(station):
         if layer in skips:
@@ -602,27 +633,23 @@ def logits_of(station, weights, inputs, documents, windows, frequencies, scale, 
         outputs[layer] = x
     if station.backout_layer is not None:
         x = x - scalars[indices["backout"][0]] * outputs[station.backout_layer]
-    z = rms_norm(x, eps) @ weights["lm_head.weight"].T
+    z = rms_norm(x, eps) @ weights["lm_head.weight" if station.number >= 8 else "embed.weight"].T
+    if station.number < 18:
+        return z
+    if station.number == 18:
+        return 15 * torch.tanh(z / 15)
     return station.logit_cap * torch.sigmoid(z / station.logit_slope)
 
 
-def stream_logits(station, weights, stream: Stream, windows, step: int) -> Tensor:
-    """The logits of a stream at a step, or in its validation."""
-    documents, is_tied = documents_of(stream.boundaries), tied(station, step)
-    frequencies, scale = rotary(station, step)
-    return logits_of(
-        station, weights, stream.inputs, documents, windows, frequencies, scale, is_tied)
-
-
 def training_loss(station: Station, weights, stream: Stream, step: int) -> Tensor:
-    """The summed loss of one stream in a training step."""
+    """The summed loss of one stream in a training step, up to #24 the mean one."""
     z = stream_logits(station, weights, stream, training_windows(station, step), step)
     targets, loss = torch.as_tensor(stream.targets), 0.0
     for ahead, weight in enumerate(target_weights(station, step)):
         reached = range(len(z) - ahead)  # the tokens whose target is in the stream
         right = z[reached, targets[ahead:]]
         loss = loss + weight * (z.logsumexp(-1)[: len(right)] - right).sum()
-    return loss
+    return loss if station.number >= 28 else loss / len(z)
 
 
 def validation_loss(station: Station, weights, streams: list[Stream], step: int) -> Tensor:
@@ -636,8 +663,8 @@ def validation_loss(station: Station, weights, streams: list[Stream], step: int)
 
 
 def gradients(station: Station, weights, streams: list[Stream], step: int):
-    """Of each weight, by name: the mean over streams of the gradient of the summed loss; None of
-    the embedding of #53 while the head is it too."""
+    """Of each weight, by name: the mean over streams of the gradient of the loss; None of the
+    embedding of #53 while the head is it too."""
     leaves = {name: p.detach().clone().requires_grad_() for name, p in weights.items()}
     loss = sum(training_loss(station, leaves, stream, step) for stream in streams) / len(streams)
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -658,7 +685,8 @@ def rate(station: Station, name: str, shape: tuple[int, ...]) -> float:
         return station.adam_lr * ADAM_MULTIPLIERS[station.number][name.partition(".")[0]]
     kind = name.removesuffix(".weight").rpartition(".")[2]
     multiplier = MUON_MULTIPLIERS.get(station.number, {}).get(kind, 1)
-    return station.muon_lr * max(1, shape[-2] / shape[-1]) ** 0.5 * multiplier
+    size = max(1, shape[-2] / shape[-1]) if station.number > 5 else max(shape[-2:])
+    return station.muon_lr * size**0.5 * multiplier
 
 
 def optimizer_state(station: Station, weights) -> dict:
@@ -699,8 +727,12 @@ def normalized(station: Station, U: Tensor, state: dict) -> Tensor:
 def muon_step(station: Station, p: Tensor, grad: Tensor, state: dict, step: int, lr: float) -> None:
     """Move one matrix p, in place, at its rate lr; its gradient, its state."""
     momentum, factor = muon_momentum(station, step), rate_factor(station, step)
-    state["mean"] = state["mean"] + (1 - momentum) * (grad - state["mean"])
-    U = orthogonalize(station, grad + momentum * (state["mean"] - grad))
+    if station.number < 18:  # a sum
+        state["mean"] = momentum * state["mean"] + grad
+        U = orthogonalize(station, grad + momentum * state["mean"])
+    else:
+        state["mean"] = state["mean"] + (1 - momentum) * (grad - state["mean"])
+        U = orthogonalize(station, grad + momentum * (state["mean"] - grad))
     if station.number >= 43:
         U = normalized(station, U, state)
         decayed = torch.where(U * p >= 0, p, 0.0)
@@ -715,8 +747,9 @@ def adam_step(station: Station, name: str, p: Tensor, state: dict, step: int, lr
     state["count"] += 1
     state["mean"] = beta1 * state["mean"] + (1 - beta1) * grad
     state["square"] = beta2 * state["square"] + (1 - beta2) * grad**2
-    correction = (1 - beta2 ** state["count"]) ** 0.5 / (1 - beta1 ** state["count"])
-    change = lr * correction * state["mean"] / (state["square"].sqrt() + station.adam_eps)
+    unbias1, unbias2 = 1 - beta1 ** state["count"], (1 - beta2 ** state["count"]) ** 0.5
+    eps = station.adam_eps * (unbias2 if station.number < 28 else 1)
+    change = lr * unbias2 / unbias1 * state["mean"] / (state["square"].sqrt() + eps)
     decayed = torch.zeros_like(p)
     if name.partition(".")[0] in ("embed", "value_embeds", "lm_head"):
         same = change * p > 0 if station.number >= 53 else change * p >= 0

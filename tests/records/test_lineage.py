@@ -1,4 +1,4 @@
-"""Record #28 and later ones against float64 oracles, by the public records' specification.
+"""The records against float64 oracles, by the public records' specification.
 
 The scripts run in float64, their casts to fp32 left out, so that they have to agree to the digits
 that float64 has. A script's weights are compared under the public names and shapes.
@@ -8,6 +8,8 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import re
+import sys
 from types import SimpleNamespace
 
 import lineage_oracles as oracles
@@ -17,10 +19,10 @@ import torch
 from conftest import REPO
 from lineage_oracles import STATIONS
 
-FOLDERS = {
-    28: "2025-08-23_SparseAttnGate", 31: "2025-09-10_Yarn", 40: "2025-10-04_Backout",
-    43: "2025-11-10_CautiousWD", 50: "2025-12-18_CautiousWDAdam",
-    53: "2025-12-22_MultiTokenPrediction"}
+PATHS = sorted((REPO / "records").glob("*/train_gpt.py"))
+PARAMETERS = {  # published
+    5: 123_568_128, 8: 162_201_600, 18: 275_742_772, 19: 275_598_388, 21: 275_598_388,
+    24: 275_598_388}
 EOT = 256
 BLOCK = 16  # instead of the scripts' 128: as many blocks of fewer tokens
 LENGTH = 6 * BLOCK
@@ -31,15 +33,15 @@ EXACT = 1e-9  # of a step or gradient, relative: float64 through some ten matrix
 @functools.cache
 def load(number, block=BLOCK):
     """The script of a public record, as a module with blocks of so many tokens."""
-    path = REPO / "records" / FOLDERS[number] / "train_gpt.py"
-    spec = importlib.util.spec_from_file_location(f"record_{number}", path)
-    module = importlib.util.module_from_spec(spec)
+    path = PATHS[list(STATIONS).index(number)]
+    spec = importlib.util.spec_from_file_location(f"record_{number}_{block}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its source is
     spec.loader.exec_module(module)
     module.BLOCK = block
     return module
 
 
-@pytest.fixture(params=FOLDERS)
+@pytest.fixture(params=STATIONS)
 def number(request):
     return request.param
 
@@ -50,14 +52,16 @@ def script(number):
 
 
 def numbers(first):
-    return pytest.mark.parametrize("number", [n for n in FOLDERS if n >= first])
+    return pytest.mark.parametrize("number", [n for n in STATIONS if n >= first])
 
 
 @contextlib.contextmanager
-def in_float64():
-    """New tensors are float64, and no script casts them to fp32."""
+def in_float64(number=53):
+    """New tensors are float64, and not cast to fp32, nor the angles of #5 and #8 to bf16."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "float", lambda self: self)
+        if number < 18:
+            patch.setattr(torch.Tensor, "bfloat16", lambda self: self)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
@@ -77,14 +81,16 @@ def tiny(number, steps=5, **changes):
     seq_lens = tuple(LENGTH * length // station.seq_lens[-1] for length in station.seq_lens)
     both = dict(
         seq_lens=seq_lens, model_dim=32, head_dim=16, eot_token=EOT, momentum_cooldown=2,
-        freeze_steps=min(2, station.freeze_steps), val_seq_len=LENGTH, val_tokens=2 * LENGTH)
+        freeze_steps=min(2, station.freeze_steps), val_seq_len=LENGTH, val_tokens=3 * LENGTH)
     own = dict(
         num_iterations=steps, extension=extension, vocab_size=272, block=BLOCK, max_document=clip,
-        windows=(1, 2, 3, 4), final_window=5 if number >= 40 else 4, window_tokens=3 * BLOCK)
+        table_rows=EOT + 1 if station.table_rows % 128 else 272, windows=(1, 2, 3, 4),
+        final_window=5 if number >= 40 else 4, window_tokens=3 * BLOCK,
+        norm_eps=2.0 ** (-23 if number >= 21 else -52))
     flags = dict(
         num_iterations=steps + extension, extension_steps=extension, vocab_size=EOT + 1,
         vocab_multiple=16, max_document_tokens=clip, window_tokens=3 * BLOCK,
-        long_windows=(1, 2, 3, 4, 5), short_windows=(1, 1, 1, 2), sequences_per_forward=1,
+        long_windows=(1, 2, 3, 4, 5), short_windows=(1, 1, 1, 2), sequences_per_forward=2,
         device="cpu")
     flags = {k: v for k, v in (both | flags | changes).items() if hasattr(cfg, k)}
     return dataclasses.replace(station, **both | own), dataclasses.replace(cfg, **flags)
@@ -102,50 +108,53 @@ def random_shards(count, size, seed=0):
     return shards
 
 
-def first_layer(number):
+def first_layer(station):
     """The public number of the first block that is there; ours are counted from 0."""
-    return oracles.layers_of(STATIONS[number])[0] if number >= 40 else 0
+    return oracles.layers_of(station)[0] if station.number >= 40 else 0
 
 
-def public(number, model, of=lambda p: p.detach()):
-    """Weights, or what `of` makes of each parameter, under the public names, in float64."""
-    station, own = STATIONS[number], dict(model.named_parameters())
-    x = {name: of(p).double().clone() for name, p in own.items()}
-    first, layers = first_layer(number), len(model.blocks)
-    weights = {name: x[name] for name in x if "embed" in name or name == "lm_head.weight"}
-    scalars = torch.tensor(oracles.initial_scalars(station)).double()
-    if all(of(p) is p.grad for p in own.values()):
-        scalars = torch.zeros_like(scalars)
-    where = oracles.scalar_indices(station)
-    skips = x["skip_lambda"][None] if number >= 50 else x["skip_weights"]
-    scalars[where["skip"][: len(skips)]] = skips
-    if number >= 53:
-        weights["x0_lambdas"] = torch.stack([x[f"blocks.{i}.x0_lambda"] for i in range(layers)])
-    for i in range(layers):
-        ours, theirs = f"blocks.{i}.", f"blocks.{i + first}."
-        if number >= 53:
-            scalars[where["a"][i]] = x[ours + "x_lambda"]
-        else:
-            both = torch.tensor([where["a"][i + first], where["b"][i + first]])
-            scalars[both] = x[ours + "lambdas"]
-        if ours + "attn.qkv_w" in x:
-            both = torch.tensor([where["lambda0"][i + first], where["lambda1"][i + first]])
-            scalars[both] = x[ours + "attn.lambdas"]
-            matrices = torch.cat([x[ours + "attn.qkv_w"], x[ours + "attn.c_proj.weight"][None]])
-            shape = oracles.parameter_shapes(station)[theirs + "attn.qkvo_w"]
-            wide = (matrices.size(1) * shape[0] // 768, -1) if len(shape) == 2 else matrices.shape
-            weights[theirs + "attn.qkvo_w"] = matrices.reshape(wide)
-            gate = oracles.gate_name(station, i + first)
-            weights[gate] = x[ours + "attn.attn_gate.weight"]
-        for name in ("c_fc", "c_proj"):
-            if ours + "mlp." + name in x:
-                weights[theirs + "mlp." + name] = x[ours + "mlp." + name]
-    if number >= 40:
-        weights["smear_gate.weight"] = x["smear_gate.weight"]
-        scalars[where["smear"][0]] = x["smear_lambda"]
-        scalars[where["backout"][0]] = x["backout_lambda"]
-    weights["scalars"] = scalars
+SCALARS = {  # where they are, by our names of a layer's, or of the model's
+    "lambdas": ("a", "b"), "x_lambda": ("a",), "attn.lambdas": ("lambda0", "lambda1"),
+    "skip_weights": ("skip",), "skip_lambda": ("skip",), "smear_lambda": ("smear",),
+    "backout_lambda": ("backout",)}
+RENAMED = {  # patterns of ours, which several may have
+    r"(mlp.*)\.weight": r"\1", r"attn\.(qkv_w|c_.*)": "attn.qkvo_w", "x0_lambda": "x0_lambdas"}
+
+
+def public(station, model, grads=False):
+    """Weights, or gradients, under the public names, in float64."""
+    where, shapes = oracles.scalar_indices(station), oracles.parameter_shapes(station)
+    scalars = torch.tensor(oracles.initial_scalars(station)).double() * (not grads)
+    weights = {"scalars": [scalars]} if "scalars" in shapes else {}
+    for name, p in model.named_parameters():
+        x = (p.grad if grads else p.detach()).double().clone()
+        block, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.*)", name).groups()
+        layer = int(block or 0) + first_layer(station)
+        if kind in SCALARS:
+            places = [where[of] for of in SCALARS[kind]]
+            scalars[[of[layer] for of in places] if block else places[0][: x.numel()]] = x
+            continue
+        for ours, theirs in RENAMED.items():
+            kind = re.sub(ours, theirs, kind)
+        name = f"blocks.{layer}.{kind}" if block and kind != "x0_lambdas" else kind
+        weights.setdefault(name, []).append(x)
+    for name, parts in weights.items():
+        merged = torch.cat([part.flatten() for part in parts])
+        weights[name] = parts[0] if len(parts) == 1 else merged.view(shapes[name])
     return weights
+
+
+def make_model(script, cfg):
+    """A model in which no weight is zero, so that everything has a part."""
+    model, generator = script.GPT(cfg), torch.Generator().manual_seed(0)
+    model.init_weights(generator)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim < 2:
+                p.uniform_(0.3, 1.2, generator=generator)
+            elif not p.any():
+                p.normal_(std=0.1, generator=generator)
+    return model
 
 
 def batch_of(streams):
@@ -159,20 +168,27 @@ def batch_of(streams):
 
 
 def test_the_record_preset_is_the_published_configuration(number, script):
-    station, cfg, first = STATIONS[number], script.Hyperparameters(), first_layer(number)
+    station, cfg = STATIONS[number], script.Hyperparameters()
+    first, multipliers = first_layer(station), oracles.ADAM_MULTIPLIERS[number]
     assert cfg.num_iterations == oracles.total_steps(station)
-    multipliers = oracles.ADAM_MULTIPLIERS[number]
+    embed_lr = station.adam_lr * multipliers["value_embeds" if number >= 18 else "embed"]
     expected = dict(
-        sequences_per_step=station.streams, attention_pattern=station.attention_pattern[first:],
-        value_embed_pattern=station.value_embed_pattern[first:],
-        embed_lr=pytest.approx(station.adam_lr * multipliers["value_embeds"]),
-        head_lr=pytest.approx(station.adam_lr * multipliers["lm_head"]))
-    same = "seq_lens val_seq_len val_tokens val_every attention_scale muon_lr cooldown_frac "
-    same += "rope_base model_dim head_dim eot_token "
+        sequences_per_step=station.streams, sequences_per_forward=1 if number >= 18 else 64,
+        vocab_size=50_257, embed_lr=pytest.approx(embed_lr))
+    same = "seq_lens val_seq_len val_tokens val_every muon_lr cooldown_frac rope_base model_dim "
+    same += "head_dim eot_token "
+    if number >= 8:
+        expected |= dict(head_lr=pytest.approx(station.adam_lr * multipliers["lm_head"]))
+    if number >= 18:
+        expected |= dict(attention_pattern=station.attention_pattern[first:])
+        expected |= dict(value_embed_pattern=station.value_embed_pattern[first:])
+    if number >= 21:
+        same += "attention_scale "
     if number == 28:
         expected |= dict(align_documents=True)
+    if 18 <= number <= 28:
         same += "window_tokens"
-    else:
+    if number >= 31:
         shorts = tuple(max(1, window // 2) for window in station.windows)
         last = (station.final_window,) if number >= 40 else ()
         expected |= dict(long_windows=station.windows + last, short_windows=shorts)
@@ -189,8 +205,12 @@ def test_the_record_preset_is_the_published_configuration(number, script):
         same += "freeze_steps"
     expected |= {name: getattr(station, name) for name in same.split()}
     assert {name: getattr(cfg, name) for name in expected} == expected
-    factors = script.FP8_X_SCALE, script.FP8_W_SCALE, script.FP8_GRAD_SCALE
-    assert factors == pytest.approx([1 / x for x in station.fp8_divisors])
+    with torch.device("meta"):
+        model = script.GPT(cfg)
+    rows = len(model.embed.weight), len(model.lm_head.weight)
+    assert rows == (station.table_rows, station.vocab_size)
+    if number in PARAMETERS:
+        assert sum(p.numel() for p in model.parameters()) == PARAMETERS[number]
 
 
 def test_parameters_begin_as_the_published_ones(number, script):
@@ -198,7 +218,7 @@ def test_parameters_begin_as_the_published_ones(number, script):
     station = dataclasses.replace(station, model_dim=64)
     model = script.GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(0))
-    found = public(number, model)
+    found = public(station, model)
     assert {k: tuple(v.shape) for k, v in found.items()} == oracles.parameter_shapes(station)
     for name, p in found.items():
         if name == "scalars":
@@ -226,9 +246,9 @@ def test_schedules_are_the_published_ones_at_every_step(number):
     for step in range(cfg.num_iterations + 1):
         now, is_last = script.schedule(step, cfg), step == cfg.num_iterations
         windows = oracles.validation_windows if is_last else oracles.training_windows
-        if number == 28:
+        if 18 <= number <= 28:
             assert now.window == windows(station, step)[0], step
-        else:
+        elif number >= 31:
             tuples = (cfg.long_windows, cfg.short_windows)
             found = tuple(script.at_stage(values, now.stage) for values in tuples)
             assert found == windows(station, step), step
@@ -264,8 +284,9 @@ def test_rotary_frequencies_and_scale_are_the_published_ones_in_each_stage(numbe
 # Data and masks
 
 
+@numbers(28)
 def test_the_sequences_of_each_step_are_the_published_ones(number, script, tmp_path, write_shard):
-    station, cfg = tiny(number)
+    station, cfg = tiny(number, sequences_per_forward=1)
     shards = random_shards(3, size=9_000, seed=number)
     for index, tokens in enumerate(shards):
         write_shard(tmp_path / f"train_{index}.bin", tokens)
@@ -281,6 +302,7 @@ def test_the_sequences_of_each_step_are_the_published_ones(number, script, tmp_p
             assert targets[0].tolist() == stream.targets.tolist(), step
 
 
+@numbers(18)
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 9])
 def test_masks_see_what_the_published_ones_do(number, script, window):
     generator = np.random.default_rng(window)
@@ -322,20 +344,14 @@ class HeldRun:
         self.station, self.cfg = tiny(number, steps, sequences_per_step=2)
         self.station = dataclasses.replace(self.station, streams=2)
         self.script, self.step, self.validated = load(number), 0, []
-        self.model = self.script.GPT(self.cfg).double()
-        generator = torch.Generator().manual_seed(0)
-        self.model.init_weights(generator)
-        with torch.no_grad():  # no weight is zero, so that everything has a part
-            for p in self.model.parameters():
-                if p.ndim < 2:
-                    p.uniform_(0.3, 1.2, generator=generator)
-                elif not p.any():
-                    p.normal_(std=0.1, generator=generator)
+        self.model = make_model(self.script, self.cfg)
         self.ranks = self.script.Ranks(self.cfg)
         self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks)
         for optimizer in self.optimizers:
             optimizer.dtype = torch.float64
-        self.weights = public(number, self.model)
+            if hasattr(optimizer, "updates"):
+                optimizer.updates = optimizer.updates.double()
+        self.weights = public(self.station, self.model)
         self.state = oracles.optimizer_state(self.station, self.weights)
         lengths = [oracles.seq_len(self.station, step) for step in range(steps + EXTENSION)]
         self.steps = oracles.streams_of(self.station, random_shards(3, 8_000), lengths)
@@ -343,12 +359,15 @@ class HeldRun:
         self.clock = SimpleNamespace(start=lambda: None, stop=lambda: None)
         self.loader = self.health = self
 
-    def hold(self, what, of=lambda p: p.detach(), factor=1):
-        """Weights, or what `of` makes of parameters, against the oracle's."""
-        for name, found in public(self.number, self.model, of).items():
-            if name != "embed.weight" or not oracles.tied(self.station, self.step):
+    def hold(self, what, grads=False, factor=1):
+        """Weights, or gradients, against the oracle's."""
+        found, tied = public(self.station, self.model, grads), oracles.tied(self.station, self.step)
+        if grads and tied:
+            found["lm_head.weight"] += found["embed.weight"]
+        for name, x in found.items():
+            if name != "embed.weight" or not tied:
                 expected = torch.zeros(()) if what[name] is None else what[name]
-                error = (found / factor - expected).norm()
+                error = (x / factor - expected).norm()
                 assert error <= EXACT * expected.norm() + 1e-12, (self.step, name)
 
     def validation_is_due(self, step):
@@ -378,6 +397,8 @@ class HeldRun:
         self.streams = next(self.steps)
         together = self.step % 2 == 0  # in one forward pass
         parts = [self.streams] if together else [[stream] for stream in self.streams]
+        # Sums of all streams' gradients, up to #24 of means over each pass
+        self.factor = len(self.streams) if self.number >= 28 else len(parts)
         return [batch_of(part) for part in parts]
 
     def check(self, step, losses):
@@ -387,13 +408,11 @@ class HeldRun:
         if self.number < 40 or step % 2 == 0:  # gradients are those of the step alone
             with torch.no_grad():
                 loss = sum(oracles.training_loss(station, weights, s, step) for s in self.streams)
-                tokens = len(self.streams) * oracles.seq_len(station, step)
+                tokens = len(self.streams)
+                if self.number >= 28:
+                    tokens *= oracles.seq_len(station, step)
                 assert losses[0].item() == pytest.approx(loss.item() / tokens, rel=1e-12)
-                tied = oracles.tied(station, step)
-                head, embed = self.model.lm_head.weight.grad, self.model.embed.weight.grad
-                head += tied * embed
-                self.hold(grads, of=lambda p: p.grad, factor=len(self.streams))
-                head -= tied * embed
+                self.hold(grads, grads=True, factor=self.factor)
         oracles.optimizer_step(station, weights, grads, self.state, step)
 
     def log_step(self, step, num_targets):
@@ -402,13 +421,13 @@ class HeldRun:
         self.step += 1
 
 
-@pytest.mark.parametrize(("number", "steps"), [*((n, 5) for n in FOLDERS), (53, 7)])
+@pytest.mark.parametrize(("number", "steps"), [*((n, 5) for n in STATIONS), (53, 7)])
 def test_a_whole_run_takes_the_published_steps(number, steps):
     """The loop itself, every step of it: windows, losses, gradients, both optimizers, validation.
 
     Of 5 steps the embedding leaves the head at an even one, of 7 at an odd one.
     """
-    with in_float64():
+    with in_float64(number):
         run = HeldRun(number, steps)
         run.script.train(run, run.cfg)
         last = oracles.total_steps(run.station)

@@ -9,19 +9,18 @@ import pytest
 import torch
 from lineage_oracles import STATIONS
 
-GROWTH = [126, 252, 377, 503, 628, 754, 879, 1005, 1131, 1256, 1382, 1507, 1633]
+GROWTH = {  # the steps from which on the long window has one block more
+    18: [103, 206, 309, 412, 515, 618, 721, 824, 927, 1030, 1133, 1236, 1339],
+    19: [104, 207, 311, 414, 517, 621, 724, 827, 931, 1034, 1137, 1241, 1344],
+    21: [132, 263, 394, 525, 656, 787, 918, 1049, 1181, 1312, 1443, 1574, 1705],
+    28: [126, 252, 377, 503, 628, 754, 879, 1005, 1131, 1256, 1382, 1507, 1633]}
 WINDOWS = {  # the long window of the first steps, and the steps from which on it has another
-    28: (1, [(step, blocks) for blocks, step in enumerate(GROWTH, 2)]),
+    **{number: (1, [*zip(steps, range(2, 15), strict=True)]) for number, steps in GROWTH.items()},
     31: (3, [(557, 7), (1114, 11), (1670, 13)]),
     40: (3, [(764, 7), (1528, 11), (2330, 13)]),
     43: (3, [(735, 7), (1470, 11), (2205, 13)]),
     50: (3, [(684, 7), (1367, 11), (2050, 13)]),
     53: (3, [(627, 7), (1254, 11), (1880, 13)])}
-
-
-@pytest.fixture(params=STATIONS)
-def number(request):
-    return request.param
 
 
 def changes_of(values):
@@ -47,6 +46,7 @@ def test_steps_and_millions_of_tokens_are_those_published(number, steps, tokens)
         assert changes_of(lengths) == [(first, 32_768), (second, 49_152)]
 
 
+@pytest.mark.parametrize("number", WINDOWS)
 def test_windows_grow_at_the_published_steps(number):
     station, (first, changes) = STATIONS[number], WINDOWS[number]
     last = oracles.total_steps(station)
@@ -54,11 +54,11 @@ def test_windows_grow_at_the_published_steps(number):
     assert windows[0] == first
     assert changes_of(windows) == changes
     shorts = dict(at_all_steps(oracles.training_windows, station))
-    if number == 28:
+    if number in GROWTH:
         assert shorts[1] == 1 and shorts[14] == 7
     else:
         assert shorts == {3: 1, 7: 3, 11: 5} | ({13: 6} if number >= 43 else {})
-    at_last = {28: (14, 7), 31: (13, 6)}.get(number, (20, 6))
+    at_last = (14, 7) if number in GROWTH else {31: (13, 6)}.get(number, (20, 6))
     assert oracles.validation_windows(station, last) == at_last
 
 

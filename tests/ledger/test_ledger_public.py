@@ -243,6 +243,13 @@ def test_diff_takes_the_records_source_from_a_folder_of_others(tmp_path, capsys)
     assert field == {"name": "batch_size", "a": "8 * 64", "b": "4 * 64"}
 
 
+def test_a_script_stands_for_a_folder_whose_logs_have_no_source(tmp_path):
+    (tmp_path / "log.txt").write_text(FORMATS["A"][1])
+    (tmp_path / "train_gpt2.py").write_text(SOURCE)
+    assert public.source_of(str(tmp_path)) == SOURCE
+
+
+
 def test_curves_of_logs_without_times_are_drawn_where_they_can(tmp_path, capsys):
     for letter in "AF":
         (tmp_path / f"{letter}.txt").write_text(FORMATS[letter][1])
@@ -337,3 +344,8 @@ def test_bad_input_is_answered_in_one_line(command, words, tmp_path, monkeypatch
     err = capsys.readouterr().err
     assert status == 2 and words in err and err.count("\n") == 1, err
     assert not (tmp_path / "logs").exists()
+
+
+def test_sources_that_cannot_be_parsed_are_compared():
+    found = diff.diff_sources("import os\nprint 1\n", "import os\nprint(1)\n")
+    assert (found["added"], found["removed"]) == (1, 1) and found["hyperparameters"] == []

@@ -33,6 +33,21 @@ def test_files_named_in_the_text_exist(page):
     assert lost == []
 
 
+def test_every_page_is_reached_from_the_front_page():
+    seen, waiting = set(), ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        seen.add(page)
+        for path, _ in links_of(page):
+            target = path_from(page, path).resolve()
+            target = target / "README.md" if target.is_dir() else target
+            name = str(target.relative_to(REPO)) if path else page
+            if name in PAGES and name not in seen:
+                waiting.append(name)
+    assert sorted(set(PAGES) - seen) == []
+
+
+
 def file_tree():
     tree = re.search(r"<!-- files: begin -->\n```text\n(.*?)```", text_of("CONTRIBUTING.md"), re.S)
     return [line.split(None, 1)[0] for line in tree[1].splitlines()]

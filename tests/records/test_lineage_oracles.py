@@ -103,6 +103,19 @@ def test_rates_fall_from_the_published_steps(number, begins, peaks):
     np.testing.assert_allclose([*factors[N:], oracles.rate_factor(station, N)], at_last, atol=1e-12)
 
 
+@pytest.mark.parametrize("number", [28, 31, 40, 43, 50, 53])
+def test_momentum_has_the_published_plateaus(number):
+    momenta = at_all_steps(oracles.muon_momentum, STATIONS[number])
+    assert momenta[0] == 0.85
+    assert momenta[150] == pytest.approx(0.9)
+    falls = {40: 2280, 43: 2195, 50: 2040, 53: 1870}.get(number, len(momenta) - 1)
+    plateau = 0.949667 if number == 40 else 0.95
+    np.testing.assert_allclose(momenta[300 : falls + 1], plateau, atol=5e-7)
+    if number >= 40:
+        np.testing.assert_allclose([momenta[falls + 1], momenta[-1]], [0.948, 0.852])
+
+
+
 def test_target_weights_are_the_published_ones():
     weights = at_all_steps(oracles.target_weights, STATIONS[53])
     assert weights[0] == [1.0, 0.5, 0.25]

@@ -1,11 +1,13 @@
-"""Whatever bytes a checkpoint is made of, one clean error comes out, or what was meant."""
+"""Whatever bytes a shard or a checkpoint is made of: one clean error, or what was meant."""
 
 import dataclasses
 import resource
+import struct
+import tracemalloc
 import zipfile
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_checkpoints import DATA, TINY, equal, make_state
 
@@ -13,6 +15,8 @@ import train_gpt
 
 FUZZ = settings(max_examples=300, deadline=None, derandomize=True, database=None,
                 suppress_health_check=[HealthCheck.function_scoped_fixture])
+VOCAB = 257
+HEADER = struct.Struct("<3i1012x")  # magic, version, number of tokens
 
 
 def edits(first_bytes):
@@ -28,6 +32,44 @@ def edited(content, changes):
         at = place % max(1, len(content))
         content[at : at + length] = new
     return bytes(content)
+
+
+def tokens_of(content):
+    """The tokens of a shard's bytes by the format's own words, or None where it is none."""
+    if len(content) < HEADER.size:
+        return None
+    magic, version, count = HEADER.unpack(content[: HEADER.size])
+    body = content[HEADER.size :]
+    if (magic, version) != (20240520, 1) or len(body) != 2 * count:
+        return None
+    tokens = list(struct.unpack(f"<{count}H", body))
+    return tokens if all(token < VOCAB for token in tokens) else None
+
+
+
+@FUZZ
+@given(tokens=st.lists(st.integers(0, VOCAB + 1), max_size=40), edits=st.just([]) | edits(12),
+       count=st.none() | st.integers(-(2**31), 2**31 - 1))
+@example([1], [], 2**31 - 1)
+@example([1], [], 1 - 2**31)  # twice it, as an int32, is 2
+def test_shards(tmp_path, tokens, edits, count):
+    """The tokens of a shard as a list, or a clean error that names it."""
+    count = len(tokens) if count is None else count
+    content = HEADER.pack(20240520, 1, count) + struct.pack(f"<{len(tokens)}H", *tokens)
+    content = edited(content, edits)
+    path = tmp_path / "shard.bin"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        assert train_gpt.read_shard(path, VOCAB).tolist() == tokens_of(content)
+    except train_gpt.UserError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+        assert tokens_of(content) is None
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 2**20
+
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,12 @@ def test_each_field_has_a_flag_that_wins_over_the_preset(field, monkeypatch):
         assert type(getattr(cfg, field.name)) is field.type
 
 
+def test_a_switch_needs_no_value():
+    assert parse_args(["--fp8_head"]).fp8_head is True
+    assert parse_args(["--fp8_head", "False"]).fp8_head is False
+
+
+
 def test_help_is_the_docstring_and_the_table(capsys):
     """Each flag with its values and meaning, under the headings of the table."""
     with pytest.raises(SystemExit) as exit_:

@@ -3,7 +3,10 @@
 import dataclasses
 import hashlib
 import math
+import os
 import re
+import signal
+import subprocess
 import sys
 import types
 from functools import partial
@@ -215,3 +218,12 @@ def test_a_finished_run_is_evaluated_without_training_data(run, tmp_path, tiny_s
         part = tokens[None, start : start + 257]
         total += mean_loss(model, part, [1]) * (part.size - 1)
     assert float(again.values["val_loss"]) == pytest.approx(total / 300, abs=2e-6)
+
+
+def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run([sys.executable, train_gpt.SCRIPT, "--preset", "pocket"], cwd=tmp_path,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)},
+                          text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    assert not (tmp_path / "logs").exists()

@@ -10,10 +10,12 @@ import math
 import types
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_gpt
@@ -258,3 +260,19 @@ def test_a_gpu_without_bf16_is_refused_in_one_line(monkeypatch, capsys):
 
 
 # Where compiled kernels are kept
+
+
+@pytest.mark.parametrize(("environment", "folder"), [
+    (dict(HOME="home", XDG_CACHE_HOME=""), "home/.cache/train_gpt"),
+    (dict(HOME="home", XDG_CACHE_HOME="caches"), "caches/train_gpt"),
+    (dict(HOME="home", TORCHINDUCTOR_CACHE_DIR="elsewhere"), "elsewhere"),
+])
+def test_compile_caches_are_kept_in_the_users_cache(monkeypatch, tmp_path, environment, folder):
+    """Temporary folders do not survive a reboot. A folder that is given is kept."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "is put back after the test")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    for name, path in environment.items():
+        monkeypatch.setenv(name, str(tmp_path / path) if path else "")
+    monkeypatch.setattr(train_gpt, "run_script", lambda argv: 0)
+    assert train_gpt.main([]) == 0
+    assert Path(cache_dir()) == tmp_path / folder

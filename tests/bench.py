@@ -43,7 +43,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
-from host_gpu.trace import trace, two_layers_of  # noqa: E402
+from host_gpu.trace import document_starts, trace, two_layers_of  # noqa: E402
 from shards import write_shard  # noqa: E402
 
 import train_gpt  # noqa: E402
@@ -53,7 +53,6 @@ YARDSTICK = ["tests/plain_baseline.py", "--train", "data/pocket/pocket_train_*.b
 EVERY = {"pocket": ["--val_every", "20"], "against": ["--eval_every", "50"]}  # validations to draw
 VALIDATION = r"^step:\d+/\d+ val_loss:([\d.]+) train_time:(\d+)ms"  # as both print it
 NAMES = {"pocket": "this GPT", "against": "plain GPT"}
-DOCUMENT_MEDIAN, DOCUMENT_MEAN, DOCUMENT_MIN = 403, 690, 32  # tokens, of FineWeb's documents
 SPEC_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "4090": 165.2, "3090": 71.0}  # bf16
 KERNELS = {"attention": "flex_attention|flash",  # kinds, by names; the first that fits
            "matrix products": "gemm|nvjet|cutlass|xmma|_mm|matmul|cublas",
@@ -223,7 +222,7 @@ class Both(io.TextIOBase):
 def gpu(args, flags):
     """Measure the record on this GPU, then run its tests. A part that fails stops no other."""
     if not torch.cuda.is_available():
-        raise train_gpt.UserError("torch finds no CUDA device; `kernels` and `memory` " "model one")
+        raise train_gpt.UserError("torch finds no CUDA device; `kernels` and `memory` model one")
     end = time.monotonic() + GPU_SECONDS
     train_gpt.parse_args(flags)  # a wrong flag ends here
     folder = Path("logs", time.strftime("gpu-%Y%m%d-%H%M%S"))
@@ -268,20 +267,10 @@ def measure_gpu(folder, flags):
 
 
 def write_documents(path, num_tokens, cfg):
-    """Write a shard of random tokens in documents of log-normal lengths, as FineWeb's are."""
-    random = np.random.default_rng(0)
-    sigma = math.sqrt(2 * math.log(DOCUMENT_MEAN / DOCUMENT_MEDIAN))
-    lengths = random.lognormal(math.log(DOCUMENT_MEDIAN), sigma, size=num_tokens // DOCUMENT_MIN)
-    starts = np.cumsum(np.maximum(lengths, DOCUMENT_MIN).astype(int))
-    tokens = random.integers(cfg.eot_token, size=num_tokens)
-    tokens[starts[starts < num_tokens]] = tokens[0] = cfg.eot_token
+    """Write a shard of random tokens in documents as long as FineWeb's."""
+    tokens = np.random.default_rng(0).integers(cfg.eot_token, size=num_tokens)
+    tokens[[0, *document_starts(num_tokens)]] = cfg.eot_token
     write_shard(path, tokens)
-
-
-def matrix_parameters(model):
-    """Parameters that take part in matrix products: hidden matrices and the head."""
-    hidden = sum(p.numel() for p in model.blocks.parameters() if p.ndim >= 2)
-    return hidden + model.lm_head.weight.numel()
 
 
 def measure_run(run, cfg):
@@ -300,10 +289,13 @@ def measure_run(run, cfg):
 
     name = torch.cuda.get_device_name()
     spec = next((tflops for part, tflops in SPEC_TFLOPS.items() if part in name), None)
+    matrices = [p for p in run.model.blocks.parameters() if p.ndim >= 2]
+    matrices.append(run.model.lm_head.weight)
+    multiplied = sum(p.numel() for p in matrices)
     rows = []
-    for _, steps in itertools.groupby(
-            range(cfg.num_iterations), lambda step: train_gpt.schedule(step, cfg).stage):
-        steps = list(steps)
+    by_stage = itertools.groupby(range(cfg.num_iterations),
+                                 lambda step: train_gpt.schedule(step, cfg).stage)
+    for steps in (list(steps) for _, steps in by_stage):
         middle = steps[len(steps) // 2]
         now = train_gpt.schedule(middle, cfg)
         run.model.set_stage(now.stage)
@@ -313,7 +305,7 @@ def measure_run(run, cfg):
         ms = [time_step(train_gpt.schedule(each, cfg)) for each in nearby]
         tokens = cfg.sequences_per_step * now.seq_len
         median = statistics.median(ms)
-        flop = 6 * tokens * matrix_parameters(run.model)
+        flop = 6 * tokens * multiplied
         rows.append([
             f"{len(steps)}", f"{now.seq_len:,}", f"{len(now.target_weights)}",
             f"{train_gpt.BLOCK * int(run.model.windows[0])}", spread(ms),
@@ -371,26 +363,21 @@ def kernels(args, flags):
     say(f"{cost.HEADLINE}\n{args.script}: forward and backward pass of {last.facts['tokens']:,} "
         "tokens in the last stage, on one H200\n")
     groups = cost.by_group(cost.price(last, cost.RATES["h200"]), ("forward", "backward"))
-    total = cost.Row()
-    for row in groups.values():
-        total += row
+    total = sum(groups.values(), Counter())
     print_table(["group", "launches", "GB", "TFLOP", "ms", "share"], [
-        [name, f"{row.launches:g}", f"{row.bytes / 1e9:.1f}", f"{row.flop / 1e12:.2f}",
-         f"{row.ms:.1f}", f"{row.ms / total.ms:.0%}"]
+        [name, f"{row['launches']:g}", f"{row['bytes'] / 1e9:.1f}", f"{row['flop'] / 1e12:.2f}",
+         f"{row['ms']:.1f}", f"{row['ms'] / total['ms']:.0%}"]
         for name, row in [*groups.items(), ("sum", total)]])
-    for card, ranks in (("h200", 1), ("h100", 8)):  # whole steps, nothing overlapping
+    for card, ranks in (("h200", 1), ("h100", 8)):
         rows, run_ms = [], 0
-        optimizers = "optimizers" if ranks == 1 else f"optimizers of {ranks} ranks"
         for traced in (*traces, last):
-            facts, priced = traced.facts, cost.price(traced, cost.RATES[card])
-            step_ms = cost.step_ms(traced, cost.RATES[card], ranks)
+            facts = traced.facts
+            pass_ms, passes, rest_ms = cost.step_ms(traced, cost.RATES[card], ranks)
+            step_ms = passes * pass_ms + rest_ms  # nothing overlaps
             steps = facts["stages"][facts["stage"]]
             run_ms += steps * step_ms
-            rows.append([
-                f"{steps:,}", f"{facts['tokens']:,}", f"{facts['targets']}",
-                f"{cost.total_ms(priced, ('forward', 'backward')):.1f}",
-                f"{facts['step_tokens'] // facts['tokens'] // ranks}",
-                f"{cost.total_ms(priced, (optimizers,)):.1f}", f"{step_ms:,.1f}"])
+            rows.append([f"{steps:,}", f"{facts['tokens']:,}", f"{facts['targets']}",
+                         f"{pass_ms:.1f}", f"{passes}", f"{rest_ms:.1f}", f"{step_ms:,.1f}"])
         say(f"\non {ranks} {card.upper()}: a run in {run_ms / 60_000:.2f} minutes")
         print_table(["steps", "tokens a pass", "targets", "ms a pass", "passes",
                      "optimizers and wire, ms", "ms a step"], rows)

@@ -7,7 +7,6 @@ Without a GPU most run smaller on a host that stands in for one (host_gpu/), if 
 
 import dataclasses
 import math
-import signal
 
 import numpy as np
 import pytest
@@ -149,7 +148,6 @@ def test_the_fp8_head_is_near_the_bf16_head():
 def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path, tiny_shards):
     """The script's own loop, through all stages, with validations between the steps."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *args: None)
     tokens = 2 * SMALL.num_iterations * SMALL.sequences_per_step * max(SMALL.seq_lens)
     cfg = dataclasses.replace(
         SMALL,

@@ -22,7 +22,7 @@ from test_gpu import ON_HOST, changes_by_noise, one_rank, relative_error, step_b
 
 import train_gpt
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 TINY = dataclasses.replace(
     train_gpt.Hyperparameters(), vocab_size=257, eot_token=256, vocab_multiple=16, model_dim=32,
@@ -92,14 +92,9 @@ def make_batch(cfg, rows=1):
     return tokens[:, :-1].int(), targets
 
 
-def set_window(model, window):
-    """Of so many blocks, in the layers of the long window; the tables stay as they are."""
-    model.windows.copy_(torch.tensor([window, max(1, window // 2)]))
-
-
 def losses_and_gradients(model, batch, window):
-    """Of three targets a token: the loss that is minimised, and the next token's."""
-    set_window(model, window)
+    """Of three targets a token, with a long window of so many blocks."""
+    model.windows.copy_(torch.tensor([window, max(1, window // 2)]))
     model.zero_grad()
     batch = [x.to(model.windows.device) for x in batch]
     losses = train_gpt.accumulate_gradients(model, [batch], train_gpt.schedule(0, TINY))
@@ -125,7 +120,6 @@ def assert_same_step(gpu, cpu, batch, window):
     return losses
 
 
-@pytest.mark.slow
 def test_a_step_in_fp32_is_that_of_the_cpu():
     """Forward, backward and both optimizers: attention, norms, embeddings, head and loss."""
     cpu = make_model(TINY)
@@ -138,7 +132,6 @@ def test_a_step_in_fp32_is_that_of_the_cpu():
         assert relative_error(changes[name], change) < rtol, name
 
 
-@pytest.mark.slow
 def test_windows_chunks_rows_and_a_small_card_change_nothing():
     """A card of less shared memory, two rows, two head chunks; all windows take one graph."""
     host_gpu.use_card("sm_86")
@@ -154,7 +147,6 @@ def test_windows_chunks_rows_and_a_small_card_change_nothing():
     assert not torch.equal(*losses), "the window must matter, or the comparison says nothing"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_a_step_in_few_bits_is_as_near_to_fp32_as_the_cpus_in_the_same(fp8, monkeypatch):
     """Kernels may round elsewhere than the CPU's operators do, but no more often."""
@@ -202,7 +194,6 @@ def run(tmp_path, tiny_shards, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     data = dict(train_files=tiny_shards([3000]), val_files=tiny_shards([300], name="tiny_val"))
-    handlers = {number: signal.getsignal(number) for number in train_gpt.Health.SIGNALS}
 
     def run_main(device, **flags):
         flags = FLAGS | data | flags | dict(device=device)
@@ -210,35 +201,25 @@ def run(tmp_path, tiny_shards, monkeypatch, capsys):
         assert not capsys.readouterr().err
         return code, read_log(tmp_path / "logs" / flags["run_id"] / "log.txt")
 
-    yield run_main
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return run_main
 
 
 def val_losses(log):
     return {step: loss for step, (loss, _) in log.val.items()}
 
 
-def stop_in_step(monkeypatch, number):
-    """SIGTERM while the data of that step are read."""
-    next_step = train_gpt.TokenLoader.next_step
-    steps = iter(range(STEPS + 1))
-
-    def next_step_or_signal(self, length):
-        if next(steps) == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return next_step(self, length)
-
-    monkeypatch.setattr(train_gpt.TokenLoader, "next_step", next_step_or_signal)
-
-
-@pytest.mark.slow
 def test_a_run_is_stopped_and_resumed_and_the_ledger_reads_it(run, monkeypatch):
     """It trains, validates, saves, stops, and goes on to the very same end."""
+
+    def next_step_and_signal(loader, length):
+        patch.undo()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return loader.next_step(length)
+
     code, whole = run("cuda")
     assert code == 0
     with monkeypatch.context() as patch:
-        stop_in_step(patch, 0)
+        patch.setattr(train_gpt.TokenLoader, "next_step", next_step_and_signal)
         code, first = run("cuda", run_id="y")
     assert code == 128 + signal.SIGTERM
     assert "stopped at step:2" in first.body
@@ -252,7 +233,6 @@ def test_a_run_is_stopped_and_resumed_and_the_ledger_reads_it(run, monkeypatch):
     assert float(whole.final["val_loss"]) == pytest.approx(val_losses(whole)[STEPS], abs=1e-4)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_one_device_is_resumed_on_the_other(run):
     """Validated where it is resumed, it has the loss that it had where it was saved."""
     run = functools.partial(run, targets_ahead=1)  # one graph for all stages
@@ -281,7 +261,6 @@ def run_rank(path):
     torch.save((name, ranks.world_size, model.cpu().state_dict()), f"{path}-{ranks.rank}")
 
 
-@pytest.mark.slow
 def test_two_ranks_step_like_one_on_the_sum_of_their_gradients(tmp_path):
     """Each rank is a machine of its own with one GPU; gloo stands in for NCCL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -49,12 +49,12 @@ def last_stage() -> Trace:
     return traced("sm_90", *ALL_STAGES, *TWO_LAYERS)
 
 
-def mark_of(card: str):
-    return pytest.mark.slow if card == "sm_90" else pytest.mark.cards
-
-
-every_card = pytest.mark.parametrize(
-    "card", [pytest.param(card, marks=mark_of(card)) for card in host_gpu.CARDS])
+FIRST_STAGES = [
+    pytest.param(functools.partial(two_layers, card), id=f"first-stage-{card}",
+                 marks=pytest.mark.slow if card == "sm_90" else pytest.mark.cards)
+    for card in host_gpu.CARDS]
+LAST_STAGE = pytest.param(last_stage, id="last-stage-sm_90", marks=pytest.mark.cards)
+every_stage = pytest.mark.parametrize("get_trace", [*FIRST_STAGES, LAST_STAGE])
 
 
 def launches(found: Trace, *phases: str) -> list[dict]:
@@ -69,10 +69,10 @@ def touching_logits(found: Trace, *phases: str) -> list[dict]:
 # ---- graphs and kernels -----------------------------------------------------------------------
 
 
-@every_card
-def test_a_stage_and_validation_take_one_graph_each(card):
+@pytest.mark.parametrize("get_trace", FIRST_STAGES)
+def test_a_stage_and_validation_take_one_graph_each(get_trace):
     """Training's has two parts, forward and backward."""
-    found = two_layers(card)
+    found = get_trace()
     assert found.breaks == []
     graphs = {part: n for part, n in found.graphs.items() if part != "optimizers"}
     assert graphs == {"stage 0": 2, "within stages": 0, "validation": 1}
@@ -111,10 +111,7 @@ def test_every_kernel_compiles_fits_and_spills_no_more_than_today(card):
 # ---- logits -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("get_trace", [
-    pytest.param(last_stage, id="last-stage-sm_90", marks=pytest.mark.cards),
-    *(pytest.param(functools.partial(two_layers, card), id=f"first-stage-{card}",
-                   marks=mark_of(card)) for card in host_gpu.CARDS)])
+@every_stage
 def test_logits_are_read_once_in_few_bits_and_by_compiled_kernels_alone(get_trace):
     """However many the targets. Backward, where they are read, their gradient is written: twice in
     FP8, as it is and transposed, or once in bf16."""
@@ -208,15 +205,11 @@ def check(budget: str, found: Trace) -> None:
     assert all(x <= most for x, most in zip(taken, BUDGETS[budget])), taken
 
 
-@every_card
-def test_launches_and_bytes_stay_within_todays(card):
-    found = two_layers(card)
-    check("fp8" if found.facts["fp8"] else "bf16", found)
-
-
-@pytest.mark.cards
-def test_launches_and_bytes_of_the_last_stage_stay_within_todays():
-    check("last stage", last_stage())
+@every_stage
+def test_launches_and_bytes_stay_within_todays(get_trace):
+    found = get_trace()
+    first = "fp8" if found.facts["fp8"] else "bf16"
+    check("last stage" if found.facts["stage"] else first, found)
 
 
 @pytest.mark.cards
@@ -227,6 +220,3 @@ def test_the_records_eleven_layers():
     assert found.graphs == {"stage 2": 2, "within stages": 0, "validation": 1}
     assert_all_compile_and_fit(found)
     check("eleven layers", found)
-
-
-# ---- the model of time --------------------------------------------------------------------------

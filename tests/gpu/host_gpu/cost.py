@@ -9,7 +9,7 @@ launch's group comes from its name, which Inductor makes of the operators that i
 import dataclasses
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from host_gpu.trace import Trace
 
@@ -20,7 +20,6 @@ HEADLINE = "modelled from generated code, not measured"
 class Rates:
     """What a GPU does in a second, of work like ours."""
 
-    card: str  # whose machine code it runs
     bandwidth: float  # bytes of its memory
     bf16: float  # FLOP of products of activations and weights
     fp8: float  # FLOP of such in FP8
@@ -36,9 +35,8 @@ class Rates:
 # ms). Newton-Schulz: an estimate. Attention: FlashAttention-3's paper has 273 to 378 TFLOP/s for
 # Triton on an H100, head dimension 128, causal. Instructions: four schedulers on each of 132
 # multiprocessors, one a cycle at 1.755 GHz. Bus: rings in NCCL's tests on eight H100.
-_SM_90 = dict(
-    card="sm_90", bf16=672e12, fp8=1075e12, newton_schulz=400e12, attention=330e12,
-    issue=4 * 132 * 1.755e9, bus=370e9)
+_SM_90 = dict(bf16=672e12, fp8=1075e12, newton_schulz=400e12, attention=330e12,
+              issue=4 * 132 * 1.755e9, bus=370e9)
 RATES = {"h100": Rates(bandwidth=3.0e12, **_SM_90), "h200": Rates(bandwidth=4.3e12, **_SM_90)}
 
 GROUPS = (  # the first whose pattern is in the launch's name
@@ -48,21 +46,6 @@ GROUPS = (  # the first whose pattern is in the launch's name
     ("bf16 products", r"aten\.(badd)?b?mm"),
     ("attention", r"flex_attention"),  # sums that its backward pass begins with
 )
-
-
-@dataclasses.dataclass
-class Row:
-    """Launches of one group, together; those of the optimizers in the mean of their steps."""
-
-    launches: float = 0
-    bytes: float = 0.0
-    flop: float = 0.0
-    ms: float = 0.0
-
-    def __iadd__(self, other: "Row"):
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-        return self
 
 
 def is_logits(tensor: list, facts: dict) -> bool:
@@ -107,8 +90,9 @@ def flop_of_attention(launch: dict, facts: dict, layers: int) -> float:
     return 2.0 * products * facts["model_dim"] * pairs
 
 
-def price(trace: Trace, rates: Rates) -> list[tuple[dict, str, Row]]:
-    """Each launch but validation's, its group and what it costs in a step, or a forward pass."""
+def price(trace: Trace, rates: Rates) -> list[tuple[str, str, Counter]]:
+    """Of each launch but validation's the phase, the group and what it costs in a pass: launches,
+    bytes, flop and ms. An optimizer's are the mean of its steps."""
     binaries = defaultdict(list)
     for binary in trace.binaries:
         binaries[binary["name"]].append(binary)
@@ -136,27 +120,27 @@ def price(trace: Trace, rates: Rates) -> list[tuple[dict, str, Row]]:
             ranks = int(re.search(r"\d+", launch["phase"])[0])
             rounds = 2 if "all_reduce" in launch["name"] else 1
             seconds = rounds * (ranks - 1) / ranks * launch["bytes"] / rates.bus
-        costs = 1, launch["bytes"], flop, 1000 * seconds
-        priced.append((launch, group, Row(*(share * x for x in costs))))
+        costs = dict(launches=1, bytes=launch["bytes"], flop=flop, ms=1000 * seconds)
+        costs = Counter({name: share * x for name, x in costs.items()})
+        priced.append((launch["phase"], group, costs))
     return priced
 
 
-def by_group(priced: list, phases: tuple) -> dict[str, Row]:
+def by_group(priced: list, phases: tuple) -> dict[str, Counter]:
     """The slowest first."""
-    rows = defaultdict(Row)
-    for launch, group, row in priced:
-        if launch["phase"] in phases:
-            rows[group] += row
-    return dict(sorted(rows.items(), key=lambda item: -item[1].ms))
+    groups = defaultdict(Counter)
+    for phase, group, costs in priced:
+        if phase in phases:
+            groups[group].update(costs)
+    return dict(sorted(groups.items(), key=lambda item: -item[1]["ms"]))
 
 
-def total_ms(priced: list, phases: tuple) -> float:
-    return sum(row.ms for row in by_group(priced, phases).values())
-
-
-def step_ms(trace: Trace, rates: Rates, ranks: int = 1) -> float:
-    """A step of one rank of so many, whose optimizers the trace must have; nothing overlaps."""
-    priced = price(trace, rates)
+def step_ms(trace: Trace, rates: Rates, ranks: int) -> tuple[float, int, float]:
+    """Of a step of one rank of so many, whose optimizers the trace must have: milliseconds of a
+    pass, how many there are, and milliseconds of the optimizers and the wire."""
     optimizers = "optimizers" if ranks == 1 else f"optimizers of {ranks} ranks"
-    passes = trace.facts["step_tokens"] / trace.facts["tokens"] / ranks
-    return passes * total_ms(priced, ("forward", "backward")) + total_ms(priced, (optimizers,))
+    times = Counter()
+    for phase, _, costs in price(trace, rates):
+        times[phase] += costs["ms"]
+    passes = trace.facts["step_tokens"] // trace.facts["tokens"] // ranks
+    return times["forward"] + times["backward"], passes, times[optimizers]

@@ -148,10 +148,6 @@ class Call {
   std::vector<std::pair<c10::Storage, c10::Storage>> storages_;  // the same
 };
 
-bool is_mask(const at::Tensor& index) {
-  return index.defined() && index.scalar_type() == at::kBool;
-}
-
 // Whether a GPU's host would wait here: for a value, for a number of elements, or for a copy.
 bool host_would_wait(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
   static const std::set<std::string> waiting = {
@@ -163,9 +159,26 @@ bool host_would_wait(const std::string& name, c10::ArrayRef<c10::IValue> argumen
            !arguments[2].toBool();
   if (name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_") {
     for (const auto& index : arguments[1].toOptionalTensorVector())
-      if (index && is_mask(*index)) return true;
+      if (index && index->defined() && index->scalar_type() == at::kBool) return true;
   }
   return false;
+}
+
+// Puts convert(tensor) in the place of a tensor, or of each in a list.
+template <class Convert>
+void convert_tensors(c10::IValue& value, Convert convert) {
+  if (value.isTensor()) {
+    value = convert(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(convert(tensor));
+    value = list;
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
+      list.push_back(tensor ? std::optional(convert(*tensor)) : tensor);
+    value = list;
+  }
 }
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -179,18 +192,8 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool result_on_cpu = false;
   for (size_t i = first; i < stack->size(); ++i) {
     c10::IValue& value = (*stack)[i];
-    if (value.isTensor()) {
-      value = call.to_cpu(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(call.to_cpu(tensor));
-      value = list;
-    } else if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
-        list.push_back(tensor ? std::optional(call.to_cpu(*tensor)) : tensor);
-      value = list;
-    } else if (value.isStorage()) {
+    convert_tensors(value, [&](const at::Tensor& tensor) { return call.to_cpu(tensor); });
+    if (value.isStorage()) {
       value = call.cpu_storage(value.toStorage());
     } else if (value.isDevice()) {
       result_on_cpu = value.toDevice().is_cpu();
@@ -202,16 +205,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   call.update_arguments();
   if (result_on_cpu) return;
-  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
-    c10::IValue& value = (*stack)[i];
-    if (value.isTensor()) {
-      value = call.to_gpu(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(call.to_gpu(tensor));
-      value = list;
-    }
-  }
+  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i)
+    convert_tensors(
+        (*stack)[i], [&](const at::Tensor& tensor) { return call.to_gpu(tensor); });
 }
 
 torch::CppFunction host_kernel() {

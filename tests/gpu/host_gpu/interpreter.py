@@ -125,9 +125,8 @@ def as_tensor(handle: TensorHandle) -> tl.tensor:
 
 def combine(operator, left: list, right: list, dtypes: list) -> list[np.ndarray]:
     """The combine function of a kernel, on whole arrays at once."""
-    results = operator.combine_fn.fn(
-        *(as_tensor(TensorHandle(np.ascontiguousarray(x), t)) for x, t in zip(left, dtypes)),
-        *(as_tensor(TensorHandle(np.ascontiguousarray(x), t)) for x, t in zip(right, dtypes)))
+    handles = (TensorHandle(np.ascontiguousarray(x), t) for x, t in zip(left + right, 2 * dtypes))
+    results = operator.combine_fn.fn(*map(as_tensor, handles))
     results = results if isinstance(results, tuple) else (results,)
     return [result.handle.data.astype(x.dtype) for result, x in zip(results, left)]
 
@@ -135,18 +134,12 @@ def combine(operator, left: list, right: list, dtypes: list) -> list[np.ndarray]
 def reduce_by_halves(self, inputs) -> list[tl.tensor]:
     """Combine the first half with the second until one is left, as a GPU does."""
     dtypes = [x.dtype.scalar for x in inputs]
-    shape = inputs[0].handle.data.shape
-    axis = self.axis or 0
-    arrays = [x.handle.data if self.axis is not None else x.handle.data.ravel() for x in inputs]
-    arrays = [np.moveaxis(x, axis, 0) for x in arrays]
+    arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
     while (size := len(arrays[0])) > 1:
         left = [x[: size // 2] for x in arrays]  # sizes are powers of two in Triton
         right = [x[size // 2 :] for x in arrays]
         arrays = combine(self, left, right, dtypes)
-    arrays = [x[0] for x in arrays]
-    if self.keep_dims:
-        kept = [1] * len(shape) if self.axis is None else [*shape[:axis], 1, *shape[axis + 1 :]]
-        arrays = [x.reshape(kept) for x in arrays]
+    arrays = [np.moveaxis(x, 0, self.axis) if self.keep_dims else x[0] for x in arrays]
     return [as_tensor(TensorHandle(np.asarray(x), t)) for x, t in zip(arrays, dtypes)]
 
 
@@ -171,8 +164,8 @@ def scan_by_doubling(self, inputs) -> list[tl.tensor]:
 def launch(self, *arguments, **kwargs) -> None:
     """GridExecutor's call, on the tensors' own memory: that of the device is the host's."""
     names = inspect.getfullargspec(self.fn).args
-    values = inspect.getcallargs(
-        self.fn, *arguments, **{k: v for k, v in kwargs.items() if k in names})
+    known = {k: v for k, v in kwargs.items() if k in names}
+    values = inspect.getcallargs(self.fn, *arguments, **known)
     Bounds.of_launch = Bounds(self.fn.__name__, values.values())
     values = {
         name: value if name in self.constexprs else interpreter._implicit_cvt(value)

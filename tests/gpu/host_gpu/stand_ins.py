@@ -6,7 +6,6 @@ are imported, which copy what they need of torch.cuda when they are.
 
 import contextlib
 import os
-import time
 import types
 
 from host_gpu import library
@@ -30,21 +29,15 @@ def install(name: str = "sm_90", execute: bool = True) -> None:
     use_card(name)
     stand_in_for_triton_driver()
     stand_in_for_nccl(device)
-    do_not_time_products()
+    from torch._inductor import config
+
+    # Before sm_90 Inductor times whether products of odd sizes, as gates have, shall be padded.
+    # From sm_90 on it does not pad them, as they wait for memory; here it never does.
+    config.shape_padding = False
     if execute:
         from host_gpu import interpreter
 
         interpreter.install()
-
-
-def do_not_time_products() -> None:
-    """Before sm_90, Inductor times whether products of odd sizes, as gates have, shall be padded.
-
-    From sm_90 on it does not pad them, as they wait for memory; here it never does.
-    """
-    from torch._inductor import config
-
-    config.shape_padding = False
 
 
 def use_card(name: str) -> None:
@@ -63,21 +56,15 @@ def use_card(name: str) -> None:
 def properties(device=None) -> types.SimpleNamespace:
     """What torch.cuda.get_device_properties gives, as far as anybody asks."""
     return types.SimpleNamespace(
-        name=card.name,
-        major=card.capability[0],
-        minor=card.capability[1],
-        total_memory=card.memory,
-        multi_processor_count=card.multiprocessors,
+        name=card.name, major=card.capability[0], minor=card.capability[1],
+        total_memory=card.memory, multi_processor_count=card.multiprocessors,
         shared_memory_per_block=48 * 2**10,
         shared_memory_per_block_optin=card.shared_memory_per_block,
         shared_memory_per_multiprocessor=card.shared_memory_per_block + 2**10,
         max_threads_per_multi_processor=card.threads_per_multiprocessor,
-        max_threads_per_block=1024,
-        regs_per_multiprocessor=2**16,
-        warp_size=32,
+        max_threads_per_block=1024, regs_per_multiprocessor=2**16, warp_size=32,
         L2_cache_size=50 * 2**20,
-        gcnArchName="",  # AMD's
-    )
+        gcnArchName="")  # AMD's
 
 
 class Stream:
@@ -88,24 +75,15 @@ class Stream:
     def synchronize(self):
         pass
 
-    def wait_stream(self, stream):
-        pass
-
 
 class Event:
     """torch.cuda.Event of work that is done already."""
 
-    def __init__(self, *args, **kwargs):
-        self.time = None
-
     def record(self, stream=None):
-        self.time = time.perf_counter()
+        pass
 
     def synchronize(self):
         pass
-
-    def query(self):
-        return True
 
 
 class DeviceContext(contextlib.nullcontext):
@@ -125,9 +103,6 @@ def stand_in_for_torch_cuda(device) -> None:
     def set_sync_debug_mode(mode):
         device.host_gpu_make_waits_errors(int(mode == "error"))
 
-    def is_bf16_supported(including_emulation=True):
-        return card.capability >= (8, 0)
-
     stream, cuda = Stream(), torch.cuda
     stream.device = torch.device("cuda", 0)
     # Is a device there, how many, which one: Ranks and everybody else.
@@ -145,19 +120,16 @@ def stand_in_for_torch_cuda(device) -> None:
     cuda.get_device_properties = properties
     cuda.get_device_capability = lambda device=None: card.capability
     cuda.get_device_name = lambda device=None: card.name
-    cuda.is_bf16_supported = is_bf16_supported
+    cuda.is_bf16_supported = lambda including_emulation=True: card.capability >= (8, 0)
     cuda.is_tf32_supported = lambda: card.capability >= (8, 0)
     cuda.mem_get_info = lambda device=None: (card.memory, card.memory)
-    cuda.memory_allocated = lambda device=None: 0  # nobody counts
-    cuda.max_memory_allocated = lambda device=None: 0
+    cuda.max_memory_allocated = lambda device=None: 0  # nobody counts
     # Order of the work: Health, the benchmarks, generated wrapper code.
     cuda.Stream, cuda.Event = Stream, Event
     cuda.current_stream = lambda device=None: stream
     cuda.synchronize = nothing()
-    cuda.empty_cache = nothing()
     cuda.set_sync_debug_mode = set_sync_debug_mode
     # Random numbers are the CPU's (device.cpp), which torch saves, restores and seeds by itself.
-    cuda.manual_seed = nothing()
     cuda.manual_seed_all = nothing()
     cuda.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
     cuda.set_rng_state = nothing()
@@ -180,49 +152,26 @@ def stand_in_for_c_functions() -> None:
     torch._C._dynamo.guards._empty_strided_cuda = empty_strided_cuda
 
 
-class Driver:
-    """Triton's driver: names the card that kernels are compiled for, and launches none."""
-
-    class utils:
-        @staticmethod
-        def get_device_properties(device):
-            return dict(
-                max_shared_mem=card.shared_memory_per_block,
-                multiprocessor_count=card.multiprocessors, warpSize=32, max_num_regs=2**16)
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", card.arch, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def set_current_device(self, device):
-        pass
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_active_torch_device(self):
-        import torch
-
-        return torch.device("cuda", 0)
-
-    def get_device_interface(self):
-        import torch
-
-        return torch.cuda
-
-    def is_active(self):
-        return True
-
-
 def stand_in_for_triton_driver() -> None:
+    """It names the card that kernels are compiled for, and launches none."""
+    import torch
     import triton
     from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
 
-    triton.runtime.driver.set_active(Driver())
+    def device_properties(device):
+        return dict(max_shared_mem=card.shared_memory_per_block, warpSize=32, max_num_regs=2**16,
+                    multiprocessor_count=card.multiprocessors)
+
+    triton.runtime.driver.set_active(types.SimpleNamespace(
+        utils=types.SimpleNamespace(get_device_properties=device_properties),
+        get_current_target=lambda: GPUTarget("cuda", card.arch, 32),
+        get_current_device=lambda: 0,
+        set_current_device=lambda device: None,
+        get_current_stream=lambda device: 0,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+        get_device_interface=lambda: torch.cuda,
+        is_active=lambda: True))
     triton_helpers.set_driver_to_gpu = lambda: None  # Inductor would look for a real one
 
 

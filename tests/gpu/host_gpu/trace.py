@@ -35,6 +35,7 @@ if __name__ == "__main__":
     if reason := host_gpu.obstacle():
         sys.exit(reason)
     host_gpu.install("sm_90", execute=False)
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
@@ -260,8 +261,6 @@ def stand_in_for_launches(notes: Notes) -> None:
 
 def stand_in_for_tensors(notes: Notes) -> None:
     """What goes past FakeTensorMode, because it is C++ or has no rule for fake tensors."""
-    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder as Folder
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     def empty_strided_cuda(size, stride, dtype):
         x = torch.empty_strided(size, stride, dtype=dtype, device="cuda:0")
@@ -276,19 +275,6 @@ def stand_in_for_tensors(notes: Notes) -> None:
     torch.nn.Module.bfloat16 = bfloat16
     notes.library = torch.library.Library("aten", "IMPL")  # gone when nothing holds it
     notes.library.impl("_scaled_mm.out", lambda *args, out, **kwargs: out, "Meta")
-    FakeTensorMode.avoid_device_init = property(lambda self: True)  # torch.tensor: on the CPU first
-    deduce = Folder._deduce_value
-
-    def deduce_on_cpu(self, node):
-        """Constants of one value are found by computing with them: not on the fake device."""
-        kwargs = node.kwargs
-        node.kwargs = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
-        try:
-            return deduce(self, node)
-        finally:
-            node.kwargs = kwargs
-
-    Folder._deduce_value = deduce_on_cpu
 
 
 def bfloat16(module):
@@ -316,7 +302,6 @@ class Tracer:
         self.stages = stages(self.script, self.cfg)
         self.stage = stage % len(self.stages)
         self.device = torch.device("cuda", 0)
-        self.recorder = Recorder(self.notes)
 
     def compiled(self, part: str, function):
         before = self.notes.modules
@@ -325,7 +310,7 @@ class Tracer:
 
     def noted(self, phase: str, function):
         self.begin(phase)
-        with self.recorder:
+        with Recorder(self.notes):
             function()
         self.begin(None)
 
@@ -446,21 +431,21 @@ def changes_within(script, cfg, steps: list[int]) -> list[int]:
     return sorted({*(next(same) for _, same in groups), steps[-1]})
 
 
-def block_pairs(script, cfg, steps: list[int]) -> float:
-    """Pairs of blocks that the script's masks have, the mean over steps of a stage.
-
-    Documents are as long as FineWeb's: log-normal, median 403, mean 690, and 32 at least
-    (statistics of 1.45 M of them in modded-nanogpt's record of 2026-03-22), cut as by the script.
-    """
-    import numpy as np
-    tokens = cfg.sequences_per_forward * script.schedule(steps[0], cfg).seq_len
-    generator = np.random.default_rng(0)
+def document_starts(tokens: int, longest=math.inf) -> np.ndarray:
+    """Where documents as long as FineWeb's begin, but the first: log-normal, median 403, mean 690,
+    and 32 at least (statistics of 1.45 M of them in modded-nanogpt's record of 2026-03-22)."""
     spread = math.sqrt(2 * math.log(690 / 403))
-    longest = getattr(cfg, "max_document_tokens", 0) or math.inf
-    lengths = generator.lognormal(math.log(403), spread, size=tokens // 32).clip(32, longest)
-    begins = np.cumsum(lengths.astype(int))
+    lengths = np.random.default_rng(0).lognormal(math.log(403), spread, size=tokens // 32)
+    starts = np.cumsum(lengths.clip(32, longest).astype(int))
+    return starts[starts < tokens]
+
+
+def block_pairs(script, cfg, steps: list[int]) -> float:
+    """Pairs of blocks that the script's masks have, the mean over steps of a stage."""
+    tokens = cfg.sequences_per_forward * script.schedule(steps[0], cfg).seq_len
+    longest = getattr(cfg, "max_document_tokens", 0) or math.inf  # it cuts longer ones
     starts = torch.zeros(tokens, dtype=torch.int32)
-    starts[begins[begins < tokens]] = 1
+    starts[document_starts(tokens, longest)] = 1
     docs = starts.cumsum(0, dtype=torch.int32)
     times = Counter()  # that layers of a window are visited
     for step in steps:

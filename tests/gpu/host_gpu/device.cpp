@@ -206,8 +206,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call.update_arguments();
   if (result_on_cpu) return;
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i)
-    convert_tensors(
-        (*stack)[i], [&](const at::Tensor& tensor) { return call.to_gpu(tensor); });
+    convert_tensors((*stack)[i], [&](const at::Tensor& tensor) { return call.to_gpu(tensor); });
 }
 
 torch::CppFunction host_kernel() {

@@ -128,6 +128,7 @@ def stand_in_for_torch_cuda(device) -> None:
     cuda.Stream, cuda.Event = Stream, Event
     cuda.current_stream = lambda device=None: stream
     cuda.synchronize = nothing()
+    cuda.empty_cache = nothing()
     cuda.set_sync_debug_mode = set_sync_debug_mode
     # Random numbers are the CPU's (device.cpp), which torch saves, restores and seeds by itself.
     cuda.manual_seed_all = nothing()

@@ -542,8 +542,8 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
     is_tall = grad_MN.size(-2) > grad_MN.size(-1)
     X = grad_MN.mT if is_tall else grad_MN  # the smaller side decides the cost
     X = X.to(dtype)
-    norm = X.norm(dim=(-2, -1), keepdim=True)  # at least the spectral norm
-    X = X / (norm + 1e-7)
+    frobenius = X.norm(dim=(-2, -1), keepdim=True)  # at least the spectral norm
+    X = X / (frobenius + 1e-7)
     a, b, c = 3.4445, -4.7750, 2.0315  # coefficients of X, A X and A² X
     for _ in range(5):
         A = X @ X.mT
@@ -987,12 +987,12 @@ class TokenLoader:
     def __init__(self, cfg, ranks, shard=0, position=0):
         self.cfg = cfg
         self.ranks = ranks
-        self.sequences = cfg.sequences_per_step // ranks.world_size  # of this rank
         if cfg.sequences_per_step % ranks.world_size:
             raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
                             f"the {ranks.world_size} ranks must divide it")
+        sequences = cfg.sequences_per_step // ranks.world_size  # of this rank
         # All forward passes of a step have as many.
-        self.per_forward = math.gcd(self.sequences, cfg.sequences_per_forward)
+        self.per_forward = math.gcd(sequences, cfg.sequences_per_forward)
         self.files = find_shards(cfg.train_files)  # in the order of reading
         needed = cfg.sequences_per_step * max(cfg.seq_lens)  # a step is cut from one shard
         digest = hashlib.sha256()  # of each shard's name, size and first MiB
@@ -1241,8 +1241,9 @@ def device_facts(device: torch.device) -> tuple[str, int]:
         return torch.cuda.get_device_name(device), peak // 2**20
     name = os.uname().machine
     info = Path("/proc/cpuinfo")
-    if info.exists() and "model name" in info.read_text():
-        name = re.search(r"model name\s*: (.*)", info.read_text())[1]
+    known = info.exists() and re.search(r"model name\s*: (.*)", info.read_text())
+    if known:
+        name = known[1]
     unit = 2**20 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
     return f"cpu ({name})", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
@@ -1680,7 +1681,7 @@ def run_script(argv: list[str] | None) -> int:
     cfg = parse_args(argv)
     ranks = Ranks(cfg)
     log = Log(cfg, ranks)
-    torch.set_num_threads(choose_threads())
+    threads = choose_threads()
     state = NEW_RUN
     if cfg.resume:
         path = cfg.resume
@@ -1690,9 +1691,12 @@ def run_script(argv: list[str] | None) -> int:
             state = load_checkpoint(Path(path))
             cfg = parse_args(argv, state["hyperparameters"])
             if "OMP_NUM_THREADS" not in os.environ:  # so that the run goes on to the bit
-                torch.set_num_threads(state["threads"])
+                threads = state["threads"]
         cfg = replace(cfg, resume=str(path or ""))
         check_hyperparameters(cfg)
+    # MKL chooses threads for each product until a number is set: 4 % of the pocket's time.
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
     # A finished record can be evaluated without a GPU.
     to_train = state["step"] < cfg.num_iterations
     if to_train and cfg.preset == "record" and ranks.device.type != "cuda":

@@ -134,9 +134,9 @@ def test_idle_time_is_that_of_all_cores():
 
 def test_a_run_tells_its_threads_and_a_resumed_one_takes_its_checkpoints(run, monkeypatch):
     """The number alone is looked at here: two real threads may share a core with other tests."""
-    number = [1]
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: number.__setitem__(0, threads))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: number[0])
+    chosen = [1]
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
     monkeypatch.setattr(train_gpt, "choose_threads", lambda: 2)
     first = run(save_every=2)
     assert ", 2 thread(s), " in first.out.splitlines()[0] and first.values["threads"] == "2"
@@ -146,6 +146,8 @@ def test_a_run_tells_its_threads_and_a_resumed_one_takes_its_checkpoints(run, mo
     assert run(argv).values["threads"] == "1", "OMP_NUM_THREADS decides where it is set"
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert run(argv).values["threads"] == "2"
+    assert run(argv).values["threads"] == "2"
+    assert chosen == [1, 2, 1, 2], "a number that holds already is not set: MKL would be slower"
 
 
 # Whole files that do not fit

@@ -1291,14 +1291,15 @@ def build(cfg, ranks):
     if cfg.init and not cfg.resume:
         load_state(model, [], load_checkpoint(Path(cfg.init)), cfg.init)
     model.head_type = "fp32"
-    model.head_chunks = cfg.head_chunks or 1
+    chunks = 1
     if ranks.device.type == "cuda":
         model.head_type = prepare_for_cuda(model, cfg, ranks.device)
         # 80 GB hold all logits and their gradient. Smaller cards compute the head in pieces.
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
-        model.head_chunks = cfg.head_chunks or math.ceil(70e9 / memory)
-    tokens = cfg.sequences_per_forward * max(cfg.seq_lens)  # of a forward pass, at most
-    model.tokens_per_piece = round_up(math.ceil(tokens / model.head_chunks), 128)
+        chunks = math.ceil(70e9 / memory)
+    model.head_chunks = cfg.head_chunks or chunks
+    tokens = math.ceil(model.tokens_per_piece / model.head_chunks)
+    model.tokens_per_piece = round_up(tokens, 128)
     return model, build_optimizers(model, cfg, ranks)
 
 
@@ -1531,9 +1532,8 @@ def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparame
     parser.error = error  # one line, as all errors
     parser.add_argument("-h", "--help", action="store_true")
     table = {each.name: each for each in fields(Hyperparameters)}
-    for name, each in table.items():
-        optional = dict(nargs="?", const="true") if each.type is bool else {}
-        parser.add_argument(f"--{name}", **optional)
+    for name in table:
+        parser.add_argument(f"--{name}")
     given = vars(parser.parse_args(argv))
     if "help" in given:
         print_help()

@@ -70,9 +70,9 @@ def test_each_field_has_a_flag_that_wins_over_the_preset(field, monkeypatch):
         assert type(getattr(cfg, field.name)) is field.type
 
 
-def test_a_switch_needs_no_value():
-    assert parse_args(["--fp8_head"]).fp8_head is True
-    assert parse_args(["--fp8_head", "False"]).fp8_head is False
+def test_a_switch_takes_true_or_false():
+    assert parse_args(["--fp8_head", "True"]).fp8_head is True
+    assert parse_args(["--fp8_head", "false"]).fp8_head is False
 
 
 

@@ -4,6 +4,7 @@
     python tests/bench.py pocket [--seeds 5]            time to the target, beside the plain GPT's
     python tests/bench.py pocket --picture docs/pocket.png        loss over seconds, drawn
     python tests/bench.py busy [--num_iterations 100]   times by threads, idle and with a core taken
+    python tests/bench.py turns --script FILE           a step's time, FILE's beside train_gpt.py's
     python tests/bench.py gpu                           steps, memory, kernels, tests on this GPU
     python tests/bench.py kernels [--script FILE]       the same modelled, without a GPU
     python tests/bench.py memory [--script FILE]        a GPU's memory, counted without one
@@ -23,6 +24,7 @@ import functools
 import io
 import itertools
 import math
+import multiprocessing
 import os
 import re
 import shlex
@@ -44,7 +46,8 @@ sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
 from host_gpu.trace import document_starts, trace, two_layers_of  # noqa: E402
-from shards import write_shard  # noqa: E402
+from sample import load_script  # noqa: E402
+from shards import DataError, write_shard  # noqa: E402
 
 import train_gpt  # noqa: E402
 
@@ -203,6 +206,66 @@ def busy(args, flags):
                     f"{values['threads']} thread(s), {values['train_s']:.2f} s of training")
     rows = [[f"{taken}", name, spread(found, 2)] for (taken, name), found in seconds.items()]
     print_table(["cores taken", "threads", "seconds of training"], rows)
+
+
+# ---- turns: the steps of two scripts ----
+def time_steps(argv, my_turn, other_turn, times):
+    """Run the script argv[0]; put the seconds of its steps into `times`. Steps wait for their turn.
+
+    A step lasts from a call of `next_step` to the next call.
+    """
+    seconds = []
+    started = None
+
+    def next_step_in_turn(self, length):
+        nonlocal started
+        if started is not None:
+            seconds.append(time.perf_counter() - started)
+            other_turn.release()
+        my_turn.acquire()
+        started = time.perf_counter()
+        return next_step(self, length)
+
+    try:
+        script = load_script(Path(argv[0]))
+        next_step = script.TokenLoader.next_step
+        script.TokenLoader.next_step = next_step_in_turn
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = script.main(argv[1:])
+        times.put(seconds)
+    except DataError as error:
+        sys.exit(str(error))
+    finally:
+        for _ in range(2**15):  # from here on the other script runs alone
+            other_turn.release()
+    sys.exit(code)
+
+
+def turns(args, flags):
+    """Time the steps of train_gpt.py and of FILE in turns, so that both meet the same machine."""
+    context = multiprocessing.get_context("spawn")
+    ratios = []
+    for seed in range(args.seeds):
+        processes = []
+        times = []
+        turn = [context.Semaphore(0), context.Semaphore(0)]
+        turn[seed % 2].release()  # this one begins
+        for i, script in enumerate((REPO / "train_gpt.py", args.script)):
+            times.append(context.SimpleQueue())
+            argv = [str(script), "--preset", "pocket", "--seed", str(seed), *flags]
+            words = (argv, turn[i], turn[1 - i], times[i])
+            processes.append(context.Process(target=time_steps, args=words))
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise RunFailed(f"seed {seed}: a script failed; its reason is above")
+        ours, theirs = (each.get() for each in times)
+        ratios.append(statistics.median(b / a for a, b in zip(ours, theirs)))
+        say(f"seed {seed}: {1000 * statistics.median(ours):.2f} ms, "
+            f"FILE {1000 * statistics.median(theirs):.2f} ms, median ratio {ratios[-1]:.3f}")
+    say(f"a step of FILE takes {spread(ratios, 3)} times as long; {len(ratios)} seed(s)")
 
 
 # ---- gpu: the record's step on synthetic documents ----
@@ -408,13 +471,13 @@ def memory(args, flags):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    all_commands = pocket, busy, gpu, kernels, memory
+    all_commands = pocket, busy, turns, gpu, kernels, memory
     commands = {command.__name__: command for command in all_commands}
     parser.add_argument("what", choices=commands)
-    parser.add_argument("--seeds", type=int, default=5, help="of pocket, busy: seeds, from 0 up")
+    parser.add_argument("--seeds", type=int, default=5, help="of pocket, busy, turns: from 0 up")
     parser.add_argument("--picture", type=Path, help="of pocket: see above")
     parser.add_argument("--script", type=Path, default=REPO / "train_gpt.py",
-                        help="of kernels, memory")
+                        help="of turns, kernels, memory")
     args, flags = parser.parse_known_args()
     args.script = args.script.resolve()
     if args.seeds < 1:

@@ -25,12 +25,14 @@ SMALLER = {  # patterns of commands, and the flags that are added where they run
     "./run.sh sample *": "--tokens 5",
     "python train_gpt.py *": FEW,
     "python records/ledger run *": "--seeds 2",
+    "python tests/bench.py turns *": f"{FEW} --seeds 1",
     "python records/ledger diff *": "",
     "python records/ledger verify": "",
     "python data/pocket.py": "",
     "python data/text.py --tokenizer bytes *": "",
     "xzcat dump.xz | python data/text.py --tokenizer bytes *": ""}
-SLOW = ("./run.sh", "python records/ledger run")  # take more than some seconds all the same
+# These take more than some seconds all the same.
+SLOW = ("./run.sh", "python records/ledger run", "python tests/bench.py")
 
 
 def form_that_runs(command: str) -> str:

@@ -243,6 +243,8 @@ def time_steps(argv, my_turn, other_turn, times):
 
 def turns(args, flags):
     """Time the steps of train_gpt.py and of FILE in turns, so that both meet the same machine."""
+    # Left to themselves, scripts that start side by side would find their cores taken.
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     context = multiprocessing.get_context("spawn")
     ratios = []
     for seed in range(args.seeds):

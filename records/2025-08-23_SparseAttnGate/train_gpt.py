@@ -5,6 +5,7 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
+Record: 2025-08-23_SparseAttnGate
 Parent: 2025-05-30_ShardedOptimizers. Change: sequences begin with documents, attention has gates,
 the MLP's two matrices are of one shape, losses are summed.
 
@@ -28,14 +29,14 @@ rates, momentum, windows                          schedule
 """
 
 import argparse
-import ctypes
+import fcntl
 import glob
 import hashlib
-import inspect
 import math
 import os
+import platform
 import re
-import resource
+import shlex
 import signal
 import sys
 import time
@@ -43,11 +44,9 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
-
-if __name__ == "__main__":  # Ctrl-C ends the imports, which take seconds, without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import numpy as np
 import torch
@@ -55,85 +54,155 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils import collect_env
 from torch.utils.checkpoint import checkpoint
 
 
 # ---- Hyperparameters --------------------------------------------------------
-def with_presets(table: type) -> type:
-    """A frozen dataclass of a table whose rows are `name: type = record, pocket`."""
-    for name in table.__annotations__:
-        record, pocket = getattr(table, name)
-        setattr(table, name, field(default=record, metadata={"pocket": pocket}))
-    return dataclass(frozen=True)(table)
-
-
-@with_presets
+@dataclass(frozen=True)
 class Hyperparameters:
     """The settings of a run. Each field is also a command-line flag.
 
-    A row has the default of the preset record, then that of pocket.
+    These are the values of the preset record.
     """
 
-    preset: str = "record", "pocket"  # the defaults that the other flags change
+    preset: str = "record"  # name of the defaults that the other flags change
     # Model
-    vocab_size: int = 50257, 257  # token ids are smaller
-    vocab_multiple: int = 128, 16  # embeddings and head are padded to a multiple of it
-    eot_token: int = 50256, 256  # end-of-text, the token that opens each document
-    model_dim: int = 768, 64  # width of the residual stream
-    head_dim: int = 128, 16  # width of an attention head
-    attention_pattern: str = "LSSSLSS.SSSL", "L."  # each layer's window: Long, Short, . none
-    value_embed_pattern: str = "012......012", "0."  # each layer's value embedding, . for none
-    attention_scale: float = 0.12, 0.5  # factor of the attention scores
-    rope_base: int = 1024, 32  # inverse of the lowest rotary frequency
-    fp8_head: bool = True, True  # FP8 products in the head while training, where the GPU has them
-    seed: int = 0, 0  # seed of the initial weights
+    vocab_size: int = 50257  # token ids are smaller
+    vocab_multiple: int = 128  # embeddings and head are padded to a multiple of it
+    eot_token: int = 50256  # end-of-text, the token that opens each document
+    model_dim: int = 768  # width of the residual stream
+    head_dim: int = 128  # width of an attention head
+    attention_pattern: str = "LSSSLSS.SSSL"  # each layer's window: Long, Short, . none
+    value_embed_pattern: str = "012......012"  # each layer's value embedding, . for none
+    attention_scale: float = 0.12  # factor of the attention scores
+    rope_base: int = 1024  # inverse of the lowest rotary frequency
+    fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
+    seed: int = 0  # seed of the initial weights
     # Optimizers
-    embed_lr: float = 0.6, 0.5  # Adam's rate of token and value embeddings
-    head_lr: float = 0.008, 0.03  # Adam's rate of output head
-    muon_lr: float = 0.05, 0.08  # Muon's rate; about the spectral norm of a step
-    muon_momentum: float = 0.95, 0.85  # Muon's momentum
+    embed_lr: float = 0.6  # Adam's rate of token and value embeddings
+    head_lr: float = 0.008  # Adam's rate of output head
+    muon_lr: float = 0.05  # Muon's rate; about the spectral norm of a step
+    muon_momentum: float = 0.95  # Muon's momentum
     # Schedules
-    num_iterations: int = 1695, 240  # optimizer steps
-    seq_lens: tuple = (49152,), (128,)  # tokens of a training sequence
-    window_tokens: int = 1728, 128  # long window at the end, rounded up to blocks of 128
-    cooldown_frac: float = 0.45, 0.7  # last share of the run, in which rates fall
+    num_iterations: int = 1695  # optimizer steps
+    seq_lens: tuple = (49152,)  # tokens of a training sequence
+    window_tokens: int = 1728  # long window at the end, rounded up to blocks of 128
+    cooldown_frac: float = 0.45  # last share of the run, in which rates fall
     # Data and validation
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin", "data/pocket/pocket_train_*.bin"
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin", "data/pocket/pocket_val_*.bin"
-    sequences_per_step: int = 8, 16  # sequences of a step, all ranks together
-    sequences_per_forward: int = 1, 16  # sequences that a rank runs at once, at most
-    align_documents: bool = True, False  # each sequence begins with a document
-    sequence_stride: int = 1, 1_000_003  # unaligned: stride between sequences, modulo all
-    val_seq_len: int = 262_144, 4096  # tokens of a validation sequence
-    val_tokens: int = 10_485_760, 262_144  # validation tokens, each counted once
-    val_every: int = 125, 0  # steps between validations; 0: only the last
-    target_loss: float = 3.28, 1.64  # validation loss to reach, nats per token
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
+    repeat_data: bool = False  # allow the preset record to read its data again
+    sequences_per_step: int = 8  # sequences of a step, all ranks together
+    sequences_per_forward: int = 1  # sequences that a rank runs at once, at most
+    align_documents: bool = True  # each sequence begins with a document
+    sequence_stride: int = 1  # from one sequence to the next that is taken, wrapping around
+    val_seq_len: int = 262_144  # tokens of a validation sequence
+    val_tokens: int = 10_485_760  # validation tokens, each counted once
+    val_every: int = 125  # steps between validations; 0: only the last
+    target_loss: float = 3.28  # validation loss to reach, nats per token
     # Run
-    device: str = "auto", "auto"  # cuda, cpu, or auto: cuda where there is one
-    run_id: str = "", ""  # name of the folder under logs/; empty: made from the time
-    warmup_steps: int = 10, 1  # untimed steps per stage that warm up the kernels
-    head_chunks: int = 0, 0  # pieces in which the head is computed; 0: by the card's memory
-    save_every: int = 0, 0  # steps between checkpoints; 0: none
-    resume: str = "", ""  # checkpoint to resume; auto: the newest of --run_id
-    init: str = "", ""  # checkpoint whose weights a new run starts from
+    device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
+    run_id: str = ""  # name of the folder under logs/; empty: made from the time
+    warmup_steps: int = 10  # untimed steps per stage that warm up the kernels
+    head_chunks: int = 0  # pieces in which the head is computed; 0: by the card's memory
+    save_every: int = 0  # steps between checkpoints; 0: none
+    resume: str = ""  # checkpoint to resume; auto: the newest of --run_id
+    init: str = ""  # checkpoint whose weights a new run starts from
 
 
-def check_model(cfg, require):
-    """Check this record's own flags by `require(holds, flag, rule)`."""
+# The preset pocket: what differs, for a small model of bytes that a CPU trains
+POCKET = dict(
+    preset="pocket",
+    vocab_size=257,
+    vocab_multiple=16,
+    eot_token=256,
+    model_dim=64,
+    head_dim=16,
+    attention_pattern="L.",
+    value_embed_pattern="0.",
+    attention_scale=0.5,
+    rope_base=32,
+    embed_lr=0.5,
+    head_lr=0.03,
+    muon_lr=0.08,
+    muon_momentum=0.85,
+    num_iterations=240,
+    seq_lens=(128,),
+    window_tokens=128,
+    cooldown_frac=0.7,
+    train_files="data/pocket/pocket_train_*.bin",
+    val_files="data/pocket/pocket_val_*.bin",
+    sequences_per_step=16,
+    sequences_per_forward=32,
+    align_documents=False,
+    sequence_stride=1_000_003,
+    val_seq_len=4096,
+    val_tokens=262_144,
+    val_every=0,
+    target_loss=1.64,
+    warmup_steps=1,
+)
+
+
+def model_rules(cfg) -> dict:
+    """This record's rules for its flags: words that begin with the flag, whether they hold."""
     layers = len(cfg.attention_pattern)
-    require(len(cfg.seq_lens) == 1, "seq_lens", "be one length")
-    require(cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
-    require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
     letters = re.fullmatch("[LS.]{1,99}", cfg.attention_pattern)
-    require(letters, "attention_pattern", "be of L, S and .")
-    require(len(cfg.value_embed_pattern) == layers, "value_embed_pattern", "have an entry a layer")
-    require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
+    return {
+        "seq_lens must be one length": len(cfg.seq_lens) == 1,
+        "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
+        "model_dim must be a multiple of head_dim": cfg.model_dim % cfg.head_dim == 0,
+        "attention_pattern must be of L, S and .": letters,
+        "value_embed_pattern must have an entry a layer": len(cfg.value_embed_pattern) == layers,
+        "cooldown_frac must be above 0, at most 1": 0 < cfg.cooldown_frac <= 1,
+    }
+
+
+# ---- Schedules --------------------------------------------------------------
+BLOCK = 128  # tokens in a block of the attention mask
+
+
+@dataclass
+class Schedule:
+    """What changes from step to step."""
+
+    stage: int
+    seq_len: int  # tokens of a sequence
+    window: int  # the long one, in blocks
+    lr_factor: float  # of all rates
+    momentum: float  # Muon's
+
+
+def schedule(step: int, cfg) -> Schedule:
+    """The schedule of a step from 0 to num_iterations. The last one only validates."""
+    progress = step / cfg.num_iterations
+
+    # Learning rate: linearly down to 0.1
+    kept = min(1.0, (1 - progress) / cfg.cooldown_frac)
+    lr_factor = kept + (1 - kept) * 0.1
+
+    # Muon's momentum: up from 0.85 in the first 300 steps
+    share = min(1.0, step / 300)
+    momentum = share * cfg.muon_momentum + (1 - share) * 0.85
+
+    return Schedule(
+        stage=0,  # all steps run the same kernels
+        seq_len=cfg.seq_lens[0],
+        # The long window grows linearly, from one block on: @fernbear.bsky.social
+        window=max(1, math.ceil(cfg.window_tokens * step / cfg.num_iterations / BLOCK)),
+        lr_factor=lr_factor,
+        momentum=momentum,
+    )
 
 
 # ---- Model ------------------------------------------------------------------
 # In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary.
 # The residual stream x has the shape (B, T, D).
-BLOCK = 128  # tokens in a block of the attention mask
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def norm(x: Tensor) -> Tensor:
@@ -186,15 +255,15 @@ class FP8Product(torch.autograd.Function):
         grad_f8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)  # (S, V)
         # The right factor must be column-major: copy the transpose, then transpose back.
         w_columns = w_f8.T.contiguous().T  # (V, D)
-        x_columns = x_f8.T.contiguous().T  # (S, D)
-        grad_rows = grad_f8.T.contiguous()  # (V, S)
+        x_rows = x_f8.T.contiguous()  # (D, S)
+        grad_columns = grad_f8.T.contiguous().T  # (S, V)
         unscale_x = 1 / (FP8_GRAD_SCALE * FP8_W_SCALE)
         grad_x = scaled_mm(grad_f8, w_columns, unscale_x,
                            out_dtype=torch.bfloat16, use_fast_accum=False)
         unscale_w = 1 / (FP8_GRAD_SCALE * FP8_X_SCALE)
-        grad_w = scaled_mm(grad_rows, x_columns, unscale_w,
+        grad_w = scaled_mm(x_rows, grad_columns, unscale_w,
                            out_dtype=torch.float32, use_fast_accum=False)
-        return grad_x, grad_w
+        return grad_x, grad_w.T
 
 
 class CastedLinear(nn.Linear):
@@ -213,7 +282,7 @@ class CastedLinear(nn.Linear):
 # Attention. Query q attends to key k if k <= q, both are in one document (@KoszarskyB), and
 # fewer than `window` blocks lie between them (@YouJiacheng).
 # The B rows are one sequence of B·T tokens: documents keep them apart.
-def order_blocks(seen_QK: Tensor) -> tuple[Tensor, Tensor]:
+def order_blocks(seen_QK: Tensor):
     """A row's number of seen blocks, (1, 1, Q), and all its blocks, seen ones first, (1, 1, Q, K).
 
     Cumulative sums give each block its place. A sort would take minutes to compile.
@@ -235,13 +304,18 @@ def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
     """
     docs_S = docs_BT.flatten()
     docs = docs_S.view(-1, BLOCK)  # (blocks, 128)
-    first = docs[:, 0]  # each block's first document
-    last = docs[:, -1]
+    first_doc = docs[:, 0]  # of each block
+    last_doc = docs[:, -1]
     block = torch.arange(len(docs), device=docs.device)
+    # Rows are blocks of queries, columns blocks of keys. With a window of 2 and one document:
+    # p . . .    p: partial, as some of its pairs are masked
+    # f p . .    f: full, all of its pairs are seen
+    # p f p .
+    # . p f p
     distance = block[:, None] - block  # from a block of keys to the block of queries
     near = (distance >= 0) & (distance < window)
-    seen = near & (first[:, None] <= last)
-    one_document = last[:, None] == first
+    seen = near & (first_doc[:, None] <= last_doc)
+    one_document = last_doc[:, None] == first_doc
     full = seen & one_document & (distance > 0)  # needs no mask inside
     partial = seen & ~full
 
@@ -318,12 +392,9 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Entry i and entry i + K / 2 are a pair.
     """
-    x = x_BTHK.float()
-    half = x.size(-1) // 2
-    partner = x.roll(half, dims=-1)  # the other entry of each pair
-    cos = torch.cat([cos, cos], dim=-1)  # (T, 1, K)
-    sin = torch.cat([sin, -sin], dim=-1)  # (T, 1, K)
-    return (x * cos + partner * sin).type_as(x_BTHK)
+    first, second = x_BTHK.float().chunk(2, dim=-1)
+    turned = [first * cos + second * sin, second * cos - first * sin]
+    return torch.cat(turned, dim=-1).type_as(x_BTHK)
 
 
 class CausalSelfAttention(nn.Module):
@@ -632,11 +703,11 @@ class ShardedOptimizer:
             param.data = weight.copy_(param.detach())
             param.grad = self.grads[start:end].view_as(param)
             start = end
-        self.grad = self.grads  # this rank's part of their sum
+        self.my_grad = self.grads  # this rank's part of their sum
         if ranks.world_size > 1:
-            self.grad = torch.empty_like(self.grads[self.mine])
+            self.my_grad = torch.empty_like(self.grads[self.mine])
         self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
-        self.state = {"mean": torch.zeros_like(self.grad)}
+        self.state = {"mean": torch.zeros_like(self.my_grad)}
 
     def tensors(self):
         return [self.weights, *self.state.values()]
@@ -644,13 +715,13 @@ class ShardedOptimizer:
     def reduce(self):
         """Begin to sum the gradients over the ranks; each receives its own part."""
         if self.ranks.world_size > 1:
-            grad = self.grad.view(-1)
-            self.handle = dist.reduce_scatter_tensor(grad, self.grads, async_op=True)
+            mine = self.my_grad.view(-1)
+            self.handle = dist.reduce_scatter_tensor(mine, self.grads, async_op=True)
 
     def update(self, now, divisor):
         """Update this rank's part by gradients / divisor, then begin to gather all parts."""
         self.wait()
-        self.grad.div_(divisor)
+        self.my_grad.div_(divisor)
         self.lr.fill_(self.group.lr * now.lr_factor)
         share = self.weights[self.mine]
         self.update_share(share, now)
@@ -663,23 +734,28 @@ class ShardedOptimizer:
             self.handle = None
 
     def full_state(self):
-        """The state of all ranks. All ranks call it."""
+        """The state of all ranks, without padding. All ranks call it."""
         full = {}
         for key, share in self.state.items():
             rows = self.ranks.all_gather(share.flatten())
-            whole = rows.flatten() if share.ndim else rows[0]
-            full[key] = whole.cpu()
+            full[key] = rows.flatten()[: self.length_of(share)].cpu()
         return full
 
     def load_full_state(self, full):
-        """Take this rank's part of a `full_state` from any number of ranks."""
+        """Take this rank's part of a `full_state` from any number of ranks.
+
+        Raises RuntimeError where a length differs.
+        """
         for key, share in self.state.items():
-            whole = full[key]
-            if share.ndim:
-                size = self.ranks.world_size * share.numel()
-                whole = F.pad(whole, (0, size - len(whole)))  # cut off or added: padding
-                whole = whole.view(self.ranks.world_size, -1)[self.ranks.rank]
-            share.copy_(whole.view_as(share))
+            size = self.length_of(share)
+            rows = share.new_zeros(self.ranks.world_size, share.numel())
+            rows.view(-1)[:size] = full[key].view(size)
+            share.copy_(rows[self.ranks.rank if share.ndim else 0].view_as(share))
+
+    def length_of(self, share):
+        """Entries of a state over all ranks, without padding; one of a count."""
+        padded = share.numel() * self.ranks.world_size
+        return padded * self.numel // len(self.weights) if share.ndim else 1
 
 
 class Adam(ShardedOptimizer):
@@ -687,13 +763,13 @@ class Adam(ShardedOptimizer):
 
     def __init__(self, group, ranks):
         super().__init__(group, ranks)
-        self.state["square"] = torch.zeros_like(self.grad)
+        self.state["square"] = torch.zeros_like(self.my_grad)
         self.state["count"] = torch.zeros_like(self.lr)
         self.rule = compile_on_gpu(adam_update, self.lr)
 
     def update_share(self, weight, now):
         state = self.state.values()
-        self.rule(weight, self.grad, *state, lr=self.lr, betas=self.group.betas)
+        self.rule(weight, self.my_grad, *state, lr=self.lr, betas=self.group.betas)
 
 
 class Muon(ShardedOptimizer):
@@ -702,8 +778,8 @@ class Muon(ShardedOptimizer):
     def __init__(self, group, ranks):
         shape = group.params[0].shape[-2:]
         super().__init__(group, ranks, unit=shape.numel())
-        self.grad = self.grad.view(-1, *shape)
-        self.state["mean"] = torch.zeros_like(self.grad)
+        self.my_grad = self.my_grad.view(-1, *shape)
+        self.state["mean"] = torch.zeros_like(self.my_grad)
         self.momentum = torch.zeros_like(self.lr)
         self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
         self.rule = compile_on_gpu(muon_update, self.lr)
@@ -711,8 +787,8 @@ class Muon(ShardedOptimizer):
     def update_share(self, weight, now):
         self.momentum.fill_(now.momentum)
         self.rule(
-            weight.view_as(self.grad),
-            self.grad,
+            weight.view_as(self.my_grad),
+            self.my_grad,
             self.state["mean"],
             lr=self.lr,
             momentum=self.momentum,
@@ -727,12 +803,12 @@ def compile_on_gpu(rule: Callable, tensor: Tensor) -> Callable:
 def build_optimizers(model: GPT, cfg, ranks) -> list[ShardedOptimizer]:
     """An optimizer for each row of the table that has parameters."""
     groups = parameter_groups(model, cfg)
-    covered = sorted(id(param) for group in groups for param in group.params)
-    assert covered == sorted(map(id, model.parameters())), "each parameter needs one row"
+    rows = sum(len(group.params) for group in groups)
+    assert rows == len(list(model.parameters())), "each parameter needs one row"
     return [group.rule(group, ranks) for group in groups if group.params]
 
 
-def step_optimizers(optimizers: list[ShardedOptimizer], now: "Schedule", divisor: int):
+def step_optimizers(optimizers, now, divisor):
     """One step of all optimizers. Each one computes while others communicate."""
     for optimizer in optimizers:
         optimizer.reduce()
@@ -741,40 +817,6 @@ def step_optimizers(optimizers: list[ShardedOptimizer], now: "Schedule", divisor
     for optimizer in optimizers:
         optimizer.wait()
         optimizer.grads.zero_()
-
-
-# ---- Schedules --------------------------------------------------------------
-@dataclass
-class Schedule:
-    """What changes from step to step."""
-
-    stage: int
-    seq_len: int  # tokens of a sequence
-    window: int  # the long one, in blocks
-    lr_factor: float  # of all rates
-    momentum: float  # Muon's
-
-
-def schedule(step: int, cfg) -> Schedule:
-    """The schedule of a step from 0 to num_iterations. The last one only validates."""
-    progress = step / cfg.num_iterations
-
-    # Learning rate: linearly down to 0.1
-    high = min(1.0, (1 - progress) / cfg.cooldown_frac)
-    lr_factor = high + (1 - high) * 0.1
-
-    # Muon's momentum: up from 0.85 in the first 300 steps
-    high = min(1.0, step / 300)
-    momentum = high * cfg.muon_momentum + (1 - high) * 0.85
-
-    return Schedule(
-        stage=0,  # all steps run the same kernels
-        seq_len=cfg.seq_lens[0],
-        # The long window grows linearly, from one block on: @fernbear.bsky.social
-        window=max(1, math.ceil(cfg.window_tokens * step / cfg.num_iterations / BLOCK)),
-        lr_factor=lr_factor,
-        momentum=momentum,
-    )
 
 
 # ---- Training ---------------------------------------------------------------
@@ -800,122 +842,6 @@ def cut_rows(tokens, documents, position: int, length: int, cfg):
     return np.stack(rows), int(documents[following])
 
 
-# Tile sizes of FlexAttention's backward pass for GPUs with less shared memory than an A100
-SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
-
-
-def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
-    """Set types and kernel options for this GPU, and compile. Returns the head's type."""
-    for name, module in model.named_modules():
-        if "embed" in name:
-            module.bfloat16()
-    can_fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
-    model.lm_head.use_fp8 = cfg.fp8_head and can_fp8
-    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    if shared_memory < 160 * 1024:
-        for block in model.blocks:
-            if block.attn:
-                block.attn.kernel_options = SMALL_TILES
-    model.compile(dynamic=False)
-    return "fp8" if model.lm_head.use_fp8 else "bf16"
-
-
-def accumulate_gradients(model: GPT, batches: list, now: Schedule) -> Tensor:
-    """Add up the gradients of a step's batches. Returns the mean loss, (1,).
-
-    The gradients are those of the sum over tokens, not of the mean.
-    """
-    total = 0
-    tokens = 0
-    for inputs, targets in batches:
-        loss = model(inputs, targets)
-        loss.backward()
-        total = total + loss.detach()
-        tokens += targets.numel()
-    return total.view(1) / tokens
-
-
-def train(run: "Run", cfg):
-    """The training loop. It ends after the last step, or when a signal asks it to stop."""
-    last = cfg.num_iterations
-    run.clock.start()
-    for step in range(run.first_step, last + 1):  # the last round only validates
-        now = schedule(step, cfg)
-        run.model.set_window(now.window)
-
-        if run.validation_is_due(step):
-            run.clock.stop()
-            run.validate(step)
-            run.clock.start()
-
-        if run.checkpoint_is_due(step, complete=True):
-            run.clock.stop()
-            run.save_checkpoint(step)
-            run.clock.start()
-        if step == last or run.is_asked_to_stop(step, complete=True):
-            break
-
-        batches = run.loader.next_step(now.seq_len)
-        losses = accumulate_gradients(run.model, batches, now)
-        run.health.check(step, losses)
-        step_optimizers(run.optimizers, now, divisor=cfg.sequences_per_step)
-        run.log_step(step + 1, num_targets=1)
-    run.clock.stop()
-
-
-# ==== Harness: below this line every record has the same bytes ===============
-SCRIPT = Path(__file__).resolve()
-ROOT = SCRIPT.parents[2] if SCRIPT.parents[1].name == "records" else SCRIPT.parent
-
-
-class UserError(Exception):
-    """An error that a user can mend. It ends the run in one line, with exit code 2."""
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-# ---- Data -------------------------------------------------------------------
-# A shard is a header of 256 little-endian int32 (magic, version, number of tokens), then the
-# tokens as uint16.
-HEADER_BYTES = 1024
-MAGIC = 20240520  # of llm.c's shards
-VERSION = 1  # of their format
-
-
-def find_shards(pattern: str) -> list[Path]:
-    """Files that match the glob, in the current folder or else in the repository, sorted.
-
-    Raises UserError.
-    """
-    files = glob.glob(pattern) or glob.glob(str(ROOT / pattern))
-    if not files:
-        maker = next((x for x in ("pocket", "fineweb") if x in pattern), "text")
-        raise UserError(f"no file matches {pattern!r}; make the data with: python data/{maker}.py")
-    return [Path(file) for file in sorted(files)]
-
-
-def shard_size(path: Path) -> int:
-    """Number of tokens in a shard. Raises UserError where header and file size disagree."""
-    bytes_after_header = path.stat().st_size - HEADER_BYTES
-    header = np.fromfile(path, "<i4", 3).tolist()
-    # This also finds a download that was cut short.
-    if header != [MAGIC, VERSION, bytes_after_header / 2]:
-        raise UserError(f"{path}: no whole shard of version {VERSION}; make or fetch it again")
-    return header[2]
-
-
-def read_shard(path: Path, vocab_size: int) -> np.ndarray:
-    """The shard's tokens, uint16. Raises UserError where one is not in the vocabulary."""
-    tokens = np.fromfile(path, "<u2", shard_size(path), offset=HEADER_BYTES)
-    largest = tokens.max(initial=0)
-    if largest >= vocab_size:
-        raise UserError(f"{path}: has token {largest}; raise --vocab_size {vocab_size} "
-                        "or name other data")
-    return tokens
-
-
 def consecutive_rows(tokens, position: int, length: int, cfg):
     """Sequences in order or, with a stride, spread over the shard; as `cut_rows` returns them.
 
@@ -939,6 +865,111 @@ def consecutive_rows(tokens, position: int, length: int, cfg):
     return np.stack(rows), last * length
 
 
+# Tile sizes of FlexAttention's backward pass for GPUs with less shared memory than an A100
+SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
+
+
+def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
+    """Set types and kernel options for this GPU, and compile. Returns the head's type."""
+    for name, module in model.named_modules():
+        if "embed" in name:
+            module.bfloat16()
+    can_fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
+    model.lm_head.use_fp8 = cfg.fp8_head and can_fp8
+    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if shared_memory < 160 * 1024:
+        for block in model.blocks:
+            if block.attn:
+                block.attn.kernel_options = SMALL_TILES
+    model.compile(dynamic=False)
+    return "fp8" if model.lm_head.use_fp8 else "bf16"
+
+
+def accumulate_gradients(model, batches, now) -> Tensor:
+    """Add up the gradients of a step's batches. Returns the mean loss, (1,).
+
+    The gradients are those of the sum over tokens, not of the mean.
+    """
+    total = 0
+    tokens = 0
+    for inputs, targets in batches:
+        loss = model(inputs, targets)
+        loss.backward()
+        total = total + loss.detach()
+        tokens += targets.numel()
+    return total.view(1) / tokens
+
+
+def train(run, cfg):
+    """The training loop. It ends after the last step, or after a save when a signal asks it to.
+
+    run: the harness below the banner. It holds model, optimizers and data, and its `pause`
+    validates and saves where that is due, while the clock stands.
+    """
+    for step in range(run.first_step, cfg.num_iterations + 1):  # the last round only validates
+        now = schedule(step, cfg)
+        run.model.set_window(now.window)
+
+        if run.pause(step, complete=True):
+            break
+
+        batches = run.loader.next_step(now.seq_len)
+        losses = accumulate_gradients(run.model, batches, now)
+        run.health.check(step, losses)
+        step_optimizers(run.optimizers, now, divisor=cfg.sequences_per_step)
+        run.log_step(step + 1)
+
+
+# ==== Harness: below this line every record has the same bytes ===============
+SCRIPT = Path(__file__).resolve()
+
+
+class UserError(Exception):
+    """An error that a user can mend. It ends the run in one line, with exit code 2."""
+
+
+# ---- Data -------------------------------------------------------------------
+# A shard is a header of 256 little-endian int32 (magic, version, number of tokens), then the
+# tokens as uint16.
+HEADER_BYTES = 1024
+MAGIC = 20240520  # of llm.c's shards
+VERSION = 1  # of their format
+
+
+def find_shards(pattern: str) -> list[Path]:
+    """Files that match the glob, sorted: in the current folder, or else in one above the script.
+
+    Raises UserError.
+    """
+    for folder in (Path(), *SCRIPT.parents):
+        paths = [folder / name for name in glob.glob(pattern, root_dir=folder)]
+        files = sorted(filter(Path.is_file, paths))
+        if files:
+            return files
+    raise UserError(f"no file matches {pattern!r}; make the data first: python data/pocket.py, "
+                    "data/fineweb.py or data/text.py")
+
+
+def shard_size(path: Path) -> int:
+    """Number of tokens in a shard. Raises UserError where header and file size disagree."""
+    bytes_after_header = path.stat().st_size - HEADER_BYTES
+    header = np.fromfile(path, "<i4", 3).tolist()
+    # This also finds a download that was cut short.
+    if header != [MAGIC, VERSION, bytes_after_header / 2]:
+        raise UserError(f"{path}: no whole shard of version {VERSION}; make or fetch it again")
+    return header[2]
+
+
+def read_shard(path: Path, vocab_size: int) -> np.ndarray:
+    """The shard's tokens, uint16. Raises UserError where one is not in the vocabulary."""
+    tokens = np.fromfile(path, "<u2", shard_size(path), offset=HEADER_BYTES)
+    largest = tokens.max(initial=0)
+    if largest >= vocab_size:
+        raise UserError(f"{path}: has token {largest}; raise --vocab_size {vocab_size} "
+                        "or name other data")
+    return tokens
+
+
 class TokenLoader:
     """Gives rank r the r-th part of each step's sequences.
 
@@ -946,9 +977,10 @@ class TokenLoader:
     reads the next shard ahead.
     """
 
-    def __init__(self, cfg, ranks, shard=0, position=0):
+    def __init__(self, cfg, ranks, shard=0, position=0, log=print):
         self.cfg = cfg
         self.ranks = ranks
+        self.log = log
         if cfg.sequences_per_step % ranks.world_size:
             raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
                             f"the {ranks.world_size} ranks must divide it")
@@ -956,13 +988,11 @@ class TokenLoader:
         # All forward passes of a step have as many.
         self.per_forward = math.gcd(sequences, cfg.sequences_per_forward)
         self.files = find_shards(cfg.train_files)  # in the order of reading
-        needed = cfg.sequences_per_step * max(cfg.seq_lens)  # a step is cut from one shard
+        self.size = 0  # tokens of all files
         digest = hashlib.sha256()  # of each shard's name, size and first MiB
         for path in self.files:
             size = shard_size(path)
-            if size <= needed:
-                raise UserError(f"{path}: {size} tokens, a step takes {needed} and one more; "
-                                "lower --seq_lens")
+            self.size += size
             digest.update(f"{path.name} {size}".encode())
             digest.update(np.fromfile(path, "u1", 2**20))
         self.digest = digest.hexdigest()[:16]  # tells other training data apart
@@ -980,8 +1010,7 @@ class TokenLoader:
         """Take the shard that was read ahead, and begin to read the next one."""
         self.place = (shard, position)  # the same on any number of ranks
         self.tokens, self.documents = self.ahead.result()
-        if len(self.files) > 1:  # else the next one is this one
-            self.ahead = self.reader.submit(self.read, shard + 1)
+        self.ahead = self.reader.submit(self.read, shard + 1)
 
     def next_step(self, length):
         """This rank's inputs and targets for each forward pass. Raises UserError without data."""
@@ -995,6 +1024,8 @@ class TokenLoader:
                 parts = rows.reshape(self.ranks.world_size, -1, self.per_forward, length + 1)
                 return [to_batch(part, self.ranks.device) for part in parts[self.ranks.rank]]
             self.begin_shard(shard + 1)  # after the last one the first again
+            if (shard + 1) % len(self.files) == 0:
+                self.log(f"the training data begin again: {self.cfg.train_files}")
         raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
                         "lower --seq_lens or --sequences_per_step")
 
@@ -1027,9 +1058,8 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
     count = len(tokens) - 1  # the first token has no prediction
     length = cfg.val_seq_len
     # As many sequences at once as a training pass has tokens for, at least one
-    fitting = min(cfg.sequences_per_forward * max(cfg.seq_lens), count) // length
-    size = length * max(1, fitting)  # tokens of a forward pass
-    tokens = np.pad(tokens, (0, size))  # for the last pass
+    size = length * max(1, cfg.sequences_per_forward * max(cfg.seq_lens) // length)
+    tokens = np.pad(tokens, (0, size))  # the last pass is as large as the others
     for start in range(ranks.rank * size, count, ranks.world_size * size):
         part = tokens[start : start + size + 1]
         # (sequences, length + 1): the last token of a row is the first of the next row.
@@ -1042,14 +1072,11 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
 
 
 # ---- Checkpoints ------------------------------------------------------------
-# Settings that a resumed run may change. All others must be those of its checkpoint.
-MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every sequences_per_forward
-    target_loss device run_id warmup_steps head_chunks save_every resume""".split()
 NEW_RUN = dict(step=0, loader=(0, 0), train_time_ms=0.0)
 
 
-def write_checkpoint(path: Path, state: dict, keep: int):
-    """Write the state, whole or not at all, and keep the newest files. Raises UserError."""
+def write_checkpoint(path: Path, state: dict):
+    """Write the state, whole or not at all, and keep the newest three. Raises UserError."""
     temporary = path.with_suffix(".tmp")  # no checkpoint yet
     try:
         with temporary.open("wb") as file:
@@ -1062,58 +1089,48 @@ def write_checkpoint(path: Path, state: dict, keep: int):
         cause = error.__context__ or error
         raise UserError(f"{path}: not written ({cause}); make room, --resume auto") from None
     saved = sorted(path.parent.glob("step-*.pt"), key=os.path.getmtime)
-    for old in saved[:-keep]:
+    for old in saved[:-3]:
         old.unlink()
 
 
 def load_checkpoint(path: Path) -> dict:
-    """The state at `path`. Raises UserError where a checksum or a value is wrong."""
+    """The state at `path`. Raises UserError where it is damaged or has a value that is not finite.
+
+    Settings are saved in the form of flags, so that the same parser checks them.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint; give its path, or auto with --run_id")
     try:
         with zipfile.ZipFile(path) as file:  # as torch.save writes it, with checksums
-            assert file.testzip() is None, "damaged"
+            damaged = file.testzip()
+        if damaged:
+            raise ValueError(f"{damaged} is damaged")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        check_hyperparameters(Hyperparameters(**state["hyperparameters"]))
-        # Missing parts and wrong types raise here.
-        shard, position = state["loader"]
-        for count in (state["step"], state["threads"] - 1, shard, position):
-            assert type(count) is int and count >= 0, "a count is wrong"
-        assert 0 <= state["train_time_ms"] < math.inf, "the time is wrong"
+        settings = [f"--{name}={text}" for name, text in state["settings"].items()]
+        state["settings"] = parse_flags(settings)
+        if len(settings) < len(fields(Hyperparameters)):
+            raise ValueError("it lacks a setting")
         # A run resumed from NaN would fail at the same step for ever.
         for tensors in (state["model"], *state["optimizers"].values()):
             for name, tensor in tensors.items():
-                assert torch.isfinite(tensor).all(), f"{name} is not finite"
+                if not (tensor.is_floating_point() and tensor.isfinite().all()):
+                    raise ValueError(f"{name} is not finite")
     # zipfile and torch raise nearly any exception for a damaged file.
     except Exception as error:
-        cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise UserError(f"{path}: no whole checkpoint ({cause}); name another") from None
+        cause = str(error).partition(". ")[0]  # without torch's advice
+        raise UserError(f"{path}: no whole checkpoint of this script "
+                        f"({type(error).__name__}: {cause}); name another") from None
     return state
 
 
-def newest_checkpoint(folder: Path, log: Callable) -> Path | None:
-    """The newest whole checkpoint of a run."""
+def newest_checkpoint(folder: Path):
+    """Path and state of a run's newest whole checkpoint. Without one, those of a new run."""
     for path in sorted(folder.glob("step-*.pt"), reverse=True):
         try:
-            load_checkpoint(path)
-            return path
+            return str(path), load_checkpoint(path)
         except UserError as error:
-            log(f"skipped {error}")
-    log(f"no checkpoint in {folder}: starting afresh")
-
-
-def check_same_run(state: dict, cfg, data: str):
-    """Raise UserError where `cfg` or the training data, if any, are not the checkpoint's."""
-    differing = []  # all are told at once
-    for name, theirs in state["hyperparameters"].items():
-        ours = getattr(cfg, name)
-        if ours != theirs and name not in MAY_CHANGE:
-            differing.append(f"{name} {theirs!r}, now {ours!r}")
-    if state["step"] > cfg.num_iterations:
-        differing.append(f"num_iterations, its step is {state['step']}")
-    # A finished run is evaluated without training data.
-    if data and state["data"] != data:
-        differing.append("the training data")
-    if differing:
-        raise UserError(f"{cfg.resume}: of another run; what differs: {'; '.join(differing)}")
+            print(f"skipped {error}", file=sys.stderr)
+    return "", NEW_RUN
 
 
 # ---- Ranks and log ----------------------------------------------------------
@@ -1122,35 +1139,20 @@ class Ranks:
 
     def __init__(self, cfg):
         # torchrun sets these. Without it there is one process.
-        self.world_size = environment_int("WORLD_SIZE", 1, 2**16)
-        self.rank = environment_int("RANK", 0, self.world_size - 1)
-        # The rank among those of this machine
-        local_rank = environment_int("LOCAL_RANK", 0, self.world_size - 1)
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
         gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
-        if local_rank >= gpus > 0 or (cfg.device == "cuda" and not gpus):
+        if local_rank >= gpus and (gpus or cfg.device == "cuda"):
             raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
         self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
         if gpus:
             self.device = torch.device("cuda", local_rank)
             torch.cuda.set_device(self.device)  # "cuda" now means this one
-            if not torch.cuda.is_bf16_supported(including_emulation=False):
-                raise UserError(f"--device {cfg.device}: this GPU has no bf16; use --device cpu")
         if self.world_size > 1:
-            self.meet("cpu:gloo,cuda:nccl" if gpus else "gloo")  # gloo for objects of the host
-
-    def meet(self, backend):
-        # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-        try:
-            store = next(dist.rendezvous("env://"))[0]
-        except ValueError as error:
-            raise UserError(f"WORLD_SIZE={self.world_size}: {error}; start by torchrun") from None
-        # After a restart by torchrun the store still holds the addresses of dead ranks, so each
-        # attempt has its own prefix.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(attempt, store)
-        dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.world_size)
+            # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
+            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+            dist.init_process_group()
 
     def all_gather(self, x):
         """(N,) of every rank, as (ranks, N)."""
@@ -1159,55 +1161,26 @@ class Ranks:
             dist.all_gather_into_tensor(rows.view(-1), x)
         return rows
 
-    def from_rank_0(self, value):
-        """Rank 0's value, on all ranks."""
-        values = [value]
-        if self.world_size > 1:
-            dist.broadcast_object_list(values, src=0)
-        return values[0]
 
-    def wait_for_device(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def environment_int(name: str, default: int, most: int) -> int:
-    """A variable of torchrun's, from the default to `most`. Raises UserError."""
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal() or not default <= int(text) <= most:
-        raise UserError(f"{name}={text}: must be from {default} to {most}; start by torchrun")
-    return int(text)
-
-
-def choose_threads() -> int:
-    """As many threads as cores are idle. A thread that waits for a core holds up all others."""
-    most = torch.get_num_threads()  # OMP_NUM_THREADS, or the number of cores
-    if "OMP_NUM_THREADS" in os.environ or not Path("/proc/stat").exists():
-        return most
-    before = idle_seconds()
-    time.sleep(0.2)  # Linux counts in hundredths of a second
-    idle = (idle_seconds() - before) / 0.2
-    return min(most, max(1, round(idle)))
-
-
-def idle_seconds() -> float:
-    """Idle time of all cores since Linux started, summed."""
-    total = Path("/proc/stat").read_text().split()
-    return int(total[4]) / os.sysconf("SC_CLK_TCK")  # after the label: user, nice, system, idle
-
-
-def device_facts(device: torch.device) -> tuple[str, int]:
-    """Name of the GPU or CPU, and peak memory of the GPU or this process in MiB."""
+def machine_facts(device: torch.device) -> dict:
+    """What a log tells of the machine and of its software."""
+    folder = shlex.quote(str(SCRIPT.parent))
+    facts = dict(
+        device=f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})",
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+        commit=collect_env.run(f"git -C {folder} rev-parse HEAD")[1],  # empty without git
+    )
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        return torch.cuda.get_device_name(device), peak // 2**20
-    name = os.uname().machine
-    info = Path("/proc/cpuinfo")
-    known = info.exists() and re.search(r"model name\s*: (.*)", info.read_text())
-    if known:
-        name = known[1]
-    unit = 2**20 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
-    return f"cpu ({name})", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+        facts |= dict(
+            device=torch.cuda.get_device_name(device),
+            gpus=torch.cuda.device_count(),
+            cuda=torch.version.cuda,
+            driver=collect_env.get_nvidia_driver_version(collect_env.run),
+            nccl=torch.cuda.nccl.version(),
+            triton=version("triton"),
+        )
+    return facts
 
 
 class Log:
@@ -1217,98 +1190,60 @@ class Log:
     """
 
     def __init__(self, cfg, ranks):
-        self.run_id = cfg.run_id
-        if not cfg.run_id:
-            self.run_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
-        self.folder = Path("logs") / self.run_id  # in the current folder
+        self.run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S")
+        self.folder = Path("logs", self.run_id)  # in the current folder
         self.path = self.folder / "log.txt"
-        self.enabled = ranks.rank == 0  # to write and to print
+        self.enabled = ranks.rank == 0
         self.file = None
-        # A full disk leaves an empty one.
-        self.is_new = not (self.path.exists() and self.path.stat().st_size)
-        if self.enabled and not (self.is_new or cfg.resume):
+        if self.path.exists() and not cfg.resume:
             raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
                             "its run by --resume auto, or name another --run_id")
 
     def open(self, header):
-        """Open the log. A new one begins with the header."""
+        """Open the log, for this run alone. A new one begins with the header. Raises UserError."""
         if self.enabled:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = self.path.open("a", buffering=1, errors="replace")  # line by line
-            if self.is_new:
+            self.file = self.path.open("a", buffering=1, encoding="utf-8")  # line by line
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(f"--run_id {self.run_id}: another process runs it now") from None
+            if self.file.tell() == 0:
                 self.file.write(header)
 
-    def __call__(self, text, console=True):
+    def __call__(self, text, more="", console=True):
+        """Write the text to the log; print it to the console, with more."""
         if self.file:
             self.file.write(text + "\n")
         if self.enabled and console:
-            print(text, flush=True)
-
-    def step(self, step, last, ms, **losses):
-        """A step's line. The console shows every tenth of the run."""
-        text = f"step:{step}/{last}"
-        for name, loss in losses.items():
-            text += f" {name}:{loss:.4f}"
-        text += f" train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"
-        is_tenth = step * 10 // last > (step - 1) * 10 // last
-        self(text, console=is_tenth or "val_loss" in losses)
-
-
-class Clock:
-    """Milliseconds of training: the time between each start and the next stop."""
-
-    def __init__(self, ranks, ms):
-        self.ranks = ranks
-        self.ms = ms  # up to the last stop
-        self.started = None  # in seconds; None while stopped
-
-    def start(self):
-        self.started = time.perf_counter()
-
-    def stop(self):
-        """Stop once the device has finished its work."""
-        self.ranks.wait_for_device()
-        self.ms = self.read()
-        self.started = None
-
-    def read(self):
-        if self.started is None:
-            return self.ms
-        return self.ms + 1000 * (time.perf_counter() - self.started)
+            print(text + more, flush=True)
 
 
 class Health:
-    """Ranks exchange their losses at every step, and whether a signal asks the run to stop.
+    """Ranks exchange their losses at every step, and whether a signal told one of them to stop.
 
     On CUDA this is read one step late, so that the host never waits for the current step.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: a connection was closed
-
     def __init__(self, ranks):
         self.ranks = ranks
         self.news = []  # not read yet: step, rows of all ranks, CUDA event
-        self.signal = 0  # received by this rank
-        self.stopping = 0  # received by any rank
+        self.told_to_stop = False  # this rank
+        self.stopping = False  # any rank was told to
         self.losses = []  # of the step read last
-        for number in self.SIGNALS:
-            # Under nohup SIGHUP stays ignored.
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
+        signal.signal(signal.SIGINT, self.on_signal)
 
     def on_signal(self, number, frame):
-        self.signal = number
-        for each in self.SIGNALS:
-            signal.signal(each, signal.SIG_DFL)  # a second signal ends the process at once
+        self.told_to_stop = True
 
     def check(self, step, losses):
         """Exchange the losses of a step before its update. Raises UserError, as `read`."""
-        news = torch.cat([losses.float(), torch.full_like(losses[:1], self.signal)])
+        news = torch.cat([losses.float(), torch.full_like(losses[:1], self.told_to_stop)])
         rows = self.ranks.all_gather(news).to("cpu", non_blocking=True)
         event = None
         if news.is_cuda:
-            event = torch.cuda.Event()  # marks the end of the copy above
-            event.record()
+            event = torch.cuda.current_stream().record_event()  # after the copy above
         self.news.append((step, rows, event))
         self.read(late=int(news.is_cuda))
 
@@ -1318,12 +1253,11 @@ class Health:
             step, rows, event = self.news.pop(0)
             if event:
                 event.synchronize()
-            for rank, loss in enumerate(rows[:, 0].tolist()):
-                if not math.isfinite(loss):
-                    raise UserError(f"step {step}: the loss is {loss} on rank {rank}; "
-                                    "lower the learning rates")
-            *self.losses, _ = rows.mean(0).tolist()  # all ranks have as many tokens
-            self.stopping = int(rows[:, -1].max())
+            *self.losses, stops = rows.mean(0).tolist()  # all ranks have as many tokens
+            self.stopping = stops > 0
+            if not math.isfinite(self.losses[0]):
+                raise UserError(f"step {step}: the loss is {self.losses[0]}; "
+                                "lower the learning rates")
 
 
 # ---- The run ----------------------------------------------------------------
@@ -1348,15 +1282,24 @@ def build(cfg, ranks):
 
 
 def load_state(model, optimizers, state, path):
-    """Load weights and optimizer state. Raises UserError, which names what does not fit."""
-    part = "weights"
+    """Load weights and optimizer state. Raises UserError where they do not fit."""
     try:
         model.load_state_dict(state["model"])
         for optimizer in optimizers:
-            part = f"optimizer of {optimizer.name}"
             optimizer.load_full_state(state["optimizers"][optimizer.name])
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        raise UserError(f"{path}: {part}: {error}; name another checkpoint") from None
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"{path}: does not fit ({error}); name another checkpoint") from None
+
+
+def plan(cfg):
+    """The first step of each stage, and how many tokens a run trains on."""
+    first_steps = {}
+    tokens = 0
+    for step in range(cfg.num_iterations):
+        now = schedule(step, cfg)
+        first_steps.setdefault(now.stage, step)
+        tokens += cfg.sequences_per_step * now.seq_len
+    return first_steps, tokens
 
 
 class Run:
@@ -1367,28 +1310,21 @@ class Run:
         self.ranks = ranks
         self.log = log
         self.last = cfg.num_iterations  # this step only validates
-        self.first_step = state["step"]
-        self.saved_step = self.first_step  # of the newest checkpoint
-        self.exit_code = 0
-        self.val_loss = math.nan
+        self.first_step = self.saved_step = state["step"]
+        self.first_steps, self.tokens = plan(cfg)
         # The data are checked before the model is built.
         self.val_tokens = read_val_tokens(cfg)
         self.loader = None  # evaluation needs no training data
         self.data = ""  # digest of the training data
         if self.first_step < self.last:
-            self.loader = TokenLoader(cfg, ranks, *state["loader"])
+            self.loader = TokenLoader(cfg, ranks, *state["loader"], log)
             self.data = self.loader.digest
-        if cfg.resume:
-            check_same_run(state, cfg, self.data)
+            check_data(cfg, self.loader, self.tokens, state.get("data", self.data))
         self.model, self.optimizers = build(cfg, ranks)
-        self.health = Health(ranks)  # catches signals from here on
-        self.clock = Clock(ranks, state["train_time_ms"])
-        self.facts = dict(
-            device=device_facts(ranks.device)[0],
-            torch=torch.__version__,
+        self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
+        self.facts = machine_facts(ranks.device) | dict(
             seed=cfg.seed,
             world_size=ranks.world_size,
-            threads=torch.get_num_threads(),
             parameters=sum(optimizer.numel for optimizer in self.optimizers),
         )
         self.write_header()
@@ -1397,305 +1333,278 @@ class Run:
         if cfg.resume:
             load_state(self.model, self.optimizers, state, cfg.resume)
             log(f"resumed at step:{self.first_step} from {cfg.resume}")
+        self.health = Health(ranks)  # catches signals from here on
+        self.started = time.perf_counter()  # the clock
 
     def write_header(self):
         """Begin the log with the script and all settings."""
-        val_digest = hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16]
         values = asdict(self.cfg) | self.facts | dict(
             run_id=self.log.run_id,
-            python=sys.version.split()[0],
             head=self.model.head_type,
             head_chunks=self.model.head_chunks,
             train_digest=self.data,
-            val_digest=val_digest,
+            val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
         )
         lines = [f"{key}: {show(value)}" for key, value in values.items()]
         rule = "=" * 100  # the end of the source
-        self.log.open("\n".join([SCRIPT.read_text(), rule, *lines, rule, ""]))
+        self.log.open("\n".join([SCRIPT.read_text("utf-8"), rule, *lines, rule, ""]))
         # The first line of the console
-        summary = ("{device}, {threads} thread(s), {world_size} rank(s), "
-                   "{parameters:,} parameters, {head} head in {head_chunks} piece(s), "
-                   "logs/{run_id}")
-        self.log(summary.format(**values))
+        self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
+                 "{head} head in {head_chunks} piece(s), logs/{run_id}".format(**values))
 
     def warm_up(self):
         """Run every kernel on blank tokens, then restore weights and optimizer state."""
-        if self.ranks.device.type == "cuda":
+        cfg = self.cfg
+        device = self.ranks.device
+        if device.type == "cuda":
             self.log("warming up; a GPU compiles for 1 to 3 minutes the first time ...")
         tensors = []
         for optimizer in self.optimizers:
             tensors += optimizer.tensors()
         # On the host: a GPU may have no room for a copy.
         before = [tensor.to("cpu", copy=True) for tensor in tensors]
-        runs = {}  # steps run in each stage, as shapes differ between stages
-        for step in range(self.last):
-            now = schedule(step, self.cfg)
-            runs[now.stage] = runs.get(now.stage, 0) + 1
-            if runs[now.stage] <= self.cfg.warmup_steps:
+        for first in self.first_steps.values():  # shapes differ between stages
+            for step in range(first, first + cfg.warmup_steps):
+                now = schedule(step, cfg)
                 tokens = np.zeros((self.loader.per_forward, now.seq_len + 1), int)
-                batch = to_batch(tokens, self.ranks.device)
-                accumulate_gradients(self.model, [batch], now)
+                accumulate_gradients(self.model, [to_batch(tokens, device)], now)
                 step_optimizers(self.optimizers, now, tokens.size)
         # A validation sequence for each rank
-        tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
-        validate(self.model, tokens, self.cfg, self.ranks)
+        tokens = np.zeros(self.ranks.world_size * cfg.val_seq_len + 1, int)
+        validate(self.model, tokens, cfg, self.ranks)
         for tensor, value in zip(tensors, before):
             tensor.copy_(value)  # in place, since kernels and views keep their addresses
         for optimizer in self.optimizers:
             optimizer.grads.zero_()
 
-    def validation_is_due(self, step):
-        every = self.cfg.val_every  # 0: only the last step
-        return step == self.last or (every > 0 and step % every == 0)
+    def pause(self, step, complete) -> bool:
+        """Validate and save before a step, where that is due. Returns whether the run ends here.
 
-    def validate(self, step):
-        """Validate and log. Raises UserError, as `check_weights`."""
-        self.check_weights(step)
-        self.val_loss = validate(self.model, self.val_tokens, self.cfg, self.ranks)
-        if not math.isfinite(self.val_loss):
-            raise UserError(f"step {step}: the validation loss is {self.val_loss}")
-        self.log.step(step, self.last, self.clock.read(), val_loss=self.val_loss)
+        complete: no gradients are waiting for the next step, so nothing is lost by a save.
+        """
+        cfg = self.cfg
+        is_last = step == self.last
+        stops = self.health.stopping and not is_last
+        validates = is_last or (cfg.val_every and step % cfg.val_every == 0)
+        saves = False
+        # The step that a run was resumed from is saved already.
+        if cfg.save_every and step > self.first_step:
+            passed = step // cfg.save_every > self.saved_step // cfg.save_every
+            saves = is_last or (complete and (passed or stops))
+        if validates or saves:
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize()  # the GPU finishes what it was given
+            self.train_time_ms = self.elapsed_ms()
+            if validates:
+                self.val_loss = validate(self.model, self.val_tokens, self.cfg, self.ranks)
+                self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
+            if saves:
+                self.save_checkpoint(step)
+            self.started = time.perf_counter()
+        self.stopped = stops and (saves or not cfg.save_every)
+        return is_last or self.stopped
 
-    def check_weights(self, step):
-        """Raise UserError where weights or state are not finite, or ranks' weights differ."""
-        self.health.read()  # all that a GPU has still to tell
-        for optimizer in self.optimizers:
-            finite = [torch.isfinite(tensor).all() for tensor in optimizer.tensors()]
-            checksum = optimizer.weights.view(torch.uint8).sum()  # of their bits
-            rows = self.ranks.all_gather(torch.stack([*finite, checksum]))
-            name = optimizer.name
-            if not rows[:, :-1].all():
-                raise UserError(f"step {step}: {name}: a weight or a state is not finite; "
-                                "lower the learning rates")
-            if len(rows[:, -1].unique()) > 1:
-                raise UserError(f"step {step}: {name}: the ranks' weights have drifted apart")
+    def elapsed_ms(self):
+        """Time spent on training: what was counted before, and since the clock started."""
+        return self.train_time_ms + 1000 * (time.perf_counter() - self.started)
 
-    def checkpoint_is_due(self, step, complete):
-        """Whether to save now. `complete`: no gradients are waiting for the next step."""
-        every = self.cfg.save_every  # 0: never
-        # The step a run was resumed from is saved already.
-        if not every or step == self.first_step:
-            return False
-        passed = step // every > self.saved_step // every  # a multiple of it since the last one
-        return step == self.last or (complete and (passed or self.health.stopping > 0))
+    def log_losses(self, step, ms, **losses):
+        """Log a step's losses. The console shows each tenth of the run, and the time left."""
+        average = ms / max(1, step)
+        text = f"step:{step}/{self.last}"
+        for name, loss in losses.items():
+            text += f" {name}:{loss:.4f}"
+            if not math.isfinite(loss):
+                raise UserError(f"{text}; lower the learning rates")
+        text += f" train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
+        left = f" left:{average * (self.last - step) / 1000:.0f}s"
+        is_tenth = step * 10 // self.last > (step - 1) * 10 // self.last
+        self.log(text, left, console=is_tenth or "val_loss" in losses)
 
     def save_checkpoint(self, step):
         """Save all that a resumed run needs to be equal to the bit. Raises UserError."""
-        self.check_weights(step)
         self.saved_step = step
         state = dict(
             step=step,
-            hyperparameters=asdict(self.cfg),
+            settings={name: show(value) for name, value in asdict(self.cfg).items()},
             data=self.data,
             loader=self.loader.place,
             threads=torch.get_num_threads(),
-            train_time_ms=self.clock.read(),
+            train_time_ms=self.train_time_ms,
             model=self.model.state_dict(),
             optimizers={each.name: each.full_state() for each in self.optimizers},
         )
         # Leading zeros let names sort by step.
         path = self.log.folder / f"step-{step:06d}.pt"
-        # Two are kept in case the newest is damaged, and the final one beside them.
         if self.ranks.rank == 0:
-            write_checkpoint(path, state, keep=2 + (step == self.last))
+            write_checkpoint(path, state)
 
-    def is_asked_to_stop(self, step, complete):
-        """Whether a signal asks to stop and nothing is left to save."""
-        stopping = self.health.stopping
-        if not stopping or (self.cfg.save_every and not complete):
-            return False
-        advice = "nothing is saved, as --save_every is 0"
-        if self.cfg.save_every:
-            advice = f"to go on: --run_id {self.log.run_id} --resume auto"
-        self.log(f"stopped at step:{step} by {signal.Signals(stopping).name}; {advice}")
-        self.exit_code = 128 + stopping  # as shells report a signal
-        return True
-
-    def log_step(self, step, num_targets):
-        """Log the loss that is minimised and, if it has more targets, the next token's."""
-        names = ("train_loss", "next_token_loss")[:num_targets]
-        losses = dict(zip(names, self.health.losses))
-        self.log.step(step, self.last, self.clock.read(), **losses)
+    def log_step(self, step):
+        """Log the loss that is minimised and, where a record has it, the next token's."""
+        losses = dict(zip(("train_loss", "next_token_loss"), self.health.losses))
+        self.log_losses(step, self.elapsed_ms(), **losses)
 
     def finish(self):
-        """Log the results. Returns the exit code."""
-        if self.exit_code:
-            return self.exit_code
-        tokens = 0  # trained on
-        for step in range(self.last):
-            tokens += self.cfg.sequences_per_step * schedule(step, self.cfg).seq_len
+        """Log the results."""
+        target = self.cfg.target_loss
+        reached = "reached" if self.val_loss <= target else "not reached"
+        self.log(f"target loss {target}: {reached}")
         results = dict(
             val_loss=f"{self.val_loss:.6f}",
-            train_time_ms=f"{self.clock.ms:.0f}",
+            train_time_ms=f"{self.train_time_ms:.0f}",
             steps=self.last,
-            tokens=tokens,
-            tokens_per_second=f"{1000 * tokens / self.clock.ms:.0f}",
-            peak_memory_mib=device_facts(self.ranks.device)[1],  # of rank 0
+            tokens=self.tokens,
+            peak_memory_mib=torch.cuda.max_memory_allocated() // 2**20,  # of rank 0's GPU
             **self.facts,
         )
         self.log("---")  # programs read what follows
         for key, value in results.items():
             self.log(f"{key}: {value}")
-        return 0
+
+
+def check_data(cfg, loader, tokens, digest):
+    """Raise UserError where training data are not the checkpoint's, held out, or too few."""
+    files = f"--train_files {cfg.train_files}"
+    if loader.digest != digest:
+        raise UserError(f"{files}: not the data of {cfg.resume}")
+    if set(loader.files) & set(find_shards(cfg.val_files)):
+        raise UserError(f"{files}: --val_files has a file of these, too")
+    if tokens > loader.size:
+        message = f"{files}: {loader.size} tokens, read again as the run takes {tokens}"
+        if cfg.preset == "record" and not cfg.repeat_data:
+            shards = math.ceil(tokens / 1e8)  # of FineWeb
+            raise UserError(f"{message}; fetch more: python data/fineweb.py {shards}, "
+                            "or --repeat_data true")
+        loader.log(message)
 
 
 # ---- Command line -----------------------------------------------------------
+# Flags that may differ from the checkpoint of a resumed run
+MAY_CHANGE = ("num_iterations", "train_files", "val_files", "val_tokens", "val_every", "device",
+              "sequences_per_forward", "head_chunks", "run_id", "save_every", "resume")
+MAY_BE_ZERO = ("seed", "val_every", "warmup_steps", "head_chunks", "save_every", "eot_token",
+               "max_document_tokens", "extension_steps", "freeze_steps", "momentum_cooldown",
+               "skip_layer", "backout_layer")
+
+
 def show(value) -> str:
     """A value in the form that its flag takes."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def parse_value(text: str, default):
-    """A flag's text as a value of the default's type. Raises ValueError."""
-    if isinstance(default, bool):
-        return ["false", "true"].index(text.lower()) == 1
-    if isinstance(default, tuple):
-        return tuple(type(default[0])(entry) for entry in text.split(","))
-    return type(default)(text)
+def flag_type(name, default):
+    """What turns the text of a flag into a value like the default. It raises ValueError."""
+    kind = type(default)
+    least = kind is int and name not in MAY_BE_ZERO
+
+    def flag(text):
+        if kind is bool:
+            return ["false", "true"].index(text.lower()) == 1
+        if kind is tuple:
+            return tuple(map(flag_type(name, default[0]), text.split(",")))
+        value = kind(text)
+        if kind is not str and not least <= value < 2**31:  # too large for any machine
+            raise ValueError
+        return value
+
+    return flag
 
 
-def print_help():
-    """The docstring and the table of hyperparameters, as they stand above."""
-    def columns(row):
-        name, values, meaning = row.groups()
-        return f"  --{name:21} {values:29}{meaning}"
-
-    table = inspect.getsource(Hyperparameters).partition("class Hyperparameters:\n")[2]
-    print(__doc__)
-    print(re.sub(r"    (\w+): \w+ = (.*?)(  #.*|)$", columns, table.replace('"""', ""), flags=re.M))
-
-
-def parse_args(argv: list[str] | None, saved: dict | None = None) -> Hyperparameters:
-    """Hyperparameters: the flags given, then the preset or a checkpoint's saved values."""
+def parse_flags(argv) -> dict:
+    """The flags among these words, or those of the command line, as values. Raises UserError."""
     def error(message):
         raise UserError(f"{message}; --help lists the flags")
 
-    # argparse separates flags and values. The table has their types.
     parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
     parser.error = error  # one line, as all errors
-    parser.add_argument("-h", "--help", action="store_true")
-    table = {each.name: each for each in fields(Hyperparameters)}
-    for name in table:
-        parser.add_argument(f"--{name}")
-    given = vars(parser.parse_args(argv))
-    if "help" in given:
-        print_help()
-        sys.exit()
-    # Values come from the preset or the checkpoint, then from the flags.
-    preset = given.get("preset", "record")
-    if preset not in ("record", "pocket"):
-        error(f"--preset {preset}: must be record or pocket")
-    values = {}  # the record's are the defaults
-    if preset == "pocket":
-        values = {name: each.metadata["pocket"] for name, each in table.items()}
-    if saved and "preset" not in given:
-        values = saved | dict(device="auto", run_id="", resume="")
-    for name, text in given.items():
-        try:
-            values[name] = parse_value(text, table[name].default)
-        except ValueError:
-            error(f"--{name} {text}: must be like {show(table[name].default)}")
-    cfg = Hyperparameters(**values)
-    checked = cfg
-    if cfg.resume and not saved:  # the rest is checked with the values of the checkpoint
-        checked = Hyperparameters(device=cfg.device, run_id=cfg.run_id, resume=cfg.resume)
-    check_hyperparameters(checked)
+    # The comments of the table: `name: type = default  # meaning`
+    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text("utf-8"), re.M))
+    choices = dict(preset=["record", "pocket"], device=["auto", "cuda", "cpu"])
+    for each in fields(Hyperparameters):
+        name = each.name
+        default = show(each.default)
+        pocket = show(POCKET.get(name, default))
+        parser.add_argument(f"--{name}", type=flag_type(name, each.default), metavar="X",
+                            choices=choices.get(name),
+                            help=f"{meanings[name]} (record: {default}, pocket: {pocket})")
+    return vars(parser.parse_args(argv))
+
+
+def parse_args(argv) -> Hyperparameters:
+    """The hyperparameters of a new run. Raises UserError."""
+    return hyperparameters(parse_flags(argv))
+
+
+def hyperparameters(given, saved=None) -> Hyperparameters:
+    """The flags given, over those of their preset or of a checkpoint. Raises UserError."""
+    values = POCKET if given.get("preset") == "pocket" else {}
+    if saved:
+        values = saved | dict(device="auto", run_id="")
+        for name, value in given.items():
+            if name not in MAY_CHANGE and value != saved[name]:
+                raise UserError(f"--{name} {show(value)}: the checkpoint has {show(saved[name])}; "
+                                f"a resumed run may change {', '.join(MAY_CHANGE)}")
+    cfg = Hyperparameters(**(values | given))
+    lengths = (*cfg.seq_lens, cfg.val_seq_len)
+    rules = {
+        "seq_lens and val_seq_len must be multiples of 128": not any(x % 128 for x in lengths),
+        "eot_token must be below vocab_size": cfg.eot_token < cfg.vocab_size,
+        "num_iterations must be at most a million": cfg.num_iterations <= 10**6,
+        "run_id must be of letters, digits, _ . + -, and not begin with .":
+            re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id),
+    }
+    for rule, holds in (rules | model_rules(cfg)).items():
+        if not holds:
+            raise UserError(f"--{rule}; here it is {show(getattr(cfg, rule.split()[0]))}")
     return cfg
 
 
-def check_hyperparameters(cfg):
-    """Raise UserError for a value that no run can have. It tells flag, value and rule."""
-    def require(holds, name, rule):
-        if not holds:
-            raise UserError(f"--{name} {show(getattr(cfg, name))}: must {rule}")
-
-    # All other whole numbers are at least 1.
-    may_be_zero = """seed val_every warmup_steps head_chunks save_every max_document_tokens
-        extension_steps freeze_steps momentum_cooldown skip_layer backout_layer eot_token""".split()
-    # No number is negative, infinite or too large for any machine.
-    for each in fields(cfg):
-        value = getattr(cfg, each.name)
-        least = int(each.name not in may_be_zero)
-        most = 2**20 if each.type is tuple else 2**31 - 1  # tuples: lengths and windows
-        for entry in value if each.type is tuple else (value,):
-            if isinstance(entry, float):
-                require(0 <= entry <= 1000, each.name, "be from 0 to 1000")
-            elif each.type in (int, tuple):
-                require(least <= entry <= most, each.name, f"be from {least} to {most}")
-    # Attention goes by blocks of 128 tokens.
-    for length in cfg.seq_lens:
-        require(length % 128 == 0, "seq_lens", "be multiples of 128")
-    require(cfg.val_seq_len % 128 == 0, "val_seq_len", "be a multiple of 128")
-    require(cfg.val_seq_len <= max(128, cfg.val_tokens), "val_seq_len", "not exceed val_tokens")
-    require(cfg.model_dim <= 2**13, "model_dim", "be at most 8192")
-    require(cfg.eot_token < cfg.vocab_size <= 2**16, "vocab_size", "exceed eot_token, up to 65536")
-    require(cfg.muon_momentum < 1, "muon_momentum", "be below 1")
-    folder = re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id)
-    require(folder, "run_id", "be of letters, digits, _ . + -, and not begin with .")
-    require(cfg.device in ("auto", "cuda", "cpu"), "device", "be auto, cuda or cpu")
-    require(cfg.resume != "auto" or cfg.run_id, "resume", "come with the --run_id of a run")
-    check_model(cfg, require)
-
-
-def run_script(argv: list[str] | None) -> int:
+def run_script(argv) -> int:
     """Train or resume by the flags. Returns the exit code. Raises UserError."""
-    cfg = parse_args(argv)
+    given = parse_flags(argv)
+    path = given.get("resume", "")
+    state = NEW_RUN
+    if path == "auto" and given.get("run_id"):
+        path, state = newest_checkpoint(Path("logs", given["run_id"]))
+    elif path:
+        state = load_checkpoint(Path(path))
+    cfg = hyperparameters(given | dict(resume=path), state.get("settings"))
     ranks = Ranks(cfg)
     log = Log(cfg, ranks)
-    threads = choose_threads()
-    state = NEW_RUN
-    if cfg.resume:
-        path = cfg.resume
-        if path == "auto":  # rank 0 decides
-            path = ranks.from_rank_0(newest_checkpoint(log.folder, log))
-        if path:
-            state = load_checkpoint(Path(path))
-            cfg = parse_args(argv, state["hyperparameters"])
-            if "OMP_NUM_THREADS" not in os.environ:  # so that the run goes on to the bit
-                threads = state["threads"]
-        cfg = replace(cfg, resume=str(path or ""))
-        check_hyperparameters(cfg)
-    # MKL chooses threads for each product until a number is set: 4 % of the pocket's time.
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
+    if path:
+        torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
+    left = cfg.num_iterations - state["step"]
+    if left < 0:
+        raise UserError(f"--num_iterations {cfg.num_iterations}: {path} is of a later step")
     # A finished record can be evaluated without a GPU.
-    to_train = state["step"] < cfg.num_iterations
-    if to_train and cfg.preset == "record" and ranks.device.type != "cuda":
+    if left and cfg.preset == "record" and ranks.device.type != "cuda":
         raise UserError("--preset record: there is no CUDA device; use --preset pocket")
     run = Run(cfg, ranks, log, state)
     train(run, cfg)
-    return run.finish()
+    if run.stopped:
+        log("stopped by a signal; what --save_every saved goes on by "
+            f"--run_id {log.run_id} --resume auto")
+        return 1
+    run.finish()
+    return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv=None) -> int:
     """Run the script and return its exit code: 2 after an error that a user can mend."""
-    # Compiled kernels survive a reboot here. torch reads both variables at first use.
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache, "train_gpt")))
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    libc = ctypes.CDLL(None)
-    # glibc keeps freed memory. Asking for new pages costs 8 % of the pocket's time.
-    if hasattr(libc, "mallopt"):
-        M_TRIM_THRESHOLD = -1
-        M_MMAP_MAX = -4
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        libc.mallopt(M_MMAP_MAX, 0)
+    sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack some letters
     try:
         return run_script(argv)
-    except (UserError, OSError) as error:
+    except (UserError, OSError, dist.DistError) as error:
         message = str(error)  # names the file or flag
-    except (MemoryError, RuntimeError) as error:
-        message = str(error).partition("\n")[0]  # torch has no classes for some of these
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate" in message:
-            message = "out of memory; raise --head_chunks, or lower --sequences_per_forward"
-        # That rank has said why.
-        elif isinstance(error, dist.DistError) or "gloo" in message.lower():
-            message = f"another rank is gone: {message}"
-        else:
-            raise
+    except (MemoryError, torch.OutOfMemoryError):
+        message = "out of memory; lower --seq_lens or --sequences_per_forward"
     # One rank of each machine is enough.
-    if os.environ.get("LOCAL_RANK", "0") == "0" or "WORLD_SIZE" not in os.environ:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

@@ -1,0 +1,29 @@
+"""Give every record the harness of the root's train_gpt.py: what stands below the banner.
+
+    python records/share_harness.py
+
+It says which records it changed. Above the banner nothing is touched.
+"""
+
+from pathlib import Path
+
+RECORDS = Path(__file__).resolve().parent
+BANNER = "\n# ==== Harness"
+
+
+def main():
+    root = (RECORDS.parent / "train_gpt.py").read_text("utf-8")
+    harness = root.partition(BANNER)[2]
+    changed = 0
+    for script in sorted(RECORDS.glob("*/train_gpt.py")):
+        source = script.read_text("utf-8")
+        record, _, old_harness = source.partition(BANNER)
+        if old_harness != harness:
+            script.write_text(record + BANNER + harness, encoding="utf-8", newline="")
+            print(f"changed {script.parent.name}")
+            changed += 1
+    print(f"{changed} record(s) changed")
+
+
+if __name__ == "__main__":
+    main()

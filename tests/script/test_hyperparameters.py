@@ -7,57 +7,63 @@ import re
 import pytest
 
 import train_gpt
-from train_gpt import Hyperparameters, main, parse_args
+from train_gpt import POCKET, Hyperparameters, main, parse_args
 
 FIELDS = dataclasses.fields(Hyperparameters)
-RECORD = Hyperparameters()
-POCKET = Hyperparameters(**{each.name: each.metadata["pocket"] for each in FIELDS})
-NOT_UNDERSTOOD = [  # flags, and the words that the line has
-    ("--no_such_flag 1", "--no_such_flag"),
-    ("--num_iteration 5", "--num_iteration"),  # no abbreviations: a typo is never another flag
-    ("--num_iterations", "--num_iterations"),
-    ("--num_iterations many", "--num_iterations"),
-    ("--num_iterations 1.5", "--num_iterations"),
-    ("--fp8_head maybe", "--fp8_head"),
-    ("--vocab_size 70000 --eot_token 5", "--vocab_size 70000: must exceed eot_token, up to 65536"),
-    ("--eot_token 257", "--vocab_size 257: must exceed eot_token, up to 65536"),
-    ("--attention_pattern LSSL", "--value_embed_pattern 0.: must have an entry a layer"),
-    ("--lr_factors 1,nan", "--lr_factors 1.0,nan: must be from 0 to 1000"),
-    ("--muon_momentum 1", "--muon_momentum 1.0: must be below 1"),
-    ("--embed_lr 1e38", "--embed_lr 1e+38: must be from 0 to 1000"),
-    ("--cooldown_frac 0", "--cooldown_frac 0.0: must be above 0, at most 1"),
-    (f"--seed {2**70}", "--seed"),
-    ("--threads 2", "--threads"),  # chosen when the run starts
-    ("stray", "stray")]
-MUST = {  # flags, and what they must be; the line begins with the flags
-    "--num_iterations 0": "be from 1 to ", "--seed -1": "be from 0 to ",
-    "--muon_lr nan": "be from 0 to 1000", "--muon_lr -0.1": "be from 0 to 1000",
-    "--preset laptop": "be record or pocket", "--device tpu": "be auto, cuda or cpu",
-    "--seq_lens 128,100": "be multiples of 128", "--seq_lens 2097152": "be from 1 to ",
-    "--long_windows 1;2": "be like 3,7,11,13,20", "--short_windows 1.5": "be like 1,3,5,6",
-    "--long_windows 0": "be from 1 to ", "--long_windows 1,2147483648": "be from 1 to ",
-    "--val_seq_len 8193": "be a multiple of 128", "--val_seq_len 1280000": "not exceed val_tokens",
-    "--head_dim 6": "be a multiple of 4", "--model_dim 100": "be a multiple of head_dim",
-    "--model_dim 16000000": "be at most 8192", "--attention_pattern LXSL": "be of L, S and .",
-    "--skip_layer 1": "lie below the first .", "--backout_layer 2": "be a layer",
-    "--targets_ahead 0": "be from 1 to ", "--targets_ahead 1000000000": "be at most ",
-    "--resume auto": "come with the --run_id of a run", "--run_id a/b": "be of letters, digits",
-    "--run_id ..": "be of letters, digits, _ . + -, and not begin with ."}
-BAD = NOT_UNDERSTOOD + [(flags, f"{flags}: must {words}") for flags, words in MUST.items()]
+BAD = {  # flags, and the words that the line has
+    "--no_such_flag 1": "unrecognized arguments: --no_such_flag 1",
+    "--num_iterations": "argument --num_iterations: expected one argument",
+    "--num_iterations many": "argument --num_iterations: invalid flag value: 'many'",
+    "--num_iterations 1.5": "--num_iterations: invalid",
+    "--num_iterations 0": "--num_iterations: invalid",
+    "--num_iterations 10000000": "num_iterations must be at most a million; here it is 10000000",
+    "--seed -1": "--seed",
+    f"--seed {2**70}": "--seed: invalid",
+    "--fp8_head maybe": "argument --fp8_head: invalid flag value: 'maybe'",
+    "--muon_lr nan": "--muon_lr: invalid",
+    "--muon_lr=-0.1": "--muon_lr: invalid",
+    "--lr_factors 1,nan": "argument --lr_factors: invalid flag value: '1,nan'",
+    "--value_embed_lr inf": "--value_embed_lr: invalid",
+    "--long_windows 1;2": "--long_windows: invalid",
+    "--long_windows 0": "--long_windows: invalid",
+    "--short_windows 1.5": "--short_windows: invalid",
+    "--seq_lens (128,)": "argument --seq_lens: invalid flag value: '(128,)'",
+    "--seq_lens 128,100": "seq_lens and val_seq_len must be multiples of 128; here it is 128,100",
+    "--val_seq_len 8193": "seq_lens and val_seq_len must be multiples of 128",
+    "--preset laptop": "argument --preset: invalid choice: 'laptop'",
+    "--device tpu": "argument --device: invalid choice: 'tpu'",
+    "--eot_token 257": "--eot_token must be below vocab_size; here it is 257",
+    "--attention_pattern LSSL": "--value_embed_pattern must have an entry a layer; here it is 0.",
+    "--attention_pattern LXSL": "--attention_pattern must be of L, S and .; here it is LXSL",
+    "--value_embed_pattern ..,": "--value_embed_pattern must have an entry a layer",
+    "--skip_layer 1": "--skip_layer must lie below the first .; here it is 1",
+    "--backout_layer 2": "--backout_layer must be a layer",
+    "--cooldown_frac 0": "--cooldown_frac must be above 0, at most 1; here it is 0.0",
+    "--head_dim 6": "--head_dim must be a multiple of 4; here it is 6",
+    "--model_dim 100": "--model_dim must be a multiple of head_dim; here it is 100",
+    "--resume auto": "auto: no such checkpoint; give its path, or auto with --run_id",
+    "--run_id a/b": "--run_id must be of letters, digits, _ . + -, and not begin with .",
+    "--run_id ..": "--run_id must be of letters",
+    "--threads 2": "--threads",  # OMP_NUM_THREADS has them
+    "stray": "stray"}
 
 
-def test_presets_are_the_columns_of_the_table():
-    assert parse_args([]) == RECORD
-    assert parse_args(["--preset", "pocket"]) == POCKET and POCKET.preset == "pocket"
-    assert (POCKET.vocab_size, POCKET.eot_token, POCKET.val_tokens) == (257, 256, 262_144)
-    assert POCKET.target_loss == 1.64
+def test_the_presets_are_the_table_and_what_differs_from_it():
+    assert parse_args([]) == Hyperparameters()
+    pocket = parse_args(["--preset", "pocket"])
+    assert pocket == Hyperparameters(**POCKET) and pocket.preset == "pocket"
+    assert (pocket.model_dim, pocket.vocab_size, pocket.val_tokens) == (64, 257, 262_144)
+    assert all(getattr(Hyperparameters(), name) != value for name, value in POCKET.items())
 
 
 @pytest.mark.parametrize("field", FIELDS[1:], ids=lambda field: field.name)
 def test_each_field_has_a_flag_that_wins_over_the_preset(field, monkeypatch):
-    monkeypatch.setattr(train_gpt, "check_hyperparameters", lambda cfg: None)
-    assert type(field.default) is type(getattr(POCKET, field.name)) is field.type
+    monkeypatch.setattr(train_gpt, "hyperparameters", lambda given: given)
+    assert type(field.default) is field.type
+    assert type(POCKET.get(field.name, field.default)) is field.type
     value = {bool: not field.default, str: "else"}.get(field.type)
+    if field.name == "device":
+        value = "cpu"
     if field.type is tuple:
         value = (*field.default, 2 * field.default[-1])
     elif value is None:
@@ -65,9 +71,8 @@ def test_each_field_has_a_flag_that_wins_over_the_preset(field, monkeypatch):
     text = ",".join(map(str, value)) if field.type is tuple else value
     preset = ["--preset", "pocket"]
     for argv in (preset + [f"--{field.name}", str(text)], [f"--{field.name}={text}"] + preset):
-        cfg = parse_args(argv)
-        assert cfg == dataclasses.replace(POCKET, **{field.name: value})
-        assert type(getattr(cfg, field.name)) is field.type
+        assert parse_args(argv) == {"preset": "pocket", field.name: value}
+        assert type(parse_args(argv)[field.name]) is field.type
 
 
 def test_a_switch_takes_true_or_false():
@@ -75,40 +80,64 @@ def test_a_switch_takes_true_or_false():
     assert parse_args(["--fp8_head", "false"]).fp8_head is False
 
 
+def test_what_may_be_0_may_be():
+    names = [each.name for each in FIELDS if each.type is int]
+    for name in names:
+        if name in train_gpt.MAY_BE_ZERO:
+            assert train_gpt.parse_flags([f"--{name}", "0"]) == {name: 0}
+        else:
+            with pytest.raises(train_gpt.UserError, match=f"--{name}: invalid"):
+                train_gpt.parse_flags([f"--{name}", "0"])
+    for name in set(POCKET) & set(names):
+        assert POCKET[name] or name in train_gpt.MAY_BE_ZERO
 
-def test_help_is_the_docstring_and_the_table(capsys):
-    """Each flag with its values and meaning, under the headings of the table."""
+
+def test_help_has_each_flag_with_its_meaning_and_values(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])
     assert not exit_.value.code
-    text, source = capsys.readouterr().out, inspect.getsource(Hyperparameters)
-    assert text.startswith(train_gpt.__doc__)
-    rows = re.findall(r"^    (\w+): \w+ = (.*?)(?:  (#.*))?$", source, re.M)
-    assert [name for name, *_ in rows] == [field.name for field in FIELDS]
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    for name, values, meaning in rows:
-        assert f"--{name} {values} {meaning}".strip() in lines
-        assert meaning or name.endswith("_files")
-    for heading in ("Model", "Optimizers", "Schedules", "Data and validation", "Run"):
-        assert f"# {heading}" in lines
+    text = " ".join(capsys.readouterr().out.split())
+    assert " ".join(train_gpt.__doc__.split()) in text
+    table = inspect.getsource(Hyperparameters)
+    rows = re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", table, re.M)
+    assert [name for name, _ in rows] == [field.name for field in FIELDS]
+    cfg = Hyperparameters()
+    for name, meaning in rows:
+        record, pocket = (train_gpt.show(x) for x in (
+            getattr(cfg, name), POCKET.get(name, getattr(cfg, name))))
+        assert f"--{name} X {meaning} (record: {record}, pocket: {pocket})" in text
 
 
-@pytest.mark.parametrize(("flags", "named"), BAD, ids=[flags for flags, _ in BAD])
+@pytest.mark.parametrize(("flags", "named"), BAD.items(), ids=BAD)
 def test_a_bad_flag_ends_in_one_line_and_2(flags, named, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_gpt, "train", lambda *args: pytest.fail("it was not refused"))
-    assert main(["--preset", "pocket", *flags.split()]) == 2
+    assert main(["--preset", "pocket", *flags.split(" ")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and re.fullmatch(r"train_gpt\.py: error: [^\n]+\n", err)
     assert named in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_brings_its_hyperparameters_and_flags_win():
-    """But its run, its device and what it was resumed from stay behind; a named preset wins."""
-    then = dataclasses.replace(POCKET, muon_lr=0.3, run_id="then", resume="a.pt", device="cpu")
-    saved = dataclasses.asdict(then)
-    cfg = parse_args(["--resume", "b.pt", "--save_every", "9"], saved)
-    assert cfg == dataclasses.replace(POCKET, muon_lr=0.3, resume="b.pt", save_every=9)
-    assert parse_args(["--preset", "pocket"], saved) == POCKET
-    assert parse_args(["--preset", "record"], saved) == RECORD
+def test_a_checkpoint_brings_its_settings_and_few_flags_may_differ():
+    """Its run and its device stay behind. What is named with the same value is no difference."""
+    saved = train_gpt.parse_flags(["--run_id", "then", "--device", "cpu"]) | {}
+    saved = {each.name: each.default for each in FIELDS} | POCKET | saved | {"muon_lr": 0.3}
+    given = dict(resume="b.pt", save_every=9, preset="pocket", muon_lr=0.3)
+    cfg = train_gpt.hyperparameters(given, saved)
+    expected = Hyperparameters(**POCKET | dict(muon_lr=0.3, resume="b.pt", save_every=9))
+    assert cfg == expected
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_other_flags_are_refused_by_name_when_a_run_is_resumed(field):
+    saved = {each.name: each.default for each in FIELDS} | POCKET
+    value = saved[field.name]
+    other = {bool: not value, str: "else", tuple: (256, 384)}.get(field.type)
+    other = value + 128 if other is None else other
+    if field.name in train_gpt.MAY_CHANGE:
+        cfg = train_gpt.hyperparameters({field.name: other}, saved)
+        assert getattr(cfg, field.name) == other
+    else:
+        with pytest.raises(train_gpt.UserError, match=f"--{field.name} .*: the checkpoint has "):
+            train_gpt.hyperparameters({field.name: other}, saved)

@@ -95,7 +95,7 @@ def tiny_sizes(published):
     lengths = tuple(LENGTH * length // published.seq_lens[-1] for length in published.seq_lens)
     sizes = dict(
         seq_lens=lengths, model_dim=32, head_dim=16, eot_token=EOT, val_seq_len=LENGTH,
-        val_tokens=3 * LENGTH, window_tokens=3 * BLOCK)
+        val_tokens=3 * LENGTH, window_tokens=3 * BLOCK, bigram_rows=97)
     for name in ("momentum_cooldown", "freeze_steps"):
         sizes[name] = min(2, getattr(published, name, 0))
     return sizes

@@ -137,6 +137,7 @@ class Station:
     number: int
     published: dict = {}  # check values, by what test_lineage_oracles.py asks for
     run_lengths = (5,)  # scheduled steps of the tiny runs that our script is held to
+    tiny_width = 32  # their model_dim
     changed_lines = 150  # at most, of our script against its parent's
     # Steps and data
     num_iterations: int  # N, the steps that the schedules are made for
@@ -161,6 +162,7 @@ class Station:
     mlp_ratio = 4
     vocab_size = 50_304  # rows of the head
     table_rows = 50_304  # of the embeddings
+    bigram_rows = 251_520  # of the table of pairs of tokens (#62 on)
     gate_inputs = 12  # channels that a gate sees
     attention_pattern: str  # a letter a layer: long window, short, . none
     mlp_pattern = "MMMMMMMMMMMM"  # . where a layer has none; one with neither is not there
@@ -430,6 +432,10 @@ class Station:
     def mlp(self, c_fc: Tensor, c_proj: Tensor, u: Tensor) -> Tensor:
         """The MLP of a layer on its normed input u (T, D)."""
         return (u @ c_fc.T).clamp(min=0) ** 2 @ c_proj.T
+
+    def rows_read(self, tokens) -> dict:
+        """The rows of each table but the value tables that a stream's tokens read."""
+        return {"embed": tokens}
 
     def embedded(self, weights, tokens: Tensor, step: int) -> Tensor:
         """What the first layer gets, (T, D)."""

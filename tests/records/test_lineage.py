@@ -5,6 +5,7 @@ that float64 has. A script's weights are compared under the public names and sha
 is not public, or has no station yet, is not here.
 """
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -111,6 +112,26 @@ def test_parameters_begin_as_the_published_ones(record):
                 assert part.std().item() == pytest.approx(size, rel=0.02), name
 
 
+@held_since(8)
+def test_a_stream_reads_the_published_rows_of_each_table(record):
+    """Of tables as long as the record's."""
+    station, script, found = record.station, load(record.folder), {}
+    rows = {name: getattr(station, name) for name in ("eot_token", "bigram_rows")}
+    model = script.GPT(tiny_flags(script, vocab_size=50_257, vocab_multiple=128, **rows))
+
+    def note(name, _, args):
+        found[name] = args[0]
+
+    for name, table in model.named_modules():
+        if isinstance(table, torch.nn.Embedding):
+            table.register_forward_pre_hook(functools.partial(note, name))
+    tokens = np.random.default_rng(0).integers(0, 50_257, size=4 * BLOCK)
+    tokens[[1, 5, 9]] = station.eot_token
+    model.forward(*(torch.from_numpy(x)[None] for x in (tokens.astype(np.int32), tokens)))
+    for name, expected in station.rows_read(tokens).items():
+        assert found[name].flatten().tolist() == expected.tolist(), name
+
+
 # Schedules
 
 
@@ -212,9 +233,10 @@ class HeldRun:
     first_step = 0
 
     def __init__(self, record, steps):
-        self.station = tiny_station(record.station, steps, streams=2)
+        width = record.station.tiny_width
+        self.station = tiny_station(record.station, steps, streams=2, model_dim=width)
         self.script, self.step, self.validated = load(record.folder), 0, []
-        self.cfg = tiny_flags(self.script, steps, sequences_per_step=2)
+        self.cfg = tiny_flags(self.script, steps, sequences_per_step=2, model_dim=width)
         self.model = make_model(self.script, self.cfg)
         self.ranks = self.script.Ranks(self.cfg)
         self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks)

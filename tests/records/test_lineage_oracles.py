@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lineage import STATIONS
+from lineage_oracles import Stream, kind_of
 
 
 def that_publish(key):
@@ -129,6 +130,101 @@ def test_the_head_is_tied_for_the_published_steps(station):
     untied, copied = station.published["tied"]
     tied = at_all_steps(station, station.tied)
     assert (tied.index(False), tied.count(True), station.copy_step()) == (untied, untied, copied)
+
+
+@that_publish("adam_steps")
+def test_adam_steps_as_often_as_published(station):
+    steps = [step for step in range(station.total_steps()) if station.adam_steps(step)]
+    assert (len(steps), sum(map(station.tied, steps))) == station.published["adam_steps"]
+
+
+@that_publish("scalars")
+def test_there_are_as_many_scalars_as_published(station):
+    assert station.parameter_shapes()["scalars"] == (station.published["scalars"],)
+
+
+@that_publish("multipliers")
+def test_muons_rates_have_the_published_factors(station):
+    """Of attention, and of both matrices of the MLP."""
+    found = []
+    for name in ("attn.qkvo_w", "mlp.c_fc", "mlp.c_proj"):
+        shape = station.parameter_shapes()[f"blocks.0.{name}"]
+        found.append(station.rate(f"blocks.0.{name}", shape) / station.muon_lr)
+    assert found == pytest.approx(station.published["multipliers"])
+
+
+@that_publish("decays")
+def test_a_step_of_adam_decays_as_published(station):
+    """By so much at the full rate."""
+    for kind, expected in station.published["decays"].items():
+        name = next(name for name in station.parameter_shapes() if kind_of(name) == kind)
+        found = station.rate(name, ()) ** 2 * station.decays.get(kind, 0.0)
+        assert found == pytest.approx(expected), kind
+
+
+def test_heads_of_58_share_a_softmax_with_those_three_further_on():
+    """Each output as a sum over what it sees, by complex numbers that turn."""
+    heads, tokens, K = 6, 9, 16
+    station = type(STATIONS[58])(model_dim=heads * K, head_dim=K, block=4)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, heads, tokens, K, generator=generator).double()
+    documents = np.arange(tokens) // 5  # the second one begins at token 5
+    seen = station.masks(documents, (2, 1))["P"]
+    found = station.heads(0, q, k, v, seen, step=0)
+    frequencies, scale = station.rotary(0)
+
+    def turning(x, head, token):
+        """The pairs of channels, turned: odd heads are half a token ahead."""
+        normed = x[head, token] / (x[head, token].square().mean() + 2.0**-23).sqrt()
+        angles = torch.tensor(frequencies, dtype=torch.float64) * (2 * token + head % 2)
+        return torch.complex(normed[: K // 2], normed[K // 2 :]) * torch.exp(-1j * angles)
+
+    for head, token in itertools.product(range(heads), range(tokens)):
+        weights, total = 0.0, 0.0
+        place = 2 * token + (head >= 3)
+        for other, earlier in itertools.product({head, (head + 3) % 6}, range(token + 1)):
+            distance = place - 2 * earlier - (other >= 3)
+            if 0 <= distance <= 4 and documents[token] == documents[earlier]:
+                product = turning(q, head, token) * turning(k, other, earlier).conj()
+                weight = (scale * product.real.sum()).exp()
+                weights, total = weights + weight, total + weight * v[other, earlier]
+        torch.testing.assert_close(found[head][token], total / weights, rtol=1e-12, atol=1e-12)
+
+
+def test_the_keys_of_58_are_offset_in_other_channels_than_before_and_after():
+    k, offset = torch.arange(256.0).view(2, 128), {}
+    for number in (57, 58, 62):
+        changed = STATIONS[number].keys(3, k)
+        assert changed[0].equal(k[0])
+        offset[number] = (changed[1] == k[0]).nonzero().flatten().tolist()
+    assert offset[57] == offset[62] == [*range(32, 64), *range(96, 128)]
+    assert offset[58] == [*range(16, 32), *range(48, 64), *range(80, 96), *range(112, 128)]
+
+
+def test_pairs_of_tokens_have_the_published_rows():
+    """A row a token; to the second one the token before is always the same, and overflows."""
+    def rows(*tokens):
+        return STATIONS[62].rows_read(tokens)["bigram_embed"].tolist()
+
+    tokens = 50256, 0, 1, 2, 50256, 50255, 50256, 50256, 262, 464, 11, 13, 198
+    assert rows(*tokens) == [251519, 193815, 36313, 94597, 187029, 127707, 244156, 35060, 245243,
+                             70649, 188566, 238680, 78264]
+    seconds = [rows(7, second)[1] for second in (0, 1, 2, 198, 464, 50255)]
+    assert seconds == [193815, 159838, 129737, 209144, 204580, 32011]
+
+
+def test_scalars_of_70_that_nothing_reads_have_no_gradient():
+    """Those of the layer without attention, and the padding."""
+    station = type(STATIONS[70])(
+        model_dim=96, head_dim=16, block=4, vocab_size=40, table_rows=40, bigram_rows=50,
+        eot_token=39, seq_lens=(12,))
+    generator, weights = torch.Generator().manual_seed(0), {}
+    for name, shape in station.parameter_shapes().items():
+        weights[name] = torch.randn(shape, generator=generator).double()
+    tokens = np.arange(13) * 7 % 40
+    stream = Stream(tokens[:-1], tokens[1:])
+    grad = station.gradients(weights, [stream], step=3)["scalars"]
+    assert (grad == 0).nonzero().flatten().tolist() == [23, 24, 47, 48, 49, 50]
 
 
 def test_muon_of_28_is_that_of_torch():

@@ -8,7 +8,7 @@ from stations import station_24
 class Station(station_24.Station):
     number = 28
     published = dict(
-        steps=1695, tokens=666.5, at_last=(14, 7), falls=933, momentum_falls=1694,
+        steps=1695, scalars=64, tokens=666.5, at_last=(14, 7), falls=933, momentum_falls=1694,
         windows=[126, 252, 377, 503, 628, 754, 879, 1005, 1131, 1256, 1382, 1507, 1633])
     num_iterations = 1695
     table_rows = 50_304

@@ -10,7 +10,7 @@ class Station(station_43.Station):
     published = dict(
         steps=2090, tokens=552.992768, windows=[684, 1367, 2050], at_last=(20, 6),
         shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[684, 1367], falls=923,
-        peak=1.51, rates={1367: 1.208550}, momentum_falls=2040)
+        peak=1.51, rates={1367: 1.208550}, scalars=48, multipliers=(2, 2, 4), momentum_falls=2040)
     num_iterations = 2050
     seq_lens = (16_384, 32_768, 49_152)
     attention_pattern = "SSSLSS.SSSL"

@@ -8,7 +8,8 @@ class Station(station_50.Station):
     published = dict(
         steps=1920, tokens=508.428288, windows=[627, 1254, 1880], at_last=(20, 6),
         shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[627, 1254], falls=847,
-        peak=1.52, rates={1254: 1.086828}, momentum_falls=1870, tied=(1254, 1253),
+        peak=1.52, rates={1254: 1.086828}, momentum_falls=1870, tied=(1254, 1253), scalars=40,
+        multipliers=(2, 2, 4),
         target_weights={
             313: [1.0, 0.5, 0.25 * (1 - 939 / 1880)], 627: [1.0, 0.499734], 940: [1.0, 0.25],
             1253: [1.0, 0.000266]})

@@ -137,7 +137,7 @@ class Station:
     number: int
     published: dict = {}  # check values, by what test_lineage_oracles.py asks for
     run_lengths = (5,)  # scheduled steps of the tiny runs that our script is held to
-    tiny_width = 32  # their model_dim
+    tiny = dict(model_dim=32, head_dim=16)  # what they have of its sizes
     changed_lines = 150  # at most, of our script against its parent's
     # Steps and data
     num_iterations: int  # N, the steps that the schedules are made for

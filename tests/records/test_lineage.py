@@ -233,10 +233,10 @@ class HeldRun:
     first_step = 0
 
     def __init__(self, record, steps):
-        width = record.station.tiny_width
-        self.station = tiny_station(record.station, steps, streams=2, model_dim=width)
+        sizes = record.station.tiny
+        self.station = tiny_station(record.station, steps, streams=2, **sizes)
         self.script, self.step, self.validated = load(record.folder), 0, []
-        self.cfg = tiny_flags(self.script, steps, sequences_per_step=2, model_dim=width)
+        self.cfg = tiny_flags(self.script, steps, sequences_per_step=2, **sizes)
         self.model = make_model(self.script, self.cfg)
         self.ranks = self.script.Ranks(self.cfg)
         self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks)

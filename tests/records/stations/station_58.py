@@ -21,8 +21,8 @@ class Station(station_57.Station):
         rates={867: 1.52, 868: 1.519182, 1156: 1.047758, 1157: 1.186040, 1734: 0.101879},
         momentum_falls=1725, tied=(1158, 1157), scalars=40, multipliers=(2, 2, 4),
         target_weights={578: [1.0, 0.5, 1.441e-4], 579: [1.0, 0.499424]})
-    run_lengths = (5, 7)
-    tiny_width = 96  # six heads: of two or four all angles of a pair are in step
+    run_lengths = (7,)
+    tiny = dict(model_dim=48, head_dim=8)  # of two or four heads all angles would be in step
     num_iterations = 1735
     attention_pattern = "PSPLSP.SSPL"  # P: short, of paired heads
 

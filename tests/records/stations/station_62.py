@@ -17,7 +17,7 @@ class Station(station_58.Station):
         rates={702: 1.52, 1039: 0.962261, 1040: 0.960606, 1041: 1.085979, 1559: 0.101900},
         momentum_falls=1550, tied=(1042, 1041), scalars=51, multipliers=(1, 2, 4),
         target_weights={})
-    run_lengths = (6, 7)
+    run_lengths = (6,)
     num_iterations = 1560
     bf16 = station_58.Station.bf16 | {"bigram_embed"}
     layer_scalars = (("a",), ("lambda0", "lambda1"), ("bigram",))

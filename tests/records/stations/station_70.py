@@ -1,5 +1,5 @@
 """#70 VeTuned: five value tables, whose gates see them; first values of V, O and the tables;
-stages with rounded borders."""
+stages with rounded borders. That the linked log doubles all gradients is left out."""
 
 import torch
 from stations import station_62

@@ -1,12 +1,11 @@
 """The lineage: how small its steps are, and what each record has above the banner.
 
-Every script is imported as it is. Its published figures and formulas are in lineage_oracles.py and
+Every script is imported as it is. Published figures and formulas are in stations/ and
 test_lineage.py; what float64 leaves out, types, FP8 and ranks, is here. The harness below the
 banner is the root's, and is tested there.
 """
 
 import functools
-import itertools
 import math
 import re
 import subprocess
@@ -16,74 +15,82 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-import test_lineage
 import torch
 import torch.nn.functional as F
 from conftest import REPO
-from lineage_oracles import STATIONS
-from test_lineage import EOT, PATHS, in_float64, make_model, numbers, tiny
+from lineage import (
+    EOT,
+    RECORDS,
+    for_each,
+    held,
+    held_since,
+    in_float64,
+    load,
+    make_model,
+    tiny_flags,
+)
+from lineage_oracles import kind_of
 
-sys.path[:0] = [str(REPO / "records"), str(REPO / "tests" / "script")]
+sys.path.insert(0, str(REPO / "tests" / "script"))
 
-import test_style  # noqa: E402
-from ledger import table  # noqa: E402
+import test_style
 
-FOLDERS = [path.parent for path in PATHS]
-SOURCES = dict(zip(STATIONS, (path.read_text() for path in PATHS), strict=True))
-LINEAGE = [
-    "ModernArch", "UntieEmbed", "SoftCap", "Fp8LmHead", "BatchSize", "ShardedOptimizers",
-    "SparseAttnGate", "Yarn", "Backout", "CautiousWD", "CautiousWDAdam", "MultiTokenPrediction"]
+ROOT = (REPO / "train_gpt.py").read_text()
 BANNER = "\n# ==== Harness"
 FP32_EPS = 2.0**-23  # what the norm adds to the mean square of fp32
 BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significant bits
-load = functools.partial(test_lineage.load, block=128)
+load = functools.partial(load, block=128)
 
 
-@pytest.fixture(params=STATIONS, ids=LINEAGE)
-def number(request):
+@pytest.fixture(params=RECORDS, ids=lambda record: record.name)
+def record(request):
     return request.param
 
 
 @pytest.fixture
-def script(number):
-    return load(number)
+def script(record):
+    return load(record.folder)
 
 
-def test_each_record_names_its_parent_in_claim_and_docstring():
-    assert [folder.name.partition("_")[2] for folder in FOLDERS] == LINEAGE
-    claims = table.find_records(REPO / "records")
-    parents = [None, *(folder.name for folder in FOLDERS[:-1])]
-    assert [(record.folder.name, record.claim["parent"]) for record in claims] == [
-        (folder.name, parent) for folder, parent in zip(FOLDERS, parents, strict=True)]
-    for number, parent in zip(STATIONS, parents, strict=True):
-        first = f"\nParent: {parent}. Change: " if parent else "\nParent: none. "
-        assert first in load(number).__doc__
+def test_each_record_names_its_parent(record, script):
+    """One that is older, in its docstring as in its claim; the first one has none."""
+    older = [other.name for other in RECORDS[: RECORDS.index(record)]]
+    assert record.parent in older if older else record.parent is None
+    first = f"Parent: {record.parent}. Change: " if older else "Parent: none. "
+    assert f"\n{first}" in script.__doc__
 
 
-def test_below_the_banner_all_records_have_the_bytes_of_the_root():
-    root = (REPO / "train_gpt.py").read_text()
-    assert root == SOURCES[53]
-    for number, source in SOURCES.items():
-        assert source.count(BANNER) == 1
-        assert source.partition(BANNER)[2] == root.partition(BANNER)[2], number
+def test_below_the_banner_a_record_has_the_bytes_of_the_root(record):
+    assert record.source.count(BANNER) == 1
+    assert record.source.partition(BANNER)[2] == ROOT.partition(BANNER)[2]
 
 
-@pytest.mark.parametrize("pair", [*itertools.pairwise(PATHS)], ids=LINEAGE[1:])
-def test_a_step_of_the_lineage_is_small(pair):
-    """By `diff`, whose lines are fewest; SoftCap stands for two months of public records."""
+def test_the_root_is_one_record_and_may_name_it():
+    (same,) = [record.name for record in RECORDS if record.source == ROOT]
+    named = re.findall(r"^Record: (\S+)\.$", ROOT.partition(BANNER)[0], re.M)
+    assert named in ([], [same])
+
+
+@for_each([record for record in RECORDS if record.parent])
+def test_a_step_of_the_lineage_is_small(record):
+    """By `diff`, whose lines are fewest."""
+    pair = [REPO / "records" / name / "train_gpt.py" for name in (record.parent, record.name)]
     lines = subprocess.run(["diff", *pair], text=True, capture_output=True).stdout
-    changed = re.findall("^[<>]", lines, re.M)
-    assert 0 < len(changed) <= (350 if "SoftCap" in str(pair[1]) else 150)
+    most = record.station.changed_lines if record.station else 150
+    assert 0 < len(re.findall("^[<>]", lines, re.M)) <= most
 
 
-def test_no_record_is_dense(number, monkeypatch):
-    tree = test_style.ast.parse(SOURCES[number])
+def test_no_record_is_dense(record, monkeypatch):
+    """By the measures of the root, but for the sum of its tokens."""
+    tree = test_style.ast.parse(record.source)
     nodes = list(test_style.ast.walk(tree))
-    for name, value in dict(SOURCE=SOURCES[number], TREE=tree, NODES=nodes).items():
+    for name, value in dict(SOURCE=record.source, TREE=tree, NODES=nodes).items():
         monkeypatch.setattr(test_style, name, value)
     found = test_style.measures.__wrapped__()  # not the root's, which are kept
-    assert {name: found[name] for name, most in test_style.MOST.items() if found[name] > most} == {}
-    assert all(found[name] >= least for name, least in test_style.LEAST.items())
+    found.pop("tokens")
+    for name, value in found.items():
+        least, most = test_style.LEAST.get(name, 0), test_style.MOST.get(name, value)
+        assert least <= value <= most, name
 
 
 def test_each_place_of_a_docstrings_map_is_there(script):
@@ -95,12 +102,12 @@ def test_each_place_of_a_docstrings_map_is_there(script):
 
 
 def test_the_pocket_presets_have_one_width_depth_and_number_of_tokens(script):
-    cfg, newest = (x.parse_args(["--preset", "pocket"]) for x in (script, load(53)))
+    cfg, root = (x.parse_args(["--preset", "pocket"]) for x in (script, load(REPO)))
     depth = getattr(cfg, "num_layers", None) or len(cfg.attention_pattern)
-    assert depth == len(newest.attention_pattern)
+    assert depth == len(root.attention_pattern)
     same = """model_dim head_dim vocab_size eot_token val_tokens val_files train_files target_loss
         num_iterations sequences_per_step seq_lens""".split()
-    assert [getattr(cfg, x) for x in same] == [getattr(newest, x) for x in same]
+    assert [getattr(cfg, x) for x in same] == [getattr(root, x) for x in same]
 
 
 @pytest.mark.parametrize("preset", ["record", "pocket"])
@@ -108,28 +115,29 @@ def test_a_step_can_be_dealt_to_1_2_4_or_8_ranks(script, preset):
     assert script.parse_args(["--preset", preset]).sequences_per_step % 8 == 0
 
 
-def test_the_norm_adds_the_epsilon_of_its_day(number, script):
-    """2^-7 to the mean square of bf16, 2^-23 to that of fp32; since #21, 2^-23 to both."""
+@held
+def test_the_norm_adds_the_epsilon_of_its_day(record, script):
+    """To the mean square of bf16 2^-7, to that of fp32 2^-23; since #21 to both."""
     generator = torch.Generator().manual_seed(0)
     # Rows of all sizes: in the smallest, the epsilon is nearly all there is.
     x = torch.randn(200, 64, generator=generator) * torch.logspace(-5, 1, 200)[:, None]
-    for dtype, eps in ((torch.bfloat16, 2.0**-7 if number <= 19 else 2.0**-23),
-                       (torch.float32, 2.0**-23)):
+    for dtype, eps in ((torch.bfloat16, 2.0**-7), (torch.float32, 2.0**-23)):
         given = x.to(dtype)
         exact = given.double()
-        exact /= (exact.square().mean(-1, keepdim=True) + eps).sqrt()
+        exact /= (exact.square().mean(-1, keepdim=True) + (record.station.norm_eps or eps)).sqrt()
         found = script.norm(given)
         assert found.dtype == dtype
         rounding = BF16_STEP if dtype == torch.bfloat16 else 4 * FP32_EPS
         assert ((found.double() - exact).abs() <= 1.01 * rounding * exact.abs()).all()
 
 
-@numbers(19)
-def test_the_head_takes_fp8_with_the_published_scales_while_training(number, script):
+@held_since(19)
+def test_the_head_takes_fp8_with_the_published_scales_while_training(record, script):
+    station = record.station
     scales = [script.FP8_X_SCALE, script.FP8_W_SCALE, script.FP8_GRAD_SCALE]
-    assert scales == pytest.approx([1 / divisor for divisor in STATIONS[number].fp8_divisors])
-    model = make_model(script, tiny(number)[1])
-    owner = model if number == 19 else model.lm_head
+    assert scales == pytest.approx([1 / divisor for divisor in station.fp8_divisors])
+    model = make_model(script, tiny_flags(script))
+    owner = model.lm_head if hasattr(model.lm_head, "use_fp8") else model
     owner.use_fp8 = True
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 32, generator=generator).bfloat16().requires_grad_()
@@ -141,7 +149,7 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(number, scr
         return limited.to(torch.float8_e4m3fn).double() / scale
 
     def loss(logits):  # up to #24 the mean over a forward pass of the record, these are 64 of it
-        tokens = script.Hyperparameters().seq_lens[0] if number <= 24 else 1
+        tokens = 1 if station.summed_loss else script.Hyperparameters().seq_lens[0]
         return F.cross_entropy(logits, targets, reduction="sum") / tokens
 
     training = model.logits(x)
@@ -152,9 +160,9 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(number, scr
     for logits, raw in ((training, products), (plain, exact)):
         # The raw logits are rounded to bf16, and no slope of the cap is above one.
         bound = BF16_STEP * raw.abs() + 1e-5
-        assert ((logits.double() - 30 * torch.sigmoid(raw / 7.5)).abs() <= bound).all()
+        assert ((logits.double() - station.capped(raw)).abs() <= bound).all()
     assert not torch.allclose(training, plain, atol=1e-3)
-    expected = torch.autograd.grad(loss(30 * torch.sigmoid(exact / 7.5)), [x, w])
+    expected = torch.autograd.grad(loss(station.capped(exact)), [x, w])
     for grad, exact in zip(found, expected, strict=True):
         error = (grad.double() - exact.double()).norm() / exact.double().norm()
         assert 0 < error < 2.0**-3  # largest relative error of rounding to e5m2
@@ -162,7 +170,8 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(number, scr
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["A100", "H100"])
-def test_what_a_record_asks_of_a_gpu(number, script, capability, monkeypatch):
+@held
+def test_what_a_record_asks_of_a_gpu(record, script, capability, monkeypatch):
     """Types, FP8 and attention kernels, of a GPU that torch.cuda pretends to have."""
     properties, calls = SimpleNamespace(shared_memory_per_block_optin=227 * 1024), {}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
@@ -175,22 +184,21 @@ def test_what_a_record_asks_of_a_gpu(number, script, capability, monkeypatch):
         model = script.GPT(cfg)
     model.compile = lambda **kwargs: calls.update(kwargs)
     head = script.prepare_for_cuda(model, cfg, torch.device("cuda", 0))
-    no_other = dict(flash=False, mem_efficient=False) if number == 8 else {}
-    assert calls == dict(dynamic=False) | no_other  # cuDNN's attention is left
+    # Autocast's attention has no other kernel than cuDNN's
+    no_other = dict(flash=False, mem_efficient=False) if record.number == 8 else {}
+    assert calls == dict(dynamic=False) | no_other
     bf16 = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
-    expected = {"embed.weight", *(f"value_embeds.{i}.weight" for i in range(3))}
-    if number >= 40:
-        expected |= {"lm_head.weight", "smear_gate.weight"}
-        expected |= {f"blocks.{i}.attn.attn_gate.weight" for i in range(11) if i != 6}
-    assert bf16 == (expected if number >= 18 else set())
-    takes_fp8 = number >= 19 and capability == (9, 0)
+    names = (name for name, _ in model.named_parameters())
+    assert bf16 == {name for name in names if kind_of(name) in record.station.bf16}
+    takes_fp8 = bool(record.station.fp8_divisors) and capability == (9, 0)
     assert head == ("fp8" if takes_fp8 else "bf16")
-    if number >= 19:
-        assert (model if number == 19 else model.lm_head).use_fp8 == takes_fp8
+    if record.station.fp8_divisors:
+        owner = model.lm_head if hasattr(model.lm_head, "use_fp8") else model
+        assert owner.use_fp8 == takes_fp8
 
 
-@pytest.mark.parametrize("number", [5, 8])
-def test_the_first_records_run_in_bf16_by_autocast(number, script, monkeypatch):
+@for_each(RECORDS[:2])
+def test_the_first_records_run_in_bf16_by_autocast(record, script, monkeypatch):
     """Here on the CPU: the weights stay fp32, queries and keys are bf16, the loss is fp32 again."""
     cfg = script.parse_args(["--preset", "pocket"])
     model = script.GPT(cfg)
@@ -277,9 +285,9 @@ def steps_of_a_rank(script, cfg, steps, state=None, rank=0, dist=None):
     return dict(model.named_parameters()), {o.name: o.full_state() for o in optimizers}
 
 
-def test_ranks_together_step_as_one_does(number, script, monkeypatch):
+def test_ranks_together_step_as_one_does(script, monkeypatch):
     """Five, which do not divide the MLP's matrices, from the state of one, which takes theirs."""
-    cfg, dist = tiny(number)[1], Exchange(5)
+    cfg, dist = tiny_flags(script), Exchange(5)
     with in_float64():
         _, state = steps_of_a_rank(script, cfg, range(2))
         weights, whole = steps_of_a_rank(script, cfg, range(2, 4), state)
@@ -296,18 +304,18 @@ def test_ranks_together_step_as_one_does(number, script, monkeypatch):
 
 
 def test_it_trains_two_steps_of_the_pocket(
-    number, script, pocket_data, tmp_path, monkeypatch, capsys, final_values
+    record, script, pocket_data, tmp_path, monkeypatch, capsys, final_values
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(script.signal, "signal", lambda *args: None)  # the tests keep theirs
     flags = "--preset pocket --device cpu --num_iterations 2 --warmup_steps 0 --val_tokens 4096"
     assert script.main([*flags.split(), "--save_every", "2", "--run_id", "two"]) == 0
     values, log = final_values(capsys.readouterr().out), (tmp_path / "logs/two/log.txt").read_text()
-    assert log.startswith(SOURCES[number]) and final_values(log) == values
+    assert log.startswith(record.source) and final_values(log) == values
     assert re.findall(r"^step:(\d)/2 (\w+):", log, re.M) == [
         ("1", "train_loss"), ("2", "train_loss"), ("2", "val_loss")]
     assert (values["steps"], values["tokens"]) == ("2", "4096")
-    assert 3 < float(values["val_loss"]) < (7 if number == 5 else math.log(272))
+    assert 3 < float(values["val_loss"]) < (7 if record.parent is None else math.log(272))
     state = script.load_checkpoint(tmp_path / "logs/two/step-000002.pt")
     model = script.GPT(script.Hyperparameters(**state["hyperparameters"]))
     model.load_state_dict(state["model"])

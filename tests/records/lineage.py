@@ -1,0 +1,137 @@
+"""The records, found by their folders; their scripts as modules, and small models of them."""
+
+import contextlib
+import functools
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import lineage_oracles
+import pytest
+import torch
+from conftest import REPO
+
+STATIONS = lineage_oracles.find_stations()
+EOT = 256
+BLOCK = 16  # instead of the scripts' 128: as many blocks of fewer tokens
+LENGTH = 6 * BLOCK
+EXTENSION = 3  # steps of a tiny run after the schedules
+
+
+class Record(NamedTuple):
+    """A record's folder, the name of its parent's or None, its public number or None."""
+
+    folder: Path
+    parent: str | None
+    number: int | None
+
+    @property
+    def name(self):
+        return self.folder.name
+
+    @property
+    def source(self):
+        return (self.folder / "train_gpt.py").read_text()
+
+    @property
+    def station(self):
+        """The oracle that it is held to, or None: it is not public, or has none yet."""
+        return STATIONS.get(self.number)
+
+
+def find_records():
+    records = []
+    for path in sorted((REPO / "records").glob("20*/record.json")):
+        claim = json.loads(path.read_text())
+        number = claim["published"] and claim["published"]["number"]
+        records.append(Record(path.parent, claim["parent"], number))
+    return records
+
+
+RECORDS = find_records()
+HELD = [record for record in RECORDS if record.station]
+
+
+def for_each(records):
+    return pytest.mark.parametrize("record", records, ids=[record.name for record in records])
+
+
+def held_since(first):
+    """For each record from a public number on that is held to an oracle."""
+    return for_each([record for record in HELD if record.number >= first])
+
+
+held = for_each(HELD)
+
+
+@functools.cache
+def load(path, block=BLOCK):
+    """The script of a folder, as a module with blocks of so many tokens."""
+    spec = importlib.util.spec_from_file_location(f"{path.name}_{block}", path / "train_gpt.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its source is
+    spec.loader.exec_module(module)
+    module.BLOCK = block
+    return module
+
+
+@contextlib.contextmanager
+def in_float64():
+    """New tensors are float64, and not cast to fp32 or bf16."""
+    with pytest.MonkeyPatch.context() as patch:
+        for cast in ("float", "bfloat16"):
+            patch.setattr(torch.Tensor, cast, lambda self: self)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def tiny_sizes(published):
+    """What station and script call by one name, in a tiny run of either."""
+    lengths = tuple(LENGTH * length // published.seq_lens[-1] for length in published.seq_lens)
+    sizes = dict(
+        seq_lens=lengths, model_dim=32, head_dim=16, eot_token=EOT, val_seq_len=LENGTH,
+        val_tokens=3 * LENGTH, window_tokens=3 * BLOCK, bigram_rows=97)
+    for name in ("momentum_cooldown", "freeze_steps"):
+        sizes[name] = min(2, getattr(published, name, 0))
+    return sizes
+
+
+def tiny_station(station, steps=5, **changes):
+    """A station of a tiny run of so many scheduled steps. Windows of 1, 2 and 3 blocks, 4 at the
+    end and 5 in the last validation, of sequences of 6, or of 2, 4 and 6 where batches grow."""
+    sizes = tiny_sizes(station) | dict(
+        num_iterations=steps, extension=EXTENSION if station.extension else 0, vocab_size=272,
+        block=BLOCK, max_document=3 * BLOCK // 2, windows=(1, 2, 3, 4),
+        table_rows=EOT + 1 if station.table_rows % 128 else 272,
+        final_window=5 if station.final_window > station.windows[-1] else 4)
+    return type(station)(**sizes | changes)
+
+
+def tiny_flags(script, steps=5, **changes):
+    """The same as hyperparameters of a script, which has those that it knows."""
+    cfg = script.Hyperparameters()
+    extension = EXTENSION if getattr(cfg, "extension_steps", 0) else 0
+    flags = tiny_sizes(cfg) | dict(
+        num_iterations=steps + extension, extension_steps=extension, vocab_size=EOT + 1,
+        vocab_multiple=16, max_document_tokens=3 * BLOCK // 2, long_windows=(1, 2, 3, 4, 5),
+        short_windows=(1, 1, 1, 2), sequences_per_forward=2, device="cpu")
+    flags = {k: v for k, v in (flags | changes).items() if hasattr(cfg, k)}
+    return script.Hyperparameters(**flags)
+
+
+def make_model(script, cfg):
+    """A model in which no weight is zero, so that everything has a part."""
+    model, generator = script.GPT(cfg), torch.Generator().manual_seed(0)
+    model.init_weights(generator)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim < 2:
+                p.uniform_(0.3, 1.2, generator=generator)
+            elif not p.any():
+                p.normal_(std=0.1, generator=generator)
+    return model

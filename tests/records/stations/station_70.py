@@ -1,0 +1,60 @@
+"""#70 VeTuned: five value tables, whose gates see them; first values of V, O and the tables;
+stages with rounded borders. That the linked log doubles all gradients is left out."""
+
+import torch
+from stations import station_62
+
+
+class Station(station_62.Station):
+    number = 70
+    published = dict(
+        steps=1547, tokens=410.779648, windows=[502, 1005, 1507], at_last=(20, 6),
+        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[502, 1005], falls=679, peak=1.52,
+        rates={678: 1.52, 679: 1.518287, 1004: 0.961592, 1005: 1.087045, 1506: 0.101966},
+        momentum_falls=1497, tied=(1006, 1005), adam_steps=(773, 503), scalars=51,
+        multipliers=(1, 2, 4),
+        target_weights={501: [1.0, 0.5, 4.98e-4], 1004: [1.0, 9.94e-4]})
+    run_lengths = (7, 8)  # the first border is not that of #62, and the second
+    num_iterations = 1507
+    value_embed_pattern = ".01.....234"
+    uniform = {"qkvo_w": 0.5, "c_fc": 0.5}
+    normal = station_62.Station.normal | {"value_embeds": 0.01}
+
+    def borders(self):
+        """Where the stages end."""
+        N = self.num_iterations
+        return [round(N / 3), round(2 * N / 3), N]
+
+    def stage(self, step):
+        return sum(step >= border for border in self.borders())
+
+    def rate_factor(self, step):
+        """It falls from a whole step on, and changes where the stages do."""
+        N, stage = self.num_iterations, self.stage(step)
+        begins = int(N * (1 - self.cooldown_frac))
+        fallen = min(1.0, max(0, step - begins) / (N - begins))
+        peak = self.rate_stages[stage] if stage < 3 else 1.0
+        return peak * (1 - fallen) + self.final_lr_frac * fallen
+
+    def target_weights(self, step):
+        stage = self.stage(step)
+        if stage > 1:
+            return [1.0]
+        begin, end = [0, *self.borders()][stage : stage + 2]
+        fading = 0.5 ** (2 - stage) * (1 - (step - begin) / (end - begin))
+        return [1.0, 0.5, fading] if stage == 0 else [1.0, fading]
+
+    def split_step(self):
+        return self.borders()[1] | 1
+
+    def initial_distributions(self, name):
+        """O is drawn as Q, K and V are."""
+        drawn = super().initial_distributions(name)
+        return [drawn[0]] * len(drawn)
+
+    def value_gate_input(self, layer, u, value_embed):
+        """Of heads that are not paired, half of it is the table's row."""
+        if self.attention_pattern[layer] == "P":
+            return super().value_gate_input(layer, u, value_embed)
+        half = self.gate_inputs // 2
+        return torch.cat([u[:, :half], value_embed[:, :half]], dim=1)

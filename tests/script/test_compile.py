@@ -193,10 +193,10 @@ def test_health_is_read_one_step_late_on_cuda(monkeypatch):
     """While the host reads the news of a step, the GPU has the whole next one to do."""
     calls, numbers = [], itertools.count()
 
-    def event():
+    def record_event():
         number = next(numbers)
-        return types.SimpleNamespace(record=lambda: calls.append(f"record {number}"),
-                                     synchronize=lambda: calls.append(f"wait {number}"))
+        calls.append(f"record {number}")
+        return types.SimpleNamespace(synchronize=lambda: calls.append(f"wait {number}"))
 
     def copy(rows, device, non_blocking=False):
         assert device == "cpu" and non_blocking
@@ -204,18 +204,19 @@ def test_health_is_read_one_step_late_on_cuda(monkeypatch):
         return rows.as_subclass(Tensor)
 
     monkeypatch.setattr(train_gpt.signal, "signal", lambda *args: None)
-    monkeypatch.setattr(torch.cuda, "Event", event)
+    stream = types.SimpleNamespace(record_event=record_event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(OnCuda, "to", copy)
     health = train_gpt.Health(types.SimpleNamespace(all_gather=lambda news: news[None]))
     first, second, bad = torch.tensor([[5, 3], [4, 2], [torch.inf, 1]]).as_subclass(OnCuda)
     with NoHostWait():
         health.check(0, first)
-    health.signal = 15
+    health.told_to_stop = True
     health.check(1, second)
     assert calls == ["copy", "record 0", "copy", "record 1", "wait 0"]
-    assert (health.losses, health.stopping) == ([5.0, 3.0], 0)
+    assert (health.losses, health.stopping) == ([5.0, 3.0], False)
     health.check(2, bad)
-    assert (health.losses, health.stopping) == ([4.0, 2.0], 15)
-    with pytest.raises(train_gpt.UserError, match="step 2: the loss is inf on rank 0"):
+    assert (health.losses, health.stopping) == ([4.0, 2.0], True)
+    with pytest.raises(train_gpt.UserError, match="step 2: the loss is inf; lower"):
         health.read()
     assert calls[-1] == "wait 2"

@@ -14,10 +14,11 @@ from conftest import REPO
 SOURCE = (REPO / "train_gpt.py").read_text()
 TREE = ast.parse(SOURCE)
 NODES = list(ast.walk(TREE))
-RECORD = ["Hyperparameters", "Model", "Optimizers", "Schedules", "Training"]
+RECORD = ["Hyperparameters", "Schedules", "Model", "Optimizers", "Training"]
 HARNESS = ["Data", "Validation", "Checkpoints", "Ranks and log", "The run", "Command line"]
 MOST = {
-    "tokens": 13_400,  # names, numbers, strings and operators, no docstrings; to fall to 11,000
+    "record": 7_500,  # tokens above the banner: names, numbers, strings, operators, no docstrings
+    "harness": 4_700,  # tokens below it
     "tokens a line": 10.5,  # of those that have any
     "packed": 5,  # comprehensions, conditional expressions and := in a hundred statements
     "pairs": 10,  # statements of the kind `a, b = x, y`
@@ -57,12 +58,14 @@ def measures():
         comments += token.type == tokenize.COMMENT
         if token.type in words and token.start[0] not in documented:
             tokens[token.start[0]] += 1
+    banner = SOURCE[: SOURCE.index("\n# ==== Harness")].count("\n") + 2  # its line
     comprehensions = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
     packed = sum(isinstance(x, comprehensions | ast.IfExp | ast.NamedExpr) for x in NODES)
     widths = [len(line) for line in SOURCE.splitlines()]
     functions = [node for node in NODES if isinstance(node, ast.FunctionDef)]
     return {
-        "tokens": tokens.total(),
+        "record": sum(count for line, count in tokens.items() if line < banner),
+        "harness": sum(count for line, count in tokens.items() if line > banner),
         "tokens a line": tokens.total() / len(tokens),
         "packed": 100 * packed / sum(isinstance(node, ast.stmt) for node in NODES),
         "pairs": sum(isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)

@@ -62,8 +62,8 @@ def start(data, tmp_path):
 
 
 def keep_all(rank):
-    write = train_gpt.write_checkpoint
-    train_gpt.write_checkpoint = lambda path, state, keep: write(path, state, 999)
+    unlink = Path.unlink
+    Path.unlink = lambda path, **options: None if path.suffix == ".pt" else unlink(path, **options)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def assert_goes_on(run, whole, step):
     assert run.losses() == whole.losses()[step:]
     state, expected = run.state(STEPS), whole.state(STEPS)
     assert state.keys() == expected.keys()
-    for key in state.keys() - {"hyperparameters", "train_time_ms"}:
+    for key in state.keys() - {"settings", "train_time_ms"}:
         assert equal(state[key], expected[key]), key
 
 
@@ -136,23 +136,17 @@ def test_finished_run_is_not_saved_again_and_takes_more_steps(start, whole, tmp_
     assert run.saved()[-1] == STEPS + 2
 
 
-def blind(rank):
-    """Rank 1 finds no checkpoint."""
-    if rank == 1:
-        Path.glob = lambda *args: iter(())
-
-
 def test_two_ranks_resume_as_one_two_or_four(start, tmp_path):
-    """All ranks take the checkpoint that rank 0 finds, the one before a damaged one."""
+    """All ranks take the checkpoint before a damaged one."""
     first = start("--save_every", 4, nproc=2)
     assert first.wait() == [0, 0], first.err()
     newest = first.folder / f"step-{STEPS:06d}.pt"
     newest.write_bytes(newest.read_bytes()[:-1])
-    for nproc, fault in ((1, None), (2, blind), (4, None)):
+    for nproc in (1, 2, 4):
         shutil.copytree(first.folder, (cwd := tmp_path / str(nproc)) / "logs" / "x")
-        run = start("--resume", "auto", nproc=nproc, fault=fault, cwd=cwd)
+        run = start("--resume", "auto", nproc=nproc, cwd=cwd)
         assert run.wait() == [0] * nproc, run.err()
-        assert re.search(f"skipped .*{newest.name}: no whole checkpoint", run.out())
+        assert re.search(f"skipped .*{newest.name}: no whole checkpoint", run.err())
         assert "resumed at step:8 from logs/x/step-000008.pt" in run.out()
         rtol = 0 if nproc == 2 else 1e-5  # gloo sums in another order than one process does
         np.testing.assert_allclose(run.mean_losses(), first.mean_losses()[8:], rtol=rtol)
@@ -192,7 +186,6 @@ def test_killed_in_a_save(start, whole, final_values, moment):
     step = 8 if moment == "after rename" else 4
     run = start(*args, fault=partial(killed_in_save, moment, 2))
     assert run.wait() == [-signal.SIGKILL]
-    assert "afresh" in run.out()
     log, saved = run.log(), run.state(step)
 
     run = start(*args)
@@ -229,34 +222,23 @@ def test_killed_twenty_times(start, tmp_path):
     assert all(equal(found[key], expected[key]) for key in ("model", "optimizers", "loader"))
 
 
-def ignoring(number, rank):
-    """As under nohup; a shell ignores SIGINT for what it starts in the background."""
-    signal.signal(number, signal.SIG_IGN)
-    signalled(4, number)(rank)
+TERM, INT = signal.SIGTERM, signal.SIGINT
 
 
-TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-TO_GO_ON = "; to go on: --run_id x --resume auto"
-
-
-@pytest.mark.parametrize("nproc, fault, every, code, saved, said", [
+@pytest.mark.parametrize("nproc, fault, every, code, saved, stopped", [
     # Saved where no gradients are left over; a stage begins there, at 4 the embedding is untied.
-    (1, signalled(4, TERM), 100, 128 + TERM, [6], f"step:6 by SIGTERM{TO_GO_ON}"),
-    (1, signalled(3, INT), 100, 128 + INT, [4], f"step:4 by SIGINT{TO_GO_ON}"),
-    (1, signalled(1, HUP), 100, 128 + HUP, [2], f"step:2 by SIGHUP{TO_GO_ON}"),
-    (2, signalled(4, TERM, rank=1), 100, 128 + TERM, [6], f"step:6 by SIGTERM{TO_GO_ON}"),
-    (1, signalled(STEPS - 1, TERM), 100, 0, [STEPS], None),
-    (1, signalled(4, TERM), 0, 128 + TERM, [],
-     "step:5 by SIGTERM; nothing is saved, as --save_every is 0"),
-    (1, signalled(4, TERM, INT), 100, -INT, [], None),  # a second one ends the run at once
-    (1, partial(ignoring, HUP), 0, 0, [], None),
-    (1, partial(ignoring, INT), 0, 0, [], None)])
-def test_signal(start, whole, nproc, fault, every, code, saved, said):
+    (1, signalled(4, TERM), 100, 1, [6], True),
+    (1, signalled(3, INT), 100, 1, [4], True),
+    (2, signalled(4, TERM, rank=1), 100, 1, [6], True),
+    (1, signalled(STEPS - 1, TERM), 100, 0, [STEPS], False),
+    (1, signalled(4, TERM), 0, 1, [], True)])
+def test_signal(start, whole, nproc, fault, every, code, saved, stopped):
     args = ("--save_every", every, "--resume", "auto")
     run = start(*args, nproc=nproc, fault=fault)
     assert run.wait() == [code] * nproc and run.err() == "", run.err()
     assert run.saved() == saved
-    assert re.findall("^stopped at (.*)", run.log(), re.M) == ([said] if said else [])
+    said = "stopped by a signal; what --save_every saved goes on by --run_id x --resume auto\n"
+    assert run.log().count(said) == stopped
     assert len({len(run.losses(rank)) for rank in range(nproc)}) == 1, "all stop at one step"
     if nproc == 1 and code and saved:
         run = start(*args)
@@ -276,7 +258,7 @@ def test_rank_told_to_stop_because_another_died_does_not_hang(start):
     run = start("--save_every", 2, nproc=2, fault=die_or_be_told)
     codes = run.wait()
     assert codes[0] != 0 and codes[1] == -signal.SIGKILL
-    assert run.saved() == [2, 4] and "Traceback" not in run.err(), run.err()
+    assert run.saved() == [2, 4] and "Connection closed by peer" in run.err(), run.err()
 
 
 
@@ -300,48 +282,35 @@ def nan_from(rule_name, when, rank):
     setattr(train_gpt, rule_name, spoil)
 
 
-def drift(rank):
-    """On rank 1 one bit of one weight is another before it is saved at step 6."""
-    check_weights = train_gpt.Run.check_weights
-
-    def check_after_flip(run, step):
-        if step == 6 and rank == 1:
-            run.model.blocks[1].mlp.c_fc.data.view(torch.int32)[3, 5] ^= 1
-        check_weights(run, step)
-
-    train_gpt.Run.check_weights = check_after_flip
-
-
 def fill_disk(losses):
     """From here on no file may grow beyond a part of a checkpoint, which stands for a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
 
-NOT_FINITE = "a weight or a state is not finite; lower the learning rates\n"
+LOWER = "; lower the learning rates\n"
 FULL_DISK = ["step-000004.pt", "File too large", "--resume auto"]
 
 
-@pytest.mark.parametrize("nproc, fault, said, saved", [
-    (2, partial(at_step, 5, 1, minus_infinity), ["step 5: the loss is -inf on rank 1; "], [2, 4]),
-    (2, drift, ["step 6: mlp: the ranks' weights have drifted apart\n"], [2, 4]),
-    # What an update leaves is seen before it is saved, and in the last validation.
-    (1, partial(nan_from, "adam_update", 5), ["step 6: ", NOT_FINITE], [2, 4]),
-    (1, partial(nan_from, "muon_update", STEPS - 1), [f"step {STEPS}: ", NOT_FINITE], [6, 8]),
-    (1, partial(at_step, 3, 0, fill_disk), FULL_DISK, [2]),
-    (2, partial(at_step, 3, 0, fill_disk), FULL_DISK, [2]),
-], ids=["loss", "drift", "Adam", "Muon", "disk", "disk of rank 0"])
-def test_what_goes_wrong_ends_the_run_in_one_line_and_is_never_saved(
-    start, whole, nproc, fault, said, saved
+@pytest.mark.parametrize("nproc, fault, said, good", [
+    (2, partial(at_step, 5, 1, minus_infinity), ["step 5: the loss is -inf", LOWER], 4),
+    # What an update leaves is seen in the next loss, and in the last validation.
+    (1, partial(nan_from, "adam_update", 5), ["step 6: the loss is nan", LOWER], 4),
+    (1, partial(nan_from, "muon_update", STEPS - 1), [f"step:{STEPS}/10 val_loss:nan", LOWER], 8),
+    (1, partial(at_step, 3, 0, fill_disk), FULL_DISK, 2),
+    (2, partial(at_step, 3, 0, fill_disk), FULL_DISK, 2),
+], ids=["loss", "Adam", "Muon", "disk", "disk of rank 0"])
+def test_what_goes_wrong_ends_the_run_in_one_line_and_what_was_saved_goes_on(
+    start, whole, nproc, fault, said, good
 ):
+    """From the newest checkpoint that is finite; one that is not is never taken."""
     run = start(*AUTO, "--val_every", 0, nproc=nproc, fault=fault)
-    assert run.wait() == [2] * nproc
+    codes = run.wait()
+    assert codes[0] == 2 and 0 not in codes
     assert run.err().count("\n") == 1 and all(words in run.err() for words in said), run.err()
-    assert run.saved() == saved and len(list(run.folder.iterdir())) == 1 + len(saved)
-    assert "---" not in run.log()
-    if nproc == 1:  # what was saved last is sound
-        assert_goes_on(start(*AUTO), whole, saved[-1])
+    assert good in run.saved() and "---" not in run.log()
+    if nproc == 1:
+        assert_goes_on(start(*AUTO), whole, good)
     else:
-        assert run.err(1) == "", "what all ranks know is said once"
         assert len(run.losses(1)) - len(run.losses(0)) <= 1, "none goes on alone"
 
 

@@ -3,13 +3,10 @@
 import dataclasses
 import hashlib
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
 import types
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,8 +40,8 @@ def test_each_steps_line_has_the_losses_of_its_tokens(
     run, tmp_path, tiny_shards, monkeypatch, flags
 ):
     """As computed from the weights before the step's update: the one that is minimised, and the
-    next token's alone while there are others. The second and third of the tokens after each fade
-    out in the last and the first of thirds of 5 steps."""
+    next token's alone. The second and third of the tokens after each fade out in the last and the
+    first of thirds of 5 steps."""
     lengths = [256 if flags == GROWING and step >= 2 else 128 for step in range(STEPS)]
     tiny_shards([3200, 2700], document_tokens=100)
     steps = steps_of(read_tokens(tmp_path), 4, lengths, flags.get("max_document_tokens", 0))
@@ -55,20 +52,19 @@ def test_each_steps_line_has_the_losses_of_its_tokens(
         weights = [1, 0.5 * max(0, min(1, 2 - thirds)), 0.25 * max(0, min(1, 1 - thirds))]
         model.eval()
         expected.append(mean_loss(model, tokens, weights))
-        next_token.append(mean_loss(model, tokens, [1]) if weights[1] else None)
+        next_token.append(mean_loss(model, tokens, [1]))
         model.train()
         return accumulate(model, batches, now)
 
     monkeypatch.setattr(train_gpt, "accumulate_gradients", accumulated)
     result = run(warmup_steps=0, **flags)
-    pattern = r"^step:(\d+)/6 train_loss:(\S+) (?:next_token_loss:(\S+) )?train_time:"
+    pattern = r"^step:(\d+)/6 train_loss:(\S+) next_token_loss:(\S+) train_time:"
     logged = re.findall(pattern, result.log, re.M)
     assert [int(step) for step, *_ in logged] == list(range(1, STEPS + 1))
     assert [float(loss) for _, loss, _ in logged] == pytest.approx(expected, abs=6e-5)
     assert max(expected) - min(expected) > 0.05
-    assert next_token[0] and next_token[-1] is None
-    for (*_, text), loss in zip(logged, next_token, strict=True):
-        assert (text == "") if loss is None else float(text) == pytest.approx(loss, abs=6e-5)
+    assert [float(loss) for *_, loss in logged] == pytest.approx(next_token, abs=6e-5)
+    assert next_token[0] < expected[0] and next_token[-1] == expected[-1]
     assert result.values["tokens"] == str(4 * sum(lengths))
 
 
@@ -85,7 +81,7 @@ def test_warm_up_leaves_no_trace_in_a_run_which_its_seed_decides(run):
     assert run(seed=4, run_id="z", **GROWING).losses[1:] != result.losses[1:]
 
 
-@pytest.mark.parametrize(("steps", "warmed"), [(1, [0, 2, 4, 5]), (2, range(STEPS))])
+@pytest.mark.parametrize(("steps", "warmed"), [(1, [0, 2, 4, 5]), (2, [0, 1, 2, 3, 4, 5, 5, 6])])
 def test_each_stage_is_warmed_up_before_the_first_step(run, monkeypatch, data_flags, steps, warmed):
     """By its first steps, so that what is compiled is what it runs."""
     called, lengths = [], set()
@@ -119,7 +115,7 @@ def test_the_clock_stops_for_validation_and_checkpoints(run, monkeypatch):
         tick(10_000)
         return function(*args, **options)
 
-    clock = types.SimpleNamespace(perf_counter=tick, strftime=lambda *args: "now")
+    clock = types.SimpleNamespace(perf_counter=tick)
     monkeypatch.setattr(train_gpt, "time", clock)
     for name in ("validate", "write_checkpoint"):
         monkeypatch.setattr(train_gpt, name, partial(slow, getattr(train_gpt, name)))
@@ -145,10 +141,10 @@ def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     scored = (tmp_path / "tiny_val_000000.bin").read_bytes()[1024:]
     expected |= dict(
         head_chunks="1", torch=torch.__version__, threads="1", head="fp32", world_size="1",
-        python=sys.version.split()[0],
         val_digest=hashlib.sha256(scored).hexdigest()[:16],
         parameters=str(sum(x.numel() for x in result.model.parameters())))
-    assert facts.pop("device").startswith("cpu ("), "the model of the processor, too"
+    assert facts.pop("device").startswith("cpu (")
+    assert re.fullmatch("([0-9a-f]{40})?", facts.pop("commit"))
     assert len(facts.pop("train_digest")) == 16
     del expected["device"]
     assert facts == expected
@@ -169,10 +165,10 @@ def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     values = result.values
     assert block.startswith("val_loss: ") and re.fullmatch(r"\d\.\d{6}", values["val_loss"])
     assert f"{float(values.pop('val_loss')):.4f}" == found[-1][2]
-    assert 50 < int(values.pop("peak_memory_mib")) < 100_000
-    rate = 1000 * STEPS * 4 * 128 / max(1, int(values.pop("train_time_ms")))
-    assert int(values.pop("tokens_per_second")) == pytest.approx(rate, rel=0.05)
+    assert values.pop("peak_memory_mib") == "0", "of a GPU"
+    assert int(values.pop("train_time_ms")) > 0
     assert values.pop("device").startswith("cpu (")
+    values.pop("commit")
     same = {name: facts[name] for name in ("parameters", "world_size", "torch", "seed", "threads")}
     assert values == same | dict(steps=str(STEPS), tokens=str(STEPS * 4 * 128))
 
@@ -184,8 +180,11 @@ def test_the_console_shows_each_tenth_of_the_run_and_the_validations(run):
     expected = [(step, "train") for step in tenths] + [(step, "val") for step in (0, 10, 20, 25)]
     assert sorted((int(step), kind) for step, kind in shown) == sorted(expected)
     assert "\r" not in result.out and "def " not in result.out
-    summary = r"cpu \(.*\), 1 thread\(s\), 1 rank\(s\), [\d,]+ parameters, .* in 2 piece\(s\), "
-    assert re.match(summary + r"logs/\d{8}-\d{6}-[0-9a-f]{6}\n", result.out)  # as none is given
+    summary = r"^cpu \(.*\), 1 thread\(s\), 1 rank\(s\), [\d,]+ parameters, .* in 2 piece\(s\), "
+    assert re.search(summary + r"logs/\d{8}-\d{6}\n", result.out, re.M)  # as none is given
+    left = re.findall(r"^step:.* step_avg:\d+\.\d\dms left:(\d+)s$", result.out, re.M)
+    assert len(left) == len(shown) and left[-1] == "0"
+    assert not re.search("^step:.* left:", result.log, re.M)
     assert result.out.endswith(result.log.rpartition("\n---\n")[2])
 
 
@@ -208,8 +207,8 @@ def test_a_finished_run_is_evaluated_without_training_data(run, tmp_path, tiny_s
 
     other = tiny_shards([2000], name="other_val", seed=5)
     again = run(["--resume", path, "--val_files", other, "--val_tokens", "300"])
-    state = train_gpt.load_checkpoint(path)
-    model = train_gpt.GPT(Hyperparameters(**state["hyperparameters"])).eval()
+    state = train_gpt.load_checkpoint(Path(path))
+    model = train_gpt.GPT(Hyperparameters(**state["settings"])).eval()
     assert model.windows.tolist() == [2, 1]
     model.load_state_dict(state["model"])
     tokens = train_gpt.read_shard(train_gpt.find_shards(other)[0], 257)[:301].astype(np.int64)
@@ -220,10 +219,14 @@ def test_a_finished_run_is_evaluated_without_training_data(run, tmp_path, tiny_s
     assert float(again.values["val_loss"]) == pytest.approx(total / 300, abs=2e-6)
 
 
-def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(tmp_path):
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    done = subprocess.run([sys.executable, train_gpt.SCRIPT, "--preset", "pocket"], cwd=tmp_path,
-                          env=os.environ | {"PYTHONPATH": str(tmp_path)},
-                          text=True, capture_output=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
-    assert not (tmp_path / "logs").exists()
+@pytest.mark.parametrize(("target", "reached"), [(9.0, "reached"), (0.1, "not reached")])
+def test_a_run_says_whether_its_target_was_reached(run, target, reached):
+    assert f"\ntarget loss {target}: {reached}\n---\n" in run(target_loss=target).out
+
+
+def test_a_run_of_a_million_steps_begins_at_once(monkeypatch):
+    """Its plan is counted in seconds, as it asks each step for its schedule."""
+    cfg = dataclasses.replace(parse_args(["--preset", "pocket"]), num_iterations=10**6)
+    first_steps, tokens = train_gpt.plan(cfg)
+    assert tokens == 10**6 * 16 * 128
+    assert first_steps == {0: 0, 1: 333_332, 2: 666_664, 3: 999_996}

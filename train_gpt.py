@@ -209,7 +209,8 @@ def schedule(step: int, cfg) -> Schedule:
     kept = min(1.0, (1 - progress) / cfg.cooldown_frac)
     lr_factor = kept * at_stage(cfg.lr_factors, stage) + (1 - kept) * 0.1
 
-    # Muon's momentum: up from 0.85 in the first 300 steps, and back to it in the last steps
+    # Muon's momentum: up from 0.85 in the first 300 steps, and back to it in the last steps. In the
+    # pocket, which has fewer steps, it is 0.85 throughout.
     steps_left = cfg.num_iterations - step
     share = min(1.0, steps_left / max(1, cfg.momentum_cooldown))
     if step < 300:
@@ -570,7 +571,8 @@ class GPT(nn.Module):
         self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # sigmoid: 0.18 of the skip at first
         self.backout_lambda = nn.Parameter(torch.tensor(0.5))
         self.lm_head = CastedLinear(cfg.model_dim, vocab)
-        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)  # of the head
+        # Of the head. The harness makes it smaller on cards with less memory.
+        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)
         # Buffers, so that a new stage needs no recompilation: the long and the short window in
         # blocks; cosines and sines of the rotary embedding.
         windows = torch.zeros(2, dtype=torch.int32)
@@ -639,6 +641,7 @@ class GPT(nn.Module):
         outputs = []
         x = x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
         for block in self.blocks:
+            # The published skip enters at the one layer that has no attention.
             if block.attn is None:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
                 skip = outputs[cfg.skip_layer]
                 x = x + torch.sigmoid(self.skip_lambda) * skip
@@ -836,7 +839,7 @@ class ShardedOptimizer:
             param.data = weight.copy_(param.detach())
             param.grad = self.grads[start:end].view_as(param)
             start = end
-        self.my_grad = self.grads  # this rank's part of their sum
+        self.my_grad = self.grads  # this rank's part of the sum of all ranks' gradients
         if ranks.world_size > 1:
             self.my_grad = torch.empty_like(self.grads[self.mine])
         self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
@@ -857,7 +860,7 @@ class ShardedOptimizer:
         self.my_grad.div_(divisor)
         self.lr.fill_(self.group.lr * now.lr_factor)
         share = self.weights[self.mine]
-        self.update_share(share, now)
+        self.update_share(share, now)  # Adam's or Muon's
         if self.ranks.world_size > 1:
             self.handle = dist.all_gather_into_tensor(self.weights, share, async_op=True)
 
@@ -1045,6 +1048,7 @@ SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
 
 def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
     """Set types and kernel options for this GPU, and compile. Returns the head's type."""
+    # As published: embeddings, gates and head are bf16, all other weights fp32.
     for name, module in model.named_modules():
         if re.search("embed|gate|head", name):
             module.bfloat16()

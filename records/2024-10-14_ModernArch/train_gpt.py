@@ -254,7 +254,8 @@ class GPT(nn.Module):
             self.blocks.append(Block(cfg))
         self.lm_head = nn.Linear(cfg.model_dim, vocab, bias=False)
         self.lm_head.weight = self.embed.weight  # one matrix
-        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)  # of the head
+        # Of the head. The harness makes it smaller on cards with less memory.
+        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)
         exponent = torch.arange(0, cfg.head_dim, 2) / cfg.head_dim
         frequency = 1 / cfg.rope_base**exponent  # (K / 2,)
         position = torch.arange(max(*cfg.seq_lens, cfg.val_seq_len))

@@ -413,7 +413,8 @@ class GPT(nn.Module):
         pairs = len(self.blocks) // 2
         self.skip_weights = nn.Parameter(torch.ones(pairs))
         self.lm_head = CastedLinear(cfg.model_dim, vocab)
-        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)  # of the head
+        # Of the head. The harness makes it smaller on cards with less memory.
+        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)
         # A buffer, so that a growing window needs no recompilation; in blocks.
         window = torch.zeros((), dtype=torch.int32)
         self.register_buffer("window", window, persistent=False)

@@ -470,7 +470,8 @@ class GPT(nn.Module):
         self.skip_weights = nn.Parameter(torch.ones(pairs))
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
         self.lm_head = CastedLinear(cfg.model_dim, vocab)
-        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)  # of the head
+        # Of the head. The harness makes it smaller on cards with less memory.
+        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)
         self.use_fp8 = False
         # A buffer, so that a growing window needs no recompilation; in blocks.
         window = torch.zeros((), dtype=torch.int32)

@@ -472,7 +472,8 @@ class GPT(nn.Module):
         self.skip_weights = nn.Parameter(torch.ones(pairs))
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
         self.lm_head = CastedLinear(cfg.model_dim, vocab)
-        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)  # of the head
+        # Of the head. The harness makes it smaller on cards with less memory.
+        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)
         # A buffer, so that a growing window needs no recompilation: long and short, in blocks.
         windows = torch.zeros(2, dtype=torch.int32)
         self.register_buffer("windows", windows, persistent=False)

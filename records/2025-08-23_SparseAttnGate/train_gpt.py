@@ -482,7 +482,8 @@ class GPT(nn.Module):
         pairs = len(self.blocks) // 2
         self.skip_weights = nn.Parameter(torch.ones(pairs))
         self.lm_head = CastedLinear(cfg.model_dim, vocab)
-        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)  # of the head
+        # Of the head. The harness makes it smaller on cards with less memory.
+        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)
         # Buffers, so that a growing window needs no recompilation: the long and the short one in
         # blocks; cosines and sines of the rotary embedding.
         windows = torch.zeros(2, dtype=torch.int32)
@@ -703,7 +704,7 @@ class ShardedOptimizer:
             param.data = weight.copy_(param.detach())
             param.grad = self.grads[start:end].view_as(param)
             start = end
-        self.my_grad = self.grads  # this rank's part of their sum
+        self.my_grad = self.grads  # this rank's part of the sum of all ranks' gradients
         if ranks.world_size > 1:
             self.my_grad = torch.empty_like(self.grads[self.mine])
         self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
@@ -724,7 +725,7 @@ class ShardedOptimizer:
         self.my_grad.div_(divisor)
         self.lr.fill_(self.group.lr * now.lr_factor)
         share = self.weights[self.mine]
-        self.update_share(share, now)
+        self.update_share(share, now)  # Adam's or Muon's
         if self.ranks.world_size > 1:
             self.handle = dist.all_gather_into_tensor(self.weights, share, async_op=True)
 

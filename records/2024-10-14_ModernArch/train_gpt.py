@@ -80,7 +80,7 @@ class Hyperparameters:
     repeat_data: bool = False  # allow the preset record to read its data again
     sequences_per_step: int = 512  # sequences of a step, all ranks together
     sequences_per_forward: int = 64  # sequences that a rank runs at once, at most
-    sequence_stride: int = 1  # from one sequence to the next that is taken, wrapping around
+    sequence_stride: int = 1  # from one sequence to the next taken, wrapping around
     val_seq_len: int = 1024  # tokens of a validation sequence
     val_tokens: int = 10_485_760  # validation tokens, each counted once
     val_every: int = 125  # steps between validations; 0: only the last
@@ -575,9 +575,10 @@ def find_shards(pattern: str) -> list[Path]:
 
     Raises UserError.
     """
+    # A record in records/ finds the data of the repository.
     for folder in (Path(), *SCRIPT.parents):
         paths = [folder / name for name in glob.glob(pattern, root_dir=folder)]
-        files = sorted(filter(Path.is_file, paths))
+        files = sorted(filter(Path.is_file, paths))  # no folder and no pipe
         if files:
             return files
     raise UserError(f"no file matches {pattern!r}; make the data first: python data/pocket.py, "
@@ -618,11 +619,11 @@ class TokenLoader:
         if cfg.sequences_per_step % ranks.world_size:
             raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
                             f"the {ranks.world_size} ranks must divide it")
-        sequences = cfg.sequences_per_step // ranks.world_size  # of this rank
+        sequences = cfg.sequences_per_step // ranks.world_size  # of this rank, in a step
         # All forward passes of a step have as many.
         self.per_forward = math.gcd(sequences, cfg.sequences_per_forward)
         self.files = find_shards(cfg.train_files)  # in the order of reading
-        self.size = 0  # tokens of all files
+        self.size = 0  # tokens of all files, one epoch
         digest = hashlib.sha256()  # of each shard's name, size and first MiB
         for path in self.files:
             size = shard_size(path)
@@ -658,6 +659,7 @@ class TokenLoader:
                 parts = rows.reshape(self.ranks.world_size, -1, self.per_forward, length + 1)
                 return [to_batch(part, self.ranks.device) for part in parts[self.ranks.rank]]
             self.begin_shard(shard + 1)  # after the last one the first again
+            # An epoch begins.
             if (shard + 1) % len(self.files) == 0:
                 self.log(f"the training data begin again: {self.cfg.train_files}")
         raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
@@ -676,6 +678,7 @@ def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 # ---- Validation -------------------------------------------------------------
 def read_val_tokens(cfg) -> np.ndarray:
     """The first val_tokens + 1 validation tokens, uint16. Raises UserError."""
+    # One after another, as if they were one file
     shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
     tokens = np.concatenate(shards)
     if len(tokens) <= cfg.val_tokens:
@@ -702,6 +705,7 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
         targets.view(-1)[count - start :] = -1  # padding is not counted
         total += model(inputs, targets)
     model.train()
+    # Each rank has the sum of its own sequences.
     return ranks.all_gather(total).sum().item() / count
 
 
@@ -722,6 +726,7 @@ def write_checkpoint(path: Path, state: dict):
         temporary.unlink(missing_ok=True)
         cause = error.__context__ or error
         raise UserError(f"{path}: not written ({cause}); make room, --resume auto") from None
+    # By time, as a run that was resumed from an old one has later steps in its folder.
     saved = sorted(path.parent.glob("step-*.pt"), key=os.path.getmtime)
     for old in saved[:-3]:
         old.unlink()
@@ -739,9 +744,11 @@ def load_checkpoint(path: Path) -> dict:
             damaged = file.testzip()
         if damaged:
             raise ValueError(f"{damaged} is damaged")
+        # Weights alone: a pickle that runs code is refused.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         settings = [f"--{name}={text}" for name, text in state["settings"].items()]
         state["settings"] = parse_flags(settings)
+        # What is missing would silently be the default of the preset record.
         if len(settings) < len(fields(Hyperparameters)):
             raise ValueError("it lacks a setting")
         # A run resumed from NaN would fail at the same step for ever.
@@ -759,6 +766,7 @@ def load_checkpoint(path: Path) -> dict:
 
 def newest_checkpoint(folder: Path):
     """Path and state of a run's newest whole checkpoint. Without one, those of a new run."""
+    # Names sort by step.
     for path in sorted(folder.glob("step-*.pt"), reverse=True):
         try:
             return str(path), load_checkpoint(path)
@@ -776,7 +784,7 @@ class Ranks:
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = int(os.environ.get("RANK", 0))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
-        gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()
+        gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()  # of this machine
         if local_rank >= gpus and (gpus or cfg.device == "cuda"):
             raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
         self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
@@ -798,11 +806,11 @@ class Ranks:
 
 def machine_facts(device: torch.device) -> dict:
     """What a log tells of the machine and of its software."""
-    folder = shlex.quote(str(SCRIPT.parent))
+    folder = shlex.quote(str(SCRIPT.parent))  # it may have spaces
     facts = dict(
         device=f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})",
         torch=torch.__version__,
-        threads=torch.get_num_threads(),
+        threads=torch.get_num_threads(),  # OMP_NUM_THREADS, or the number of cores
         commit=collect_env.run(f"git -C {folder} rev-parse HEAD")[1],  # empty without git
     )
     if device.type == "cuda":
@@ -839,9 +847,11 @@ class Log:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("a", buffering=1, encoding="utf-8")  # line by line
             try:
+                # The lock ends with the process, however that ends.
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UserError(f"--run_id {self.run_id}: another process runs it now") from None
+            # Also after a full disk has left an empty file
             if self.file.tell() == 0:
                 self.file.write(header)
 
@@ -869,7 +879,7 @@ class Health:
         signal.signal(signal.SIGINT, self.on_signal)
 
     def on_signal(self, number, frame):
-        self.told_to_stop = True
+        self.told_to_stop = True  # all ranks learn it in the next step
 
     def check(self, step, losses):
         """Exchange the losses of a step before its update. Raises UserError, as `read`."""
@@ -945,7 +955,7 @@ class Run:
         self.log = log
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
-        self.first_steps, self.tokens = plan(cfg)
+        self.first_steps, self.tokens = plan(cfg)  # of each stage; of the whole run
         # The data are checked before the model is built.
         self.val_tokens = read_val_tokens(cfg)
         self.loader = None  # evaluation needs no training data
@@ -1023,8 +1033,10 @@ class Run:
         saves = False
         # The step that a run was resumed from is saved already.
         if cfg.save_every and step > self.first_step:
+            # Whether a multiple of save_every lies between, as not every step can be saved
             passed = step // cfg.save_every > self.saved_step // cfg.save_every
             saves = is_last or (complete and (passed or stops))
+        # The clock stands from here until it is started again.
         if validates or saves:
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
@@ -1052,6 +1064,7 @@ class Run:
                 raise UserError(f"{text}; lower the learning rates")
         text += f" train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
         left = f" left:{average * (self.last - step) / 1000:.0f}s"
+        # The first step with another tenth of the run behind it
         is_tenth = step * 10 // self.last > (step - 1) * 10 // self.last
         self.log(text, left, console=is_tenth or "val_loss" in losses)
 
@@ -1158,6 +1171,7 @@ def parse_flags(argv) -> dict:
     # The comments of the table: `name: type = default  # meaning`
     meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text("utf-8"), re.M))
     choices = dict(preset=["record", "pocket"], device=["auto", "cuda", "cpu"])
+    # Only what is given stands in the result, so that defaults can come from elsewhere.
     for each in fields(Hyperparameters):
         name = each.name
         default = show(each.default)
@@ -1177,12 +1191,14 @@ def hyperparameters(given, saved=None) -> Hyperparameters:
     """The flags given, over those of their preset or of a checkpoint. Raises UserError."""
     values = POCKET if given.get("preset") == "pocket" else {}
     if saved:
+        # The new process chooses its device and its log.
         values = saved | dict(device="auto", run_id="")
         for name, value in given.items():
             if name not in MAY_CHANGE and value != saved[name]:
                 raise UserError(f"--{name} {show(value)}: the checkpoint has {show(saved[name])}; "
                                 f"a resumed run may change {', '.join(MAY_CHANGE)}")
     cfg = Hyperparameters(**(values | given))
+    # A rule begins with its flag. The record has rules of its own.
     lengths = (*cfg.seq_lens, cfg.val_seq_len)
     rules = {
         "seq_lens and val_seq_len must be multiples of 128": not any(x % 128 for x in lengths),
@@ -1236,6 +1252,7 @@ def main(argv=None) -> int:
     except (UserError, OSError, dist.DistError) as error:
         message = str(error)  # names the file or flag
     except (MemoryError, torch.OutOfMemoryError):
+        # Fewer tokens at once; --head_chunks helps where the logits alone are too large.
         message = "out of memory; lower --seq_lens or --sequences_per_forward"
     # One rank of each machine is enough.
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -25,7 +25,7 @@ FLAGS = f"""--preset pocket --device cpu --model_dim 32 --head_dim 16 --attentio
     --value_embed_pattern 0.0 --backout_layer 1 --sequences_per_step 12 --seq_lens 128,256
     --sequences_per_forward 4 --num_iterations {STEPS} --val_every 4 --val_tokens 1500
     --val_seq_len 256 --warmup_steps 1 --sequence_stride 5 --vocab_multiple 128
-    --value_embed_lr 0.6 --cooldown_frac 0.4 --freeze_steps 2 --long_windows 1,2
+    --embed_lr 0.6 --cooldown_frac 0.4 --freeze_steps 2 --long_windows 1,2
     --lr_factors 0.8,1.0""".split()  # stages begin at steps 3, 6 and 8
 
 

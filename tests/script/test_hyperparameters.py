@@ -23,7 +23,7 @@ BAD = {  # flags, and the words that the line has
     "--muon_lr nan": "--muon_lr: invalid",
     "--muon_lr=-0.1": "--muon_lr: invalid",
     "--lr_factors 1,nan": "argument --lr_factors: invalid flag value: '1,nan'",
-    "--value_embed_lr inf": "--value_embed_lr: invalid",
+    "--embed_lr inf": "--embed_lr: invalid",
     "--long_windows 1;2": "--long_windows: invalid",
     "--long_windows 0": "--long_windows: invalid",
     "--short_windows 1.5": "--short_windows: invalid",

@@ -12,7 +12,7 @@ STEPS = 6
 FLAGS = dict(
     preset="pocket", device="cpu", run_id="x", num_iterations=STEPS, warmup_steps=1,
     model_dim=32, head_dim=16, attention_pattern="LS.L", value_embed_pattern="0..0",
-    backout_layer=2, vocab_multiple=128, value_embed_lr=0.6,
+    backout_layer=2, vocab_multiple=128, embed_lr=0.6,
     long_windows="1,2", short_windows="1",  # from step 2 on, two blocks
     extension_steps=1, freeze_steps=1,
     seq_lens="128", sequences_per_step=4, sequences_per_forward=2, sequence_stride=1,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 RULE = "=" * 100  # the line between the parts of a log
 PAIR = re.compile(r"^(\w+): (.*)$", re.M)
-FOLDERS = {"loss": "logs", "time": "logs/times"}  # of each kind of a record's runs
 
 
 class LedgerError(Exception):
@@ -36,9 +35,14 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def seed_files(folder: Path, kind: str):
-    """A record's logs of a kind, by seed."""
-    return sorted((folder / FOLDERS[kind]).glob("seed-*.txt"))
+def seed_files(folder: Path):
+    """The logs that are kept in a folder of logs."""
+    return sorted(folder.glob("seed-*.txt"))
+
+
+def log_folders(folder: Path):
+    """A record's folders of logs, each of one setting."""
+    return sorted({path.parent for path in folder.glob("logs/**/seed-*.txt")})
 
 
 @dataclass
@@ -110,7 +114,8 @@ def split_source(text: str):
 
 def read_log(path: Path, text: str | None = None) -> Log:
     """Parse a log of this project, or its text. Raises LedgerError where it is none."""
-    log = Log(path, *split_source(text or read_text(path)))
+    text = (text or read_text(path)).replace("\r\n", "\n")  # as git for Windows checks it out
+    log = Log(path, *split_source(text))
     body, _, rest = log.body.rpartition("\n")
     if re.fullmatch(r"step:.* step_avg:[\d.]+ms", rest):
         body += "\n" + rest

@@ -14,7 +14,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from ledger.diff import assignments
-from ledger.logs import LedgerError, Log, read_log, read_text, seed_files, split_source
+from ledger.logs import (
+    LedgerError, Log, log_folders, read_log, read_text, seed_files, split_source)
 
 TARGET = 3.28  # nats per token, of logs that name no target
 DATED = re.compile(r"(\d{4}-\d{2}(?:-\d{2})?)[-_ ]*(.*)")
@@ -33,7 +34,9 @@ def read_any(path: Path) -> Log:
         log.header["world_size"] = str(int(peers) + 1)
     if gpus := re.findall(r"^\|\s+\d+\s+NVIDIA ", log.body, re.M):  # nvidia-smi
         log.header["world_size"] = str(len(gpus))
-    log.token_stages = log.token_stages or token_stages(log)
+    # A source may give these names values of any form.
+    with contextlib.suppress(TypeError, ValueError, ArithmeticError, RecursionError):
+        log.token_stages = log.token_stages or token_stages(log)
     if not log.val:
         raise LedgerError(f"{path} has no validation in {log.last_step} steps; give a longer run")
     return log
@@ -203,11 +206,13 @@ def source_of(operand: str) -> str:
 def logs_of(operand: str):
     """(record's name, logs) of a log, or of a folder's record; what is left out is said."""
     path = Path(operand)
-    name = path.stem.replace("log", path.resolve().parent.name)
+    name = path.resolve().parent.name if path.stem == "log" else path.stem
     for folder in (path.resolve(), *path.resolve().parents)[::-1]:
         if DATED.fullmatch(folder.name):
             name = DATED.fullmatch(folder.name)[2]
-    files = seed_files(path, "loss") if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():  # a folder of logs, or the first one of a record
+        files = seed_files(path) or seed_files(next(iter(log_folders(path)), path))
     if files:
         return name, [read_any(file) for file in files]
     record, *others = folder_groups(path)

@@ -5,6 +5,7 @@ preset, number of ranks) are logs/NAME/seed-N.txt. The parent's runs that were m
 below, in parent/, unless the parent's own folder has them. runs.csv has a row for each log.
 """
 
+import contextlib
 import csv
 import functools
 import io
@@ -14,10 +15,10 @@ import operator
 import re
 import runpy
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from ledger.logs import LedgerError, Log, log_folders, read_log, read_text, seed_files, sha256
+from ledger.logs import LedgerError, Log, places, read_log, read_text, seed_files, sha256
 
 TABLE = "runs.csv"
 FINAL = ("val_loss", "train_time_ms", "steps", "tokens", "threads", "device", "torch",
@@ -46,7 +47,7 @@ class Record:
 
     folder: Path
     claim: dict
-    runs: list[dict] = field(default_factory=list)  # its parent's that lie beside them too
+    runs: list[dict]  # rows of the table; its parent's that lie beside them too
     parent: "Record | None" = None
 
     @property
@@ -99,20 +100,6 @@ def read_claim(folder: Path):
     return claim
 
 
-def find_records(folder: Path):
-    """The records of a folder of records, oldest first, with their rows of the table."""
-    if not folder.is_dir():
-        raise LedgerError(f"{folder}: no such folder; give records/ or one record's folder")
-    found = {}
-    for path in sorted(folder.glob("*/record.json")):
-        record = found[path.parent.name] = Record(path.parent, read_claim(path.parent))
-        record.parent = found.get(record.claim["parent"])
-    for row in read_table(folder):
-        if row["record"] in found:
-            found[row["record"]].runs.append(row)
-    return list(found.values())
-
-
 def run_row(record: str, where: str, log: Log):
     """The table's row of a run. Raises LedgerError where it is not finished."""
     if not log.finished:
@@ -122,36 +109,35 @@ def run_row(record: str, where: str, log: Log):
     return {name: found.get(name) or "" for name in COLUMNS}
 
 
-def read_table(folder: Path):
-    """The rows of runs.csv; none where there is no such file. Raises LedgerError."""
-    path = folder / TABLE
-    if not path.exists():
-        return []
-    remedy = "make it anew from the logs: `list --write`"
-    try:
-        reader = csv.DictReader(read_text(path).splitlines())
-        rows = list(reader)
-        for row in rows:
-            numbers = float(row["val_loss"]), float(row["train_time_ms"]), int(row["world_size"])
-            if not all(0 < number < float("inf") for number in numbers):
-                raise LedgerError(f"{path}: {row['record']} has a run of {numbers}; {remedy}")
-    except (csv.Error, ValueError, KeyError, TypeError) as error:
-        raise LedgerError(f"{path} is no table of runs: {error!r}; {remedy}") from None
-    if tuple(reader.fieldnames) != COLUMNS:
-        raise LedgerError(f"{path} has not the columns that `list --write` makes from the logs")
-    return rows
+def rows_of(folder: Path):
+    """The rows of a record's finished runs, its parent's that lie beside them too."""
+    found = []
+    for place in places(folder):
+        for path in seed_files(place):
+            with contextlib.suppress(LedgerError, ValueError, KeyError):  # `verify` tells
+                where = place.relative_to(folder).as_posix()
+                found.append(run_row(folder.name, where, read_log(path)))
+    return found
 
 
-def table_of(folder: Path) -> str:
-    """What runs.csv has to be: a row of each log of the records in a folder."""
+def find_records(folder: Path):
+    """The records of a folder of records, oldest first, with their runs."""
+    if not folder.is_dir():
+        raise LedgerError(f"{folder}: no such folder; give records/ or one record's folder")
+    found = {}
+    for path in sorted(folder.glob("*/record.json")):
+        home, claim = path.parent, read_claim(path.parent)
+        found[home.name] = Record(home, claim, rows_of(home), found.get(claim["parent"]))
+    return list(found.values())
+
+
+def table_of(records: list) -> str:
+    """What runs.csv has to be: a row of each log of the records."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    for claim in sorted(folder.glob("*/record.json")):
-        for place in log_folders(claim.parent):
-            where = place.relative_to(claim.parent).as_posix()
-            for path in seed_files(place):
-                writer.writerow(run_row(claim.parent.name, where, read_log(path)))
+    for record in records:
+        writer.writerows(record.runs)
     return text.getvalue()
 
 

@@ -139,11 +139,12 @@ def replay_all(records: list, seeds: int):
             if on_gpu and torch.cuda.device_count() < int(header["world_size"]):
                 notes.append(f"{place} is of {header['world_size']} {header['device']}, which this "
                              "machine has not: not run again")
-                continue
-            wrong, words = run.replay(record, random.sample(logs, min(seeds, len(logs))))
-            findings += wrong
-            notes.append(words)
-            print(words, file=sys.stderr)
+            else:
+                chosen = random.sample(logs, min(seeds, len(logs)))
+                wrong, words = run.replay(record, chosen)
+                findings += wrong
+                notes.append(words)
+            print(notes[-1], file=sys.stderr)
     return findings, notes
 
 

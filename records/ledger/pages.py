@@ -327,6 +327,7 @@ def draw_curves(groups: dict, target: float, png: str):
     from matplotlib.ticker import EngFormatter
 
     top = bottom = target
+    missing = []
     for index, (name, logs) in enumerate(groups.items()):
         for seed, log in enumerate(logs):
             steps, losses, ms = curve_of(log).T
@@ -335,7 +336,7 @@ def draw_curves(groups: dict, target: float, png: str):
                 axis.plot(x, losses, "-o", color=f"C{index}", markevery=[-1],
                           alpha=0.4 + 0.6 / len(logs), label=None if seed else name)
                 if np.isnan(x[-1]) and not seed:
-                    print(f"{name} has no {panel}, so it is not in that panel", file=sys.stderr)
+                    missing.append(f"{name} has no {panel}, so it is not in that panel")
             # A curve of training begins with the untrained model: what is above its tenth is cut.
             top = max(top, losses[len(losses) // 10])
             bottom = min(bottom, *losses)
@@ -348,3 +349,5 @@ def draw_curves(groups: dict, target: float, png: str):
     axes[0].set_ylabel("loss (nats per token; point: validation)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     save(figure, png)
+    for words in missing:
+        print(words, file=sys.stderr)

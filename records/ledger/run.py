@@ -187,7 +187,7 @@ def results(contestants: list):
 
 
 # ---- A record's seeds run again ----
-# How far a seed's loss moves on another machine, in nats per token and the root mean square. Pocket:
+# How far a seed's loss moves on another machine, in nats per token, as root mean square. Pocket:
 # MEASURED. Record: two public runs of #21 differ by the root of 2 times their std, 0.0019.
 MOVES = {"pocket": 0.0072, "record": 0.0027}
 # Honest seeds move both ways, a cheat's move one way: the mean of N moves by MOVES / √N. Three such
@@ -215,9 +215,11 @@ def judge(script: Path, checkpoint: Path, preset: str, device: str, seed: int):
     record.__file__ = str(script)
     exec(compile(read_text(script), script, "exec"), vars(record))
     state = load(checkpoint, map_location=device, weights_only=True)
-    with torch.device(device), no_grad():
-        cfg = record.Hyperparameters(**state["hyperparameters"])
-        model, starts = record.GPT(cfg), []
+    cfg = record.Hyperparameters(**state["hyperparameters"])
+    with torch.device(device):
+        model = record.GPT(cfg)
+    with no_grad():
+        starts = []
         for start in (seed, seed + 1):
             model.init_weights(torch.Generator(device).manual_seed(start))
             starts.append(torch.cat([one.flatten().float() for one in model.parameters()]))
@@ -250,6 +252,12 @@ def judge(script: Path, checkpoint: Path, preset: str, device: str, seed: int):
             "seedless": equal(*starts)}
 
 
+def judge_apart(*what):
+    """`judge`, in a fresh process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        return fresh.submit(judge, *what).result()
+
+
 def run_again(script: Path, old: Log):
     """(log, verdict) of a seed that is run again, its last weights judged. Raises LedgerError."""
     flags = {"preset": old.header["preset"], "seed": old.header["seed"], "run_id": "replay",
@@ -262,13 +270,11 @@ def run_again(script: Path, old: Log):
         (checkpoint,) = Path(out).glob("logs/replay/step-*.pt")
         alone = Path(out) / "record.py"  # a folder without data
         shutil.copy(script, alone)
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, spawn) as fresh:
-            what = alone, checkpoint, flags["preset"], device, int(flags["seed"])
-            try:
-                return new, fresh.submit(judge, *what).result()
-            except Exception as error:  # whatever the record's code raises
-                raise LedgerError(f"{old.path}: its weights cannot be judged: {error}") from None
+        what = alone, checkpoint, flags["preset"], device, int(flags["seed"])
+        try:
+            return new, judge_apart(*what)
+        except Exception as error:  # whatever the record's code raises
+            raise LedgerError(f"{old.path}: its weights cannot be judged: {error}", 1) from None
 
 
 def replay(record: table.Record, paths: list):
@@ -295,7 +301,7 @@ def replay(record: table.Record, paths: list):
                 (not differ and now != before,
                  f"has val_loss {before}; run again on the same machine it has {now}"),
                 (found["leaks"], "is of a model whose logits depend on later tokens"),
-                (found["seedless"], "is of a script whose first weights do not depend on the seed")):
+                (found["seedless"], "is of a script with the same first weights for each seed")):
             if is_wrong:
                 wrong.append(f"{record.folder.name}: {path.parent.name}/{path.name} {words}")
     mean, bound = statistics.fmean(shifts), BOUND * MOVES[preset] / math.sqrt(len(shifts))

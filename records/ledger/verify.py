@@ -18,7 +18,7 @@ REACHES = re.compile(
     r"^(?:import|from) .*;.*|\bsys\.\w+|__(?:dict|globals|builtins|setattr)__|\bimportlib\b"
     r"|(?<![.\w])(?:globals|locals|vars|exec|eval|open|compile|__import__|_getframe)\("
     r"|\.(?:load|fromfile|memmap|read_bytes|read_text)\(|\b(?:read|find)_(?:shards?|val_tokens)\b"
-    r"|\.val_tokens\b|\bclock\b(?!\.(?:start|stop)\(\))", re.M)
+    r"|\.val_tokens\b|\.clock\b(?!\.(?:start|stop)\(\))", re.M)
 
 
 def script_findings(record: Record, root: Path):
@@ -84,7 +84,7 @@ def source_findings(log: Log, script: str, whole: Log | None, notes: list):
     if log.source and own_part(log.source) != own_part(script):
         found.append("was not written by this train_gpt.py: it differs above the banner")
     elif log is whole and log.source.partition(BANNER)[2] != script.partition(BANNER)[2]:
-        notes.append(f"{log.path.parent}: the harness is newer than its logs; "
+        notes.append(f"{log.path.parent}: the harness is newer than these logs; "
                      "`verify --replay N` runs N seeds again")
     return found
 
@@ -134,7 +134,7 @@ def runs_findings(record: Record, notes: list):
     for place in places(record.folder):
         found += place_findings(place, record, seen, notes)
     own, beside = record.rows(of_parent=False), record.rows(of_parent=True)
-    for setting, runs in own.items():
+    for runs in own.values():
         folders = sorted({run["folder"] for run in runs})
         if len(folders) > 1:
             found.append(f"{' and '.join(folders)} have runs of one setting; put them together")
@@ -156,6 +156,7 @@ def record_findings(record: Record, root: Path, notes: list):
         found.append(f"README.md's title is not '# {folder.name}'")
     if not record.runs:
         notes.append(f"{folder.name}: no runs yet")
+    settings_of(folder / "train_gpt.py", {"preset": "pocket"})  # raises where it does not run
     found += runs_findings(record, notes)
     if gain and not table.shows_gain(record):
         found.append(f"it claims a gain in {gain} over its parent, and its runs do not show it: "

@@ -81,7 +81,7 @@ def list_verb(args):
         pages.draw_ladder(records, str(folder / "ladder.png"))
     chosen = [one for one in records if only in (None, one.folder.name)]
     if chosen:
-        return [pages.ladder_row(one) for one in chosen], pages.ladder_text(chosen)
+        return pages.ladder_rows(chosen), pages.ladder_text(chosen)
     found = []
     for groups in public.list_groups(Path(args.folder)):
         found += [pages.foreign_row(group, groups[0]) for group in groups]

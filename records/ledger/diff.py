@@ -43,9 +43,9 @@ def assignments(source: str):
 
 
 def sections(source: str):
-    """Title: (number, line)s; by our headings, else by definition, and by joined file."""
+    """Title: (line numbers, lines); by our headings, else by definition, and by joined file."""
     by_heading = re.search(rf"^{HEADING.pattern}$", source, re.M)
-    found = defaultdict(list)
+    found = defaultdict(lambda: ([], []))
     for file, text in split_files(source).items():
         title = "(docstring and imports)" if by_heading else "(module level)"
         for number, line in enumerate(text.splitlines(), 1):
@@ -55,27 +55,21 @@ def sections(source: str):
             elif not by_heading and re.match(r"[^\s#)\]}]", line):
                 title = "(module level)"
             name = title if file == "train_gpt.py" else f"{file}: {title}"
-            found[name].append((number, line))
+            found[name][0].append(number)
+            found[name][1].append(line)
     return found
 
 
-def first_number(numbered: list, index: int) -> int:
-    """Of a hunk, in its file; of one behind the section's end, the number after the last."""
-    if index < len(numbered):
-        return numbered[index][0]
-    return numbered[-1][0] + 1 if numbered else 0
-
-
-def diff_section(title: str, before: list, after: list):
+def diff_section(title: str, before: tuple, after: tuple):
     """How many lines came and went, and the lines as a unified diff has them."""
     lines, count = [], Counter()
-    old = [line for _, line in before]
-    new = [line for _, line in after]
+    (numbers, old), (new_numbers, new) = before, after
     # Not difflib.unified_diff, whose autojunk aligns no line that is frequent in a long section.
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for group in matcher.get_grouped_opcodes():
         _, i, _, j, _ = group[0]
-        lines.append(f"@@ -{first_number(before, i)} +{first_number(after, j)} @@")
+        # 0 where the file has no such section
+        lines.append(f"@@ -{[*numbers, 0][i]} +{[*new_numbers, 0][j]} @@")
         for tag, i, i_end, j, j_end in group:
             parts = {"-": old[i:i_end], "+": new[j:j_end]}
             if tag == "equal":
@@ -93,15 +87,19 @@ def diff_sources(a: str, b: str):
     found = {"added": 0, "removed": 0, "sections": []}
     for title in after | before:
         section = diff_section(title, before[title], after[title])
-        if section["lines"]:
-            found["sections"].append(section)
-            found["added"] += section["added"]
-            found["removed"] += section["removed"]
+        if not section["lines"]:
+            continue
+        found["sections"].append(section)
+        found["added"] += section["added"]
+        found["removed"] += section["removed"]
     fields = {}
     for side, source in zip("ab", (a, b)):
         for name, value, is_field in assignments(source):
             if is_field:
                 field = fields.setdefault(name, {"name": name, "a": None, "b": None})
                 field[side] = ast.unparse(value)
-    found["hyperparameters"] = [one for one in fields.values() if one["a"] != one["b"]]
+    found["hyperparameters"] = []
+    for one in fields.values():
+        if one["a"] != one["b"]:
+            found["hyperparameters"].append(one)
     return found

@@ -26,15 +26,13 @@ LADDER = (
     "{name}|{published[minutes]:g}|{published[val_loss]:.4f} ({published[n]})|"
     "{equality[largest]:.0e}|{modelled_minutes:g}", """
 Minutes, Loss: of the public record's n runs on 8×H100, by its own files. Float64: the largest
-difference between our script and the public one. Modelled: minutes of our script on 8×H100, where
-it was not run.""")
+difference of our script from the public one. Modelled: of ours on 8×H100, where it was not run.""")
 RUNS = (
     ("Record", "Loss ± std (n)", "Target", "Minutes", "Difference", "Time"),
     "{name}|{loss}|{p_target:.1g}|{minutes:.3f}|{difference}|" + RATIO, """
-Loss: all runs of a setting. Target: p of a one-sided t-test that the mean lies below the rules'
-target. Difference: of that mean from the parent's in the same setting, with the two-sided p of the
-paired t-test; * where p < 0.01. Minutes (median), Time (ratio to the parent's): of runs alone on
-their machine.""")
+Loss: all runs of a setting. Target: p that the mean lies below the rules' target. Difference: from
+the parent's mean in the same setting, with the two-sided p of the paired t-test; * where p < 0.01.
+Minutes (median), Time (ratio to the parent's): of runs alone on their machine.""")
 FRONT = (
     ("Record", "Idea", "Published (min)", "Modelled (min)", "Changed lines"),
     "{name}|{change}|{published[minutes]:g}|{modelled_minutes:g}|{lines}")
@@ -78,8 +76,10 @@ def difference_of(row: dict) -> str:
     against = row.get("against")
     if not against:
         return ""
-    p = "" if against["p"] is None else f" (p {against['p']:.2g})"
-    return f"{against['difference']:+.4f}{p}{against['shown']}".replace("-", "−")
+    words = f"{against['difference']:+.4f}"
+    if against["p"] is not None:
+        words += f" (p {against['p']:.2g}){against['shown']}"
+    return words.replace("-", "−")
 
 
 def text_table(rows: list, heading: tuple, forms: str, legend: str) -> str:
@@ -99,7 +99,9 @@ def markdown(heading: tuple, rows: list) -> str:
 
 def name_of(record: Record) -> str:
     name = record.folder.name.partition("_")[2]
-    return f"#{record.claim['published']['number']} {name}" if record.claim["published"] else name
+    if record.claim["published"]:
+        name = f"#{record.claim['published']['number']} {name}"
+    return name
 
 
 def measure_row(record: Record, runs: list, others: list):
@@ -118,11 +120,14 @@ def measure_row(record: Record, runs: list, others: list):
     }
 
 
-def ladder_row(record: Record):
-    """A record's claim and what its runs give, by setting."""
-    measured = [measure_row(record, *runs) for runs in record.measured().values()]
-    return {"record": record.folder.name, "name": name_of(record), **record.claim,
-            "measured": measured}
+def ladder_rows(records: list):
+    """Each record's claim and what its runs give, by setting."""
+    rows = []
+    for record in records:
+        measured = [measure_row(record, *runs) for runs in record.measured().values()]
+        rows.append({"record": record.folder.name, "name": name_of(record), **record.claim,
+                     "measured": measured})
+    return rows
 
 
 def settings(records: list, with_parents: bool = False):
@@ -131,8 +136,8 @@ def settings(records: list, with_parents: bool = False):
     for record in records:
         for setting, (runs, others) in record.measured().items():
             words = MACHINE.format(**runs[0])
-            for name in ("cuda", "driver"):
-                words += f", {name} {runs[0][name]}" if runs[0][name] else ""
+            if runs[0]["cuda"]:
+                words += ", CUDA {cuda}, driver {driver}".format(**runs[0])
             rows = found.setdefault(setting, (words, []))[1]
             if with_parents and others:
                 rows.append(measure_row(record.parent, others, []))
@@ -142,7 +147,7 @@ def settings(records: list, with_parents: bool = False):
 
 def ladder_text(records: list) -> str:
     """The claims, then the runs of each setting, for a terminal."""
-    parts = [text_table([ladder_row(record) for record in records], *LADDER)]
+    parts = [text_table(ladder_rows(records), *LADDER)]
     for machine, rows in settings(records):
         parts.append(f"\n{machine}:\n")
         parts.append(text_table(rows, *RUNS[:2], ""))
@@ -176,13 +181,15 @@ def shards_words(record: Record) -> str:
             f"`python data/fineweb.py {shards}` fetches enough.")
 
 
-def front_row(record: Record):
-    """A row of the front page, with the number of lines that were changed."""
-    row = ladder_row(record) | {"lines": ""}
-    if record.parent:
-        row["lines"] = "+{added} −{removed}".format(
-            **diff_sources(record.parent.script, record.script))
-    return row
+def front_rows(records: list):
+    """The rows of the front page, with the number of lines that were changed."""
+    rows = ladder_rows(records)
+    for row, record in zip(rows, records):
+        row["lines"] = ""
+        if record.parent:
+            changed = diff_sources(record.parent.script, record.script)
+            row["lines"] = "+{added} −{removed}".format(**changed)
+    return rows
 
 
 def blocks(folder: Path, records: list):
@@ -193,7 +200,7 @@ def blocks(folder: Path, records: list):
         for value in rule.values():
             rules[-1].append(f"`{value or 'not known here'}`")
     parts = [
-        linked([ladder_row(record) for record in records], "", *LADDER),
+        linked(ladder_rows(records), "", *LADDER),
         LADDER[2].strip(),
         *evidence(records, "", with_parents=False),
         RUNS[2].strip(),
@@ -203,10 +210,10 @@ def blocks(folder: Path, records: list):
         parts.append(f"[{path.name}]({path.name}), sha256 {sha256(read_text(path))}.")
     found = {folder / "README.md": "\n\n".join(parts)}
     if (folder.parent / "README.md").exists():
-        rows = [front_row(record) for record in records]
+        rows = front_rows(records)
         found[folder.parent / "README.md"] = linked(rows, f"{folder.name}/", *FRONT)
     for record in records:
-        rows = [ladder_row(one) for one in (record.parent, record) if one]
+        rows = ladder_rows(filter(None, [record.parent, record]))
         parts = [linked(rows, "../", *LADDER), *evidence([record], "../", with_parents=True),
                  shards_words(record)]
         found[record.folder / "README.md"] = "\n\n".join(filter(None, parts))

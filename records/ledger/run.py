@@ -283,7 +283,9 @@ def replay(record: table.Record, paths: list):
     for path in paths:
         old = read_log(path)
         new, found = run_again(record.folder / "train_gpt.py", old)
-        before, now, true = old.final["val_loss"], new.final["val_loss"], found["loss"]
+        before = old.final["val_loss"]
+        now = new.final["val_loss"]
+        true = found["loss"]
         shifts.append(true - float(before))
         for name in ("torch", "device", "threads", "world_size"):
             if new.header[name] != old.header[name]:

@@ -242,12 +242,11 @@ def file_logs(folder: Path, paths: list):
             refused.append(f"{path}: refused: {error}")
     measured = {(record.folder, setting_of(row)) for _, row, record in found}
     for log, row, record in found:
-        owner = record
-        if record.parent and (record.parent.folder, setting_of(row)) not in measured:
-            children = [one for one in records if one.parent is record]
-            owner = next((one for one in children if (one.folder, setting_of(row)) in measured),
-                         record)
-        place = place_of(owner, row) / (PARENT if owner is not record else "")
+        place, whose = place_of(record, row), ""
+        alone = record.parent and (record.parent.folder, setting_of(row)) not in measured
+        for child in records if alone else ():
+            if child.parent is record and (child.folder, setting_of(row)) in measured:
+                place, whose = place_of(child, row) / PARENT, f", as {record.folder.name}'s"
         target = place / f"seed-{row['seed']}.txt"
         if target.exists() and read_log(target).body != log.body:
             refused.append(f"{log.path}: refused: {target} is another run; delete it first, if "
@@ -258,6 +257,5 @@ def file_logs(folder: Path, paths: list):
             text = f"source sha256: {log.source_sha256}\n{log.body}"  # one whole log is enough
         place.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8", newline="")
-        whose = f", as {record.folder.name}'s" if owner is not record else ""
         took.append(f"{log.path} → {target.relative_to(folder)}{whose}")
     return took, refused

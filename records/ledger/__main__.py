@@ -126,8 +126,6 @@ def curves_verb(args):
 
 def replay_all(records: list, seeds: int):
     """Run some seeds of each setting again that this machine can run: (findings, notes)."""
-    import torch
-
     findings, notes = [], []
     for record in records:
         for place in places(record.folder):
@@ -136,7 +134,7 @@ def replay_all(records: list, seeds: int):
             on_gpu = not header["device"].startswith("cpu")
             if place.name == table.PARENT:
                 continue
-            if on_gpu and torch.cuda.device_count() < int(header["world_size"]):
+            if on_gpu and run.gpus() < int(header["world_size"]):
                 notes.append(f"{place} is of {header['world_size']} {header['device']}, which this "
                              "machine has not: not run again")
             else:

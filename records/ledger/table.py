@@ -228,8 +228,9 @@ def shows_gain(record: Record) -> bool:
         if not found or found["n"] < SEEDS[gain]:
             continue
         better = found["difference"] < 0
-        faster = found["slowest"] is not None and found["slowest"] < 1
-        if (found["shown"] and better) if gain == "loss" else (
-                faster and (better or not found["shown"])):
+        if gain == "loss" and found["shown"] and better:
+            return True
+        alone = found["time"] is not None
+        if gain == "time" and alone and found["slowest"] < 1 and (better or not found["shown"]):
             return True
     return False

@@ -194,7 +194,7 @@ def results(contestants: list):
 
 # ---- A record's seeds run again ----
 # How far a seed's loss moves on another machine, in nats per token, as root mean square. Pocket: of
-# ten seeds of #53 from an EPYC on a Xeon; one of each record there: 0.005, at most 0.011. Record:
+# ten seeds of #53 from an EPYC on a Xeon; one of each record there: 0.0043, at most 0.0103. Record:
 # two public runs of #21 differ by the root of 2 times their std, 0.0019.
 MOVES = {"pocket": 0.0072, "record": 0.0027}
 # Honest seeds move both ways, a cheat's move one way: the mean of N moves by MOVES / √N. Three such

@@ -4,7 +4,8 @@
     python data/sample.py [CHECKPOINT] [--prompt TEXT | --prompt_file FILE] [--num_samples N]
 
 Without a checkpoint, the newest one under logs/ is taken. The model is built by the script that
-trained it: its run's log begins with that script's source. --script names another.
+trained it: its run's log begins with that script's source. It is run where it is this repository's
+script or a record's. --script names any other.
 """
 
 import codecs
@@ -18,6 +19,8 @@ import torch
 from shards import DataError, Parser, run
 from text import END_OF_TEXT, load_tokenizer
 
+ROOT = Path(__file__).resolve().parent.parent
+END_OF_SOURCE = "\n" + "=" * 100 + "\n"  # in a log
 STDIN = "-"
 LARGEST_PROMPT = 1 << 20  # bytes
 SMALL_MODEL = 10_000_000  # parameters; below it threads wait for each other longer than they work
@@ -33,15 +36,28 @@ def newest_checkpoint() -> Path:
     return found[-1]
 
 
-def load_script(path: Path) -> ModuleType:
-    """Return the script at path, which may be a log that begins with it. Raises: DataError."""
+def read_source(path: Path) -> str:
+    """Return the source at path, which may be a log that begins with it. Raises: DataError."""
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; name the checkpoint's script by --script")
+    return path.read_text(errors="replace").partition(END_OF_SOURCE)[0]
+
+
+def check_known(path: Path) -> None:
+    """Raise DataError where the log at path begins with code that is not of this repository."""
+    known = [ROOT / "train_gpt.py", *ROOT.glob("records/*/train_gpt.py")]
+    source = read_source(path).rstrip()
+    if not any(source == script.read_text().rstrip() for script in known if script.is_file()):
+        raise DataError(f"{path}: its source is neither train_gpt.py nor a record's, and would be "
+                        f"run; read it, then: --script {path}")
+
+
+def load_script(path: Path) -> ModuleType:
+    """Return the script at path, which may be a log that begins with it. Raises: DataError."""
+    source = read_source(path)
     script = ModuleType("script")
     script.__file__ = str(path)
     sys.modules["script"] = script  # where dataclasses look for it
-    end_of_source = "\n" + "=" * 100 + "\n"
-    source = path.read_text(errors="replace").partition(end_of_source)[0]
     try:
         exec(compile(source, path, "exec"), vars(script))
         assert script.GPT and script.Hyperparameters
@@ -152,7 +168,7 @@ def not_negative(kind: type) -> Callable[[str], float]:
 def make_parser() -> Parser:
     parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", nargs="?", type=Path, help="default: the newest under logs/")
-    parser.add_argument("--script", type=Path, help="that trained it; default: as its log has it")
+    parser.add_argument("--script", type=Path, help="that trained it; default: its log's")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="\n", metavar="TEXT", help="text to go on from")
     prompt.add_argument("--prompt_file", metavar="FILE", help="read it there; - is standard input")
@@ -183,7 +199,10 @@ def main() -> None:
     check_device(args.device)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    model = load_model(load_script(args.script or path.with_name("log.txt")), path, args.device)
+    log = path.with_name("log.txt")
+    if not args.script:
+        check_known(log)
+    model = load_model(load_script(args.script or log), path, args.device)
     if sum(parameter.numel() for parameter in model.parameters()) >= SMALL_MODEL:
         torch.set_num_threads(threads)
     encode, bytes_of = find_tokenizer(model.cfg.eot_token)

@@ -1,6 +1,7 @@
 """The ledger of records: measure, list, compare and verify them, and read other people's logs.
 
-    python records/ledger run A B ... --seeds 10 --jobs 2  train in turns, compare, keep the logs
+    python records/ledger run A B ... --seeds 10 --jobs 2  train in turns and compare
+    python records/ledger file LOG ...                     put logs into their records' folders
     python records/ledger list [FOLDER] [--write]          the table of records, or of others' logs
     python records/ledger diff A B [--html OUT]            what changed, section by section
     python records/ledger curves A B ... [--png OUT]       loss over steps, tokens and time
@@ -13,7 +14,9 @@ where the input cannot be used. records/README.md has the rules.
 
 import argparse
 import difflib
+import importlib.util
 import json
+import math
 import random
 import signal
 import sys
@@ -22,8 +25,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ledger import diff, pages, public, run, table
-from ledger.logs import LedgerError, seed_files
-from ledger.verify import verify
+from ledger.logs import LedgerError, places, read_log, seed_files
+from ledger.verify import file_logs, verify
 
 RECORDS = run.REPO / "records"
 
@@ -36,35 +39,50 @@ def split_folder(name: str):
     return folder, None
 
 
-def run_verb(args):
-    import scipy.stats  # noqa: F401  it should be missing before hours of training, not after
+def require(*packages):
+    """Raise LedgerError for a package that is missing: before hours of training, not after."""
+    for package in packages:
+        if not importlib.util.find_spec(package):
+            raise LedgerError(f"{package} is not installed; pip install -r requirements-dev.txt")
 
-    if args.kind == "time" and args.jobs > 1:
-        raise LedgerError(f"--jobs {args.jobs}: --times are of one run alone; leave --jobs out")
+
+def run_verb(args):
+    require("scipy")
     args.out = Path(args.out).resolve()
     contestants = run.contestants_of(args.operands, args.preset)
     run.run_all(contestants, args)
-    for contestant in contestants:
-        if contestant.folder:
-            run.keep(contestant, args)
     found = run.results(contestants)
+    if filing := run.filing(contestants):
+        print(f"to file the records' logs: {filing}", file=sys.stderr)
     return found, pages.text_table(found, *pages.CONTEST)
+
+
+def file_verb(args):
+    paths = [Path(operand) for operand in args.operands]
+    took, refused = file_logs(args.folder, paths)
+    for line in refused:
+        print(f"ledger: {line}", file=sys.stderr)
+    args.status = 2 if refused else 0
+    if took:
+        print("`python records/ledger list --write` is next", file=sys.stderr)
+    return {"filed": took, "refused": refused}, "\n".join(took) or "nothing is filed"
 
 
 def list_verb(args):
     folder, only = split_folder(args.folder)
-    if args.write:
-        text = table.table_of(folder)
-        (folder / table.TABLE).write_text(text, encoding="utf-8", newline="")
+    require("scipy", *["matplotlib"] * args.write)
     records = table.find_records(folder)
     if args.write and records:
+        text = table.table_of(records)
+        (folder / table.TABLE).write_text(text, encoding="utf-8", newline="")
         for path, text in pages.blocks(folder, records).items():
             before, _, after = pages.split_block(path)
             path.write_text(f"{before}{text}\n{after}", encoding="utf-8", newline="")
         pages.draw_ladder(records, str(folder / "ladder.png"))
-    found = [pages.ladder_row(one) for one in records if only in (None, one.folder.name)]
-    if found:
-        return found, pages.text_table(found, *pages.LADDER)
+    chosen = [one for one in records if only in (None, one.folder.name)]
+    if chosen:
+        return pages.ladder_rows(chosen), pages.ladder_text(chosen)
+    found = []
     for groups in public.list_groups(Path(args.folder)):
         found += [pages.foreign_row(group, groups[0]) for group in groups]
     if not found:
@@ -89,6 +107,7 @@ def diff_verb(args):
 
 
 def curves_verb(args):
+    require(*["matplotlib"] * bool(args.png))
     groups, targets = {}, []
     for operand in args.operands:
         name, logs = public.logs_of(operand)
@@ -105,17 +124,38 @@ def curves_verb(args):
     return found, pages.text_table(found, heading, forms, legend.format(target))
 
 
+def replay_all(records: list, seeds: int):
+    """Run some seeds of each setting again that this machine can run: (findings, notes)."""
+    findings, notes = [], []
+    for record in records:
+        for place in places(record.folder):
+            logs = seed_files(place)
+            header = read_log(logs[0]).header
+            on_gpu = not header["device"].startswith("cpu")
+            if place.name == table.PARENT:
+                continue
+            if on_gpu and run.gpus() < int(header["world_size"]):
+                notes.append(f"{place} is of {header['world_size']} {header['device']}, which this "
+                             "machine has not: not run again")
+            else:
+                chosen = random.sample(logs, min(seeds, len(logs)))
+                wrong, words = run.replay(record, chosen)
+                findings += wrong
+                notes.append(words)
+            print(notes[-1], file=sys.stderr)
+    return findings, notes
+
+
 def verify_verb(args):
+    require("scipy")
     folder, only = split_folder(args.folder)
     records, findings, notes = verify(folder, only)
-    for record in records if args.replay and not findings else ():
-        logs = seed_files(record.folder, "loss")
-        for path in random.sample(logs, min(args.replay, len(logs))):
-            true, words = run.replay(record, path)
-            (notes if true else findings).append(words)
-    args.status = int(bool(findings))
     for note in notes:
         print(note, file=sys.stderr)
+    if args.replay and not findings:
+        findings, more = replay_all(records, args.replay)
+        notes += more
+    args.status = int(bool(findings))
     words = "\n".join(findings) or f"{len(records)} record(s) verified: the logs bear every claim"
     return {"records": len(records), "findings": findings, "notes": notes}, words
 
@@ -131,6 +171,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def loss(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a loss; give a finite one above 0")
+    return value
+
+
 COUNT = {"type": count, "metavar": "N"}
 FOLDER = {"folder": {"nargs": "?", "default": RECORDS, "help": "default: records/"}}
 VERBS = {
@@ -141,9 +188,10 @@ VERBS = {
         "--seeds": {**COUNT, "default": 10, "help": "runs of each (default: 10)"},
         "--jobs": {**COUNT, "default": 1, "help": "runs at once, which share the cores"},
         "--nproc": {**COUNT, "default": 1, "help": "processes of a run (default: 1)"},
-        "--times": {"action": "store_const", "dest": "kind", "const": "time", "default": "loss",
-                    "help": "keep them as the records' times"},
         "--out": {"default": "logs/ledger", "help": "keeps the runs (default: logs/ledger)"}}),
+    file_verb: ("put finished logs into the folders of the records they are of", {
+        "operands": {"nargs": "+", "metavar": "LOG", "help": "logs/RUN/log.txt"},
+        "--folder": {"type": Path, "default": RECORDS, "help": "of records (default: records/)"}}),
     list_verb: ("the table of records, or of other people's logs", {
         **FOLDER, "--write": {"action": "store_true", "help": "also make runs.csv, the READMEs' "
                               "blocks and ladder.png anew, from the logs"}}),
@@ -153,7 +201,7 @@ VERBS = {
     curves_verb: ("loss over steps, tokens and time; time to a loss", {
         "operands": {"nargs": "+", "metavar": "A", "help": "folder or log"},
         "--png": {"metavar": "OUT", "help": "draw it"},
-        "--target": {"type": float, "metavar": "LOSS", "help": "default: the logs' target_loss"}}),
+        "--target": {"type": loss, "metavar": "LOSS", "help": "default: the logs' target_loss"}}),
     verify_verb: ("hold every claim to its logs; exit 1 if one fails", {
         **FOLDER, "--replay": {**COUNT, "help": "run N of each record's seeds again"}}),
 }
@@ -177,8 +225,7 @@ def main(argv: list | None = None) -> int:
         print(f"ledger: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
         return 2
     except (LedgerError, ValueError, ImportError) as error:
-        remedy = "; pip install -r requirements-dev.txt" * isinstance(error, ImportError)
-        print(f"ledger: {error}{remedy}", file=sys.stderr)
+        print(f"ledger: {error}", file=sys.stderr)
         return getattr(error, "status", 2)
     if args.json:
         words = json.dumps(found, indent=2, ensure_ascii=False)

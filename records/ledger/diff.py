@@ -13,9 +13,13 @@ DEFINITION = re.compile(r"(?:async )?(?:def|class) (\w+)")
 
 
 def own_part(source: str) -> str:
-    """What a log is held to: all above the banner but prose and the imports, which serve all."""
+    """What a log is held to: all above the banner but prose and the imports, which serve all.
+
+    An import with more behind it in its line is held to as well.
+    """
     above = source.partition(BANNER)[0]
-    return re.sub(r'\A(#!.*\n)?"""(?s:.*?)"""\n|^(import|from) .*\n', "", above, flags=re.M).strip()
+    prose_or_import = r'\A(#!.*\n)?"""(?s:.*?)"""\n|^(import|from) [^;\n]*\n'
+    return re.sub(prose_or_import, "", above, flags=re.M).strip()
 
 
 def split_files(source: str):
@@ -28,7 +32,7 @@ def split_files(source: str):
 def assignments(source: str):
     """(name, value, whether it is a field of class Hyperparameters) of a module, in order."""
     found = []
-    with contextlib.suppress(SyntaxError, ValueError):
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
         for outer in ast.parse(split_files(source)["train_gpt.py"]).body:
             inside = isinstance(outer, ast.ClassDef) and outer.name == "Hyperparameters"
             for node in outer.body if inside else [outer]:
@@ -39,30 +43,33 @@ def assignments(source: str):
 
 
 def sections(source: str):
-    """Title: lines; by our headings, else by definition, and by joined file."""
+    """Title: (line numbers, lines); by our headings, else by definition, and by joined file."""
     by_heading = re.search(rf"^{HEADING.pattern}$", source, re.M)
-    found = defaultdict(list)
+    found = defaultdict(lambda: ([], []))
     for file, text in split_files(source).items():
         title = "(docstring and imports)" if by_heading else "(module level)"
-        for line in text.splitlines():
+        for number, line in enumerate(text.splitlines(), 1):
             match = HEADING.fullmatch(line) if by_heading else DEFINITION.match(line)
             if match:
                 title = match[1]
             elif not by_heading and re.match(r"[^\s#)\]}]", line):
                 title = "(module level)"
             name = title if file == "train_gpt.py" else f"{file}: {title}"
-            found[name].append(line)
+            found[name][0].append(number)
+            found[name][1].append(line)
     return found
 
 
-def diff_section(title: str, old: list, new: list):
+def diff_section(title: str, before: tuple, after: tuple):
     """How many lines came and went, and the lines as a unified diff has them."""
     lines, count = [], Counter()
+    (numbers, old), (new_numbers, new) = before, after
     # Not difflib.unified_diff, whose autojunk aligns no line that is frequent in a long section.
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for group in matcher.get_grouped_opcodes():
         _, i, _, j, _ = group[0]
-        lines.append(f"@@ -{i + 1} +{j + 1} @@")
+        # 0 where the file has no such section
+        lines.append(f"@@ -{[*numbers, 0][i]} +{[*new_numbers, 0][j]} @@")
         for tag, i, i_end, j, j_end in group:
             parts = {"-": old[i:i_end], "+": new[j:j_end]}
             if tag == "equal":
@@ -80,15 +87,19 @@ def diff_sources(a: str, b: str):
     found = {"added": 0, "removed": 0, "sections": []}
     for title in after | before:
         section = diff_section(title, before[title], after[title])
-        if section["lines"]:
-            found["sections"].append(section)
-            found["added"] += section["added"]
-            found["removed"] += section["removed"]
+        if not section["lines"]:
+            continue
+        found["sections"].append(section)
+        found["added"] += section["added"]
+        found["removed"] += section["removed"]
     fields = {}
     for side, source in zip("ab", (a, b)):
         for name, value, is_field in assignments(source):
             if is_field:
                 field = fields.setdefault(name, {"name": name, "a": None, "b": None})
                 field[side] = ast.unparse(value)
-    found["hyperparameters"] = [one for one in fields.values() if one["a"] != one["b"]]
+    found["hyperparameters"] = []
+    for one in fields.values():
+        if one["a"] != one["b"]:
+            found["hyperparameters"].append(one)
     return found

@@ -10,7 +10,6 @@ from pathlib import Path
 
 RULE = "=" * 100  # the line between the parts of a log
 PAIR = re.compile(r"^(\w+): (.*)$", re.M)
-FOLDERS = {"loss": "logs", "time": "logs/times"}  # of each kind of a record's runs
 
 
 class LedgerError(Exception):
@@ -36,9 +35,14 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def seed_files(folder: Path, kind: str):
-    """A record's logs of a kind, by seed."""
-    return sorted((folder / FOLDERS[kind]).glob("seed-*.txt"))
+def seed_files(folder: Path):
+    """The logs that are kept in a folder of logs."""
+    return sorted(folder.glob("seed-*.txt"))
+
+
+def places(folder: Path):
+    """A record's folders of logs, each of one setting."""
+    return sorted({path.parent for path in folder.glob("logs/**/seed-*.txt")})
 
 
 @dataclass
@@ -55,7 +59,6 @@ class Log:
     val: dict[int, tuple] = field(default_factory=dict)  # step: (validation loss, time)
     planned_steps: int | None = None
     notes: list[str] = field(default_factory=list)  # what is odd: stopped, resumed, failed, cut
-    token_stages: list[tuple] = field(default_factory=list)  # (end step, tokens of a step)
 
     @property
     def last_step(self) -> int:
@@ -87,11 +90,9 @@ class Log:
 
     def tokens_until(self, step: int) -> float | None:
         """Training tokens of the first `step` steps, or None where the log does not tell."""
-        total = start = 0
-        for end, tokens in self.token_stages:
-            total += max(0, min(step, end) - start) * tokens
-            start = end
-        return total or None
+        if "tokens" not in self.final or not step:
+            return None
+        return step * int(self.final["tokens"]) / self.last_step
 
 
 def split_source(text: str):
@@ -110,7 +111,8 @@ def split_source(text: str):
 
 def read_log(path: Path, text: str | None = None) -> Log:
     """Parse a log of this project, or its text. Raises LedgerError where it is none."""
-    log = Log(path, *split_source(text or read_text(path)))
+    text = (text or read_text(path)).replace("\r\n", "\n")  # as git for Windows checks it out
+    log = Log(path, *split_source(text))
     body, _, rest = log.body.rpartition("\n")
     if re.fullmatch(r"step:.* step_avg:[\d.]+ms", rest):
         body += "\n" + rest
@@ -129,8 +131,6 @@ def read_log(path: Path, text: str | None = None) -> Log:
         raise LedgerError(f"{path} has no training steps: no log, or cut inside its source")
     if not log.finished and not any("stopped" in note for note in log.notes):
         log.notes.append(f"stopped at step {log.last_step} of {log.planned_steps}")
-    if "tokens" in log.final:
-        log.token_stages = [(math.inf, int(log.final["tokens"]) / max(1, log.last_step))]
     return log
 
 

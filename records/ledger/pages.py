@@ -1,5 +1,6 @@
 """What is shown: tables, the generated blocks of the READMEs, the ladder and the curves."""
 
+import math
 import re
 import statistics
 import sys
@@ -14,30 +15,36 @@ from ledger.table import Record
 
 BLOCK = ("<!-- ledger: begin -->", "<!-- ledger: end -->")  # around a README's generated lines
 PANELS = ("steps", "training tokens", "training time (s)")
-MACHINE = "{device}, torch {torch}, {threads} thread(s) a run, {jobs} run(s) at once"
-DIFFERENCE = "{against[difference]:+.4f} (p {against[p]:.2g}){against[shown]}"
+MACHINE = ("Preset {preset} on {device}, {world_size} rank(s), torch {torch}, {threads} thread(s) "
+           "a run, {jobs} run(s) at once")
+RATIO = "×{against[time]:.3f} ({against[fastest]:.3f}–{against[slowest]:.3f})"
+SHARD = 100_000_000  # tokens of a training shard of FineWeb
+FETCHED = 8  # shards that data/fineweb.py fetches
 # A table: its heading, the forms of its cells, and what it says below.
 LADDER = (
-    ("Record", "Minutes", "Loss (n)", "Float64", "Modelled", "Pocket loss ± std (n)", "Difference"),
+    ("Record", "Minutes", "Loss (n)", "Float64", "Modelled"),
     "{name}|{published[minutes]:g}|{published[val_loss]:.4f} ({published[n]})|"
-    "{equality[largest]:.0e}|{modelled_minutes:g}|{loss}|" + DIFFERENCE, """
+    "{equality[largest]:.0e}|{modelled_minutes:g}", """
 Minutes, Loss: of the public record's n runs on 8×H100, by its own files. Float64: the largest
-difference between our script and the public one. Modelled: minutes of our script on 8×H100, where
-it was not run. Pocket: all runs of `--preset pocket`, at equal tokens. Difference: of that mean
-from the parent's, with the two-sided p of the paired t-test; * where p < 0.01.""")
+difference of our script from the public one. Modelled: of ours on 8×H100, where it was not run.""")
+RUNS = (
+    ("Record", "Loss ± std (n)", "Target", "Minutes", "Difference", "Time"),
+    "{name}|{loss}|{p_target:.1g}|{minutes:.3f}|{difference}|" + RATIO, """
+Loss: all runs of a setting. Target: p that the mean lies below the rules' target. Difference: from
+the parent's mean in the same setting, with the two-sided p of the paired t-test; * where p < 0.01.
+Minutes (median), Time (ratio to the parent's): of runs alone on their machine.""")
 FRONT = (
     ("Record", "Idea", "Published (min)", "Modelled (min)", "Changed lines"),
     "{name}|{change}|{published[minutes]:g}|{modelled_minutes:g}|{lines}")
 FOREIGN = (
-    ("Folder", "Runs", "Loss ± std (n)", "p", "Steps", "Tokens a step", "Minutes"),
-    "{folder:.31}|{runs:.31}|{loss}|{p_target:.1g}|{steps:,}|{tokens_per_step:,}|{minutes:.3f}", """
+    ("Folder", "Runs", "Loss ± std (n)", "p", "Steps", "Minutes"),
+    "{folder:.44}|{runs:.44}|{loss}|{p_target:.1g}|{steps:,}|{minutes:.3f}", """
 p: one-sided t-test that the mean lies below 3.28. Runs: the record's, or what they are beside it; a
 baseline is what has the source of the older folder that is named, or is called one.""")
 RESULTS = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 CONTEST = (
     RESULTS,
-    "{label:.32}|{loss}|{p_target:.1g}|" + DIFFERENCE + "|{against[smallest_shown]:.2g}|"
-    "×{against[time]:.3f} ({against[fastest]:.3f}–{against[slowest]:.3f})", """
+    "{label}|{loss}|{p_target:.1g}|{difference}|{against[smallest_shown]:.2g}|" + RATIO, """
 Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's
 mean, or else the first contestant's, with the p of a two-sided t-test, paired by seed; * where
 p < 0.01. Shown from: the smallest difference that would reach that. Time: median
@@ -51,17 +58,28 @@ the median of these runs.""")
 
 def cells_of(row: dict, forms: str):
     """Forms, with | between them, filled from a row; empty where a number is None."""
-    cells, words, losses = [], "", row["losses"]
+    cells, words, losses = [], "", row.get("losses")
     if losses:
         spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
         words = f"{statistics.fmean(losses):.4f}{spread} ({len(losses)})"
     for form in forms.split("|"):
         try:
-            cell = form.format(loss=words, **row)
+            cell = form.format(loss=words, difference=difference_of(row), **row)
         except TypeError:
             cell = ""
         cells.append(cell.replace("-", "−") if "g}" in form else cell)
     return cells
+
+
+def difference_of(row: dict) -> str:
+    """From the parent's mean; without a p where there is but one pair."""
+    against = row.get("against")
+    if not against:
+        return ""
+    words = f"{against['difference']:+.4f}"
+    if against["p"] is not None:
+        words += f" (p {against['p']:.2g}){against['shown']}"
+    return words.replace("-", "−")
 
 
 def text_table(rows: list, heading: tuple, forms: str, legend: str) -> str:
@@ -79,63 +97,126 @@ def markdown(heading: tuple, rows: list) -> str:
     return "\n".join(lines)
 
 
-def ladder_row(record: Record):
-    """A record's claim and what its runs give."""
+def name_of(record: Record) -> str:
     name = record.folder.name.partition("_")[2]
     if record.claim["published"]:
         name = f"#{record.claim['published']['number']} {name}"
-    losses = [float(run["val_loss"]) for run in record.runs.get("loss", [])]
+    return name
+
+
+def measure_row(record: Record, runs: list, others: list):
+    """What runs of one setting give, against the parent's there."""
+    losses = [float(run["val_loss"]) for run in runs]
+    times = [float(run["train_time_ms"]) for run in runs if run["jobs"] == "1"]
+    target = table.RULES.get(runs[0]["preset"], {}).get("target_loss", TARGET)
     return {
-        "record": record.folder.name,
-        "name": name,
-        **record.claim,
+        "name": name_of(record),
+        "folder": record.folder.name,
+        "setting": dict(zip(table.SETTING, table.setting_of(runs[0]))),
         "losses": losses,
-        "against": table.versus_parent(record, "loss"),
-        "runs": record.runs,
+        "p_target": table.p_below(losses, float(target)),
+        "minutes": median(times, 60_000),
+        "against": table.compare(runs, others),
     }
 
 
-def linked(records: list, above: str, heading: tuple, forms: str, *_) -> str:
-    """A table of records for a page, from which `above` is the path to their folders."""
+def ladder_rows(records: list):
+    """Each record's claim and what its runs give, by setting."""
     rows = []
     for record in records:
-        row = ladder_row(record) | {"lines": ""}
+        measured = [measure_row(record, *runs) for runs in record.measured().values()]
+        rows.append({"record": record.folder.name, "name": name_of(record), **record.claim,
+                     "measured": measured})
+    return rows
+
+
+def settings(records: list, with_parents: bool = False):
+    """(machine, rows) of each setting in which records were run, what counts most first."""
+    found = {}
+    for record in records:
+        for setting, (runs, others) in record.measured().items():
+            words = MACHINE.format(**runs[0])
+            if runs[0]["cuda"]:
+                words += ", CUDA {cuda}, driver {driver}".format(**runs[0])
+            rows = found.setdefault(setting, (words, []))[1]
+            if with_parents and others:
+                rows.append(measure_row(record.parent, others, []))
+            rows.append(measure_row(record, runs, others))
+    return [found[setting] for setting in sorted(found, key=table.rank_of)]
+
+
+def ladder_text(records: list) -> str:
+    """The claims, then the runs of each setting, for a terminal."""
+    parts = [text_table(ladder_rows(records), *LADDER)]
+    for machine, rows in settings(records):
+        parts.append(f"\n{machine}:\n")
+        parts.append(text_table(rows, *RUNS[:2], ""))
+    return "\n".join([*parts, RUNS[2].strip()])
+
+
+def linked(rows: list, above: str, heading: tuple, forms: str, *_) -> str:
+    """A table for a page, from which `above` is the path to the records' folders."""
+    cells = []
+    for row in rows:
+        name = f"[{row['name']}]({above}{row.get('record') or row['folder']})"
+        cells.append(cells_of(row | {"name": name}, forms))
+    return markdown(heading, cells)
+
+
+def evidence(records: list, above: str, with_parents: bool):
+    """Parts of a page: the runs of each setting."""
+    parts = []
+    for machine, rows in settings(records, with_parents):
+        parts += [f"{machine}:", linked(rows, above, *RUNS)]
+    return parts or ["Not measured yet."]
+
+
+def shards_words(record: Record) -> str:
+    """How much data a run at full size takes, where the script tells."""
+    tokens = table.tokens_of(record.folder / "train_gpt.py")
+    if not tokens:
+        return ""
+    shards = max(FETCHED, math.ceil(tokens / SHARD))
+    return (f"At full size it trains on {tokens / 1e6:,.0f} million tokens. "
+            f"`python data/fineweb.py {shards}` fetches enough.")
+
+
+def front_rows(records: list):
+    """The rows of the front page, with the number of lines that were changed."""
+    rows = ladder_rows(records)
+    for row, record in zip(rows, records):
+        row["lines"] = ""
         if record.parent:
             changed = diff_sources(record.parent.script, record.script)
             row["lines"] = "+{added} −{removed}".format(**changed)
-        row["name"] = f"[{row['name']}]({above}{record.folder.name})"
-        rows.append(cells_of(row, forms))
-    return markdown(heading, rows)
+    return rows
 
 
 def blocks(folder: Path, records: list):
     """The generated lines of each README of a folder of records, of its records and above it."""
     rules = []
-    machines = set()
     for preset, rule in table.RULES.items():
         rules.append([preset])
         for value in rule.values():
             rules[-1].append(f"`{value or 'not known here'}`")
-    for row in table.read_table(folder):
-        machines.add(MACHINE.format(**row))
     parts = [
-        linked(records, "", *LADDER),
+        linked(ladder_rows(records), "", *LADDER),
         LADDER[2].strip(),
-        f"Measured on {'; '.join(sorted(machines)) or 'nothing yet'}.",
+        *evidence(records, "", with_parents=False),
+        RUNS[2].strip(),
         markdown(("preset", *table.RULES["record"]), rules)]
     path = folder / table.TABLE
     if path.exists():
         parts.append(f"[{path.name}]({path.name}), sha256 {sha256(read_text(path))}.")
     found = {folder / "README.md": "\n\n".join(parts)}
     if (folder.parent / "README.md").exists():
-        found[folder.parent / "README.md"] = linked(records, f"{folder.name}/", *FRONT)
+        rows = front_rows(records)
+        found[folder.parent / "README.md"] = linked(rows, f"{folder.name}/", *FRONT)
     for record in records:
-        text = linked(filter(None, [record.parent, record]), "../", *LADDER)
-        times = table.versus_parent(record, "time")
-        if times:
-            words = "Time: ×{time:.3f} ({fastest:.3f}–{slowest:.3f}) of the parent's, each alone."
-            text += "\n\n" + words.format(**times)
-        found[record.folder / "README.md"] = text
+        rows = ladder_rows(filter(None, [record.parent, record]))
+        parts = [linked(rows, "../", *LADDER), *evidence([record], "../", with_parents=True),
+                 shards_words(record)]
+        found[record.folder / "README.md"] = "\n\n".join(filter(None, parts))
     return found
 
 
@@ -151,7 +232,6 @@ def split_block(path: Path):
 def foreign_row(group: Group, record: Group):
     """What a group of runs is, beside the folder's record."""
     steps = group.logs[0].planned_steps or group.logs[0].last_step
-    tokens = group.logs[0].tokens_until(steps)
     losses = [log.val_loss for log in group.logs]
     times = [log.train_time_ms for log in group.logs]
     return {
@@ -159,7 +239,6 @@ def foreign_row(group: Group, record: Group):
         "runs": group.words(record),
         "ranks": group.ranks,
         "steps": steps,
-        "tokens_per_step": tokens and round(tokens / max(1, steps)),
         "losses": losses,
         "p_target": table.p_below(losses, TARGET),
         "minutes": median(times, 60_000),
@@ -229,7 +308,7 @@ def save(figure, png: str):
 def draw_ladder(records: list, png: str):
     """Published and modelled minutes of each record, on a logarithmic axis."""
     figure, (axis,) = picture(1, 0.36 * len(records) + 1.2)
-    names = [ladder_row(record)["name"] for record in records]
+    names = [name_of(record) for record in records]
     for y, record in enumerate(records):
         published = (record.claim["published"] or {}).get("minutes")
         modelled = record.claim["modelled_minutes"]
@@ -255,6 +334,7 @@ def draw_curves(groups: dict, target: float, png: str):
     from matplotlib.ticker import EngFormatter
 
     top = bottom = target
+    missing = []
     for index, (name, logs) in enumerate(groups.items()):
         for seed, log in enumerate(logs):
             steps, losses, ms = curve_of(log).T
@@ -263,7 +343,7 @@ def draw_curves(groups: dict, target: float, png: str):
                 axis.plot(x, losses, "-o", color=f"C{index}", markevery=[-1],
                           alpha=0.4 + 0.6 / len(logs), label=None if seed else name)
                 if np.isnan(x[-1]) and not seed:
-                    print(f"{name} has no {panel}, so it is not in that panel", file=sys.stderr)
+                    missing.append(f"{name} has no {panel}, so it is not in that panel")
             # A curve of training begins with the untrained model: what is above its tenth is cut.
             top = max(top, losses[len(losses) // 10])
             bottom = min(bottom, *losses)
@@ -276,3 +356,5 @@ def draw_curves(groups: dict, target: float, png: str):
     axes[0].set_ylabel("loss (nats per token; point: validation)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     save(figure, png)
+    for words in missing:
+        print(words, file=sys.stderr)

@@ -1,11 +1,7 @@
 """Other people's logs: their forms, and which of a folder's are a record's. No source is run."""
 
-import ast
 import contextlib
 import functools
-import itertools
-import math
-import operator
 import re
 import statistics
 import sys
@@ -13,16 +9,13 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from ledger.diff import assignments
-from ledger.logs import LedgerError, Log, read_log, read_text, seed_files, split_source
+from ledger.logs import LedgerError, Log, places, read_log, read_text, seed_files, split_source
 
 TARGET = 3.28  # nats per token, of logs that name no target
 DATED = re.compile(r"(\d{4}-\d{2}(?:-\d{2})?)[-_ ]*(.*)")
 BASELINE = re.compile(r"baseline|comparison|control|parent|previous|original|\bold\b", re.I)
 SMI_DATE = re.compile(r"^[A-Z][a-z]{2} ([A-Z][a-z]{2} +\d+) [\d:]{8} (\d{4})$", re.M)
 LATE = timedelta(days=31)  # a folder's runs are not made so long after its date
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-             ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv}
 
 
 def read_any(path: Path) -> Log:
@@ -33,61 +26,9 @@ def read_any(path: Path) -> Log:
         log.header["world_size"] = str(int(peers) + 1)
     if gpus := re.findall(r"^\|\s+\d+\s+NVIDIA ", log.body, re.M):  # nvidia-smi
         log.header["world_size"] = str(len(gpus))
-    log.token_stages = log.token_stages or token_stages(log)
     if not log.val:
         raise LedgerError(f"{path} has no validation in {log.last_step} steps; give a longer run")
     return log
-
-
-def evaluate(node: ast.expr, names: dict):
-    """Numbers, known names, lists, + - * / and //; None where more would have to be run."""
-    match node:
-        case ast.Constant(value=int() | float()):
-            return node.value
-        case ast.Name(id=name) | ast.Attribute(attr=name):  # args.seq_len
-            return names.get(name)
-        case ast.Tuple() | ast.List():
-            return [evaluate(item, names) for item in node.elts]
-        case ast.Call():  # TrainingStage(duration=1/3, batch_size=…)
-            return {one.arg: evaluate(one.value, names) for one in node.keywords}
-        case ast.BinOp() if type(node.op) in OPERATORS:
-            a, b = evaluate(node.left, names), evaluate(node.right, names)
-            if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-                with contextlib.suppress(ArithmeticError):
-                    return OPERATORS[type(node.op)](a, b)
-    return None
-
-
-def token_stages(log: Log):
-    """(end, tokens of a step) of each stage of a batch, as far as the source tells; or empty."""
-    found = {}
-    for name, value, _ in assignments(log.source or ""):
-        found[name] = evaluate(value, found)
-    steps, batches = found.get("num_scheduled_iterations"), found.get("train_bs_schedule")
-    last, told = found.get("train_bs_extension"), []
-    for batch in batches if isinstance(batches, list) else ():
-        told.append((1 / len(batches), batch))
-    for stage in found.get("TRAINING_STAGES") or ():
-        if "duration" in stage:
-            told.append((stage["duration"], stage.get("batch_size")))
-        else:
-            last = stage.get("batch_size")
-    if told and None not in (steps, *itertools.chain(*told)):
-        end, stages = 0, []
-        for share, tokens in told:
-            end += steps * share  # a stage ends with the step in which its share is used up
-            stages.append((math.ceil(round(end, 6)), tokens))
-        return [*stages, (math.inf, last or tokens)]
-    found["ranks"] = int(log.header.get("world_size", 0))
-    if re.search(r"grad_accum_steps = 8 ?// ?world_size", log.source or ""):
-        found["ranks"] = 8
-    # A batch in tokens; one sequence a rank; a batch in sequences; a batch in tokens.
-    for names in (("train_batch_size",), ("ranks", "train_seq_len"),
-                  ("batch_size", "sequence_length"), ("batch_size",)):
-        numbers = [found.get(name) for name in names]
-        if all(isinstance(number, int) for number in numbers) and math.prod(numbers) > 1024:
-            return [(math.inf, math.prod(numbers))]  # a small one is of sequences, not of tokens
-    return []
 
 
 @dataclass
@@ -203,11 +144,13 @@ def source_of(operand: str) -> str:
 def logs_of(operand: str):
     """(record's name, logs) of a log, or of a folder's record; what is left out is said."""
     path = Path(operand)
-    name = path.stem.replace("log", path.resolve().parent.name)
+    name = path.resolve().parent.name if path.stem == "log" else path.stem
     for folder in (path.resolve(), *path.resolve().parents)[::-1]:
         if DATED.fullmatch(folder.name):
             name = DATED.fullmatch(folder.name)[2]
-    files = seed_files(path, "loss") if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():  # a folder of logs, or the first one of a record
+        files = seed_files(path) or seed_files(next(iter(places(path)), path))
     if files:
         return name, [read_any(file) for file in files]
     record, *others = folder_groups(path)

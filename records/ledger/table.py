@@ -1,53 +1,83 @@
-"""The table of runs, runs.csv: a row a run, made from the logs; what its rows show, and the rules.
+"""The records: a folder each, with a claim, a script, a page and logs; what they show; the rules.
 
-A record's folder has record.json, what it claims, and logs/seed-N.txt, what it ran; logs/times/ has
-runs that were made alone, for their times. A parent's runs are in the parent's own folder.
+A record's runs are its logs/seed-N.txt, all of one setting. Runs of another setting (machine,
+preset, number of ranks) are logs/NAME/seed-N.txt. The parent's runs that were made beside them lie
+below, in parent/, unless the parent's own folder has them. runs.csv has a row for each log.
 """
 
+import contextlib
 import csv
+import functools
 import io
 import itertools
 import json
 import operator
 import re
+import runpy
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from ledger.logs import FOLDERS, LedgerError, Log, read_log, read_text, seed_files, sha256
+from ledger.logs import LedgerError, Log, places, read_log, read_text, seed_files, sha256
 
 TABLE = "runs.csv"
 FINAL = ("val_loss", "train_time_ms", "steps", "tokens", "threads", "device", "torch",
          "world_size", "parameters", "peak_memory_mib")  # cells from a log's last block
-COLUMNS = ("record", "kind", "seed", "preset", *FINAL[:5], "jobs", *FINAL[5:],
+COLUMNS = ("record", "folder", "seed", "preset", *FINAL[:5], "jobs", *FINAL[5:], "cuda", "driver",
            "source_sha256", "log_sha256")
-MACHINE = ("preset", "torch", "device", "threads", "world_size", "jobs")  # of runs to be compared
+SETTING = ("preset", "device", "world_size", "torch", "threads", "jobs")  # of runs to be compared
+PARENT = "parent"  # the folder of a parent's runs, beside those of the record
 FOLDER_NAME = re.compile(r"\d{4}-(0\d|1[0-2])-([0-2]\d|3[01])_[A-Za-z0-9]+")
 SIGNIFICANCE = 0.01  # what a p-value has to stay under
-SEEDS = {"loss": 10, "time": 5}  # runs of a measurement, set before the first: all count, no more
+SEEDS = {"loss": 10, "time": 5}  # pairs of runs that a gain of a kind needs
 RULES = {  # what the header of every run with a preset has to have; None: not known here
     "record": {"target_loss": "3.28", "val_tokens": "10485760", "val_digest": None,
-               "val_files": "data/fineweb10B/fineweb_val_*.bin",
+               "train_digest": None, "val_files": "data/fineweb10B/fineweb_val_*.bin",
                "train_files": "data/fineweb10B/fineweb_train_*.bin"},
     "pocket": {"target_loss": "1.64", "val_tokens": "262144", "val_digest": "f89a85391a8fc0bf",
-               "val_files": "data/pocket/pocket_val_*.bin",
+               "train_digest": "db4041a8d500cfab", "val_files": "data/pocket/pocket_val_*.bin",
                "train_files": "data/pocket/pocket_train_*.bin"},
 }
-FIELDS = ("number", "change", "parent", "published", "modelled_minutes", "equality", "gain")
+FIELDS = ("change", "parent", "published", "modelled_minutes", "equality", "gain")
 
 
 @dataclass
 class Record:
-    """A record's folder, what it claims, and its rows of the table by kind."""
+    """A record's folder, what it claims, and its rows of the table."""
 
     folder: Path
     claim: dict
-    runs: dict[str, list[dict]] = field(default_factory=dict)
+    runs: list[dict]  # rows of the table; its parent's that lie beside them too
     parent: "Record | None" = None
 
     @property
     def script(self) -> str:
         return read_text(self.folder / "train_gpt.py")
+
+    def rows(self, of_parent: bool):
+        """Its runs, or those of its parent in its folder, by setting."""
+        found = {}
+        for run in self.runs:
+            if (Path(run["folder"]).name == PARENT) == of_parent:
+                found.setdefault(setting_of(run), []).append(run)
+        return found
+
+    def measured(self):
+        """By setting, what counts most first: its runs, and its parent's in that setting."""
+        theirs = self.parent.rows(of_parent=False) if self.parent else {}
+        theirs |= self.rows(of_parent=True)
+        own = self.rows(of_parent=False)
+        return {name: (own[name], theirs.get(name, [])) for name in sorted(own, key=rank_of)}
+
+
+def setting_of(run: dict):
+    return tuple(run[name] for name in SETTING)
+
+
+def rank_of(setting: tuple):
+    """Sorts the record's preset on GPUs before all others."""
+    preset, device, ranks, *others = setting
+    return preset != "record", device.startswith("cpu"), -int(ranks), device, others
 
 
 def read_claim(folder: Path):
@@ -55,63 +85,99 @@ def read_claim(folder: Path):
     path = folder / "record.json"
     try:
         claim = json.loads(read_text(path))
-        "{number:d}".format(**claim)  # fails where it is not there, or of another kind
         if claim["published"]:
             "{number:d} {minutes:f} {val_loss:f} {n:d} {hardware} {source}".format(
                 **claim["published"])
         if claim["equality"]:
             "{largest:f} {of}".format(**claim["equality"])
         float(claim["modelled_minutes"] or 0)
-        if tuple(claim) != FIELDS or claim["gain"] not in (None, *FOLDERS):
+        if tuple(claim) != FIELDS or claim["gain"] not in (None, *SEEDS):
             raise ValueError(f"it needs {', '.join(FIELDS)}, and gain is loss, time or null")
+        if not isinstance(claim["parent"], str | None):
+            raise ValueError("parent is the name of a folder, or null")
     except (ValueError, KeyError, TypeError) as error:
         raise LedgerError(f"{path} is no record.json: {error!r}; see records/README.md") from None
     return claim
 
 
-def find_records(folder: Path):
-    """The records of a folder of records, oldest first, with their rows of the table."""
-    if not folder.is_dir():
-        raise LedgerError(f"{folder}: no such folder; give records/ or one record's folder")
-    found = {}
-    for path in sorted(folder.glob("*/record.json")):
-        record = found[path.parent.name] = Record(path.parent, read_claim(path.parent))
-        record.parent = found.get(record.claim["parent"])
-    for row in read_table(folder):
-        if row["record"] in found:
-            found[row["record"]].runs.setdefault(row["kind"], []).append(row)
-    return list(found.values())
-
-
-def run_row(record: str, kind: str, log: Log):
+def run_row(record: str, where: str, log: Log):
     """The table's row of a run. Raises LedgerError where it is not finished."""
     if not log.finished:
         raise LedgerError(f"{log.path} is not a finished run: {'; '.join(log.notes)}")
-    found = {"jobs": "1", **log.header, **log.final, "record": record, "kind": kind,
+    found = {"jobs": "1", **log.header, **log.final, "record": record, "folder": where,
              "source_sha256": log.source_sha256, "log_sha256": sha256(read_text(log.path))}
     return {name: found.get(name) or "" for name in COLUMNS}
 
 
-def read_table(folder: Path):
-    """The rows of runs.csv; none where there is no such file."""
-    path = folder / TABLE
-    if not path.exists():
-        return []
-    reader = csv.DictReader(read_text(path).splitlines())
-    if tuple(reader.fieldnames) != COLUMNS:
-        raise LedgerError(f"{path} has not the columns that `list --write` makes from the logs")
-    return list(reader)
+def rows_of(folder: Path):
+    """The rows of a record's finished runs, its parent's that lie beside them too."""
+    found = []
+    for place in places(folder):
+        for path in seed_files(place):
+            with contextlib.suppress(LedgerError, ValueError, KeyError):  # `verify` tells
+                where = place.relative_to(folder).as_posix()
+                found.append(run_row(folder.name, where, read_log(path)))
+    return found
 
 
-def table_of(folder: Path) -> str:
-    """What runs.csv has to be: a row of each log of the records in a folder."""
+def find_records(folder: Path):
+    """The records of a folder of records, oldest first, with their runs."""
+    if not folder.is_dir():
+        raise LedgerError(f"{folder}: no such folder; give records/ or one record's folder")
+    found = {}
+    for path in sorted(folder.glob("*/record.json")):
+        home, claim = path.parent, read_claim(path.parent)
+        found[home.name] = Record(home, claim, rows_of(home), found.get(claim["parent"]))
+    return list(found.values())
+
+
+def table_of(records: list) -> str:
+    """What runs.csv has to be: a row of each log of the records."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    for claim, kind in itertools.product(sorted(folder.glob("*/record.json")), FOLDERS):
-        for path in seed_files(claim.parent, kind):
-            writer.writerow(run_row(claim.parent.name, kind, read_log(path)))
+    for record in records:
+        writer.writerows(record.runs)
     return text.getvalue()
+
+
+def flag_words(flags: dict):
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+@functools.cache
+def names_of(script: Path, source: str):
+    """What a script defines: it is run, though not as the main program. Raises LedgerError."""
+    # Without parse_args it is not imported: it might train at once.
+    if not re.search(r"^def parse_args\(", source, re.M):
+        return {}
+    try:
+        return runpy.run_path(str(script))
+    except (Exception, SystemExit) as error:
+        raise LedgerError(f"{script.parent.name}/{script.name}: {error}") from None
+
+
+def settings_of(script: Path, flags: dict):
+    """A script's hyperparameters with these flags, as headers show them. Raises LedgerError."""
+    names, found = names_of(script, read_text(script)), {}
+    try:
+        values = vars(names["parse_args"](flag_words(flags))) if names else {}
+    except (Exception, SystemExit) as error:
+        raise LedgerError(f"{script.parent.name}/{script.name}: {error}") from None
+    for name, value in values.items():
+        found[name] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return found
+
+
+def tokens_of(script: Path) -> int | None:
+    """Training tokens of a run of the preset record; None where the script does not tell."""
+    names = names_of(script, read_text(script))
+    try:
+        cfg = names["parse_args"](["--preset", "record"])
+        lengths = [names["schedule"](step, cfg).seq_len for step in range(cfg.num_iterations)]
+    except (Exception, SystemExit):
+        return None
+    return cfg.sequences_per_step * sum(lengths)
 
 
 def p_below(losses: list, target: float) -> float | None:
@@ -124,18 +190,23 @@ def p_below(losses: list, target: float) -> float | None:
 
 
 def compare(runs: list, others: list) -> dict | None:
-    """Runs against others of the same seeds, and so the same data; None where there are none."""
-    ours, theirs, ratios = [], [], []
+    """Runs against others of the same seeds, and so the same data; None where there are none.
+
+    Runs that shared their machine have no times.
+    """
+    ours, theirs, ratios, alone = [], [], [], True
     for run, other in itertools.product(runs, others):
         if run["seed"] == other["seed"]:
             ours.append(float(run["val_loss"]))
             theirs.append(float(other["val_loss"]))
             ratios.append(float(run["train_time_ms"]) / float(other["train_time_ms"]))
+            alone &= run["jobs"] == other["jobs"] == "1"
     if not ours:
         return None
-    found = {"difference": statistics.fmean(ours) - statistics.fmean(theirs), "p": None,
-             "smallest_shown": None, "shown": "", "time": statistics.median(ratios),
-             "fastest": min(ratios), "slowest": max(ratios)}
+    found = {"difference": statistics.fmean(ours) - statistics.fmean(theirs), "n": len(ours),
+             "p": None, "smallest_shown": None, "shown": "",
+             "time": statistics.median(ratios) if alone else None,
+             "fastest": min(ratios) if alone else None, "slowest": max(ratios) if alone else None}
     if len(set(map(operator.sub, ours, theirs))) > 1:
         from scipy import stats
 
@@ -144,23 +215,22 @@ def compare(runs: list, others: list) -> dict | None:
         found |= {"p": float(test.pvalue), "smallest_shown": float(high - low) / 2}
         if test.pvalue < SIGNIFICANCE and round(found["difference"], 4):  # not by rounding alone
             found["shown"] = "*"
-    elif ours == theirs:
+    elif ours == theirs and len(ours) > 1:
         found["p"] = 1.0
     return found
 
 
-def versus_parent(record: Record, kind: str) -> dict | None:
-    """A record's runs of a kind against its parent's; None where one has none."""
-    theirs = record.parent.runs.get(kind, []) if record.parent else []
-    return compare(record.runs.get(kind, []), theirs)
-
-
 def shows_gain(record: Record) -> bool:
-    """Whether a record's runs bear its claim of a gain over its parent, by the rules."""
-    losses, times = versus_parent(record, "loss"), versus_parent(record, "time")
-    if not losses:
-        return False
-    better = losses["difference"] < 0
-    if record.claim["gain"] == "loss":
-        return bool(losses["shown"]) and better
-    return bool(times) and times["slowest"] < 1 and (better or not losses["shown"])
+    """Whether enough runs of one setting bear a record's claim of a gain, by the rules."""
+    gain = record.claim["gain"]
+    for runs, others in record.measured().values():
+        found = compare(runs, others)
+        if not found or found["n"] < SEEDS[gain]:
+            continue
+        better = found["difference"] < 0
+        if gain == "loss" and found["shown"] and better:
+            return True
+        alone = found["time"] is not None
+        if gain == "time" and alone and found["slowest"] < 1 and (better or not found["shown"]):
+            return True
+    return False

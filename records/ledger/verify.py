@@ -1,19 +1,24 @@
 """Verification: each claim of a record is held to its logs, its script, the table and the rules."""
 
-import itertools
 import re
 from collections import Counter
 from pathlib import Path
 
 from ledger import pages, table
 from ledger.diff import BANNER, own_part
-from ledger.logs import FOLDERS, LedgerError, Log, read_log, read_text, seed_files, sha256
-from ledger.run import settings_of
-from ledger.table import SEEDS, TABLE, Record
+from ledger.logs import LedgerError, Log, places, read_log, read_text, seed_files, sha256
+from ledger.table import PARENT, TABLE, Record, run_row, setting_of, settings_of
 
 # What a run may have other than its preset says: the seed, and what the script finds out itself.
 FREE = {"seed", "device", "run_id", "head_chunks"}
 CHANGE = re.compile(r'^Parent: \S+ Change: (.*?)(?:\n\n|""")', re.M | re.S)
+NAMED = re.compile(r"^Record: (\w[\w-]*)", re.M)  # in a docstring
+# No record needs these above the banner: they reach the harness, the clock, files or other code.
+REACHES = re.compile(
+    r"^(?:import|from) .*;.*|\bsys\.\w+|__(?:dict|globals|builtins|setattr)__|\bimportlib\b"
+    r"|(?<![.\w])(?:globals|locals|vars|exec|eval|open|compile|__import__|_getframe)\("
+    r"|\.(?:load|fromfile|memmap|read_bytes|read_text)\(|\b(?:read|find)_(?:shards?|val_tokens)\b"
+    r"|\.val_tokens\b|\.clock\b(?!\.(?:start|stop)\(\))", re.M)
 
 
 def script_findings(record: Record, root: Path):
@@ -29,6 +34,12 @@ def script_findings(record: Record, root: Path):
     if not harness or harness != read_text(root).partition(BANNER)[2]:
         found.append("train_gpt.py is not the root's, byte for byte, from its banner on")
     names = re.findall(r"^(?:def |class )?(\w+)(?:\(|:| =)", harness, re.M)
+    docstring = above.partition('"""')[2].partition('"""')[0]
+    for name in NAMED.findall(docstring):
+        if name != record.folder.name:
+            found.append(f"train_gpt.py's docstring says `Record: {name}`, which is not its folder")
+    for reach in sorted(set(REACHES.findall(above.replace(docstring, "")))):
+        found.append(f"train_gpt.py has {reach!r} above the banner, which no record needs")
     for name in names:
         again = (rf"^(def|class) {name}\b|^{name}(:.*)? =|^\s*(global|import) .*\b{name}\b"
                  rf"|\b{name}\.\w+ = |setattr\({name}\b")
@@ -40,6 +51,7 @@ def script_findings(record: Record, root: Path):
 def log_findings(log: Log, settings: dict):
     """What is wrong with one finished log by itself, and against its preset and the rules."""
     found, final, header = [], log.final, log.header
+    int(header["seed"])
     loss, ms = log.val[log.last_step]
     final_ms = max(1, float(final["train_time_ms"]))
     rate = 1000 * float(final["tokens"]) / final_ms
@@ -62,52 +74,73 @@ def log_findings(log: Log, settings: dict):
     return found
 
 
-def source_findings(log: Log, script: str, first: Log, notes: list):
-    """Where a log's source is not its record's above the banner; a note where it is not below."""
+def source_findings(log: Log, script: str, whole: Log | None, notes: list):
+    """Where a log's source is not a script's above the banner; a note where it is not below."""
+    if not whole:
+        return ["has no source, as no other log beside it; the first one is kept whole"]
     found = []
-    if log is first and not log.source:
-        return ["has no source; the first seed's log is kept whole"]
-    if log.source_sha256 not in (first.source_sha256, sha256(script)):
+    if log.source_sha256 not in (whole.source_sha256, sha256(script)):
         found.append("was not written by the source that the first seed's log has")
     if log.source and own_part(log.source) != own_part(script):
         found.append("was not written by this train_gpt.py: it differs above the banner")
-    elif log is first and log.source.partition(BANNER)[2] != script.partition(BANNER)[2]:
-        notes.append(f"{log.path.parts[-3]}: the harness is newer than its logs; "
+    elif log is whole and log.source.partition(BANNER)[2] != script.partition(BANNER)[2]:
+        notes.append(f"{log.path.parent}: the harness is newer than these logs; "
                      "`verify --replay N` runs N seeds again")
     return found
 
 
-def runs_findings(record: Record, settings: dict, notes: list):
-    """Findings on a record's logs: each by itself, together, and beside the parent's."""
-    found, first, script = [], None, record.script
-    for kind, where in FOLDERS.items():
-        seeds, headers = [], {}
-        for path in seed_files(record.folder, kind):
-            try:
-                log = read_log(path)
-                first = first or log
-                wrong = log_findings(log, settings) + source_findings(log, script, first, notes)
-            except (LedgerError, ValueError, KeyError) as error:
-                found.append(f"{where}/{path.name} cannot be read: {error!r}")
-                continue
-            found += [f"{where}/{path.name}: {text}" for text in wrong]
-            seeds.append(log.header.get("seed"))
-            for name in log.header.keys() - {"seed", "run_id"}:
-                headers.setdefault(name, set()).add(log.header[name])
-            headers.setdefault("jobs", set()).add(log.final.get("jobs", "1"))
-        for name, values in headers.items():
-            if len(values) > 1:
-                found.append(f"{where}/ has runs that differ in {name}")
-        wanted = map(str, range(SEEDS[kind]))
-        if seeds and sorted(seeds) != sorted(wanted):
-            found.append(f"{where}/ has the seeds {', '.join(seeds)}; by the rules they are 0 to "
-                         f"{SEEDS[kind] - 1}, each once")
-        theirs = record.parent.runs.get(kind, []) if record.parent else []
-        for name in table.MACHINE if seeds and theirs else ():
-            if headers.get(name) != {run[name] for run in theirs}:
-                found.append(f"{where}/: its parent was run with another {name}: {theirs[0][name]}")
-        if kind == "time" and headers.get("jobs", {"1"}) != {"1"}:
-            found.append(f"{where}/ has one of several runs at once, whose time is no measure")
+def place_findings(place: Path, record: Record, seen: dict, notes: list):
+    """Findings on a folder of logs, of one setting: each log by itself, and all together."""
+    found, logs, headers, seeds = [], [], {}, []
+    where = place.relative_to(record.folder).as_posix()
+    owner = record.parent if place.name == PARENT else record
+    if not owner:
+        return [f"{where}/ has runs of a parent, and the record has none"]
+    for path in seed_files(place):
+        try:
+            log = read_log(path)
+            run_row("", "", log)  # refuses what is not finished
+            script = owner.folder / "train_gpt.py"
+            wrong = log_findings(log, settings_of(script, {"preset": log.header["preset"]}))
+            seeds.append(int(log.header["seed"]))
+        except (LedgerError, ValueError, KeyError) as error:
+            found.append(f"{where}/{path.name} cannot be read: {error!r}")
+            continue
+        logs.append(log)
+        losses = str([[loss for loss, _ in steps.values()] for steps in (log.train, log.val)])
+        seed, other = seen.setdefault((owner.folder, losses), (seeds[-1], path))
+        if seed != seeds[-1]:
+            wrong.append(f"has each loss of {other.name}, which is another seed's")
+        found += [f"{where}/{path.name}: {text}" for text in wrong]
+        for name in log.header.keys() - {"seed", "run_id", "commit"}:
+            headers.setdefault(name, set()).add(log.header[name])
+        headers.setdefault("jobs", set()).add(log.final.get("jobs", "1"))
+    whole = next((log for log in logs if log.source), None)
+    for log in logs:
+        for text in source_findings(log, owner.script, whole, notes):
+            found.append(f"{where}/{log.path.name}: {text}")
+    for name, values in headers.items():
+        if len(values) > 1:
+            found.append(f"{where}/ has runs that differ in {name}; each setting has a folder")
+    if sorted(seeds) != [*range(len(seeds))]:
+        found.append(f"{where}/ has the seeds {', '.join(map(str, sorted(seeds)))}; by the rules "
+                     "they count from 0, each once")
+    return found
+
+
+def runs_findings(record: Record, notes: list):
+    """Findings on all logs of a record: each folder by itself, and beside the others."""
+    found, seen = [], {}
+    for place in places(record.folder):
+        found += place_findings(place, record, seen, notes)
+    own, beside = record.rows(of_parent=False), record.rows(of_parent=True)
+    for runs in own.values():
+        folders = sorted({run["folder"] for run in runs})
+        if len(folders) > 1:
+            found.append(f"{' and '.join(folders)} have runs of one setting; put them together")
+    for setting in beside.keys() - own.keys():
+        found.append(f"{beside[setting][0]['folder']}/ has runs of a setting in which the record "
+                     "itself was not run")
     return found
 
 
@@ -123,11 +156,11 @@ def record_findings(record: Record, root: Path, notes: list):
         found.append(f"README.md's title is not '# {folder.name}'")
     if not record.runs:
         notes.append(f"{folder.name}: no runs yet")
-    runs = record.runs.get("loss") or [{"preset": "pocket"}]
-    settings = settings_of(folder / "train_gpt.py", {"preset": runs[0]["preset"]})
-    found += runs_findings(record, settings, notes)
+    settings_of(folder / "train_gpt.py", {"preset": "pocket"})  # raises where it does not run
+    found += runs_findings(record, notes)
     if gain and not table.shows_gain(record):
-        found.append(f"it claims a gain in {gain} over its parent, and its runs show none")
+        found.append(f"it claims a gain in {gain} over its parent, and its runs do not show it: "
+                     f"that needs {table.SEEDS[gain]} pairs of one setting")
     return found
 
 
@@ -135,6 +168,8 @@ def verify(folder: Path, only: str | None):
     """(records, findings, notes): those of a folder, or the one that is meant, and their claims."""
     records, findings, notes = table.find_records(folder), [], []
     chosen = [one for one in records if only in (None, one.folder.name)]
+    if not chosen:
+        raise LedgerError(f"{folder / (only or '')} has no record.json; give records/ or a record")
     for record in chosen:
         try:
             found = record_findings(record, folder.parent / "train_gpt.py", notes)
@@ -142,10 +177,10 @@ def verify(folder: Path, only: str | None):
             found = [str(error)]
         findings += [f"{record.folder.name}: {text}" for text in found]
     try:
-        for path, text in pages.blocks(folder, records).items() if records else ():
+        for path, text in pages.blocks(folder, records).items():
             if only in (None, path.parent.name) and pages.split_block(path)[1].strip() != text:
                 findings.append(f"{path.parent.name}/README.md is not what `list --write` gives")
-        if records and not only:
+        if not only:
             findings += folder_findings(folder, records)
     except (LedgerError, OSError, ValueError) as error:
         findings.append(str(error))
@@ -153,23 +188,74 @@ def verify(folder: Path, only: str | None):
 
 
 def folder_findings(folder: Path, records: list):
-    """What is wrong with what the records share: the root's script, the table, the numbers."""
-    found = []
-    if read_text(folder.parent / "train_gpt.py") != records[-1].script:
-        found.append(f"{records[-1].folder.name}: train_gpt.py is not the root's")
+    """What is wrong with what the records share: the root's script, the table."""
+    found, root = [], read_text(folder.parent / "train_gpt.py")
+    same = [record.folder.name for record in records if record.script == root]
+    if len(same) != 1:
+        found.append("the root's train_gpt.py has the bytes of "
+                     f"{' and '.join(same) or 'no record'}; it has to have those of one")
     said = Counter(read_text(folder / TABLE).splitlines())
-    true = Counter(table.table_of(folder).splitlines())
+    true = Counter(table.table_of(records).splitlines())
     for row in said - true:
         found.append(f"{TABLE} says {row}, which no log does")
     for row in true - said:
         found.append(f"{TABLE} lacks {row}; `list --write` makes it from the logs")
-    for older, newer in itertools.pairwise(records):
-        if newer.parent is not older:  # a weaker one would be easier to beat
-            found.append(f"{newer.folder.name}: its parent is not {older.folder.name}")
     for path in folder.iterdir():
         if table.FOLDER_NAME.fullmatch(path.name) and not (path / "record.json").exists():
             found.append(f"{path.name}: record.json is missing")
-    numbers = [record.claim["number"] for record in records]
-    if numbers != sorted(set(numbers)):
-        found.append(f"the records' numbers {numbers} do not rise with their dates")
     return found
+
+
+# ---- Logs are filed ----
+def record_of(log: Log, records: list) -> Record:
+    """The record whose script wrote a log. Raises LedgerError where it is none, or is not fit."""
+    for record in records:
+        if log.source_sha256 == sha256(record.script) or (
+                log.source and own_part(log.source) == own_part(record.script)):
+            script = record.folder / "train_gpt.py"
+            if wrong := log_findings(log, settings_of(script, {"preset": log.header["preset"]})):
+                raise LedgerError("; ".join(wrong))
+            return record
+    raise LedgerError("its source is no record's; make it one first (records/README.md)")
+
+
+def place_of(record: Record, row: dict) -> Path:
+    """The folder of a record's logs that has the setting of a row, or a new one named by it."""
+    for run in record.rows(of_parent=False).get(setting_of(row), ()):
+        return record.folder / run["folder"]
+    words = "{preset} {device} {world_size} ranks torch {torch} {threads} threads {jobs} jobs"
+    return record.folder / "logs" / "-".join(re.findall(r"[\w.+]+", words.format(**row)))
+
+
+def file_logs(folder: Path, paths: list):
+    """Copy logs into the folders of their records: (where they went, what was refused).
+
+    A parent that was run for its child's sake, without its own parent, goes into the child's.
+    """
+    records, took, refused, found = table.find_records(folder), [], [], []
+    for path in sorted(paths):
+        try:
+            log = read_log(path)
+            row = run_row("", "", log)
+            found.append((log, row, record_of(log, records)))
+        except (LedgerError, ValueError, KeyError, OSError) as error:
+            refused.append(f"{path}: refused: {error}")
+    measured = {(record.folder, setting_of(row)) for _, row, record in found}
+    for log, row, record in found:
+        place, whose = place_of(record, row), ""
+        alone = record.parent and (record.parent.folder, setting_of(row)) not in measured
+        for child in records if alone else ():
+            if child.parent is record and (child.folder, setting_of(row)) in measured:
+                place, whose = place_of(child, row) / PARENT, f", as {record.folder.name}'s"
+        target = place / f"seed-{row['seed']}.txt"
+        if target.exists() and read_log(target).body != log.body:
+            refused.append(f"{log.path}: refused: {target} is another run; delete it first, if "
+                           "this one is to stand for it")
+            continue
+        text = read_text(log.path).replace("\r\n", "\n")
+        if any(read_log(one).source for one in seed_files(place) if one != target):
+            text = f"source sha256: {log.source_sha256}\n{log.body}"  # one whole log is enough
+        place.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8", newline="")
+        took.append(f"{log.path} → {target.relative_to(folder)}{whose}")
+    return took, refused

@@ -123,6 +123,19 @@ def test_the_script_is_that_of_the_runs_log_or_the_one_named(runs, run, tmp_path
     assert run(tmp_path, *named, "--seed", 1) != logged
 
 
+def test_code_that_is_not_the_repositorys_is_run_only_where_it_is_named(runs, run, tmp_path):
+    """A run's folder from elsewhere may begin with anything."""
+    shutil.copy(runs.oldest, tmp_path / "model.pt")
+    log = tmp_path / "log.txt"
+    text = runs.oldest.with_name("log.txt").read_text()
+    log.write_text(f"open('trap', 'w')\n{text}")
+    told = f"{log}: its source is neither train_gpt.py nor a record's, and would be run; read it, "
+    run(tmp_path, tmp_path / "model.pt", refused=f"{told}then: --script {log}")
+    assert not (tmp_path / "trap").exists()
+    assert run(tmp_path, "model.pt", "--script", log, "--tokens", 3)
+    assert (tmp_path / "trap").exists()
+
+
 def test_several_samples_differ_and_the_first_is_the_one_alone(runs, run):
     flags = ["--prompt", "x", "--tokens", 30]
     texts = run(runs.folder, *flags, "--num_samples", 3).split(sample_tool.BETWEEN_SAMPLES + "\n")

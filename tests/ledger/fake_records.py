@@ -52,6 +52,7 @@ class Hyperparameters:
     val_tokens: int = row(10_485_760, 262_144)
     seed: int = both(0)
     run_id: str = both("")
+    save_every: int = both(0)
 
 # ---- Model -------------------------------------------------------------------
 def noise_of(seed, cfg):
@@ -66,6 +67,7 @@ def train(cfg):
 
 # ==== Harness: the same in every record =======================================
 DIGEST = "f89a85391a8fc0bf"
+DATA = "db4041a8d500cfab"
 
 class UserError(Exception):
     pass
@@ -98,7 +100,7 @@ def harness(cfg):
     folder.mkdir(parents=True)
     machine = dict(device="cpu (fake)", torch="2.13.0+cpu", seed=cfg.seed, world_size=1,
                    parameters=1234, threads=os.environ["OMP_NUM_THREADS"])
-    header = vars(cfg) | machine | dict(val_digest=DIGEST, train_digest="b5", python="3.11")
+    header = vars(cfg) | machine | dict(val_digest=DIGEST, train_digest=DATA, python="3.11")
     lines = [Path(__file__).read_text(), "=" * 100]
     lines += [f"{k}: {text_of(v)}" for k, v in header.items()] + ["=" * 100]
     for step, loss, ms in train(cfg):
@@ -114,6 +116,8 @@ def harness(cfg):
                  tokens_per_second=round(1000 * tokens / ms), peak_memory_mib=99) | machine
     lines += ["---", *(f"{k}: {v}" for k, v in final.items())]
     (folder / "log.txt").write_text("\\n".join(lines) + "\\n")
+    if cfg.save_every:
+        (folder / f"step-{step:06d}.pt").write_text("weights")
     print("done")
 
 if __name__ == "__main__":
@@ -127,15 +131,21 @@ def sha_of(source: str) -> str:
     return hashlib.sha256(source.encode()).hexdigest()
 
 
+def log_of(out: Path, name: str, seed: int) -> Path:
+    """The log of a run of `ledger run --out OUT`."""
+    (path,) = out.glob(f"logs/{name}-????????-seed-{seed}/log.txt")
+    return path
+
+
 def make_records(root: Path) -> Path:
     """Two claimed records, without runs, and the root's script, under `root`."""
     published = {"number": 5, "minutes": 15.2, "val_loss": 3.2741, "n": 1, "hardware": "8×H100",
                  "source": "https://example.org/log"}
     claims = {
-        PARENT: {"number": 1, "change": "the first", "parent": None, "published": published,
+        PARENT: {"change": "the first", "parent": None, "published": published,
                  "modelled_minutes": None, "equality": {"largest": 3e-13, "of": "8 steps"},
                  "gain": None},
-        NEWEST: {"number": 2, "change": "less loss", "parent": PARENT, "published": None,
+        NEWEST: {"change": "less loss", "parent": PARENT, "published": None,
                  "modelled_minutes": 2.5, "equality": None, "gain": "loss"}}
     block = "\n".join(pages.BLOCK)
     for name, claim in claims.items():

@@ -10,12 +10,18 @@ from ledger.__main__ import main
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory):
-    """The root of two records with ten runs each for the losses and five for the times."""
+    """The root of two records with ten runs each, which lie in out/ too."""
     root = tmp_path_factory.mktemp("measured")
     records = make_records(root)
     operands = [str(records / PARENT), str(records / NEWEST), "--out", str(root / "out")]
     assert main(["run", *operands]) == 0
-    assert main(["run", *operands, "--seeds", "5", "--times"]) == 0
+    runs = map(str, (root / "out").glob("logs/*/log.txt"))
+    assert main(["file", *runs, "--folder", str(records)]) == 0
+    for name in (PARENT, NEWEST):  # the lineage's own runs have no name of a setting
+        (place,) = (records / name / "logs").iterdir()
+        place.rename(records / name / "kept")
+        (records / name / "logs").rmdir()
+        (records / name / "kept").rename(records / name / "logs")
     assert main(["list", str(records), "--write"]) == 0
     return root
 

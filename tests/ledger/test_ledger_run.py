@@ -1,6 +1,9 @@
 """Scripts are measured in turns; what is finished is kept; what fails is named."""
 
+import glob
+import importlib.util
 import json
+import os
 import re
 import signal
 import statistics
@@ -11,9 +14,9 @@ import time
 import pytest
 from conftest import REPO
 from fake_records import CHILD, NEWEST, PARENT, SCRIPT, SEEDS, edit, make_records, sha_of
-from ledger import logs, table
+from ledger import logs
 from ledger.__main__ import main
-from ledger.run import settings_of
+from ledger.table import settings_of
 from scipy import stats
 
 pytest_plugins = ["record_fixtures"]
@@ -26,19 +29,20 @@ def seed_of(folder) -> tuple[str, str]:
     return re.fullmatch(r"(.*)-[0-9a-f]{8}-seed-(\d+)", folder.name).groups()
 
 
-def test_runs_go_in_turns_and_the_logs_are_kept(measured):
+def test_runs_go_in_turns(measured):
     folders = [path for path in (measured / "out/logs").iterdir() if seed_of(path)]
     order = sorted(folders, key=lambda path: path.stat().st_mtime_ns)
-    names = [(name, str(seed)) for seed in range(SEEDS) for name in (PARENT, NEWEST)]
-    assert [seed_of(path) for path in order] == names + names[:10]  # losses, then times
+    assert [seed_of(path) for path in order] == [
+        (name, str(seed)) for seed in range(SEEDS) for name in (PARENT, NEWEST)]
+
+
+def test_filed_logs_lie_in_their_records_and_one_of_them_is_whole(measured):
     for name, source in ((PARENT, SCRIPT), (NEWEST, CHILD)):
-        for kind in table.FOLDERS:
-            kept = table.seed_files(measured / "records" / name, kind)
-            assert [path.name for path in kept] == [f"seed-{i}.txt" for i in range(len(kept))]
-            assert len(kept) == table.SEEDS[kind]
-            sizes = [path.read_text().count(source) for path in kept]
-            assert sizes == [1] + [0] * (len(kept) - 1)
-            assert kept[1].read_text().startswith(f"source sha256: {sha_of(source)}\n===")
+        kept = logs.seed_files(measured / "records" / name / "logs")
+        assert [path.name for path in kept] == [f"seed-{i}.txt" for i in range(SEEDS)]
+        sizes = [path.read_text().count(source) for path in kept]
+        assert sizes == [1] + [0] * (SEEDS - 1)
+        assert kept[1].read_text().startswith(f"source sha256: {sha_of(source)}\n===")
 
 
 def test_results_are_those_of_the_logs(measured, capsys):
@@ -49,7 +53,7 @@ def test_results_are_those_of_the_logs(measured, capsys):
     first, second = json.loads(out)
     losses = []
     for name in (PARENT, NEWEST):
-        files = table.seed_files(records / name, "loss")
+        files = logs.seed_files(records / name / "logs")
         losses.append([logs.read_log(path).val_loss for path in files])
     assert [first["losses"], second["losses"]] == losses
     assert first["against"] is None and second["against"]["name"] == PARENT
@@ -60,9 +64,12 @@ def test_results_are_those_of_the_logs(measured, capsys):
     p = stats.ttest_1samp(losses[0], 1.64, alternative="less").pvalue
     assert first["target"] == 1.64 and first["p_target"] == pytest.approx(p)
     assert run(*operands) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert all(len(line) <= 120 for line in out.splitlines()) and "paired" in out
-    assert f"({SEEDS})" in out and "−0.1" in out
+    assert f"({SEEDS})" in out and "−0.1" in out and "×" in out and " s\n" in err
+    (command,) = re.findall(r"to file the records' logs: python records/ledger (file .*)\n", err)
+    found = [path for word in command.split()[1:] for path in glob.glob(word)]
+    assert len(found) == 2 * SEEDS and all(path.endswith("/log.txt") for path in found)
 
 
 def test_a_script_is_tried_against_itself_with_flags(tmp_path, monkeypatch, capfd):
@@ -91,7 +98,8 @@ def test_a_script_is_tried_against_itself_with_flags(tmp_path, monkeypatch, capf
     assert "resumed" not in paths[0].read_text()
 
 
-def test_two_jobs_run_at_once_on_one_thread_each_and_their_logs_tell(tmp_path, monkeypatch):
+def test_two_jobs_run_at_once_on_one_thread_each_and_their_logs_tell(tmp_path, monkeypatch,
+                                                                     capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     both = """
     import time
@@ -103,6 +111,8 @@ def test_two_jobs_run_at_once_on_one_thread_each_and_their_logs_tell(tmp_path, m
     script = tmp_path / "s.py"
     script.write_text(SCRIPT.replace("    machine = dict", f"{both}    machine = dict"))
     assert run(script, "--seeds", 2, "--jobs", 2, "--out", tmp_path / "out") == 0
+    out, err = capsys.readouterr()
+    assert "×" not in out and " s\n" not in err  # their times are no measure
     found = [logs.read_log(path) for path in (tmp_path / "out").rglob("log.txt")]
     cores = len(__import__("os").sched_getaffinity(0))
     assert {log.header["threads"] for log in found} == {str(max(1, cores // 2))}
@@ -157,16 +167,38 @@ def test_a_script_that_changes_while_it_runs_is_found(tmp_path, capfd):
     assert "its script was changed" in capfd.readouterr().err
 
 
-def test_a_record_is_not_written_by_a_try(records, tmp_path, capfd):
+def test_a_run_writes_no_record(records, tmp_path):
     before = {path: path.read_bytes() for path in records.rglob("*.*")}
-    operand, out = records / NEWEST, ["--out", tmp_path / "out"]
-    assert run(operand, "--seeds", 3, *out) == 0
-    told = f"{NEWEST}: not kept: 3 seeds of pocket on cpu (fake); by the rules they are 10"
-    assert told in capfd.readouterr().err
-    assert run(f"{operand}:loss=1.4", "--seeds", 1, *out) == 0
-    assert "kept" not in capfd.readouterr().err
-    edit(operand / "train_gpt.py", "cpu (fake)", "host standing in for an H100")
-    assert run(operand, *out) == 0
-    assert "10 seeds of pocket on host standing in" in capfd.readouterr().err
-    del before[operand / "train_gpt.py"]
+    assert run(records / NEWEST, "--seeds", 3, "--out", tmp_path / "out") == 0
     assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_runs_have_the_memory_and_cores_that_are_theirs(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS has none
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")
+    line = f"    Path('seen').write_text(' '.join(map(os.environ.get, {names})))\n"
+    script = tmp_path / "s.py"
+    script.write_text(SCRIPT.replace("    lines = [Path", f"{line}    lines = [Path"))
+    assert run(script, "--seeds", 1, "--out", tmp_path / "out") == 0
+    assert (tmp_path / "out/seen").read_text() == "2147483647 0"
+    (path,) = (tmp_path / "out").rglob("log.txt")
+    assert logs.read_log(path).header["threads"] == "6"
+
+
+def test_a_missing_package_is_told_before_anything_is_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "s.py").write_text(SCRIPT)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "scipy" else 1)
+    assert run(tmp_path / "s.py", "--out", tmp_path / "out") == 2
+    told = "ledger: scipy is not installed; pip install -r requirements-dev.txt\n"
+    assert capsys.readouterr().err == told and not (tmp_path / "out").exists()
+
+
+def test_long_labels_are_told_apart(tmp_path, capsys):
+    (tmp_path / "s.py").write_text(SCRIPT)
+    labels = [f"s:loss=1.5,targets=2,muon_lr=0.0{i}" + "0" * 30 for i in (5, 6)]
+    operands = [f"{tmp_path / 's.py'}{label[1:]}" for label in labels]
+    assert run(*operands, "--seeds", 1, "--out", tmp_path / "out") == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{label} " in out for label in labels)

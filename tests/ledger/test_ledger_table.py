@@ -10,8 +10,8 @@ import sys
 import matplotlib.image
 import pytest
 from conftest import REPO
-from fake_records import NEWEST, PARENT, SCRIPT, SEEDS
-from ledger import logs, pages, public, table
+from fake_records import NEWEST, PARENT, SCRIPT, SEEDS, make_records
+from ledger import diff, logs, pages, public, table
 from ledger.__main__ import main
 from scipy import stats
 
@@ -34,6 +34,14 @@ def test_a_log_is_read_back_exactly(measured):
     assert log.tokens_until(10) == 20480 and log.source is None
     first = logs.read_log(path.with_name("seed-0.txt"))
     assert first.source == SCRIPT and first.source_sha256 == log.source_sha256
+
+
+def test_a_log_with_the_line_ends_of_windows_is_the_same(measured, tmp_path):
+    path = measured / "records" / PARENT / "logs/seed-0.txt"
+    (tmp_path / "a.txt").write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    ours, theirs = logs.read_log(path), logs.read_log(tmp_path / "a.txt")
+    ours.path = theirs.path = None
+    assert ours == theirs and theirs.source == SCRIPT
 
 
 def test_losses_of_several_tokens_ahead_are_those_of_the_next(tmp_path):
@@ -85,7 +93,7 @@ def sample(mean, std, n):
 
 
 def runs(losses):
-    return [{"seed": seed, "val_loss": loss, "train_time_ms": 10} for seed, loss in
+    return [{"seed": seed, "val_loss": loss, "train_time_ms": 10, "jobs": "1"} for seed, loss in
             enumerate(losses)]
 
 
@@ -126,35 +134,74 @@ def test_equal_losses_are_no_difference():
     assert table.compare(runs([3.0]), runs([3.1]))["p"] is None
 
 
+def test_runs_that_shared_their_machine_have_no_times():
+    shared = [{**run, "jobs": "2"} for run in runs([3.2, 3.3])]
+    for ours, theirs in ((shared, runs([3.2, 3.4])), (runs([3.2, 3.4]), shared)):
+        found = table.compare(ours, theirs)
+        assert found["time"] is found["fastest"] is found["slowest"] is None and found["n"] == 2
+
+
 def test_list_tells_the_table(measured, capsys):
     folder = measured / "records"
     capsys.readouterr()
     assert main(["list", str(folder), "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
-    assert (first["number"], first["record"], first["published"]["minutes"]) == (1, PARENT, 15.2)
-    assert len(second["runs"]["loss"]) == SEEDS and len(second["runs"]["time"]) == 5
+    assert (first["record"], first["published"]["minutes"]) == (PARENT, 15.2)
+    (found,) = second["measured"]
+    assert len(found["losses"]) == found["against"]["n"] == SEEDS
+    assert found["setting"]["device"] == "cpu (fake)" and found["setting"]["jobs"] == "1"
     page = (folder / "README.md").read_text()
-    assert f"| [Second]({NEWEST}) |" in page and f"({SEEDS}) |" in page
-    assert "| pocket | `1.64` | `262144` |" in page
-    assert "Measured on cpu (fake), torch 2.13.0+cpu, " in page and page.endswith("\n\nEnd.\n")
+    assert f"| [#5 First]({PARENT}) | 15.2 | 3.2741 (1) | 3e-13 |  |" in page
+    assert f"| [Second]({NEWEST}) | 1.5" in page and f"({SEEDS}) |" in page
+    assert "| pocket | `1.64` | `262144` |" in page and page.endswith("\n\nEnd.\n")
+    machine = "Preset pocket on cpu (fake), 1 rank(s), torch 2.13.0+cpu, "
     page = (folder / NEWEST / "README.md").read_text()
-    assert "of the parent's, each alone" in page and page.endswith("\n\nEnd.\n")
-    assert f"[#5 First](../{PARENT})" in page
+    assert machine in page and page.endswith("\n\nEnd.\n")
+    rows = [line.split(" | ") for line in page.splitlines() if "± 0.0" in line]
+    assert [row[0] for row in rows] == [f"| [#5 First](../{PARENT})", f"| [Second](../{NEWEST})"]
+    assert rows[0][4] == "" and rows[1][4].startswith("−0.1") and rows[1][5].startswith("×")
     rows = (measured / "README.md").read_text().splitlines()
     assert f"| [#5 First](records/{PARENT}) | the first | 15.2 |  |  |" in rows
     assert f"| [Second](records/{NEWEST}) | less loss |  | 2.5 | +2 −2 |" in rows
     assert is_drawn(folder / "ladder.png")
     assert main(["list", str(folder / NEWEST)]) == 0
     out = capsys.readouterr().out
-    assert "Second" in out and "First" not in out
+    assert "Second" in out and "First" not in out and machine in out
     assert all(len(line) <= 120 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("schedule, words", [
+    ("", ""), ("1000", "on 2 million tokens. `python data/fineweb.py 8`"),
+    ("1305671", "on 2,674 million tokens. `python data/fineweb.py 27`")])
+def test_a_page_tells_how_many_shards_a_record_needs(schedule, words, tmp_path, monkeypatch):
+    """Of 100 million tokens each; 8 are fetched without asking."""
+    records = make_records(tmp_path)
+    script = records / NEWEST / "train_gpt.py"
+    if schedule:
+        text = "def schedule(step, cfg):\n    return SimpleNamespace(seq_len=128)\n\n"
+        text = script.read_text().replace("def train(cfg)", f"{text}def train(cfg)")
+        text = text.replace("row(80, 4 * 10)", f"row({schedule}, 40)")
+        script.write_text(text.replace("    loss: f", "    sequences_per_step: int = both(16)\n"
+                                       "    loss: f"))
+    assert main(["list", str(records), "--write"]) == 0
+    page = (records / NEWEST / "README.md").read_text()
+    assert words in page and ("fineweb.py" in page) == bool(words)
+
+
+def test_hunks_are_numbered_by_the_files_lines():
+    lines = ["import x", "# ---- One ---", "a = 1", "# ---- Two ---", *"bcde", "f = 2", "g = 3"]
+    new = [*lines[:8], "f = 3", "h = 1", *lines[9:]]
+    found = diff.diff_sources("\n".join(lines), "\n".join(new))
+    (section,) = found["sections"]
+    assert section["lines"][0] == "@@ -6 +6 @@" and section["lines"][1] == " c"
+    assert lines[5] == "c"
 
 
 def test_our_own_records_fit_a_screen_in_at_most_seven_columns(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 12 and all(len(line) <= 120 for line in lines)
-    assert max(map(len, (pages.LADDER, pages.FOREIGN, pages.RESULTS))) <= 7
+    assert max(map(len, (pages.LADDER[0], pages.RUNS[0], pages.FOREIGN[0], pages.RESULTS))) <= 7
 
 
 def test_written_pages_are_not_written_otherwise_again(records):
@@ -171,7 +218,7 @@ def test_it_is_run_as_a_folder_or_a_module_in_any_locale(start):
     assert done.returncode == 0 and b"ModernArch" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("verb", ["run", "list", "diff", "curves", "verify", ""])
+@pytest.mark.parametrize("verb", ["run", "file", "list", "diff", "curves", "verify", ""])
 def test_help_fits_a_screen(verb, capsys):
     with pytest.raises(SystemExit):
         main([verb, "--help"] if verb else ["--help"])
@@ -228,7 +275,7 @@ def test_curves_tell_time_to_loss_and_draw(measured, tmp_path, capsys):
     assert main(["curves", *operands, "--png", str(png), "--json"]) == 0
     rows = {(row["target"], row["name"]): row for row in json.loads(capsys.readouterr().out)}
     # exp(-0.22 * 20) * 4 above 1.5 is the first validation below 1.64
-    row, files = rows[1.64, "Second"], table.seed_files(folder / NEWEST, "loss")
+    row, files = rows[1.64, "Second"], logs.seed_files(folder / NEWEST / "logs")
     times = [logs.read_log(path).val[20][1] for path in files]
     assert (row["step"], 1000 * row["seconds"]) == (20, pytest.approx(statistics.median(times)))
     assert row["reached"] == SEEDS and is_drawn(png)

@@ -1,17 +1,25 @@
 """A record that claims what its logs, its script and the rules do not bear is refused."""
 
 import csv
+import hashlib
+import json
 import re
 import shutil
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
-from fake_records import CHILD, NEWEST, PARENT, SCRIPT, SEEDS, edit, make_records, sha_of
+from fake_records import CHILD, NEWEST, PARENT, SCRIPT, SEEDS, edit, log_of, make_records, sha_of
 from ledger import logs, run, table, verify
 from ledger.__main__ import main
 
 pytest_plugins = ["record_fixtures"]
 
 LOGS = f"{NEWEST}/logs"
+NO_GAIN = (f"{NEWEST}: it claims a gain in {{}} over its parent, and its runs do not show it: that "
+           "needs {} pairs of one setting")
+H100 = "NVIDIA H100 80GB HBM3"
 SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is said
     f"{NEWEST}/train_gpt.py": {
         "a character of the script": ("0.8**step", "0.7**step", "it differs above the banner"),
@@ -30,23 +38,44 @@ SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is 
         "a method of the harness replaced": (
             "def train(cfg):", "def train(cfg):\n    UserError.x = 1", "gives UserError, which"),
         "another parent": (PARENT, "2025-01-01_No", f"does not say `Parent: {PARENT}.`"),
-        "no change": ("Change: less loss.", "", "does not say `Change: …` in")},
+        "no change": ("Change: less loss.", "", "does not say `Change: …` in"),
+        "another record's name": ("\nWhat else", f"\nRecord: {PARENT}.\n\nWhat else",
+                                  f"says `Record: {PARENT}`, which is not its folder"),
+        **{f"above the banner: {code}": (
+            "def train(cfg):", f"def train(cfg):\n    {code}", f"has {reach!r} above the banner")
+           for code, reach in {
+               'sys.modules[__name__].__dict__["validate"] = None': "sys.modules",
+               'train.__globals__["validate"] = None': "__globals__",
+               'globals()["validate"] = None': "globals(",
+               'vars(cfg)["seed"] = 3': "vars(",
+               "exec('validate = None')": "exec(",
+               "open('data/pocket/pocket_val_000000.bin')": "open(",
+               "np.fromfile(cfg.val_files, 'u2')": ".fromfile(",
+               "read_val_tokens(cfg)": "read_val_tokens",
+               "cfg.run.val_tokens.tolist()": ".val_tokens",
+               "cfg.run.clock.ms -= 1000": ".clock"}.items()},
+        "code behind an import": ("import random\n", "import random; random.seed(3)\n",
+                                  "has 'import random; random.seed(3)' above the banner")},
     f"{PARENT}/train_gpt.py": {
         "the parent": ("0.8**step", "0.7**step", f"{PARENT}: logs/seed-0.txt: was not")},
     "../train_gpt.py": {
         "the root's harness": ("return loss", "return 2", f"{PARENT}: train_gpt.py is not"),
-        "the root's script": ("0.8**step", "0.7**step", "gpt.py is not the root's")},
+        "the root's script": (
+            "0.8**step", "0.7**step", "the root's train_gpt.py has the bytes of no record")},
     f"{NEWEST}/record.json": {
         "a gain of no kind": ('"gain": "loss"', '"gain": "fame"', "gain is loss, time"),
         "an unknown parent": (PARENT, "2026-01-01_No", "2026-01-01_No/record.json"),
-        "a number twice": ('"number": 2', '"number": 1', "do not rise")},
+        "a parent of no kind": (f'"{PARENT}"', "[1]", "parent is the name of a folder"),
+        "a parent without a form": (f'"{PARENT}"', "{}", "parent is the name of a folder")},
     f"{PARENT}/record.json": {
         "a gain over nothing": ('"gain": null', '"gain": "loss"', "gain in loss"),
         "no source": ('"source"', '"sauce"', "is no record.json: KeyError('source')"),
         "a time of another kind": ("15.2", '"15"', "is no record.json: ValueError"),
         "a published time": ("15.2", "14.2", "is not what `list --wr")},
     f"{LOGS}/seed-0.txt": {
-        "no source": (CHILD, f"source sha256: {sha_of(CHILD)}", "has no source")},
+        "no source": (CHILD, f"source sha256: {sha_of(CHILD)}", "has no source"),
+        "code behind an import, in the log alone": (
+            "import random\n", "import random; random.seed(3)\n", "it differs above the banner")},
     f"{LOGS}/seed-1.txt": {
         "a loss": ("\nval_loss: 1", "\nval_loss: 2", "final val_loss is 2"),
         "a time": ("train_time_ms: 1", "train_time_ms: 2", "final train_time_ms"),
@@ -54,13 +83,11 @@ SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is 
         "another torch": ("torch: 2.13.0+cpu", "torch: 2.11.0", "differ in torch"),
         "the source's hash": ("sha256: ", "sha256: 0", "was not written by the sour"),
         "a hyperparameter": ("num_iterations: 40", "num_iterations: 41", "has num_iterations 41"),
-        "other data": ("train_digest: b5", "train_digest: b6", "differ in train_digest"),
+        "other data": ("train_digest: db", "train_digest: bd", "by the rules it is db4041a8d500c"),
+        "no seed": ("\nseed: 1\nrun_id", "\nrun_id", "cannot be read"),
         "a resumed run": ("step:31", "resumed at step:30 from a.pt\nstep:31", "is a resumed run"),
         "a simulated GPU": ("cpu (fake)", "host standing in for an H100", "which measures nothing"),
         "a log that was cut": ("\nval_loss: ", "\nval_lo", "cannot be read")},
-    f"{LOGS}/times/seed-1.txt": {
-        "another preset": ("preset: pocket", "preset: record", "has preset record, its preset"),
-        "one of two at once": ("peak_mem", "jobs: 2\npeak_mem", "/times/ has runs that differ in")},
     "README.md": {"the ladder": ("1.5", "1.4", "README.md is not what")},
     "../README.md": {"the front page": ("15.2", "14.2", "/README.md is not what")},
     f"{NEWEST}/README.md": {
@@ -68,8 +95,8 @@ SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is 
         "a table": ("(10)", "(11)", "README.md is not what"),
         "no place for a table": ("<!-- ledger: begin -->", "", "has no lines")},
     "runs.csv": {
-        "an unknown run": (",loss,9", ",loss,10", f"says {PARENT},loss,10,pocket"),
-        "a column": (",seed,", ",sown,", "has not the columns that `list --write` makes")}}
+        "an unknown run": (",logs,9", ",logs,10", f"says {PARENT},logs,10,pocket"),
+        "a column": (",seed,", ",sown,", "says record,folder,sown,")}}
 
 
 def findings(folder, capsys):
@@ -129,18 +156,25 @@ def test_verify_finds_missing_and_surplus_seeds(records, capsys):
     folder = records / NEWEST / "logs"
     (folder / "seed-1.txt").rename(records / "kept")
     found = "\n".join(findings(records, capsys))
-    assert f"runs.csv says {NEWEST},loss,1,pocket" in found
-    assert "logs/ has the seeds 0, 2, 3, 4, 5, 6, 7, 8, 9; by the rules they are 0 to 9" in found
+    assert f"runs.csv says {NEWEST},logs,1,pocket" in found
+    assert "logs/ has the seeds 0, 2, 3, 4, 5, 6, 7, 8, 9; by the rules they count from 0" in found
     shutil.copy(folder / "seed-2.txt", folder / "seed-1.txt")
     assert any("has the seeds 0, 2, 2, 3" in line for line in findings(records, capsys))
     (records / "kept").rename(folder / "seed-1.txt")
     shutil.copy(folder / "seed-9.txt", folder / "seed-10.txt")
-    assert any("has the seeds 0, 1, 9, 2, 3" in line for line in findings(records, capsys))
-    edit(folder / "seed-10.txt", "\nseed: 9", "\nseed: 10")
-    edit(folder / "seed-10.txt", "\nseed: 9", "\nseed: 10")
-    found = "\n".join(findings(records, capsys))
-    assert "7, 8, 9; by the rules they are 0 to 9" in found
-    assert f"runs.csv lacks {NEWEST},loss,10,pocket" in found
+    assert any("has the seeds 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9; by the rules" in line
+               for line in findings(records, capsys))
+
+
+def test_verify_finds_a_seed_under_another_name(records, capsys):
+    """Its losses are those of the seed it was, also where times differ."""
+    ours, copy = records / NEWEST / "logs/seed-1.txt", records / NEWEST / "logs/seed-2.txt"
+    text = re.sub(r"^seed: 1$", "seed: 2", ours.read_text(), flags=re.M)
+    copy.write_text(text)
+    assert main(["list", str(records), "--write"]) == 0
+    (found,) = findings(records, capsys)
+    assert found == (f"{NEWEST}: logs/seed-2.txt: has each loss of seed-1.txt, which is another "
+                     "seed's")
 
 
 def test_records_without_runs_are_told_and_not_refused(tmp_path, capsys):
@@ -168,17 +202,210 @@ def test_verify_finds_rules_that_a_record_made_itself(pairs, words, records, cap
     """Where everything else agrees."""
     forge(records, *pairs)
     found = findings(records, capsys)
-    assert sum(words in line for line in found) == 2 * (SEEDS + 5), found
+    assert sum(words in line for line in found) == 2 * SEEDS, found
 
 
-def test_machines_that_differ_between_a_record_and_its_parent_are_found(records, capsys):
+def made_on(text: str, device: str, **header) -> str:
+    """A log as it were of another machine."""
+    text = text.replace("device: cpu (fake)", f"device: {device}")
+    for name, value in header.items():
+        text = re.sub(rf"^{name}: .*$", f"{name}: {value}", text, flags=re.M)
+    return text
+
+
+def full_size(path, seed: int, loss: float, source: str) -> str:
+    """A log of the preset record from eight H100s, as it may come by mail."""
+    text = made_on(path.read_text(), H100, world_size=8, preset="record", num_iterations=80,
+                   torch="2.13.0+cu130", target_loss=3.28, val_tokens=10485760, seed=seed,
+                   long_windows="3,7", train_digest="77", val_digest="78",
+                   val_files="data/fineweb10B/fineweb_val_*.bin",
+                   train_files="data/fineweb10B/fineweb_train_*.bin")
+    text = text.replace("python: 3.11", "python: 3.11\ncuda: 13.0\ndriver: 580.1\nnccl: 2.27\n"
+                        "triton: 3.7.1\ngpus: 8\ncommit: 0a1b")
+    text = re.sub(r"step:(\d+)/40", lambda match: f"step:{2 * int(match[1])}/80", text)
+    text = re.sub(r"(step:80/80 val_loss:)\S+", rf"\g<1>{loss:.4f}", text)
+    text = re.sub(r"^val_loss: .*$", f"val_loss: {loss:.6f}", text, flags=re.M)
+    return re.sub(r"^steps: .*$", "steps: 80", text, flags=re.M).replace(
+        f"source sha256: {sha_of(source)}", source.rstrip("\n"))
+
+
+@pytest.fixture
+def from_eight(records, tmp_path):
+    """Logs of both records at full size, one each."""
+    found = []
+    for name, source, loss in ((PARENT, SCRIPT, 3.2791), (NEWEST, CHILD, 3.2774)):
+        found.append(tmp_path / f"{name}.txt")
+        log = records / name / "logs/seed-1.txt"
+        found[-1].write_text(full_size(log, 0, loss, source))
+    return list(map(str, found))
+
+
+def test_a_run_at_full_size_stands_beside_the_pockets(records, from_eight, capsys):
+    assert main(["file", from_eight[1], "--folder", str(records)]) == 0
+    assert main(["list", str(records), "--write"]) == 0
+    assert findings(records, capsys) == []
+    assert main(["list", str(records / NEWEST)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    machines = [line for line in lines if line.startswith("Preset ")]
+    assert machines[0].startswith(f"Preset record on {H100}, 8 rank(s), torch 2.13.0+cu130")
+    assert "CUDA 13.0, driver 580.1" in machines[0] and machines[1].startswith("Preset pocket on c")
+    assert lines[lines.index(machines[0]) + 4].split()[:3] == ["Second", "3.2774", "(1)"]
+    assert main(["file", from_eight[0], from_eight[1], "--folder", str(records)]) == 0
+    assert main(["list", str(records), "--write"]) == 0
+    assert findings(records, capsys) == []
+    for page in (records / "README.md", records / NEWEST / "README.md"):
+        text = page.read_text()
+        first, second = text.index(f"Preset record on {H100}"), text.index("Preset pocket")
+        assert first < second and "| 3.2774 (1) |" in text[first:second]
+        assert "| −0.0017 |" in text[first:second]  # from the parent's on that machine, without a p
+    rows = list(csv.DictReader((records / "runs.csv").read_text().splitlines()))
+    assert {row["folder"] for row in rows if row["device"] == H100 and row["record"] == NEWEST}
+
+
+def test_a_log_says_what_it_is_filed_as(records, from_eight, capsys):
+    """A parent without a parent of its own lies in its own folder."""
+    capsys.readouterr()
+    assert main(["file", *from_eight, "--folder", str(records)]) == 0
+    name = "logs/record-NVIDIA-H100-80GB-HBM3-8-ranks-torch-2.13.0+cu130-1-threads-1-jobs"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" → ")[2] for line in lines] == [
+        f"{PARENT}/{name}/seed-0.txt", f"{NEWEST}/{name}/seed-0.txt"]
+
+
+def third_record(records) -> str:
+    """A child of the newest one, without runs; its script's name."""
+    third = records / "2026-03-03_Third"
+    third.mkdir()
+    text = CHILD.replace("less loss.", "none.").replace(PARENT, NEWEST)
+    (third / "train_gpt.py").write_text(text.replace("0.05)", "0.06)"))
+    claim = (records / NEWEST / "record.json").read_text().replace(PARENT, NEWEST)
+    (third / "record.json").write_text(claim.replace('"loss"', "null"))
+    page = (records / NEWEST / "README.md").read_text()
+    (third / "README.md").write_text(page.replace(f"# {NEWEST}", f"# {third.name}"))
+    return third.name
+
+
+def test_a_parents_runs_on_a_machine_lie_in_the_childs_folder(records, tmp_path, capsys):
+    third, out = third_record(records), tmp_path / "out"
+    operands = [str(records / NEWEST), str(records / third), "--seeds", "2", "--out", str(out)]
+    assert main(["run", *operands]) == 0
+    paths = sorted(map(str, out.glob("logs/*/log.txt")))
+    for path in map(Path, paths):
+        path.write_text(made_on(path.read_text(), "cpu (other)"))
+    before = sorted((records / NEWEST).rglob("*"))
+    assert main(["file", *paths, "--folder", str(records)]) == 0
+    assert sorted((records / NEWEST).rglob("*")) == before
+    (place,) = (records / third / "logs").iterdir()
+    for folder in (place, place / "parent"):
+        assert [path.name for path in logs.seed_files(folder)] == ["seed-0.txt", "seed-1.txt"]
+    assert main(["list", str(records), "--write"]) == 0
+    assert findings(records, capsys) == []
+    record = table.find_records(records)[2]
+    ((own, theirs),) = record.measured().values()
+    assert {row["device"] for row in own + theirs} == {"cpu (other)"}
+    assert [row["source_sha256"] for row in theirs] == [sha_of(CHILD)] * 2
+    edit(place / "parent/seed-1.txt", "torch: 2.13.0+cpu", "torch: 2.14.0")
+    found = findings(records, capsys)
+    assert any("parent/ has runs that differ in torch" in line for line in found)
+    shutil.rmtree(place / "parent")
+    assert main(["list", str(records), "--write"]) == 0
+    assert findings(records, capsys) == []  # without the parent's nothing is compared
+    assert table.find_records(records)[2].measured().popitem()[1][1] == []
+
+
+def test_runs_of_two_settings_are_never_compared(records, capsys):
     for path in (records / NEWEST / "logs").glob("seed-*.txt"):
-        path.write_text(path.read_text().replace("cpu (fake)", "cpu (other)"))
+        path.write_text(made_on(path.read_text(), "cpu (other)"))
+    edit(records / NEWEST / "record.json", '"gain": "loss"', '"gain": null')
+    assert main(["list", str(records), "--write"]) == 0
+    assert findings(records, capsys) == []
+    capsys.readouterr()
+    assert main(["list", str(records / NEWEST), "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)[0]["measured"]
+    assert one["against"] is None and one["setting"]["device"] == "cpu (other)"
+
+
+def test_parents_runs_where_the_record_has_none_are_found(records, capsys):
+    place = records / NEWEST / "logs/elsewhere/parent"
+    shutil.copytree(records / PARENT / "logs", place)
+    for path in logs.seed_files(place):
+        path.write_text(made_on(path.read_text(), "cpu (other)"))
     assert main(["list", str(records), "--write"]) == 0
     (found,) = findings(records, capsys)
-    assert found == f"{NEWEST}: logs/: its parent was run with another device: cpu (fake)"
-    page = (records / "README.md").read_text()
-    assert "cpu (fake), torch 2.13.0+cpu" in page and "cpu (other), torch 2.13.0+cpu" in page
+    assert found == (f"{NEWEST}: logs/elsewhere/parent/ has runs of a setting in which the record "
+                     "itself was not run")
+    shutil.move(records / NEWEST / "logs/elsewhere", records / PARENT / "logs/elsewhere")
+    assert main(["list", str(records), "--write"]) == 0
+    assert any("has runs of a parent, and the record has none" in line
+               for line in findings(records, capsys))
+
+
+def test_a_setting_has_one_folder(records, capsys):
+    shutil.copytree(records / NEWEST / "logs", records / NEWEST / "logs/again")
+    assert main(["list", str(records), "--write"]) == 0
+    found = findings(records, capsys)
+    assert f"{NEWEST}: logs and logs/again have runs of one setting; put them together" in found
+
+
+@pytest.mark.parametrize("old, new, words", [
+    ("step:39/40", "stopped at step:39\nstep:39", "is not a finished run"),
+    ("\nval_loss: ", "\nval_lo", "is not a finished run"),
+    ("device: cpu (fake)", "device: host standing in for an H100", "which measures nothing"),
+    ("import random\n", "import random\nprint(1)\n", "its source is no record's"),
+    ("muon_lr: 0.05", "muon_lr: 0.06", "has muon_lr 0.06, its preset has 0.05"),
+    ("preset: pocket", "preset: large", "'large'"),
+    ("step:31", "resumed at step:30 from a.pt\nstep:31", "is a resumed run"),
+    (None, "A dark night.\n", "has no training steps")])
+def test_a_log_that_is_no_records_run_is_refused_in_one_line(old, new, words, measured, records,
+                                                           tmp_path, capsys):
+    log = tmp_path / "log.txt"
+    log.write_text(log_of(measured / "out", NEWEST, 3).read_text())
+    log.write_text(new) if old is None else edit(log, old, new)
+    if old and old.startswith("step:39"):
+        log.write_text(log.read_text().partition("step:39\n")[0])
+    before = sorted(records.rglob("*"))
+    capsys.readouterr()
+    assert main(["file", str(log), "--folder", str(records)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "nothing is filed\n" and words in err and err.count("\n") == 1
+    assert err.startswith(f"ledger: {log}: refused: ") and sorted(records.rglob("*")) == before
+
+
+def test_a_filed_log_stands_for_no_other(measured, records, tmp_path, capsys):
+    log = tmp_path / "log.txt"
+    log.write_text(log_of(measured / "out", NEWEST, 3).read_text())
+    before = (records / LOGS / "seed-3.txt").read_bytes()
+    assert main(["file", str(log), "--folder", str(records)]) == 0  # the same
+    log.write_text(re.sub(r"(step:20/40 val_loss:)\S+", r"\g<1>1.6", log.read_text()))
+    assert main(["file", str(log), "--folder", str(records)]) == 2
+    assert "seed-3.txt is another run; delete it first" in capsys.readouterr().err
+    assert (records / LOGS / "seed-3.txt").read_bytes() == before
+
+
+def test_the_root_is_one_of_the_records_and_need_not_be_the_newest(records, capsys):
+    third = third_record(records)
+    assert main(["list", str(records), "--write"]) == 0
+    assert findings(records, capsys) == []
+    shutil.copy(records / PARENT / "train_gpt.py", records.parent / "train_gpt.py")
+    assert findings(records, capsys) == []
+    shutil.copytree(records / PARENT, records / "2026-04-04_Same")
+    assert any(f"has the bytes of {PARENT} and 2026-04-04_Same; it has to have those of one" in line
+               for line in findings(records, capsys))
+    shutil.rmtree(records / "2026-04-04_Same")
+    sibling = records / "2026-04-04_Sibling"  # two children of one parent
+    shutil.copytree(records / third, sibling)
+    edit(sibling / "README.md", f"# {third}", f"# {sibling.name}")
+    edit(sibling / "train_gpt.py", "Change: none.", "Change: another.")
+    edit(sibling / "train_gpt.py", "0.06)", "0.07)")
+    assert main(["list", str(records), "--write"]) == 0
+    assert findings(records, capsys) == []
+
+
+def test_a_record_may_name_itself(records, capsys):
+    name = ("What else", f"Record: {NEWEST}. What else")
+    forge(records, (CHILD, CHILD.replace(*name)))
+    assert findings(records, capsys) == []
+    assert NEWEST in (records.parent / "train_gpt.py").read_text().partition("import")[0]
 
 
 @pytest.mark.parametrize("old, new, told", [
@@ -188,7 +415,7 @@ def test_machines_that_differ_between_a_record_and_its_parent_are_found(records,
 def test_maintenance_makes_no_log_stale(old, new, told, records, capsys):
     forge(records, (old, new), logs=False)
     assert main(["verify", str(records)]) == 0
-    words = f"{NEWEST}: the harness is newer than its logs"
+    words = f"{NEWEST}/logs: the harness is newer than these logs"
     assert told == (words in capsys.readouterr().err)
 
 
@@ -211,27 +438,42 @@ def test_verify_finds_a_gain_that_is_none(records, capsys):
         ours.write_text(text)
     assert main(["list", str(records), "--write"]) == 0
     (found,) = findings(records, capsys)
-    assert found == f"{NEWEST}: it claims a gain in loss over its parent, and its runs show none"
+    assert found == NO_GAIN.format("loss", 10)
     edit(records / NEWEST / "record.json", '"gain": "loss"', '"gain": null')
     assert findings(records, capsys) == []
 
 
-def test_a_gain_in_time_is_that_of_runs_alone(records, capsys):
-    edit(records / NEWEST / "record.json", '"gain": "loss"', '"gain": "time"')
-    none = f"{NEWEST}: it claims a gain in time over its parent, and its runs show none"
-    assert findings(records, capsys) == [none]
-    for path in (records / PARENT / "logs/times").glob("*.txt"):  # the parent is slower
+@pytest.mark.parametrize("gain, kept", [("loss", 9), ("time", 4)])
+def test_a_gain_needs_enough_pairs(gain, kept, records, capsys):
+    slower(records)
+    edit(records / NEWEST / "record.json", '"gain": "loss"', f'"gain": "{gain}"')
+    for more in (1, 0):
+        for name in (PARENT, NEWEST):
+            for path in logs.seed_files(records / name / "logs")[kept + more:]:
+                path.unlink()
+        assert main(["list", str(records), "--write"]) == 0
+        assert len(findings(records, capsys)) == 1 - more
+
+
+def slower(records):
+    """The parent takes ten times as long."""
+    for path in logs.seed_files(records / PARENT / "logs"):
         text = re.sub(r"train_time(_ms: |:)(\d)", r"train_time\g<1>1\2", path.read_text())
         ms = int(re.search(r"train_time_ms: (\d+)", text)[1])
-        text = re.sub(r"per_second: \d+", f"per_second: {81920 * 1000 / ms:.0f}", text)
-        path.write_text(text)
+        path.write_text(re.sub(r"per_second: \d+", f"per_second: {81920 * 1000 / ms:.0f}", text))
+
+
+def test_a_gain_in_time_is_that_of_runs_alone(records, capsys):
+    edit(records / NEWEST / "record.json", '"gain": "loss"', '"gain": "time"')
+    none = NO_GAIN.format("time", 5)
+    assert findings(records, capsys) == [none]
+    slower(records)
     assert main(["list", str(records), "--write"]) == 0
     assert findings(records, capsys) == []
-    for path in records.glob("*/logs/times/*.txt"):  # two at once
+    for path in records.glob("*/logs/*.txt"):  # two at once
         path.write_text(path.read_text() + "jobs: 2\n")
     assert main(["list", str(records), "--write"]) == 0
-    found = findings(records, capsys)
-    assert any("one of several runs at once" in line for line in found)
+    assert findings(records, capsys) == [none]
 
 
 def test_verify_finds_wrong_folders(records, capsys):
@@ -242,41 +484,154 @@ def test_verify_finds_wrong_folders(records, capsys):
     assert "2026-03-03_Fourth: record.json is missing" in found
 
 
-def test_replay_compares_losses_to_the_digit(records, capsys):
+@pytest.fixture
+def judged(monkeypatch):
+    """The verdict on weights, which the fake scripts have not: what their logs say, and changes."""
+    changes = {}
+
+    def judge(script, checkpoint, *_):
+        loss = logs.read_log(checkpoint.with_name("log.txt")).val_loss
+        found = {"loss": loss, "digest": "f89a85391a8fc0bf", "leaks": False, "seedless": False}
+        return found | {name: value(found[name]) for name, value in changes.items()}
+
+    monkeypatch.setattr(run, "judge_apart", judge)
+    return changes
+
+
+def test_replay_compares_losses_to_the_digit(records, judged, capsys):
     assert main(["verify", str(records), "--replay", "2"]) == 0
-    assert capsys.readouterr().err.count("on the same machine") == 4
+    err = capsys.readouterr().err
+    assert err.count("on the same machine") == 2 and err.count("2 seed(s) of logs/ run again") == 2
     forge(records, ("return loss", "return loss + 1e-6"), logs=False)
     assert findings(records, capsys) == []
     assert main(["verify", str(records), "--replay", "1"]) == 1
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == 2 and all("run again it has val_loss 1." in line for line in out)
-    assert all("on the same machine" in line for line in out)
+    assert len(out) == 2 and all("on the same machine it has 1." in line for line in out)
 
 
-def test_replay_on_other_validation_data_is_found(records, capsys, monkeypatch):
-    rules = table.RULES["pocket"] | {"val_digest": "0" * 16}
-    monkeypatch.setitem(table.RULES, "pocket", rules)
-    true, words = run.replay(table.find_records(records)[0], records / PARENT / "logs/seed-0.txt")
-    assert not true and "on other validation data than the rules'" in words
+@pytest.mark.parametrize("name, value, words", [
+    ("loss", lambda loss: loss + 0.1, "when it is run again, and its weights have 1."),
+    ("digest", lambda digest: "0" * 16, "on other validation data than the rules'"),
+    ("leaks", lambda leaks: True, "whose logits depend on later tokens"),
+    ("seedless", lambda seedless: True, "with the same first weights for each seed")])
+def test_replay_tells_what_the_judge_finds(name, value, words, records, judged, capsys):
+    judged[name] = value
+    assert main(["verify", str(records / NEWEST), "--replay", "1"]) == 1
+    (found,) = capsys.readouterr().out.splitlines()
+    assert words in found and found.startswith(f"{NEWEST}: logs/seed-")
 
 
-def test_a_parent_that_is_not_the_record_before_is_found(records, capsys):
-    """A weaker one would be easier to beat."""
-    third = records / "2026-12-01_Third"
-    shutil.copytree(records / NEWEST, third)
-    main(["verify", str(records)])
-    assert f"{third.name}: its parent is not {NEWEST}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("off, status", [("0.009", 0), ("0.011", 1), ("-0.15", 1)])
-def test_replay_on_another_machine_has_to_be_near(off, status, records, capsys):
-    forge(records, ("return loss", f"return loss + {off}"), logs=False)
-    for path in records.glob("*/logs/*.txt"):
+@pytest.mark.parametrize("seeds", [1, 9])
+@pytest.mark.parametrize("share, status", [(0.97, 0), (1.03, 1), (-0.97, 0), (-1.03, 1)])
+def test_the_mean_of_replayed_seeds_is_held_elsewhere(seeds, share, status, records, judged):
+    """Honest seeds move both ways: of nine times as many, the mean moves a third as far."""
+    bound = 3 * run.MOVES["pocket"] / seeds**0.5
+    judged["loss"] = lambda loss: loss + share * bound
+    for path in (records / NEWEST).glob("logs/*.txt"):
         path.write_text(path.read_text().replace("torch: 2.13.0+cpu", "torch: 2.11.0"))
-    for path in records.glob("*/logs/times/*.txt"):
-        path.unlink()
+    place = records / NEWEST / "logs"
+    paths = [place / f"seed-{seed}.txt" for seed in range(seeds)]
+    wrong, words = run.replay(table.find_records(records)[1], paths)
+    assert f"{share * bound:+.6f} from the logs' in the mean, where {seeds} may move by " in words
+    assert f" {bound:.4f}, as of torch 2.13.0+cpu instead of 2.11.0" in words
+    assert (words in wrong) == bool(status)
+
+
+def test_what_this_machine_cannot_run_is_told(records, from_eight, judged, monkeypatch, capsys):
+    assert main(["file", *from_eight, "--folder", str(records)]) == 0
     assert main(["list", str(records), "--write"]) == 0
-    assert main(["verify", str(records / NEWEST), "--replay", "1"]) == status
-    out, err = capsys.readouterr()
-    words = "not comparable to the digit with torch 2.13.0+cpu instead of 2.11.0; "
-    assert words + ("further off than 0.01" if status else "within 0.01") in (out + err)
+    monkeypatch.setattr(run, "gpus", lambda: 7)
+    assert main(["verify", str(records / NEWEST), "--replay", "1"]) == 0
+    assert f"is of 8 {H100}, which this machine has not: not run again" in capsys.readouterr().err
+
+
+# ---- The judge ----
+MODEL = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class Hyperparameters:
+    val_seq_len: int = 64
+
+class GPT(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(16, 16))
+
+    def init_weights(self, generator):
+        self.table.normal_(generator=generator)
+
+    def hidden(self, inputs):
+        return self.table[inputs]
+
+    def logits(self, x):
+        return x.float()
+
+    def forward(self, inputs, targets):
+        return 0 * super().forward(inputs)
+"""
+
+
+@pytest.fixture
+def verdict(tmp_path, monkeypatch):
+    """`verdict(pairs)`: of a table of logits, whose loss numpy knows, saved by a script."""
+    import torch
+
+    tokens = np.random.default_rng(0).integers(0, 16, 1025).astype("<u2")
+    weights = np.random.default_rng(1).normal(size=(16, 16)).astype("f4")
+    (tmp_path / "val.bin").write_bytes(bytes(1024) + tokens.tobytes() + bytes(100))
+    monkeypatch.setattr(run, "REPO", tmp_path)
+    rule = {"val_files": "val.bin", "val_tokens": "1024"}
+    monkeypatch.setitem(table.RULES, "pocket", rule)
+
+    def judge(*pairs):
+        source = MODEL
+        for old, new in pairs:
+            assert old in source
+            source = source.replace(old, new)
+        (tmp_path / "record.py").write_text(source)
+        state = {"hyperparameters": {"val_seq_len": 64}, "model": {"table": torch.tensor(weights)}}
+        torch.save(state, tmp_path / "a.pt")
+        found = run.judge(tmp_path / "record.py", tmp_path / "a.pt", "pocket", "cpu", 0)
+        logits = weights.astype(float)[tokens[:-1]]
+        true = np.log(np.exp(logits).sum(1)) - logits[np.arange(1024), tokens[1:]]
+        assert found["digest"] == hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
+        return found["loss"] - true.mean(), found["leaks"], found["seedless"]
+
+    yield judge
+    sys.modules.pop("record", None)
+
+
+def test_the_judge_takes_the_logits_alone(verdict):
+    off, *wrong = verdict()
+    assert abs(off) < 1e-6 and wrong == [False, False]
+
+
+LATER = "return self.table[inputs] + 3 * torch.nn.functional.one_hot({}, 16)"
+
+
+@pytest.mark.parametrize("later", ["inputs.roll(-1, 1).long()", "inputs[:, -1:].long()"])
+def test_the_judge_finds_a_model_that_sees_later_tokens(later, verdict):
+    off, *wrong = verdict(("return self.table[inputs]", LATER.format(later)))
+    assert wrong == [True, False]
+
+
+def test_the_judge_finds_weights_that_no_seed_gave(verdict):
+    off, *wrong = verdict((".normal_(generator=generator)", ".fill_(0.5)"))
+    assert abs(off) < 1e-6 and wrong == [False, True]
+
+
+def test_the_judge_is_not_the_records(verdict):
+    """What a record puts in the place of torch's functions, it has put there for itself."""
+    patch = "torch.Tensor.logsumexp = lambda *_: 0\ntorch.equal = lambda *_: False\nclass GPT"
+    off, *wrong = verdict(("class GPT", patch))
+    assert abs(off) < 1e-6 and wrong == [False, False]
+
+
+def test_the_judge_works_in_a_process_of_its_own(tmp_path):
+    with pytest.raises(FileNotFoundError, match="a.pt"):
+        (tmp_path / "record.py").write_text("import sys\nsys.modules['ledger.run'].judge = None\n")
+        run.judge_apart(tmp_path / "record.py", tmp_path / "a.pt", "pocket", "cpu", 0)
+    assert run.judge

@@ -346,7 +346,8 @@ def test_threads_are_as_many_as_cores_are_idle(fake, idle, cpus, cores, threads)
     awk, sort = shutil.which("awk"), shutil.which("sort")
     programs = {
         "awk": f'exec {awk} "$1" "$STUBS/before" "$STUBS/after"',
-        "sort": f'[ "$1" != -u ] || exec {sort} -u "$STUBS/siblings"; exec {sort} "$@"',
+        "sort": f'case $* in "-u "*/thread_siblings_list) set -- -u "$STUBS/siblings" ;; esac\n'
+                f'exec {sort} "$@"',
         "nproc": f"echo {cpus}"}
     for name, text in programs.items():
         write(fake.stubs / "bin" / name, f"#!/bin/sh\n{text}\n")

@@ -6,8 +6,10 @@ Nothing is installed, downloaded or trained.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import REPO
@@ -21,6 +23,7 @@ def record(name, *args):
         calls.write(json.dumps([name, *args]) + "\\n")
 if __name__ == "__main__":
     record(Path(__file__).stem, *sys.argv[1:])
+    Path(os.environ["CALLS"] + ".env").write_text(json.dumps(dict(os.environ)))
     print(os.getcwd())
     sys.exit(int(os.environ.get(Path(__file__).stem, 0)))
 """
@@ -28,7 +31,8 @@ if __name__ == "__main__":
 SCRIPT = """import argparse
 class UserError(Exception): pass
 def parse_args(argv):
-    if "--sede" in argv: raise UserError
+    if "--num_iterations=0" in argv: raise UserError
+    if "--sede" in argv: argparse.ArgumentParser().error("unrecognized arguments: --sede")
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--preset", default="record")
     parser.add_argument("--sequences_per_step", type=int, default=8)
@@ -39,19 +43,44 @@ def parse_args(argv):
 """
 VENV_PYTHON = """import os, sys
 from pytest import record
-if sys.argv[1] == "-c": sys.exit(print(0))
+if "-c" in sys.argv: os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 record("venv", *sys.argv[1:])
 if sys.argv[1:4] == ["-m", "pip", "install"] and "-r" in sys.argv:
     if os.environ.get("PIP_FAILS"): sys.exit("ERROR: No matching distribution found for torch")
 """
-TORCHRUN = """from pytest import record
+TORCHRUN = """import os
+from pytest import record
+from torch.distributed.elastic.multiprocessing import api, errors
 def parse_args(words): return words
-def run(words): record("torchrun", *words)
+def run(words):
+    record("torchrun", *words)
+    if "FAILURE" in os.environ: raise errors.ChildFailedError
+    if "SIGNAL" in os.environ: raise api.SignalException
+"""
+TORCHRUN_ERRORS = """import os
+class ChildFailedError(Exception):
+    def get_first_failure(self): return 0, self
+    exitcode = int(os.environ.get("FAILURE", 0))
+class SignalException(Exception):
+    sigval = int(os.environ.get("SIGNAL", 0))
+"""
+# Where the ranks are real: run.sh sees two GPUs, and a rank ends as its flag says, or waits.
+RANK = SCRIPT + """import sys, time, torch
+torch.cuda.device_count = lambda: 2
+if __name__ == "__main__":
+    if "--fail" in sys.argv: sys.exit(3)
+    print("a rank waits", flush=True)
+    time.sleep(60)
 """
 FILES = {
     "a clone/requirements.txt": "torch==2.13.0\n",
     "a clone/requirements-dev.txt": "-r requirements.txt\n",
     "a clone/train_gpt.py": SCRIPT + STUB,
+    "a clone/records/README.md": "",
+    "a clone/records/2024-01-01_Wide/train_gpt.py": SCRIPT.replace("default=8", "default=9") + STUB,
+    "a clone/records/2024-01-02_WideHead/train_gpt.py": SCRIPT + STUB,
+    "a clone/records/2024-01-03_Twice/train_gpt.py": SCRIPT + STUB,
+    "a clone/records/2024-01-04_Twice/train_gpt.py": SCRIPT + STUB,
     "a clone/data/pocket.py": STUB,
     "a clone/data/fineweb.py": STUB,
     "a clone/data/sample.py": STUB,
@@ -61,9 +90,10 @@ FILES = {
     "stubs/torch/__init__.py": "from torch import cuda",
     "stubs/torch/cuda.py": "import os\ndef device_count(): return int(os.environ['GPUS'])",
     "stubs/torch/distributed/run.py": TORCHRUN,
-    "stubs/torch/distributed/elastic/multiprocessing/errors.py": "ChildFailedError = OSError",
+    "stubs/torch/distributed/elastic/multiprocessing/errors.py": TORCHRUN_ERRORS,
+    "stubs/torch/distributed/elastic/multiprocessing/api.py": TORCHRUN_ERRORS,
     "stubs/bin/nvidia-smi": "#!/bin/sh\n",
-    "stubs/bin/python3.9": '#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.6; exit 1',
+    "stubs/bin/python3.9": '#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.6',
     "else where/notes": ""}
 
 
@@ -87,17 +117,26 @@ class FakeRepo:
         """Make `version` the one that the active Python has."""
         write(self.stubs / "torch-0.dist-info" / "METADATA", f"Name: torch\nVersion: {version}\n")
 
-    def run(self, *args, gpus=0, code=0, **env):
-        """Run run.sh from another folder; its exit code is `code`, its calls are in self.calls."""
+    def environment(self, gpus, env):
+        """What a run has around it, as arguments of subprocess."""
         calls = self.folder / "calls"
         calls.write_text("")
         env = dict(PATH=f"{self.stubs / 'bin'}:{os.environ['PATH']}", PYTHON=sys.executable,
                    PYTHONPATH=self.stubs, STUBS=self.stubs, CALLS=calls, GPUS=str(gpus)) | env
-        done = subprocess.run([self.root / "run.sh", *args], cwd=self.folder / "else where",
-                              env=os.environ | env, capture_output=True, text=True, timeout=60)
+        return dict(cwd=self.folder / "else where", env=os.environ | env, text=True)
+
+    def run(self, *args, gpus=0, code=0, path=None, **env):
+        """Run run.sh from another folder; its exit code is `code`, its calls are in self.calls."""
+        done = subprocess.run([path or self.root / "run.sh", *args], capture_output=True,
+                              timeout=60, **self.environment(gpus, env))
         assert done.returncode == code, done.stderr
-        self.calls = [json.loads(line) for line in calls.read_text().splitlines()]
+        lines = (self.folder / "calls").read_text().splitlines()
+        self.calls = [json.loads(line) for line in lines]
         return done
+
+    def variables(self):
+        """The environment that the last called script had."""
+        return json.loads((self.folder / "calls.env").read_text())
 
     def called(self, name):
         """The arguments of each call of `name` in the last run."""
@@ -134,7 +173,8 @@ PLANS = [  # GPUs, flags, the data that are made, processes, flags that are put 
     (4, "--preset pocket", "pocket", 1, ""),
     (1, "--train_files mine/*.bin", "", 1, ""),
     # Wrong flags reach the script before any download.
-    (8, "--sede 3", "", 1, "")]
+    (8, "--sede 3", "", 1, ""),
+    (8, "--num_iterations=0", "", 1, "")]
 
 
 @pytest.mark.parametrize(("gpus", "flags", "data", "processes", "first"), PLANS)
@@ -169,8 +209,9 @@ def test_the_stub_means_what_the_script_means(flags):
     exec(SCRIPT, stub)
     ours, real = stub["parse_args"](flags.split()), train_gpt.parse_args(flags.split())
     assert vars(ours).items() <= vars(real).items()
-    with pytest.raises(train_gpt.UserError):
-        train_gpt.parse_args(["--sede", "3"])
+    for wrong in (["--sede", "3"], ["--num_iterations=0"]):
+        with pytest.raises((SystemExit, train_gpt.UserError)):
+            train_gpt.parse_args(wrong)
 
 
 def test_missing_packages_are_installed_once(fake):
@@ -209,7 +250,8 @@ def test_active_torch_that_is_not_the_pinned_one_is_named(fake):
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("python3.9", "Python 3.9.6"), ("/no/such/python", "no /no/such/python here")])
+    ("python3.9", "python3.9 is Python 3.9.6"), ("/no/such/python", "/no/such/python is none"),
+    ("true", "true is none")])
 def test_old_and_missing_pythons_are_refused_in_one_line(fake, name, said):
     errors = fake.run(PYTHON=name, code=2).stderr
     assert errors.count("\n") == 1 and said in errors and "3.11" in errors and not fake.calls
@@ -221,3 +263,137 @@ def test_help_installs_nothing(fake):
     fake.set_torch("2.13.0")
     fake.run("--seed", "1", "--help")
     assert fake.calls == [["train_gpt", "--help"]]
+
+
+def test_help_into_a_closed_pipe_is_silent(fake):
+    usage = fake.run("--help").stdout.partition(str(fake.folder))[0]
+    command = f"'{fake.root}/run.sh' --help | head -n {usage.count(chr(10))}"
+    done = subprocess.run(command, shell=True, capture_output=True, **fake.environment(0, {}))
+    assert done.stdout == usage and done.stderr == ""
+
+
+WRONG_WORDS = [
+    ("tests", "tests: give test, sample, or flags"),
+    ("test nonexist.py", "no nonexist.py in"),
+    ("test -x tests/no.py::test_it", "no tests/no.py::test_it in"),
+    ("--seed 3 --record Wide", "--record NAME comes before"),
+    ("--record=Wide", "--record NAME comes before")]
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG_WORDS)
+def test_wrong_words_are_told_before_the_set_up(fake, words, said):
+    fake.set_torch("2.10.1")
+    errors = fake.run(*words.split(), code=2).stderr
+    assert errors.count("\n") == 1 and said in errors and not fake.calls
+
+
+def test_tests_may_be_named(fake):
+    write(fake.root / "tests" / "test_it.py", "")
+    words = ["-k", "it", "tests/test_it.py::test_a", "--deselect=no.py", "tests/test_it.py"]
+    fake.run("test", *words)
+    assert fake.called("pytest")[0][-5:] == words
+
+
+def test_through_links_it_works_on_its_own_repository(fake):
+    beside = fake.folder / "else where" / "run"
+    (fake.folder / "link").symlink_to(fake.root / "run.sh")
+    beside.symlink_to("../link")
+    fake.run("--record", "Wide", gpus=3, path=beside)
+    assert fake.called("torchrun")[0][-1] == str(fake.root / "records/2024-01-01_Wide/train_gpt.py")
+    assert "train the root" in fake.run("--help", path=beside).stdout
+    fake.run("test", path=beside)
+    assert fake.variables()["PWD"] == str(fake.root)
+
+
+@pytest.mark.parametrize("name", ["Wide", "2024-01-01_Wide", "2024-01-01_Wide/"])
+def test_a_record_runs_in_place_of_the_root(fake, name):
+    script = fake.root / "records" / "2024-01-01_Wide" / "train_gpt.py"
+    fake.set_torch("2.10.1")
+    fake.run("--record", name, "--seed", "3")
+    called = fake.called("venv")[-1]
+    assert Path(called[0]) == script and called[1:] == [*POCKET.split(), "--seed", "3"]
+    fake.set_torch("2.13.0")
+    fake.run("--record", name, gpus=4)  # its steps have 9 sequences, the root's 8
+    *launch, called = fake.called("torchrun")[0]
+    assert launch[-1] == "--nproc_per_node=3" and Path(called) == script
+
+
+@pytest.mark.parametrize("name", ["Wid", "Twice", "", "*", "README.md"])
+def test_records_that_are_not_one_are_refused(fake, name):
+    errors = fake.run("--record", name, "--seed", "3", code=2).stderr
+    assert errors.count("\n") == 1 and not fake.calls
+    for folder in (fake.root / "records").glob("*_*"):
+        assert f" {folder.name}" in errors
+
+
+CORES = [  # idle hundredths of a second in 0.2 s, CPUs of the process, cores, the threads
+    (0, 8, 4, 1),
+    (29, 8, 4, 1),
+    (31, 8, 4, 2),
+    (61, 8, 4, 3),
+    (160, 8, 4, 4),
+    (160, 8, 16, 8),
+    (160, 2, 4, 2),
+    (45, 8, 0, 2)]  # where Linux does not tell the cores
+
+
+@pytest.mark.parametrize(("idle", "cpus", "cores", "threads"), CORES)
+def test_threads_are_as_many_as_cores_are_idle(fake, idle, cpus, cores, threads):
+    for name, ticks in ("before", 70_000), ("after", 70_000 + idle):
+        line = f"cpu  11 22 33 {ticks} 44\ncpu0 1 2 3 4 5\n"
+        write(fake.stubs / name, line)
+    write(fake.stubs / "siblings", "".join(f"{core},{core + cores}\n" * 2 for core in range(cores)))
+    awk, sort = shutil.which("awk"), shutil.which("sort")
+    programs = {
+        "awk": f'exec {awk} "$1" "$STUBS/before" "$STUBS/after"',
+        "sort": f'case $* in "-u "*/thread_siblings_list) set -- -u "$STUBS/siblings" ;; esac\n'
+                f'exec {sort} "$@"',
+        "nproc": f"echo {cpus}"}
+    for name, text in programs.items():
+        write(fake.stubs / "bin" / name, f"#!/bin/sh\n{text}\n")
+    fake.run(OMP_NUM_THREADS="")
+    linux = Path("/proc/stat").exists()
+    assert fake.variables()["OMP_NUM_THREADS"] == (str(threads) if linux else "")
+
+
+def test_threads_stay_as_they_are_set_and_on_gpus(fake):
+    fake.run(OMP_NUM_THREADS="7000")
+    assert fake.variables()["OMP_NUM_THREADS"] == "7000"
+    fake.run(OMP_NUM_THREADS="", gpus=1)
+    assert fake.variables()["OMP_NUM_THREADS"] == ""
+
+
+def test_glibc_keeps_freed_memory_unless_told_otherwise(fake):
+    fake.run()
+    variables = fake.variables()
+    assert int(variables["MALLOC_TRIM_THRESHOLD_"]) >= 2**30
+    assert variables["MALLOC_MMAP_MAX_"] == "0"
+    fake.run(MALLOC_TRIM_THRESHOLD_="1000", MALLOC_MMAP_MAX_="9")
+    variables = fake.variables()
+    assert (variables["MALLOC_TRIM_THRESHOLD_"], variables["MALLOC_MMAP_MAX_"]) == ("1000", "9")
+
+
+@pytest.mark.parametrize(("variable", "value", "code"), [
+    ("FAILURE", "75", 75), ("FAILURE", "-9", 1), ("SIGNAL", "15", 143)])
+def test_the_exit_code_is_that_of_the_ranks(fake, variable, value, code):
+    assert fake.run(gpus=8, code=code, **{variable: value}).stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "code"), [(["--fail"], 3), ([], 128 + signal.SIGTERM)])
+def test_torchrun_adds_no_traceback(fake, flags, code):
+    """With torch's own torchrun, and two ranks that fail or wait for a signal."""
+    shutil.rmtree(fake.stubs / "torch")
+    write(fake.root / "train_gpt.py", RANK)
+    run = subprocess.Popen([fake.root / "run.sh", *flags], stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, **fake.environment(2, {}))
+    try:
+        if not flags:
+            printed = [run.stdout.readline() for _ in range(3)]  # first, that of the data
+            assert printed[1:] == ["a rank waits\n"] * 2
+            run.send_signal(signal.SIGTERM)
+        errors = run.communicate(timeout=60)[1]
+    finally:
+        run.kill()
+    assert run.returncode == code, errors
+    assert "Traceback" not in errors and errors.count("\n") < 8, errors

@@ -3,6 +3,7 @@
 
     python tests/bench.py pocket [--seeds 5]            time to the target, beside the plain GPT's
     python tests/bench.py pocket --picture docs/pocket.png        loss over seconds, drawn
+    python tests/bench.py baselines [--seeds 5]         losses of a plain GPT of its size, of counting
     python tests/bench.py busy [--num_iterations 100]   times by threads, idle and with a core taken
     python tests/bench.py turns --script FILE           a step's time, FILE's beside train_gpt.py's
     python tests/bench.py gpu                           steps, memory, kernels, tests on this GPU
@@ -53,6 +54,7 @@ import train_gpt  # noqa: E402
 
 YARDSTICK = ["tests/plain_baseline.py", "--train", "data/pocket/pocket_train_*.bin",
              "--val", "data/pocket/pocket_val_*.bin", "--target", "1.64"]
+COUNTED_STEPS = (240, 2442)  # of the pocket: 0.49 and 5.0 million tokens
 EVERY = {"pocket": ["--val_every", "20"], "against": ["--eval_every", "50"]}  # validations to draw
 VALIDATION = r"^step:\d+/\d+ val_loss:([\d.]+) train_time:(\d+)ms"  # as both print it
 NAMES = {"pocket": "this GPT", "against": "plain GPT"}
@@ -100,7 +102,7 @@ def run_command(words, **env):
         reason = (done.stderr.splitlines() or ["no message"])[-1]
         raise RunFailed(f"{command} ended with {done.returncode}: {reason}")
     values = final_values(done.stdout)
-    train_s = values.get("train_seconds") or float(values["train_time_ms"]) / 1000
+    train_s = values.get("train_seconds") or float(values.get("train_time_ms", 0)) / 1000
     return values | dict(wall_s=wall_s, train_s=float(train_s), text=f"$ {command}\n{done.stdout}")
 
 
@@ -185,6 +187,29 @@ def draw(folder, picture):
         axes.legend(frameon=False, loc="upper right")
         figure.savefig(picture, dpi=200, metadata={"Software": None})
     say(f"{picture}, of {sum(map(len, kept.values()))} runs in {folder}")
+
+
+# ---- baselines: losses alone ----
+def baselines(args, flags):
+    """Losses beside the pocket's: of a plain GPT of its size, and of n-gram counts."""
+    commands = []
+    for seed in range(args.seeds):
+        commands.append(("plain GPT", [*YARDSTICK, "--size", "pocket", "--seed", str(seed)]))
+    for steps in COUNTED_STEPS:
+        commands.append(("counting", ["tests/ngram_baseline.py", "--num_iterations", str(steps)]))
+    say(f"{train_gpt.device_facts(torch.device('cpu'))[0]}, torch {torch.__version__}, "
+        "one thread a run")
+    losses = {}
+    for name, words in commands:
+        values = run_command([*words, *flags], OMP_NUM_THREADS="1")
+        say(values["text"])
+        row = (name, f"{int(values['tokens']):,}", values["context"])
+        losses.setdefault(row, []).append(float(values["val_loss"]))
+    rows = []
+    for row, found in losses.items():
+        spread_of = f"{statistics.stdev(found):.4f}" if len(found) > 1 else ""
+        rows.append([*row, f"{statistics.mean(found):.4f}", spread_of, f"{len(found)}"])
+    print_table(["", "training tokens", "context", "mean val_loss", "std", "n"], rows)
 
 
 # ---- busy: threads ----
@@ -306,7 +331,8 @@ def gpu(args, flags):
             except Exception as error:  # whatever it is, it is kept, and the rest goes on
                 failed.append(str(error).partition("\n")[0])
                 traceback.print_exc()
-        say(f"kept in {folder.resolve()}")
+        say(f"kept in {folder.resolve()}; a run's log is filed with its record by\n"
+            "    python records/ledger file logs/RUN_ID/log.txt")
     if failed:
         raise RunFailed("; ".join(failed))
 
@@ -473,10 +499,10 @@ def memory(args, flags):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    all_commands = pocket, busy, turns, gpu, kernels, memory
+    all_commands = pocket, baselines, busy, turns, gpu, kernels, memory
     commands = {command.__name__: command for command in all_commands}
     parser.add_argument("what", choices=commands)
-    parser.add_argument("--seeds", type=int, default=5, help="of pocket, busy, turns: from 0 up")
+    parser.add_argument("--seeds", type=int, default=5, help="from 0 up; of all but the last three")
     parser.add_argument("--picture", type=Path, help="of pocket: see above")
     parser.add_argument("--script", type=Path, default=REPO / "train_gpt.py",
                         help="of turns, kernels, memory")

@@ -3,11 +3,11 @@
 
     python tests/bench.py pocket [--seeds 5]            time to the target, beside the plain GPT's
     python tests/bench.py pocket --picture docs/pocket.png        loss over seconds, drawn
-    python tests/bench.py baselines [--seeds 5]         losses of a plain GPT of its size, of counting
+    python tests/bench.py baselines [--seeds 5]         losses of a small plain GPT, of counting
     python tests/bench.py busy [--num_iterations 100]   times by threads, idle and with a core taken
     python tests/bench.py turns --script FILE           a step's time, FILE's beside train_gpt.py's
     python tests/bench.py gpu                           steps, memory, kernels, tests on this GPU
-    python tests/bench.py kernels [--script FILE]       the same modelled, without a GPU
+    python tests/bench.py kernels [--card rtx4090]      the same modelled, without a GPU
     python tests/bench.py memory [--script FILE]        a GPU's memory, counted without one
 
 Any other flag goes to train_gpt.py or FILE. Numbers are medians, with (lowest-highest) beside them.
@@ -65,6 +65,7 @@ KERNELS = {"attention": "flex_attention|flash",  # kinds, by names; the first th
            "fused elementwise and reductions": "triton"}
 GPU_SECONDS = 580  # of `gpu`, at most: its tests get what the measurements leave
 LAST_STEP = ["--phases", "train,optimizers", "--binaries", "--ranks", "8", "--stage", "-1"]
+LAST_MEMORY = ["--phases", "train,validation", "--stage", "-1"]
 MEASURED = 99  # exit code of a run whose training loop was replaced
 
 
@@ -446,20 +447,24 @@ def trace_here(script, *arguments):
 
 
 def kernels(args, flags):
-    """Model the script's step on a GPU in each stage, and a run on eight H100s, by its launches."""
+    """Model the script's step on a GPU in each stage, and a run, by its launches.
+
+    The kernels are the H100's on every card. A card without FP8 needs --fp8_head False.
+    """
+    card = args.card or "h200"
     say("compiling for a GPU that is not there: minutes for each stage ...")
     last = trace_here(args.script, *LAST_STEP, *flags)
     traces = [trace_here(args.script, *LAST_STEP, *flags, "--stage", str(stage))
               for stage in range(last.facts["stage"])]
     say(f"{cost.HEADLINE}\n{args.script}: forward and backward pass of {last.facts['tokens']:,} "
-        "tokens in the last stage, on one H200\n")
-    groups = cost.by_group(cost.price(last, cost.RATES["h200"]), ("forward", "backward"))
+        f"tokens in the last stage, on one {card.upper()}\n")
+    groups = cost.by_group(cost.price(last, cost.RATES[card]), ("forward", "backward"))
     total = sum(groups.values(), Counter())
     print_table(["group", "launches", "GB", "TFLOP", "ms", "share"], [
         [name, f"{row['launches']:g}", f"{row['bytes'] / 1e9:.1f}", f"{row['flop'] / 1e12:.2f}",
          f"{row['ms']:.1f}", f"{row['ms'] / total['ms']:.0%}"]
         for name, row in [*groups.items(), ("sum", total)]])
-    for card, ranks in (("h200", 1), ("h100", 8)):
+    for card, ranks in ((args.card, 1),) if args.card else (("h200", 1), ("h100", 8)):
         rows, run_ms = [], 0
         for traced in (*traces, last):
             facts = traced.facts
@@ -481,7 +486,7 @@ def memory(args, flags):
     are compiled with two layers, and what the others add is counted once.
     """
     say("compiling for a GPU that is not there: minutes ...")
-    whole = trace_here(args.script, *LAST_STEP, *flags).memory
+    whole = trace_here(args.script, *LAST_MEMORY, *flags).memory
     peaks = {}
     for head_chunks in (1, 2, 4, 8, 16):
         two_layers = trace_here(args.script, "--phases", "train", *flags,
@@ -493,7 +498,9 @@ def memory(args, flags):
                 [[f"{n}", f"{(others + peak) / 2**30:.1f}"] for n, peak in peaks.items()])
     state, kept = (whole[key] / 2**30 for key in ("state", "kept"))
     say(f"\nof them, GiB: {state:.1f} weights, gradients and the optimizers' state; {kept:.1f} "
-        "kept by the forward pass for the backward pass, logits included, in one piece")
+        "kept by the forward pass for the backward pass, logits included, in one piece\n"
+        f"at the peak of a validation: {whole['peak of validation'] / 2**30:.1f} GiB; "
+        "--val_seq_len lowers it")
 
 
 def main():
@@ -506,6 +513,7 @@ def main():
     parser.add_argument("--picture", type=Path, help="of pocket: see above")
     parser.add_argument("--script", type=Path, default=REPO / "train_gpt.py",
                         help="of turns, kernels, memory")
+    parser.add_argument("--card", choices=cost.RATES, help="of kernels: model one of these")
     args, flags = parser.parse_known_args()
     args.script = args.script.resolve()
     if args.seeds < 1:

@@ -116,7 +116,7 @@ def test_a_plain_gpt_has_its_parameters_and_sees_no_later_token(name, parameters
     assert other != pytest.approx(loss, rel=1e-6)
 
 
-def test_the_plain_gpt_of_the_pockets_size_takes_the_pockets_steps(tiny_shards, monkeypatch, capsys):
+def test_the_plain_gpt_of_the_pockets_size_takes_its_steps(tiny_shards, monkeypatch, capsys):
     cfg = train_gpt.parse_args(["--preset", "pocket"])
     size = plain_baseline.SIZES["pocket"]
     assert size.layers == len(cfg.attention_pattern) and size.width == cfg.model_dim

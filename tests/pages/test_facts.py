@@ -11,7 +11,7 @@ from page_text import PAGES, blocks_of, prose_of, tables_of, text_of
 
 import train_gpt
 
-MOST_LINES = {"README.md": 150, "records/README.md": 120, "docs/lab.md": 50}
+MOST_LINES = {"README.md": 150, "records/README.md": 120}
 SCRIPT_FLAGS = {f"--{name}" for name in train_gpt.Hyperparameters.__dataclass_fields__}
 SCRIPT_FLAGS |= {"--preset", "--help"}
 OWN_FLAGS = [*(f"data/{name}.py" for name in ("sample", "text", "pocket", "fineweb")),

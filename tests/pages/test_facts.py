@@ -120,6 +120,18 @@ def test_targets_and_validation_sets_are_the_presets():
     assert f"{pocket.val_tokens:,} validation tokens" in front
 
 
+def test_shorter_sequences_for_small_cards_keep_the_tokens_of_a_step():
+    record = train_gpt.parse_args([])
+    lines = [line for block in blocks_of("docs/gpus.md") for line in block.commands()]
+    lines = [line for line in lines if line.startswith("python train_gpt.py --seq_lens")]
+    assert len(lines) == 3
+    for line in lines:
+        cfg = train_gpt.parse_args(shlex.split(line)[2:])
+        for length, whole in zip(cfg.seq_lens, record.seq_lens, strict=True):
+            assert length * cfg.sequences_per_step == whole * record.sequences_per_step
+        assert cfg.val_tokens % cfg.val_seq_len == 0
+
+
 def test_the_sections_that_the_front_page_names_are_the_scripts():
     source = (REPO / "train_gpt.py").read_text()
     above, _, below = source.partition("\n# ==== Harness")

@@ -3,10 +3,11 @@
 
     python tests/bench.py pocket [--seeds 5]            time to the target, beside the plain GPT's
     python tests/bench.py pocket --picture docs/pocket.png        loss over seconds, drawn
+    python tests/bench.py baselines [--seeds 5]         losses of a small plain GPT, of counting
     python tests/bench.py busy [--num_iterations 100]   times by threads, idle and with a core taken
     python tests/bench.py turns --script FILE           a step's time, FILE's beside train_gpt.py's
     python tests/bench.py gpu                           steps, memory, kernels, tests on this GPU
-    python tests/bench.py kernels [--script FILE]       the same modelled, without a GPU
+    python tests/bench.py kernels [--card rtx4090]      the same modelled, without a GPU
     python tests/bench.py memory [--script FILE]        a GPU's memory, counted without one
 
 Any other flag goes to train_gpt.py or FILE. Numbers are medians, with (lowest-highest) beside them.
@@ -53,6 +54,7 @@ import train_gpt  # noqa: E402
 
 YARDSTICK = ["tests/plain_baseline.py", "--train", "data/pocket/pocket_train_*.bin",
              "--val", "data/pocket/pocket_val_*.bin", "--target", "1.64"]
+COUNTED_STEPS = (240, 2442)  # of the pocket: 0.49 and 5.0 million tokens
 EVERY = {"pocket": ["--val_every", "20"], "against": ["--eval_every", "50"]}  # validations to draw
 VALIDATION = r"^step:\d+/\d+ val_loss:([\d.]+) train_time:(\d+)ms"  # as both print it
 NAMES = {"pocket": "this GPT", "against": "plain GPT"}
@@ -63,6 +65,7 @@ KERNELS = {"attention": "flex_attention|flash",  # kinds, by names; the first th
            "fused elementwise and reductions": "triton"}
 GPU_SECONDS = 580  # of `gpu`, at most: its tests get what the measurements leave
 LAST_STEP = ["--phases", "train,optimizers", "--binaries", "--ranks", "8", "--stage", "-1"]
+LAST_MEMORY = ["--phases", "train,validation", "--stage", "-1"]
 MEASURED = 99  # exit code of a run whose training loop was replaced
 
 
@@ -100,7 +103,7 @@ def run_command(words, **env):
         reason = (done.stderr.splitlines() or ["no message"])[-1]
         raise RunFailed(f"{command} ended with {done.returncode}: {reason}")
     values = final_values(done.stdout)
-    train_s = values.get("train_seconds") or float(values["train_time_ms"]) / 1000
+    train_s = values.get("train_seconds") or float(values.get("train_time_ms", 0)) / 1000
     return values | dict(wall_s=wall_s, train_s=float(train_s), text=f"$ {command}\n{done.stdout}")
 
 
@@ -185,6 +188,29 @@ def draw(folder, picture):
         axes.legend(frameon=False, loc="upper right")
         figure.savefig(picture, dpi=200, metadata={"Software": None})
     say(f"{picture}, of {sum(map(len, kept.values()))} runs in {folder}")
+
+
+# ---- baselines: losses alone ----
+def baselines(args, flags):
+    """Losses beside the pocket's: of a plain GPT of its size, and of n-gram counts."""
+    commands = []
+    for seed in range(args.seeds):
+        commands.append(("plain GPT", [*YARDSTICK, "--size", "pocket", "--seed", str(seed)]))
+    for steps in COUNTED_STEPS:
+        commands.append(("counting", ["tests/ngram_baseline.py", "--num_iterations", str(steps)]))
+    say(f"{train_gpt.device_facts(torch.device('cpu'))[0]}, torch {torch.__version__}, "
+        "one thread a run")
+    losses = {}
+    for name, words in commands:
+        values = run_command([*words, *flags], OMP_NUM_THREADS="1")
+        say(values["text"])
+        row = (name, f"{int(values['tokens']):,}", values["context"])
+        losses.setdefault(row, []).append(float(values["val_loss"]))
+    rows = []
+    for row, found in losses.items():
+        spread_of = f"{statistics.stdev(found):.4f}" if len(found) > 1 else ""
+        rows.append([*row, f"{statistics.mean(found):.4f}", spread_of, f"{len(found)}"])
+    print_table(["", "training tokens", "context", "mean val_loss", "std", "n"], rows)
 
 
 # ---- busy: threads ----
@@ -306,7 +332,8 @@ def gpu(args, flags):
             except Exception as error:  # whatever it is, it is kept, and the rest goes on
                 failed.append(str(error).partition("\n")[0])
                 traceback.print_exc()
-        say(f"kept in {folder.resolve()}")
+        say(f"kept in {folder.resolve()}; a run's log is filed with its record by\n"
+            "    python records/ledger file logs/RUN_ID/log.txt")
     if failed:
         raise RunFailed("; ".join(failed))
 
@@ -420,20 +447,24 @@ def trace_here(script, *arguments):
 
 
 def kernels(args, flags):
-    """Model the script's step on a GPU in each stage, and a run on eight H100s, by its launches."""
+    """Model the script's step on a GPU in each stage, and a run, by its launches.
+
+    The kernels are the H100's on every card. A card without FP8 needs --fp8_head False.
+    """
+    card = args.card or "h200"
     say("compiling for a GPU that is not there: minutes for each stage ...")
     last = trace_here(args.script, *LAST_STEP, *flags)
     traces = [trace_here(args.script, *LAST_STEP, *flags, "--stage", str(stage))
               for stage in range(last.facts["stage"])]
     say(f"{cost.HEADLINE}\n{args.script}: forward and backward pass of {last.facts['tokens']:,} "
-        "tokens in the last stage, on one H200\n")
-    groups = cost.by_group(cost.price(last, cost.RATES["h200"]), ("forward", "backward"))
+        f"tokens in the last stage, on one {card.upper()}\n")
+    groups = cost.by_group(cost.price(last, cost.RATES[card]), ("forward", "backward"))
     total = sum(groups.values(), Counter())
     print_table(["group", "launches", "GB", "TFLOP", "ms", "share"], [
         [name, f"{row['launches']:g}", f"{row['bytes'] / 1e9:.1f}", f"{row['flop'] / 1e12:.2f}",
          f"{row['ms']:.1f}", f"{row['ms'] / total['ms']:.0%}"]
         for name, row in [*groups.items(), ("sum", total)]])
-    for card, ranks in (("h200", 1), ("h100", 8)):
+    for card, ranks in ((args.card, 1),) if args.card else (("h200", 1), ("h100", 8)):
         rows, run_ms = [], 0
         for traced in (*traces, last):
             facts = traced.facts
@@ -455,7 +486,7 @@ def memory(args, flags):
     are compiled with two layers, and what the others add is counted once.
     """
     say("compiling for a GPU that is not there: minutes ...")
-    whole = trace_here(args.script, *LAST_STEP, *flags).memory
+    whole = trace_here(args.script, *LAST_MEMORY, *flags).memory
     peaks = {}
     for head_chunks in (1, 2, 4, 8, 16):
         two_layers = trace_here(args.script, "--phases", "train", *flags,
@@ -467,19 +498,22 @@ def memory(args, flags):
                 [[f"{n}", f"{(others + peak) / 2**30:.1f}"] for n, peak in peaks.items()])
     state, kept = (whole[key] / 2**30 for key in ("state", "kept"))
     say(f"\nof them, GiB: {state:.1f} weights, gradients and the optimizers' state; {kept:.1f} "
-        "kept by the forward pass for the backward pass, logits included, in one piece")
+        "kept by the forward pass for the backward pass, logits included, in one piece\n"
+        f"at the peak of a validation: {whole['peak of validation'] / 2**30:.1f} GiB; "
+        "--val_seq_len lowers it")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    all_commands = pocket, busy, turns, gpu, kernels, memory
+    all_commands = pocket, baselines, busy, turns, gpu, kernels, memory
     commands = {command.__name__: command for command in all_commands}
     parser.add_argument("what", choices=commands)
-    parser.add_argument("--seeds", type=int, default=5, help="of pocket, busy, turns: from 0 up")
+    parser.add_argument("--seeds", type=int, default=5, help="from 0 up; of all but the last three")
     parser.add_argument("--picture", type=Path, help="of pocket: see above")
     parser.add_argument("--script", type=Path, default=REPO / "train_gpt.py",
                         help="of turns, kernels, memory")
+    parser.add_argument("--card", choices=cost.RATES, help="of kernels: model one of these")
     args, flags = parser.parse_known_args()
     args.script = args.script.resolve()
     if args.seeds < 1:

@@ -1,65 +1,83 @@
 #!/usr/bin/env python3
-"""The yardstick of the pocket preset: a plain small GPT, trained on the same shards.
+"""The yardstick of the pocket preset: a plain GPT with AdamW, trained on the same shards.
 
-It is the setting of nanoGPT's CPU quickstart (README of karpathy/nanoGPT) in code of its own:
-4 layers, 4 heads, width 128, context 64, 12 sequences a step, 2,000 AdamW steps, no dropout.
+    python tests/plain_baseline.py --train GLOB --val GLOB [--size quickstart] [--seed 0]
 
-    python tests/plain_baseline.py --train GLOB --val GLOB [--steps 2000] [--seed 0] [--target 1.64]
+--size quickstart is the setting of nanoGPT's CPU quickstart (README of karpathy/nanoGPT) in code of
+its own, without dropout. --size pocket has the pocket's layers, width, context, batch and steps.
+Its rate was the best of eight from 0.001 to 0.03 on the validation set, on seeds 10 and 11.
 
-`python tests/bench.py pocket` runs it in turns with the preset, since seconds on a shared machine
-mean little by themselves. Prints a line for each evaluation, then a block of `key: value`.
+`python tests/bench.py pocket` runs the first in turns with the preset, since seconds on a shared
+machine mean little by themselves; `python tests/bench.py baselines` runs the second. Prints a line
+for each evaluation, then a block of `key: value`.
 """
 import argparse
 import glob
 import math
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 12
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    heads: int
+    width: int
+    context: int  # tokens of a sequence
+    batch: int  # sequences of a step
+    steps: int
+    lr: float
 
 
-def read_tokens(pattern):
+SIZES = dict(quickstart=Size(4, 4, 128, 64, 12, 2000, 1e-3),
+             pocket=Size(2, 4, 64, 128, 16, 240, 4e-3))
+
+
+def read_tokens(pattern, context):
     files = sorted(glob.glob(pattern))
     if not files:
         raise SystemExit(f"no shard matches {pattern!r}")
     tokens = np.concatenate([np.fromfile(file, dtype=np.uint16, offset=1024) for file in files])
-    if len(tokens) < CONTEXT + 2:
-        raise SystemExit(f"{pattern!r} has {len(tokens)} tokens; {CONTEXT + 2} are needed")
+    if len(tokens) < context + 2:
+        raise SystemExit(f"{pattern!r} has {len(tokens)} tokens; {context + 2} are needed")
     return torch.from_numpy(tokens.astype(np.int64))
 
 
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, width, heads):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH, bias=False)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x):
-        b, t, _ = x.shape
-        qkv = self.qkv(self.norm1(x)).view(b, t, 3, HEADS, WIDTH // HEADS)
+        b, t, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, t, WIDTH))
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class PlainGPT(nn.Module):
-    def __init__(self, vocab):
+    def __init__(self, vocab, size):
         super().__init__()
-        self.tok, self.pos = nn.Embedding(vocab, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH, bias=False)
+        self.tok = nn.Embedding(vocab, size.width)
+        self.pos = nn.Embedding(size.context, size.width)
+        self.layers = nn.ModuleList(Layer(size.width, size.heads) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width, bias=False)
         for name, p in self.named_parameters():
             if p.ndim == 2:
                 deep = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * LAYERS) if deep else 0.02)
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * size.layers) if deep else 0.02)
 
     def forward(self, inputs, targets):
         x = self.tok(inputs) + self.pos.weight[: inputs.size(1)]
@@ -70,11 +88,12 @@ class PlainGPT(nn.Module):
 
 
 @torch.no_grad()
-def validate(model, tokens, limit):
+def validate(model, tokens, limit, context):
+    """Mean loss of the first tokens, cut into sequences: the first token of each sees itself."""
     tokens = tokens[: min(len(tokens), limit + 1)]
-    rows = (len(tokens) - 1) // CONTEXT
-    inputs = tokens[: rows * CONTEXT].view(rows, CONTEXT)
-    targets = tokens[1 : rows * CONTEXT + 1].view(rows, CONTEXT)
+    rows = (len(tokens) - 1) // context
+    inputs = tokens[: rows * context].view(rows, context)
+    targets = tokens[1 : rows * context + 1].view(rows, context)
     total = sum(model(inputs[i : i + 512], targets[i : i + 512]).item() * len(inputs[i : i + 512])
                 for i in range(0, rows, 512))
     return total / rows
@@ -84,45 +103,53 @@ def main():
     ap = argparse.ArgumentParser()
     ap.add_argument("--train", required=True)
     ap.add_argument("--val", required=True)
-    ap.add_argument("--steps", type=int, default=2000)
+    ap.add_argument("--size", choices=SIZES, default="quickstart")
+    ap.add_argument("--steps", type=int, help="default: the size's")
+    ap.add_argument("--lr", type=float, help="default: the size's")
     ap.add_argument("--eval_every", type=int, default=250)
     ap.add_argument("--val_tokens", type=int, default=262144)
     ap.add_argument("--seed", type=int, default=0)
     ap.add_argument("--target", type=float, default=1.64)
     args = ap.parse_args()
-    if args.steps < 1 or args.eval_every < 1 or args.val_tokens < CONTEXT:
-        ap.error(f"--steps and --eval_every are at least 1, --val_tokens at least {CONTEXT}")
+    size = SIZES[args.size]
+    context = size.context
+    steps = size.steps if args.steps is None else args.steps
+    rate = args.lr or size.lr
+    if steps < 1 or args.eval_every < 1 or args.val_tokens < context:
+        ap.error(f"--steps and --eval_every are at least 1, --val_tokens at least {context}")
     torch.manual_seed(args.seed)
-    train, val = read_tokens(args.train), read_tokens(args.val)
-    model = PlainGPT(int(train.max()) + 1)
+    train, val = read_tokens(args.train, context), read_tokens(args.val, context)
+    model = PlainGPT(int(train.max()) + 1, size)
     groups = [dict(params=[p for p in model.parameters() if p.ndim >= 2], weight_decay=0.1),
               dict(params=[p for p in model.parameters() if p.ndim < 2], weight_decay=0.0)]
-    opt = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=True)
-    seconds, reached, offsets = 0.0, None, torch.arange(CONTEXT + 1)
-    for step in range(args.steps + 1):
-        if step % args.eval_every == 0 or step == args.steps:
-            loss = validate(model, val, args.val_tokens)
+    opt = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.99), fused=True)
+    seconds, reached, offsets = 0.0, None, torch.arange(context + 1)
+    warm_up = math.ceil(steps / 20)
+    for step in range(steps + 1):
+        if step % args.eval_every == 0 or step == steps:
+            loss = validate(model, val, args.val_tokens, context)
             if reached is None and loss <= args.target:
                 reached = seconds
-            print(f"step:{step}/{args.steps} val_loss:{loss:.4f} "
+            print(f"step:{step}/{steps} val_loss:{loss:.4f} "
                   f"train_time:{1000 * seconds:.0f}ms", flush=True)
-        if step == args.steps:
+        if step == steps:
             break
         start = time.perf_counter()
-        if step < 100:
-            factor = (step + 1) / 100
+        if step < warm_up:
+            factor = (step + 1) / warm_up
         else:
-            factor = 0.55 + 0.45 * math.cos(math.pi * (step - 100) / (args.steps - 100))
+            factor = 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / (steps - warm_up))
         for group in opt.param_groups:
-            group["lr"] = 1e-3 * factor
-        rows = train[torch.randint(len(train) - CONTEXT - 1, (BATCH, 1)) + offsets]
+            group["lr"] = rate * factor
+        rows = train[torch.randint(len(train) - context - 1, (size.batch, 1)) + offsets]
         model(rows[:, :-1], rows[:, 1:]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         opt.zero_grad(set_to_none=True)
         seconds += time.perf_counter() - start
     reached = "not reached" if reached is None else f"{reached:.2f}"
-    print(f"---\nparameters: {sum(p.numel() for p in model.parameters())}\nval_loss: {loss:.6f}\n"
+    print(f"---\nparameters: {sum(p.numel() for p in model.parameters())}\n"
+          f"tokens: {steps * size.batch * context}\ncontext: {context}\nval_loss: {loss:.6f}\n"
           f"train_seconds: {seconds:.2f}\nseconds_to_target: {reached}")
 
 

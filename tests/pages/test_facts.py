@@ -11,7 +11,7 @@ from page_text import PAGES, blocks_of, prose_of, tables_of, text_of
 
 import train_gpt
 
-MOST_LINES = {"README.md": 150, "records/README.md": 120, "docs/lab.md": 50}
+MOST_LINES = {"README.md": 150, "records/README.md": 120}
 SCRIPT_FLAGS = {f"--{name}" for name in train_gpt.Hyperparameters.__dataclass_fields__}
 SCRIPT_FLAGS |= {"--preset", "--help"}
 OWN_FLAGS = [*(f"data/{name}.py" for name in ("sample", "text", "pocket", "fineweb")),
@@ -118,6 +118,18 @@ def test_targets_and_validation_sets_are_the_presets():
     assert f"validation loss of {record.target_loss}" in front
     assert f"{pocket.target_loss} nats per byte" in front
     assert f"{pocket.val_tokens:,} validation tokens" in front
+
+
+def test_shorter_sequences_for_small_cards_keep_the_tokens_of_a_step():
+    record = train_gpt.parse_args([])
+    lines = [line for block in blocks_of("docs/gpus.md") for line in block.commands()]
+    lines = [line for line in lines if line.startswith("python train_gpt.py --seq_lens")]
+    assert len(lines) == 3
+    for line in lines:
+        cfg = train_gpt.parse_args(shlex.split(line)[2:])
+        for length, whole in zip(cfg.seq_lens, record.seq_lens, strict=True):
+            assert length * cfg.sequences_per_step == whole * record.sequences_per_step
+        assert cfg.val_tokens % cfg.val_seq_len == 0
 
 
 def test_the_sections_that_the_front_page_names_are_the_scripts():

@@ -39,6 +39,23 @@ _SM_90 = dict(bf16=672e12, fp8=1075e12, newton_schulz=400e12, attention=330e12,
               issue=4 * 132 * 1.755e9, bus=370e9)
 RATES = {"h100": Rates(bandwidth=3.0e12, **_SM_90), "h200": Rates(bandwidth=4.3e12, **_SM_90)}
 
+
+def by_data_sheet(bandwidth, bf16, fp8, multiprocessors, gigahertz) -> Rates:
+    """Rates that are the same shares of a card's data sheet as the H100's are of its own."""
+    share = bf16 / 989.4e12
+    return Rates(bandwidth=bandwidth * 3.0 / 3.35, bf16=share * 672e12, fp8=fp8 / 1979e12 * 1075e12,
+                 newton_schulz=share * 400e12, attention=share * 330e12,
+                 issue=4 * multiprocessors * gigahertz * 1e9, bus=370e9)
+
+
+# NVIDIA's data sheets: dense FLOP with sums in fp32, boost clocks. The A100 has no FP8.
+RATES |= {
+    "a100": by_data_sheet(1555e9, 312e12, 312e12, 108, 1.41),  # of 40 GB
+    "rtx4090": by_data_sheet(1008e9, 165.2e12, 330.3e12, 128, 2.52),
+    "rtx4060ti": by_data_sheet(288e9, 44.1e12, 88.3e12, 34, 2.535),
+    "rtx4070": by_data_sheet(504e9, 58.3e12, 116.6e12, 46, 2.475),
+    "rtx4060": by_data_sheet(272e9, 30.2e12, 60.5e12, 24, 2.46)}
+
 GROUPS = (  # the first whose pattern is in the launch's name
     ("the script's own operators, unseen within", r"^(?!aten\.|triton_)"),
     ("attention", r"^triton_tem"),

@@ -7,11 +7,13 @@ Without a GPU most run smaller on a host that stands in for one (host_gpu/), if 
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils import collect_env
 
 import train_gpt
 from train_gpt import BLOCK
@@ -175,15 +177,39 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path,
             train_gpt.train(run, cfg)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert run.finish() == 0
+    assert not run.stopped
+    run.finish()
     steps = run.log.path.read_text().count(" train_loss:")
     assert steps == cfg.num_iterations - 1, "all but the first, which is told one step late"
+
+
+def test_the_header_names_the_gpu_and_its_software(monkeypatch, tmp_path, tiny_shards):
+    """What CUDA, its driver and its libraries say of themselves, asked here a second time."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt.Run, "warm_up", lambda run: None)  # it compiles
+    tokens = SMALL.num_iterations * SMALL.sequences_per_step * max(SMALL.seq_lens)
+    cfg = dataclasses.replace(
+        SMALL,
+        repeat_data=True,
+        train_files=tiny_shards([tokens], eot=SMALL.eot_token),
+        val_files=tiny_shards([SMALL.val_tokens + 1], name="tiny_val", eot=SMALL.eot_token))
+    ranks = one_rank("cuda")
+    run = train_gpt.Run(cfg, ranks, train_gpt.Log(cfg, ranks), train_gpt.NEW_RUN)
+    rule = "=" * 100
+    _, header, _ = run.log.path.read_text().split(f"\n{rule}\n", 2)
+    facts = dict(line.split(": ", 1) for line in header.splitlines())
+    assert facts["device"] == torch.cuda.get_device_name()
+    assert facts["gpus"] == str(torch.cuda.device_count())
+    assert facts["cuda"] == torch.version.cuda
+    assert facts["driver"] == collect_env.get_nvidia_driver_version(collect_env.run)
+    assert re.findall(r"\d+", facts["nccl"]) == [str(n) for n in torch.cuda.nccl.version()]
+    assert facts["triton"] == triton.__version__
 
 
 def step_by_noise(optimizers, cfg, ranks=(0,)):
     """Steps on gradients of noise, which is summed over these ranks.
 
-    The head is tied in the first two steps, then not, and Adam steps at odd ones.
+    The embedding is the head in the first two steps, then not, and Adam steps at odd ones.
     """
     last = cfg.num_iterations // 2 * 2 - 1
     for step in (0, 1, last - 1, last):
@@ -192,7 +218,9 @@ def step_by_noise(optimizers, cfg, ranks=(0,)):
                 generator = torch.Generator().manual_seed(2 * step + rank)
                 noise = torch.randn(optimizer.numel, generator=generator)
                 optimizer.grads[: optimizer.numel] += noise.to(optimizer.grads)
-        train_gpt.step_optimizers(optimizers, train_gpt.schedule(step, cfg), 2)
+        now = train_gpt.schedule(step, cfg)
+        update = train_gpt.step_tied if now.tied else train_gpt.step_optimizers
+        update(optimizers, now, divisor=2)
     assert not any(optimizer.grads.any() for optimizer in optimizers)
 
 

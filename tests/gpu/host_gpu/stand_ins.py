@@ -96,6 +96,7 @@ class DeviceContext(contextlib.nullcontext):
 def stand_in_for_torch_cuda(device) -> None:
     """What the script, torch's own Python and Inductor ask of torch.cuda. device: device.cpp's."""
     import torch
+    from torch.utils import collect_env
 
     def nothing():  # a new function each time: Dynamo wants to tell them apart
         return lambda *args, **kwargs: None
@@ -116,7 +117,7 @@ def stand_in_for_torch_cuda(device) -> None:
     cuda._DeviceGuard = type("DeviceGuard", (DeviceContext,), {})
     cuda._exchange_device = lambda index: 0
     cuda._maybe_exchange_device = lambda index: 0
-    # What it is: prepare_for_cuda, device_facts, Inductor's choice of kernels and their shapes.
+    # What it is: prepare_for_cuda, machine_facts, Inductor's choice of kernels and their shapes.
     cuda.get_device_properties = properties
     cuda.get_device_capability = lambda device=None: card.capability
     cuda.get_device_name = lambda device=None: card.name
@@ -138,6 +139,9 @@ def stand_in_for_torch_cuda(device) -> None:
     torch.Tensor.pin_memory = lambda self, device=None: self
     # Inductor compares versions of CUDA; the text is that of torch 2.13's build for it.
     torch.version.cuda = torch.version.cuda or "13.0"
+    # For the log's header. There is neither driver nor NCCL, nor a version that one might have.
+    collect_env.get_nvidia_driver_version = lambda run: "none: the host stands in"
+    cuda.nccl.version = lambda: (0, 0, 0)
 
 
 def stand_in_for_c_functions() -> None:
@@ -177,13 +181,17 @@ def stand_in_for_triton_driver() -> None:
 
 
 def stand_in_for_nccl(device) -> None:
-    """Process groups that ask for NCCL get gloo, which device.cpp hands the CPU's tensors to."""
+    """Process groups that would take NCCL get gloo, which device.cpp hands the CPU's tensors to.
+
+    Without a backend torch takes NCCL for CUDA and gloo for the CPU.
+    """
     import torch.distributed as dist
 
     init_process_group = dist.init_process_group
 
     def init_with_gloo(backend=None, *args, **kwargs):
         device.host_gpu_hand_collectives_to_gloo()
-        return init_process_group(backend and backend.replace("nccl", "gloo"), *args, **kwargs)
+        backend = (backend or "cpu:gloo,cuda:nccl").replace("nccl", "gloo")
+        return init_process_group(backend, *args, **kwargs)
 
     dist.init_process_group = init_with_gloo

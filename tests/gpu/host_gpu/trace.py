@@ -394,7 +394,10 @@ class Tracer:
 
         def two_steps():
             for step in range(first, first + OPTIMIZER_STEPS):
-                self.script.step_optimizers(optimizers, self.script.schedule(step, self.cfg), 1)
+                now = self.script.schedule(step, self.cfg)
+                tied = getattr(now, "tied", False)  # as of #53
+                update = self.script.step_tied if tied else self.script.step_optimizers
+                update(optimizers, now, divisor=1)
 
         self.compiled(phase, two_steps)
         self.noted(phase, two_steps)

@@ -1,5 +1,6 @@
 """What is shown: tables, the generated blocks of the READMEs, the ladder and the curves."""
 
+import math
 import re
 import statistics
 import sys
@@ -33,6 +34,13 @@ FOREIGN = (
     "{folder:.31}|{runs:.31}|{loss}|{p_target:.1g}|{steps:,}|{tokens_per_step:,}|{minutes:.3f}", """
 p: one-sided t-test that the mean lies below 3.28. Runs: the record's, or what they are beside it; a
 baseline is what has the source of the older folder that is named, or is called one.""")
+# Minutes of the public records from #54 on, by the table of github.com/KellerJordan/modded-nanogpt
+# as it stood on 2026-08-01 (commit f411b3d3).
+NEWER = dict(enumerate((
+    1.940, 1.918, 1.894, 1.878, 1.820, 1.781, 1.765, 1.748, 1.655, 1.650, 1.630, 1.613,  # to #65
+    1.595, 1.540, 1.535, 1.528, 1.521, 1.516, 1.496, 1.485, 1.468, 1.453, 1.446, 1.435,  # to #77
+    1.426, 1.411, 1.406, 1.363, 1.353, 1.328, 1.320, 1.271, 1.266, 1.256, 1.243, 1.23), 54))
+NEWEST_MONTH = "July 2026"
 RESULTS = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 CONTEST = (
     RESULTS,
@@ -210,14 +218,14 @@ def curve_of(log: Log) -> np.ndarray:
     return curve
 
 
-def picture(panels: int, height: float):
+def picture(panels: int, height: float, width: float = 9):
     import matplotlib.style
     from matplotlib.figure import Figure
 
     matplotlib.style.use(["tableau-colorblind10", {
         "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
         "grid.color": "#e3e6e9", "legend.frameon": False}])
-    figure = Figure(figsize=(9, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(1, panels, sharey=True, squeeze=False)[0]
 
 
@@ -227,26 +235,37 @@ def save(figure, png: str):
 
 
 def draw_ladder(records: list, png: str):
-    """Published and modelled minutes of each record, on a logarithmic axis."""
-    figure, (axis,) = picture(1, 0.36 * len(records) + 1.2)
-    names = [ladder_row(record)["name"] for record in records]
-    for y, record in enumerate(records):
-        published = (record.claim["published"] or {}).get("minutes")
-        modelled = record.claim["modelled_minutes"]
-        for minutes, look, shift, side in ((published, "oC0", 9, "left"),
-                                           (modelled, "DC1", -9, "right")):
-            if minutes:
-                axis.plot(minutes, y, look, markersize=8)
-                axis.annotate(f"{minutes:g}", (minutes, y), (shift, 0), ha=side, va="center",
-                              textcoords="offset points")
-    axis.plot([], [], "oC0", label="published")
-    axis.plot([], [], "DC1", label="modelled, not run")
-    axis.set(xscale="log", xlim=(1.5, 20), xlabel="minutes on 8×H100 (logarithmic)",
-             ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=names)
-    axis.set_xticks([2, 3, 5, 10, 20], ["2", "3", "5", "10", "20"])
+    save(ladder_figure(records), png)
+
+
+def ladder_figure(records: list, width: float = 9):
+    """Published minutes of each record, and of newer public ones in grey, on a logarithmic axis."""
+    rows = []  # (name, colour, minutes of its points)
+    newer = dict(NEWER)
+    for record in records:
+        published = record.claim["published"] or {"minutes": math.nan, "number": None}
+        rows.append((ladder_row(record)["name"], "C0", [published["minutes"]]))
+        newer.pop(published["number"], None)
+    if newer:
+        newest = max(newer)
+        others = [minutes for number, minutes in newer.items() if number != newest]
+        rows.append((f"#{min(newer)} to #{newest - 1}", "#8a9299", others))
+        rows.append((f"#{newest} ({NEWEST_MONTH})", "#8a9299", [newer[newest]]))
+    figure, (axis,) = picture(1, 0.36 * len(rows) + 1.1, width)
+    for y, (_, color, minutes) in enumerate(rows):
+        axis.plot(minutes, [y] * len(minutes), "o", color=color, markersize=8, alpha=0.8)
+        if len(minutes) == 1 and minutes[0] > 0:
+            axis.annotate(f"{minutes[0]:g}", (minutes[0], y), (9, 0), va="center",
+                          textcoords="offset points")
+    axis.plot([], [], "oC0", label="with a script here")
+    axis.plot([], [], "o", color="#8a9299", label="newer, without one")
+    axis.set(xscale="log", xlim=(1.1, 22), xlabel="published minutes on 8×H100 (logarithmic)",
+             ylim=(len(rows) - 0.5, -0.5), yticks=range(len(rows)),
+             yticklabels=[name for name, *_ in rows])
+    axis.set_xticks([1.5, 2, 3, 5, 10, 20], ["1.5", "2", "3", "5", "10", "20"])
     axis.minorticks_off()
     axis.legend(loc="lower right")
-    save(figure, png)
+    return figure
 
 
 def draw_curves(groups: dict, target: float, png: str):

@@ -24,8 +24,8 @@ CHANGE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details
 LOSSES = re.compile(r"<summary>Published losses by step</summary>(.*?)</details>", re.S)
 PIECE = re.compile(r"<span.*?</span>|[^<]+")  # of a line that pygments coloured
 COUNTED = (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP)
-GAP = '<tr class="gap"><td colspan="4"></td></tr>'
-PRICE = "<p>+{added} −{removed} lines, {more:+,} tokens; {tokens:,} tokens in all.</p>"
+GAP = '<tr class="gap">' + 2 * '<td class="number"></td><td></td>' + "</tr>"
+PRICE = "<p>+{added} −{removed} lines, {more:+,} tokens; {tokens:,} tokens of its own.</p>"
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8">
@@ -220,6 +220,7 @@ def figure_of(record: Record, read, target: float):
             name = pages.ladder_row(one)["name"]
             axis.plot(steps, losses.mean(axis=0), "-o", color=color, markersize=3, label=name)
             axis.fill_between(steps, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.2)
+            axis.set_ylim(top=losses[:, len(steps) // 10:].max() * 1.02)  # the first are untrained
     axis.axhline(target, color="#888888", linestyle=(0, (2, 2)))
     axis.set(xlabel="steps", ylabel="loss")
     axis.legend()
@@ -234,5 +235,6 @@ def save_svg(figure, path: Path):
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     head, style, rest = text.getvalue().partition('<style type="text/css">')
-    rest = rest.replace("#000000", "currentColor").replace("#e3e6e9", "#88888855")
+    for old, new in (("#000000", "currentColor"), ("#e3e6e9", "#88888855"), ("#006ba4", "#3189c9")):
+        rest = rest.replace(old, new)
     path.write_text(head + style + SVG + rest, encoding="utf-8")

@@ -8,6 +8,7 @@ from difflib import SequenceMatcher
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
+from urllib.parse import urljoin
 
 import numpy as np
 from ledger import pages
@@ -20,23 +21,17 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
-CHANGE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
+HERE = Path(__file__).parent
+DARK = "@media (prefers-color-scheme: dark) {"
+PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
 LOSSES = re.compile(r"<summary>Published losses by step</summary>(.*?)</details>", re.S)
 PIECE = re.compile(r"<span.*?</span>|[^<]+")  # of a line that pygments coloured
 COUNTED = (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP)
-GAP = '<tr class="gap">' + 2 * '<td class="number"></td><td></td>' + "</tr>"
 PRICE = "<p>+{added} −{removed} lines, {more:+,} tokens; {tokens:,} tokens of its own.</p>"
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><link rel="stylesheet" href="style.css"></head>
-<body><nav>{links}</nav>
-<main>
-{body}
-</main></body>
-</html>
-"""
+HEADING = "<h3>{title}: +{added} −{removed}</h3>"
+NONE = "", ""  # in the place of a line
+GAP = '<tr class="gap"><td class="number"></td><td></td><td class="number"></td><td></td></tr>'
+FIGURE = '<figure><img src="{name}" alt="{words}"><figcaption>{words}</figcaption></figure>'
 INDEX = """# The ladder, record by record
 
 A speedrun trains a language model to a fixed quality, as fast as possible. Here are {count} records
@@ -51,8 +46,6 @@ page has the idea, the reason, the formulas, the change beside the parent's line
 
 {evidence}
 """
-NIGHT = "@media (prefers-color-scheme: dark) {"
-SVG = f"svg {{ color: #1c2126; fill: currentColor }} {NIGHT} svg {{ color: #dde2e6 }} }}\n"
 
 
 def write_book(records: list, out: Path, source: str | None):
@@ -62,54 +55,56 @@ def write_book(records: list, out: Path, source: str | None):
     out.mkdir(parents=True, exist_ok=True)
     day = HtmlFormatter(style="xcode").get_token_style_defs(".code")
     night = HtmlFormatter(style="github-dark").get_token_style_defs(".code")
-    own = read_text(Path(__file__).with_suffix(".css"))
-    style = "\n".join([own, *day, NIGHT, *night, "}\n"])
-    (out / "style.css").write_text(style, encoding="utf-8")
-    save_svg(pages.ladder_figure(records, width=6), out / "ladder.svg")
-    text = INDEX.format(count=len(records), front=pages.linked(records, "", *pages.FRONT),
-                        evidence=pages.linked(records, "", *pages.LADDER) + "\n" + pages.LADDER[2])
-    folder = records[0].folder.parent
-    save_page(out / "index.html", "The ladder", "", from_markdown(text, folder, folder, source))
-    found = ["index.html"]
+    style = [read_text(HERE / "book.css"), *day, DARK, *night, "}\n"]
+    (out / "style.css").write_text("\n".join(style), encoding="utf-8")
+    pages.save_svg(pages.ladder_figure(records, width=6), out / "ladder.svg")
+    front = pages.linked(records, "", *pages.FRONT)
+    evidence = pages.linked(records, "", *pages.LADDER) + "\n" + pages.LADDER[2]
+    text = INDEX.format(count=len(records), front=front, evidence=evidence)
+    body = from_markdown(text, records[0].folder.parent)
+    found = [save_page(out / "index.html", "", body)]
     for record in records:
-        found.append(f"{record.folder.name}.html")
-        links = '<a href="index.html">The ladder</a>'
+        links = '<a href="index.html">The ladder</a>\n'
         for other in records:
             if other is record.parent:
                 links += link_to("Parent", other)
             elif other.parent is record:
                 links += link_to("Next", other)
         text = read_text(record.folder / "README.md")
-        place = CHANGE.search(text)
-        before, after = (from_markdown(part, record.folder, folder, source)
-                         for part in (text[:place.start()], text[place.end():]))
+        place = PLACE.search(text)
+        before = from_markdown(text[:place.start()], record.folder, source)
+        after = from_markdown(text[place.end():], record.folder, source)
         body = before + change_of(record) + curves_of(record, out) + after
-        save_page(out / found[-1], record.folder.name, links, body)
+        found.append(save_page(out / f"{record.folder.name}.html", links, body))
     return found
 
 
 def link_to(word: str, record: Record) -> str:
-    return f'<a href="{record.folder.name}.html">{word}: {pages.ladder_row(record)["name"]}</a>'
+    name = pages.ladder_row(record)["name"]
+    return f'<a href="{record.folder.name}.html">{word}: {name}</a>\n'
 
 
-def save_page(path: Path, title: str, links: str, body: str):
-    path.write_text(PAGE.format(title=title, links=links, body=body), encoding="utf-8")
+def save_page(path: Path, links: str, body: str) -> str:
+    frame = read_text(HERE / "book.html")
+    page = frame.format(title=path.stem, links=links, body=body)
+    path.write_text(page, encoding="utf-8")
+    return path.name
 
 
-def from_markdown(text: str, here: Path, records: Path, source: str | None) -> str:
-    """HTML of the Markdown of a file in `here`, with links that lead somewhere from the site."""
+def from_markdown(text: str, folder: Path, source: str | None = None) -> str:
+    """HTML of a record's Markdown, with links that lead somewhere from the site."""
     parser = MarkdownIt("commonmark").enable("table")
     tokens = parser.parse(text)
     for token in tokens:
         for child in token.children or ():
-            link = child.attrs.get("href", "://")
-            path, mark, place = link.partition("#")
-            path = (here / path).resolve()
+            if child.type != "link_open":
+                continue
+            link = child.attrs["href"]
+            path = (folder / link).resolve()
             if (path / "record.json").exists():
                 child.attrs["href"] = f"{path.name}.html"
-            elif "://" not in link and source:
-                path = path.relative_to(records.resolve().parent)
-                child.attrs["href"] = f"{source}/{path}{mark}{place}"
+            elif source:
+                child.attrs["href"] = urljoin(f"{source}/records/{folder.name}/", link)
             elif "://" not in link:
                 del child.attrs["href"]  # its words stay, as plain text
     return parser.renderer.render(tokens, parser.options, {})
@@ -121,75 +116,73 @@ def change_of(record: Record) -> str:
     parent = record.parent.script.partition(BANNER)[0] if record.parent else ""
     changed = diff_sources(parent, script)
     tokens = count_tokens(script)
-    before, after = sections(parent), sections(script)
-    docstring = escape(ast.get_docstring(ast.parse(script)) or "")
+    more = tokens - count_tokens(parent)
+    words = escape(ast.get_docstring(ast.parse(script)) or "")
     parts = [
         "<h2>The change</h2>" if parent else "<h2>The script</h2>",
-        PRICE.format(tokens=tokens, more=tokens - count_tokens(parent), **changed),
-        f"<details><summary>The script's docstring</summary><pre>{docstring}</pre></details>"]
+        PRICE.format(tokens=tokens, more=more, **changed),
+        f"<details><summary>The script's docstring</summary><pre>{words}</pre></details>"]
+    before, after = sections(parent), sections(script)
     for section in changed["sections"]:
         old, new = before[section["title"]], after[section["title"]]
         left, right = coloured(parent, old), coloured(script, new)
-        rows = []
+        rows = ""
         for group in SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes():
-            rows.append(GAP)
+            rows += GAP
             for _, i, i_end, j, j_end in group:
-                for pair in zip_longest(left[i:i_end], right[j:j_end], fillvalue=("", "")):
-                    rows.append(row(*pair))
-        parts.append("<h3>{title}: +{added} −{removed}</h3>".format(**section))
-        parts.append(f'<div class="code" tabindex="0"><table>{"".join(rows)}</table></div>')
+                for lines in zip_longest(left[i:i_end], right[j:j_end], fillvalue=NONE):
+                    rows += row(*lines)
+        parts.append(HEADING.format(**section))
+        parts.append(f'<div class="code" tabindex="0"><table>{rows}</table></div>')
     return "\n".join(parts)
 
 
 def count_tokens(source: str) -> int:
-    """Names, numbers, strings and operators of a record's own part, without docstrings."""
-    count, before = 0, None
-    for token in tokenize.generate_tokens(io.StringIO(own_part(source)).readline):
-        docstring = token.type == tokenize.STRING and before == tokenize.INDENT
-        count += token.type in COUNTED and not docstring
-        before = token.type
-    return count
+    """Names, numbers, strings and operators of a record's own part."""
+    tokens = tokenize.generate_tokens(io.StringIO(own_part(source)).readline)
+    return sum(token.type in COUNTED for token in tokens)
 
 
 def coloured(source: str, section: list):
     """(its number in the source, its HTML) of each line of a section."""
-    first = source.splitlines().index(section[0]) + 1 if section else 1
-    text = highlight("\n".join(section), PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
-    return list(enumerate(text.split("\n"), first))
+    form = HtmlFormatter(nowrap=True)
+    text = highlight("\n".join(section), PythonLexer(stripnl=False), form)
+    first = source.splitlines().index(section[0]) if section else 0
+    return list(enumerate(text.split("\n"), first + 1))
 
 
 def row(old: tuple, new: tuple) -> str:
     """A row of the diff: the parent's line, and the record's beside it."""
-    cells = ""
-    for side, (number, line), (_, other) in (("old", old, new), ("new", new, old)):
-        kind = side if number else f"{side} none"
-        code = marked(PIECE.findall(line), PIECE.findall(other))
-        cells += f'<td class="number {kind}">{number}</td><td class="{kind}">{code}</td>'
-    return f'<tr class="same">{cells}</tr>' if old[1] == new[1] else f"<tr>{cells}</tr>"
+    kind = "same" if old[1] == new[1] else "changed"
+    return f'<tr class="{kind}">{cells("old", old, new)}{cells("new", new, old)}</tr>'
 
 
-def marked(pieces: list, others: list) -> str:
-    """A line in which is marked what a line much like it has not."""
+def cells(side: str, line: tuple, other: tuple) -> str:
+    """A line's number and its code, in which is marked what a line much like it has not."""
+    number, code = line
+    pieces, others = PIECE.findall(code), PIECE.findall(other[1])
     matcher = SequenceMatcher(None, others, pieces, autojunk=False)
-    if matcher.ratio() < 0.5:
-        return "".join(pieces)
-    code = ""
-    for tag, _, _, start, end in matcher.get_opcodes():
-        words = "".join(pieces[start:end])
-        code += words if tag == "equal" or not words else f"<mark>{words}</mark>"
-    return code
+    if 0.5 < matcher.ratio() < 1:
+        code = ""
+        for tag, _, _, start, end in matcher.get_opcodes():
+            words = "".join(pieces[start:end])
+            code += f"<mark>{words}</mark>" if words and tag != "equal" else words
+    kind = side if number else f"{side} none"
+    return f'<td class="number {kind}">{number}</td><td class="{kind}">{code}</td>'
 
 
 def curves_of(record: Record, out: Path) -> str:
-    """Pictures of the record's losses in public and on the pocket, where there are any."""
+    """Pictures of the record's losses, public and on the pocket, where there are any."""
     found = ""
-    for read, (target, words) in CURVES.items():
-        path = out / f"{record.folder.name}-{read.__name__}.svg"
-        if len(read(record)):
-            save_svg(figure_of(record, read, target), path)
-            image = f'<img src="{path.name}" alt="{words}, beside the parent\'s">'
-            found += f"<figure>{image}<figcaption>{words}</figcaption></figure>\n"
-    return "<h2>Curves</h2>" * bool(found) + found
+    for kind, (target, words) in CURVES.items():
+        name = f"{record.folder.name}-{kind.__name__}.svg"
+        curves = {}
+        for one in filter(None, [record.parent, record]):
+            curves[pages.ladder_row(one)["name"]] = kind(one)
+        if len(kind(record)):
+            pages.save_svg(pages.losses_figure(curves, target), out / name)
+            found += FIGURE.format(name=name, words=words)
+    return f"<h2>Curves</h2>\n{found}\n" if found else ""
 
 
 def published(record: Record):
@@ -206,35 +199,6 @@ def pocket(record: Record):
 
 
 CURVES = {
-    published: (TARGET, "Published validation loss by step, in nats per token"),
-    pocket: (float(RULES["pocket"]["target_loss"]), "Loss on the pocket by step, in nats per byte")}
-
-
-def figure_of(record: Record, read, target: float):
-    """The record's losses, and its parent's in grey: the mean of the runs and their range."""
-    figure, (axis,) = pages.picture(1, 3.6, width=6)
-    for one, color in ((record.parent, "#888888"), (record, "C0")):
-        curves = read(one) if one else []
-        if len(curves):
-            steps, losses = curves[0, :, 0], curves[:, :, 1]
-            name = pages.ladder_row(one)["name"]
-            axis.plot(steps, losses.mean(axis=0), "-o", color=color, markersize=3, label=name)
-            axis.fill_between(steps, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.2)
-            axis.set_ylim(top=losses[:, len(steps) // 10:].max() * 1.02)  # the first are untrained
-    axis.axhline(target, color="#888888", linestyle=(0, (2, 2)))
-    axis.set(xlabel="steps", ylabel="loss")
-    axis.legend()
-    return figure
-
-
-def save_svg(figure, path: Path):
-    """A picture whose words are text, and whose black is light where the page is dark."""
-    import matplotlib
-
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    head, style, rest = text.getvalue().partition('<style type="text/css">')
-    for old, new in (("#000000", "currentColor"), ("#e3e6e9", "#88888855"), ("#006ba4", "#3189c9")):
-        rest = rest.replace(old, new)
-    path.write_text(head + style + SVG + rest, encoding="utf-8")
+    published: (TARGET, "Published validation loss by step; grey: the parent's"),
+    pocket: (float(RULES["pocket"]["target_loss"]),
+             "Loss on the pocket by step, mean and range of the runs; grey: the parent's")}

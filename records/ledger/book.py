@@ -21,30 +21,30 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
+POCKET_TARGET = float(RULES["pocket"]["target_loss"])
 HERE = Path(__file__).parent
-DARK = "@media (prefers-color-scheme: dark) {"
 PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
 LOSSES = re.compile(r"<summary>Published losses by step</summary>(.*?)</details>", re.S)
 PIECE = re.compile(r"<span.*?</span>|[^<]+")  # of a line that pygments coloured
 COUNTED = (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP)
 PRICE = "<p>+{added} −{removed} lines, {more:+,} tokens; {tokens:,} tokens of its own.</p>"
 HEADING = "<h3>{title}: +{added} −{removed}</h3>"
-NONE = "", ""  # in the place of a line
-GAP = '<tr class="gap"><td class="number"></td><td></td><td class="number"></td><td></td></tr>'
+NONE = "", " "  # in the place of a line
 FIGURE = '<figure><img src="{name}" alt="{words}"><figcaption>{words}</figcaption></figure>'
 INDEX = """# The ladder, record by record
 
-A speedrun trains a language model to a fixed quality, as fast as possible. Here are {count} records
-of the public run on eight H100s. Each is a script of its own, and a small change of its parent. Its
+A speedrun trains a language model to a fixed quality, as fast as possible. Here are {} records of
+the public run on eight H100s. Each is a script of its own, and a small change of its parent. Its
 page has the idea, the reason, the formulas, the change beside the parent's lines, and the curves.
 
 ![Published minutes of each record on eight H100s, on a logarithmic axis](ladder.svg)
 
-{front}
+{}
 
 ## Evidence
 
-{evidence}
+{}
+{}
 """
 
 
@@ -53,14 +53,15 @@ def write_book(records: list, out: Path, source: str | None):
     if not records:
         raise LedgerError("no records there, so no pages; give a folder that has")
     out.mkdir(parents=True, exist_ok=True)
-    day = HtmlFormatter(style="xcode").get_token_style_defs(".code")
-    night = HtmlFormatter(style="github-dark").get_token_style_defs(".code")
-    style = [read_text(HERE / "book.css"), *day, DARK, *night, "}\n"]
-    (out / "style.css").write_text("\n".join(style), encoding="utf-8")
+    style = read_text(HERE / "book.css")
+    for name, place in (("xcode", "/* light */"), ("github-dark", "/* dark */")):
+        colours = HtmlFormatter(style=name).get_token_style_defs(".code")
+        style = style.replace(place, "\n".join(colours))
+    (out / "style.css").write_text(style, encoding="utf-8")
     pages.save_svg(pages.ladder_figure(records, width=6), out / "ladder.svg")
     front = pages.linked(records, "", *pages.FRONT)
-    evidence = pages.linked(records, "", *pages.LADDER) + "\n" + pages.LADDER[2]
-    text = INDEX.format(count=len(records), front=front, evidence=evidence)
+    evidence = pages.linked(records, "", *pages.LADDER)
+    text = INDEX.format(len(records), front, evidence, pages.LADDER[2])
     body = from_markdown(text, records[0].folder.parent)
     found = [save_page(out / "index.html", "", body)]
     for record in records:
@@ -85,8 +86,7 @@ def link_to(word: str, record: Record) -> str:
 
 
 def save_page(path: Path, links: str, body: str) -> str:
-    frame = read_text(HERE / "book.html")
-    page = frame.format(title=path.stem, links=links, body=body)
+    page = read_text(HERE / "book.html").format(title=path.stem, links=links, body=body)
     path.write_text(page, encoding="utf-8")
     return path.name
 
@@ -97,13 +97,11 @@ def from_markdown(text: str, folder: Path, source: str | None = None) -> str:
     tokens = parser.parse(text)
     for token in tokens:
         for child in token.children or ():
-            if child.type != "link_open":
-                continue
-            link = child.attrs["href"]
+            link = child.attrs.get("href", "://")
             path = (folder / link).resolve()
             if (path / "record.json").exists():
                 child.attrs["href"] = f"{path.name}.html"
-            elif source:
+            elif source and "://" not in link:
                 child.attrs["href"] = urljoin(f"{source}/records/{folder.name}/", link)
             elif "://" not in link:
                 del child.attrs["href"]  # its words stay, as plain text
@@ -116,11 +114,10 @@ def change_of(record: Record) -> str:
     parent = record.parent.script.partition(BANNER)[0] if record.parent else ""
     changed = diff_sources(parent, script)
     tokens = count_tokens(script)
-    more = tokens - count_tokens(parent)
     words = escape(ast.get_docstring(ast.parse(script)) or "")
     parts = [
-        "<h2>The change</h2>" if parent else "<h2>The script</h2>",
-        PRICE.format(tokens=tokens, more=more, **changed),
+        "<h2>The change</h2>" if parent else '<h2 class="whole">The script</h2>',
+        PRICE.format(tokens=tokens, more=tokens - count_tokens(parent), **changed),
         f"<details><summary>The script's docstring</summary><pre>{words}</pre></details>"]
     before, after = sections(parent), sections(script)
     for section in changed["sections"]:
@@ -128,7 +125,7 @@ def change_of(record: Record) -> str:
         left, right = coloured(parent, old), coloured(script, new)
         rows = ""
         for group in SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes():
-            rows += GAP
+            rows += row(NONE, NONE)  # a gap
             for _, i, i_end, j, j_end in group:
                 for lines in zip_longest(left[i:i_end], right[j:j_end], fillvalue=NONE):
                     rows += row(*lines)
@@ -187,8 +184,8 @@ def curves_of(record: Record, out: Path) -> str:
 
 def published(record: Record):
     """(step, loss) by the record's README, as of one run, without step 0."""
-    text = LOSSES.search(read_text(record.folder / "README.md"))
-    found = re.findall(r"\b([1-9]\d*):\s+(\d+\.\d+)", text[1]) if text else []
+    text = "".join(LOSSES.findall(read_text(record.folder / "README.md")))
+    found = re.findall(r"\b([1-9]\d*):\s+(\d+\.\d+)", text)
     return np.array([found] if found else [], float)
 
 
@@ -199,6 +196,5 @@ def pocket(record: Record):
 
 
 CURVES = {
-    published: (TARGET, "Published validation loss by step; grey: the parent's"),
-    pocket: (float(RULES["pocket"]["target_loss"]),
-             "Loss on the pocket by step, mean and range of the runs; grey: the parent's")}
+    published: (TARGET, "Published validation loss. Grey: the parent's"),
+    pocket: (POCKET_TARGET, "Loss on the pocket, mean and range of the runs. Grey: the parent's")}

@@ -272,7 +272,7 @@ def ladder_figure(records: list, width: float = 9):
         rows.append((f"#{newest} ({NEWEST_MONTH})", GREY, [newer[newest]]))
     figure, (axis,) = picture(1, 0.36 * len(rows) + 1.1, width)
     for y, (_, color, minutes) in enumerate(rows):
-        axis.plot(minutes, [y] * len(minutes), "o", color=color, markersize=8, alpha=0.6)
+        axis.plot(minutes, [y] * len(minutes), "o", color=color, markersize=8, alpha=0.8)
         if len(minutes) == 1 and minutes[0] > 0:
             place = minutes[0] * 1.06
             axis.text(place, y, f"{minutes[0]:g}", va="center")
@@ -298,7 +298,7 @@ def losses_figure(curves: dict, target: float):
             mean = losses.mean(axis=0)
             axis.plot(steps, mean, "-o", color=color, markersize=3, label=name)
             axis.fill_between(steps, low, high, color=color, alpha=0.2)
-            axis.set_ylim(top=high[len(steps) // 10:].max() * 1.02)  # the first are untrained
+            axis.set_ylim(top=high[len(steps) // 20:].max() * 1.02)  # the first are untrained
     axis.axhline(target, color=GREY, linestyle=(0, (2, 2)))
     axis.set(xlabel="steps", ylabel="loss")
     axis.legend()

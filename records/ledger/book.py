@@ -13,7 +13,7 @@ from urllib.parse import urljoin
 import numpy as np
 from ledger import pages
 from ledger.diff import BANNER, diff_sources, own_part, sections
-from ledger.logs import LedgerError, read_log, read_text, seed_files
+from ledger.logs import LedgerError, read_log, read_text
 from ledger.public import TARGET
 from ledger.table import RULES, Record
 from markdown_it import MarkdownIt
@@ -38,13 +38,6 @@ the public run on eight H100s. Each is a script of its own, and a small change o
 page has the idea, the reason, the formulas, the change beside the parent's lines, and the curves.
 
 ![Published minutes of each record on eight H100s, on a logarithmic axis](ladder.svg)
-
-{}
-
-## Evidence
-
-{}
-{}
 """
 
 
@@ -59,10 +52,11 @@ def write_book(records: list, out: Path, source: str | None):
         style = style.replace(place, "\n".join(colours))
     (out / "style.css").write_text(style, encoding="utf-8")
     pages.save_svg(pages.ladder_figure(records, width=6), out / "ladder.svg")
-    front = pages.linked(records, "", *pages.FRONT)
-    evidence = pages.linked(records, "", *pages.LADDER)
-    text = INDEX.format(len(records), front, evidence, pages.LADDER[2])
-    body = from_markdown(text, records[0].folder.parent)
+    body = from_markdown(INDEX.format(len(records)), out)
+    folder = records[0].folder.parent
+    for heading, place in (("", folder.parent), ("## Evidence\n\n", folder)):
+        _, text, _ = pages.split_block(place / "README.md")
+        body += from_markdown(heading + text, place)
     found = [save_page(out / "index.html", "", body)]
     for record in records:
         links = '<a href="index.html">The ladder</a>\n'
@@ -191,7 +185,7 @@ def published(record: Record):
 
 def pocket(record: Record):
     """(step, loss) of each run that the record has on the pocket."""
-    logs = [read_log(path) for path in seed_files(record.folder, "loss")]
+    logs = [read_log(path) for path in sorted(record.folder.glob("logs/seed-*.txt"))]
     return np.array([pages.curve_of(log)[:, :2] for log in logs])
 
 

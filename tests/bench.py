@@ -57,7 +57,10 @@ YARDSTICK = ["tests/plain_baseline.py", "--train", "data/pocket/pocket_train_*.b
 COUNTED_STEPS = (240, 2442)  # of the pocket: 0.49 and 5.0 million tokens
 EVERY = {"pocket": ["--val_every", "20"], "against": ["--eval_every", "50"]}  # validations to draw
 VALIDATION = r"^step:\d+/\d+ val_loss:([\d.]+) train_time:(\d+)ms"  # as both print it
-NAMES = {"pocket": "this GPT", "against": "plain GPT"}
+LABELS = {"pocket": ("train_gpt.py\n--preset pocket", "tab:blue", "right", "top"),
+          "against": ("plain GPT, settings of\nnanoGPT's CPU quickstart", "dimgray", "left",
+                      "bottom")}
+MIDDLE = 2.2  # a loss in the middle of the picture, beside which the curves have their names
 SPEC_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "4090": 165.2, "3090": 71.0}  # bf16
 KERNELS = {"attention": "flex_attention|flash",  # kinds, by names; the first that fits
            "matrix products": "gemm|nvjet|cutlass|xmma|_mm|matmul|cublas",
@@ -154,7 +157,7 @@ def draw(folder, picture):
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    kept = {name: sorted(folder.glob(f"{name}-*.txt")) for name in NAMES}
+    kept = {name: sorted(folder.glob(f"{name}-*.txt")) for name in LABELS}
     if not all(kept.values()):
         raise train_gpt.UserError(f"{folder}: it lacks pocket-*.txt or against-*.txt; remove it, "
                                   "and the runs are made anew")
@@ -163,31 +166,41 @@ def draw(folder, picture):
     with rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(9, 4.6), layout="constrained")
         axes = figure.add_subplot()
-        for (name, files), color in zip(kept.items(), ("tab:blue", "tab:gray")):
-            ends = []  # last loss, its second, and when the target was reached, of each run
-            for file in files:
+        axes.axhline(target, color="black", linestyle="--", linewidth=1)
+        axes.annotate(f"target: {target}", (0, target), (6, 4), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", va="bottom")
+        for name, (label, color, side, edge) in LABELS.items():
+            times = []  # to a loss in the middle of the picture, and to the target, of each run
+            for file in kept[name]:
                 found = re.findall(VALIDATION, file.read_text(), re.M)
-                losses, ms = np.array(found, float).T
+                losses, ms = np.array(found, float)[1:].T  # the first is before the first step
                 axes.plot(ms / 1000, losses, color=color, linewidth=1.6, alpha=0.7)
-                end = np.argmax(losses <= target) + 1  # linear between two validations
-                two = slice(max(end - 2, 0), end)
-                reached = np.interp(-target, -losses[two], ms[two] / 1000, right=math.inf)
-                ends.append([losses[-1], ms[-1] / 1000, reached])
-            loss, seconds, reached = np.median(ends, axis=0)
-            words = f"{NAMES[name]}: {loss:.3f} after {seconds:.1f} s"
+                times.append([seconds_to(loss, losses, ms) for loss in (MIDDLE, target)])
+            middle, reached = np.median(times, axis=0)
+            away = -10 if side == "right" else 10
+            axes.annotate(label, (middle, MIDDLE), (away, away), textcoords="offset points",
+                          color=color, ha=side, va=edge)
             if math.isfinite(reached):
-                words += f", {target} after {reached:.1f} s"
                 axes.plot(reached, target, "o", color=color, markersize=8)
-            axes.plot([], [], color=color, linewidth=3, label=words)
-        axes.axhline(target, color="black", linestyle="--", linewidth=1, label=f"target: {target}")
-        axes.set_ylim(1.4, 3.4)
-        axes.set_xlim(left=0)
+                axes.annotate(f"{reached:.0f} s", (reached, target), (-6, -6), color=color,
+                              textcoords="offset points", ha="right", va="top")
+        axes.set(xscale="log", ylim=(1.4, 3.2), ylabel="validation loss, nats per byte")
+        axes.set_yticks([1.5, 2, 2.5, 3])
+        axes.set_xticks([1, 2, 5, 10, 20, 50, 100])
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
         facts = final_values(kept["pocket"][0].read_text())
-        axes.set_xlabel(f"seconds of training, {facts['threads']} threads, {facts['device']}")
-        axes.set_ylabel("validation loss, nats per byte")
-        axes.legend(frameon=False, loc="upper right")
+        axes.set_xlabel(f"seconds of training (logarithmic), {facts['threads']} threads, "
+                        f"{facts['device']}")
         figure.savefig(picture, dpi=200, metadata={"Software": None})
     say(f"{picture}, of {sum(map(len, kept.values()))} runs in {folder}")
+
+
+def seconds_to(loss, losses, ms):
+    """When a run's validation loss reached `loss`, linear between two validations."""
+    end = np.argmax(losses <= loss) + 1
+    two = slice(max(end - 2, 0), end)
+    return np.interp(-loss, -losses[two], ms[two] / 1000, right=math.inf)
 
 
 # ---- baselines: losses alone ----
@@ -198,7 +211,7 @@ def baselines(args, flags):
         commands.append(("plain GPT", [*YARDSTICK, "--size", "pocket", "--seed", str(seed)]))
     for steps in COUNTED_STEPS:
         commands.append(("counting", ["tests/ngram_baseline.py", "--num_iterations", str(steps)]))
-    say(f"{train_gpt.device_facts(torch.device('cpu'))[0]}, torch {torch.__version__}, "
+    say(f"{train_gpt.machine_facts(torch.device('cpu'))['device']}, torch {torch.__version__}, "
         "one thread a run")
     losses = {}
     for name, words in commands:

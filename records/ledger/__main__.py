@@ -6,6 +6,7 @@
     python records/ledger diff A B [--html OUT]            what changed, section by section
     python records/ledger curves A B ... [--png OUT]       loss over steps, tokens and time
     python records/ledger verify [FOLDER] [--replay N]     hold every claim to its logs
+    python records/ledger book [FOLDER] --out SITE         a static site, a page for each record
 
 A and B are record folders, scripts or logs, of this project or of the public lineage. P-values need
 scipy and pictures matplotlib (requirements-dev.txt). Exit status: 1 where a claim or a run fails, 2
@@ -160,6 +161,13 @@ def verify_verb(args):
     return {"records": len(records), "findings": findings, "notes": notes}, words
 
 
+def book_verb(args):
+    from ledger import book  # it needs packages that no other verb does
+
+    found = book.write_book(table.find_records(Path(args.folder)), Path(args.out), args.source)
+    return found, f"wrote {len(found)} pages; open {args.out}/index.html"
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}; --help shows the usage\n")
@@ -204,6 +212,9 @@ VERBS = {
         "--target": {"type": loss, "metavar": "LOSS", "help": "default: the logs' target_loss"}}),
     verify_verb: ("hold every claim to its logs; exit 1 if one fails", {
         **FOLDER, "--replay": {**COUNT, "help": "run N of each record's seeds again"}}),
+    book_verb: ("a static site with a page for each record", {
+        **FOLDER, "--out": {"required": True, "metavar": "SITE", "help": "folder to write it to"},
+        "--source": {"metavar": "URL", "help": "of the repository's files, for links to them"}}),
 }
 
 

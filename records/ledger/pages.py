@@ -1,5 +1,6 @@
 """What is shown: tables, the generated blocks of the READMEs, the ladder and the curves."""
 
+import io
 import math
 import re
 import statistics
@@ -34,13 +35,24 @@ Loss: all runs of a setting. Target: p that the mean lies below the rules' targe
 the parent's mean in the same setting, with the two-sided p of the paired t-test; * where p < 0.01.
 Minutes (median), Time (ratio to the parent's): of runs alone on their machine.""")
 FRONT = (
-    ("Record", "Idea", "Published (min)", "Modelled (min)", "Changed lines"),
-    "{name}|{change}|{published[minutes]:g}|{modelled_minutes:g}|{lines}")
+    ("Record", "Idea", "Published (min)", "Changed lines"),
+    "{name}|{change}|{published[minutes]:g}|{lines}")
 FOREIGN = (
     ("Folder", "Runs", "Loss ± std (n)", "p", "Steps", "Minutes"),
     "{folder:.44}|{runs:.44}|{loss}|{p_target:.1g}|{steps:,}|{minutes:.3f}", """
 p: one-sided t-test that the mean lies below 3.28. Runs: the record's, or what they are beside it; a
 baseline is what has the source of the older folder that is named, or is called one.""")
+# Minutes of the public records from #54 on, by the table of github.com/KellerJordan/modded-nanogpt
+# as it stood on 2026-08-01 (commit f411b3d3).
+NEWER = dict(enumerate(map(float, """
+    1.940 1.918 1.894 1.878 1.820 1.781 1.765 1.748 1.655 1.650 1.630 1.613 1.595 1.540 1.535 1.528
+    1.521 1.516 1.496 1.485 1.468 1.453 1.446 1.435 1.426 1.411 1.406 1.363 1.353 1.328 1.320 1.271
+    1.266 1.256 1.243 1.23""".split()), 54))
+NEWEST_MONTH = "July 2026"
+GREY = "#8a9299"
+SHADES = {"#000000": "currentColor", "#e3e6e9": "#88888855", "#006ba4": "#3189c9"}  # in the book
+SVG_STYLE = ("svg { color: #1c2126; fill: currentColor } "
+             "@media (prefers-color-scheme: dark) { svg { color: #dde2e6 } }\n")
 RESULTS = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 CONTEST = (
     RESULTS,
@@ -289,14 +301,14 @@ def curve_of(log: Log) -> np.ndarray:
     return curve
 
 
-def picture(panels: int, height: float):
+def picture(panels: int, height: float, width: float = 9):
     import matplotlib.style
     from matplotlib.figure import Figure
 
     matplotlib.style.use(["tableau-colorblind10", {
         "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
         "grid.color": "#e3e6e9", "legend.frameon": False}])
-    figure = Figure(figsize=(9, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(1, panels, sharey=True, squeeze=False)[0]
 
 
@@ -305,27 +317,70 @@ def save(figure, png: str):
     print(f"wrote {png}", file=sys.stderr)
 
 
+def save_svg(figure, path: Path):
+    """A picture for the book: its words are text, and its black is light where the page is dark."""
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    head, style, rest = text.getvalue().partition('<style type="text/css">')
+    for color, shade in SHADES.items():
+        rest = rest.replace(color, shade)
+    path.write_text(head + style + SVG_STYLE + rest, encoding="utf-8")
+
+
 def draw_ladder(records: list, png: str):
-    """Published and modelled minutes of each record, on a logarithmic axis."""
-    figure, (axis,) = picture(1, 0.36 * len(records) + 1.2)
-    names = [name_of(record) for record in records]
-    for y, record in enumerate(records):
-        published = (record.claim["published"] or {}).get("minutes")
-        modelled = record.claim["modelled_minutes"]
-        for minutes, look, shift, side in ((published, "oC0", 9, "left"),
-                                           (modelled, "DC1", -9, "right")):
-            if minutes:
-                axis.plot(minutes, y, look, markersize=8)
-                axis.annotate(f"{minutes:g}", (minutes, y), (shift, 0), ha=side, va="center",
-                              textcoords="offset points")
-    axis.plot([], [], "oC0", label="published")
-    axis.plot([], [], "DC1", label="modelled, not run")
-    axis.set(xscale="log", xlim=(1.5, 20), xlabel="minutes on 8×H100 (logarithmic)",
-             ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=names)
-    axis.set_xticks([2, 3, 5, 10, 20], ["2", "3", "5", "10", "20"])
+    save(ladder_figure(records), png)
+
+
+def ladder_figure(records: list, width: float = 9):
+    """Published minutes of each record, and of newer public ones in grey, on a logarithmic axis."""
+    rows = []  # (name, colour, minutes of its points)
+    newer = dict(NEWER)
+    for record in records:
+        name = name_of(record)
+        published = record.claim["published"] or {"minutes": math.nan, "number": None}
+        rows.append((name, "C0", [published["minutes"]]))
+        newer.pop(published["number"], None)
+    if newer:
+        newest = max(newer)
+        others = [minutes for number, minutes in newer.items() if number != newest]
+        rows.append((f"#{min(newer)} to #{newest - 1}", GREY, others))
+        rows.append((f"#{newest} ({NEWEST_MONTH})", GREY, [newer[newest]]))
+    figure, (axis,) = picture(1, 0.36 * len(rows) + 1.1, width)
+    for y, (_, color, minutes) in enumerate(rows):
+        axis.plot(minutes, [y] * len(minutes), "o", color=color, markersize=8, alpha=0.8)
+        if len(minutes) == 1 and minutes[0] > 0:
+            place = minutes[0] * 1.06
+            axis.text(place, y, f"{minutes[0]:g}", va="center")
+    axis.plot([], [], "oC0", label="with a script here")
+    axis.plot([], [], "o", color=GREY, label="newer, without one")
+    axis.set(xscale="log", xlim=(1.1, 22), xlabel="published minutes on 8×H100 (logarithmic)")
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.set_yticks(range(len(rows)), [name for name, *_ in rows])
+    axis.set_xticks([1.5, 2, 3, 5, 10, 20])
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
     axis.legend(loc="lower right")
-    save(figure, png)
+    return figure
+
+
+def losses_figure(curves: dict, target: float):
+    """Losses by step of a parent, in grey, and of its record: the mean of the runs, their range."""
+    figure, (axis,) = picture(1, 3.6, 6)
+    for (name, runs), color in zip(reversed(curves.items()), ("C0", GREY)):
+        if len(runs):
+            steps, losses = runs[0, :, 0], runs[:, :, 1]
+            low, high = losses.min(axis=0), losses.max(axis=0)
+            mean = losses.mean(axis=0)
+            axis.plot(steps, mean, "-o", color=color, markersize=3, label=name)
+            axis.fill_between(steps, low, high, color=color, alpha=0.2)
+            axis.set_ylim(top=high[len(steps) // 20:].max() * 1.02)  # the first are untrained
+    axis.axhline(target, color=GREY, linestyle=(0, (2, 2)))
+    axis.set(xlabel="steps", ylabel="loss")
+    axis.legend()
+    return figure
 
 
 def draw_curves(groups: dict, target: float, png: str):

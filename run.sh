@@ -131,7 +131,9 @@ given --train_files || resumed || [ "$data" = own ] || "$python" "$repo/data/$da
 
 # glibc keeps freed memory. Asking for new pages costs 8 % of the pocket's time.
 : "${MALLOC_TRIM_THRESHOLD_=2147483647}" "${MALLOC_MMAP_MAX_=0}"
-export MALLOC_TRIM_THRESHOLD_ MALLOC_MMAP_MAX_ OMP_NUM_THREADS
+# Compiled kernels survive a reboot there.
+: "${TORCHINDUCTOR_CACHE_DIR=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/train_gpt}"
+export MALLOC_TRIM_THRESHOLD_ MALLOC_MMAP_MAX_ OMP_NUM_THREADS TORCHINDUCTOR_CACHE_DIR
 [ "$processes" != 1 ] || exec "$python" "$script" "$@"
 [ "$processes" = "$most" ] || say "$processes of $most GPUs: a step has $sequences sequences"
 # torchrun by its functions, since after an error or a signal it would add 40 lines of its own.

@@ -80,7 +80,7 @@ def load_model(script: ModuleType, path: Path, device: str) -> torch.nn.Module:
     """Return the model of the checkpoint, in evaluation. Raises: DataError."""
     try:
         state = script.load_checkpoint(path)
-        model = script.GPT(script.Hyperparameters(**state["hyperparameters"]))
+        model = script.GPT(script.Hyperparameters(**state["settings"]))
         model.load_state_dict(state["model"])
     except script.UserError as error:
         raise DataError(one_line(error)) from error

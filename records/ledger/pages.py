@@ -23,11 +23,11 @@ SHARD = 100_000_000  # tokens of a training shard of FineWeb
 FETCHED = 8  # shards that data/fineweb.py fetches
 # A table: its heading, the forms of its cells, and what it says below.
 LADDER = (
-    ("Record", "Minutes", "Loss (n)", "Float64", "Modelled"),
+    ("Record", "Minutes", "Loss (n)", "Float64"),
     "{name}|{published[minutes]:g}|{published[val_loss]:.4f} ({published[n]})|"
-    "{equality[largest]:.0e}|{modelled_minutes:g}", """
+    "{equality[largest]:.0e}", """
 Minutes, Loss: of the public record's n runs on 8×H100, by its own files. Float64: the largest
-difference of our script from the public one. Modelled: of ours on 8×H100, where it was not run.""")
+difference of our script from the public one.""")
 RUNS = (
     ("Record", "Loss ± std (n)", "Target", "Minutes", "Difference", "Time"),
     "{name}|{loss}|{p_target:.1g}|{minutes:.3f}|{difference}|" + RATIO, """

@@ -222,7 +222,7 @@ def judge(script: Path, checkpoint: Path, preset: str, device: str, seed: int):
     record.__file__ = str(script)
     exec(compile(read_text(script), script, "exec"), vars(record))
     state = load(checkpoint, map_location=device, weights_only=True)
-    cfg = record.Hyperparameters(**state["hyperparameters"])
+    cfg = record.parse_args([f"--{name}={text}" for name, text in state["settings"].items()])
     with torch.device(device):
         model = record.GPT(cfg)
     with no_grad():

@@ -102,7 +102,7 @@ def run(call_tool):
 def test_the_newest_checkpoint_says_the_likeliest(runs, run):
     """As the model's logits have it, computed here."""
     state = torch.load(runs.root, weights_only=True)
-    model = train_gpt.GPT(train_gpt.Hyperparameters(**state["hyperparameters"])).eval()
+    model = train_gpt.GPT(train_gpt.Hyperparameters(**state["settings"])).eval()
     model.load_state_dict(state["model"])
     ids = [256, *b"xy"]
     while len(ids) < 3 + 12 and ids[-1] != 256:

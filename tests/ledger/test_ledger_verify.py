@@ -555,6 +555,9 @@ from torch import nn
 class Hyperparameters:
     val_seq_len: int = 64
 
+def parse_args(argv):
+    return Hyperparameters(*(int(word.partition("=")[2]) for word in argv))
+
 class GPT(nn.Module):
     def __init__(self, cfg):
         super().__init__()
@@ -592,7 +595,7 @@ def verdict(tmp_path, monkeypatch):
             assert old in source
             source = source.replace(old, new)
         (tmp_path / "record.py").write_text(source)
-        state = {"hyperparameters": {"val_seq_len": 64}, "model": {"table": torch.tensor(weights)}}
+        state = {"settings": {"val_seq_len": "64"}, "model": {"table": torch.tensor(weights)}}
         torch.save(state, tmp_path / "a.pt")
         found = run.judge(tmp_path / "record.py", tmp_path / "a.pt", "pocket", "cpu", 0)
         logits = weights.astype(float)[tokens[:-1]]

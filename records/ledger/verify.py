@@ -54,11 +54,9 @@ def log_findings(log: Log, settings: dict):
     int(header["seed"])
     loss, ms = log.val[log.last_step]
     final_ms = max(1, float(final["train_time_ms"]))
-    rate = 1000 * float(final["tokens"]) / final_ms
     # All are rounded. The clock stops after the last step's line: on a busy machine, some ms later.
     for name, shown, slack in (("val_loss", loss, 5.06e-5), ("steps", log.last_step, 0),
-                               ("train_time_ms", ms, 1 + final_ms / 1000),
-                               ("tokens_per_second", rate, 0.51 + 0.51 * rate / final_ms)):
+                               ("train_time_ms", ms, 1 + final_ms / 1000)):
         if not abs(float(final[name]) - shown) <= slack:
             found.append(f"its final {name} is {final[name]}, its steps say {shown:g}")
     if log.resumed:

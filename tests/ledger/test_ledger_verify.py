@@ -79,7 +79,6 @@ SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is 
     f"{LOGS}/seed-1.txt": {
         "a loss": ("\nval_loss: 1", "\nval_loss: 2", "final val_loss is 2"),
         "a time": ("train_time_ms: 1", "train_time_ms: 2", "final train_time_ms"),
-        "a rate": ("tokens_per_second: ", "tokens_per_second: 1", "tokens_per_second"),
         "another torch": ("torch: 2.13.0+cpu", "torch: 2.11.0", "differ in torch"),
         "the source's hash": ("sha256: ", "sha256: 0", "was not written by the sour"),
         "a hyperparameter": ("num_iterations: 40", "num_iterations: 41", "has num_iterations 41"),

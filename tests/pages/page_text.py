@@ -65,7 +65,7 @@ def prose_of(page: str) -> str:
 
 def links_of(page: str) -> list[tuple[str, str]]:
     """(path, heading) of each link to this project; the path is empty within a page."""
-    links = re.findall(r"\]\((?!https?:)([^)\s]*)\)", prose_of(page))
+    links = re.findall(r"\]\((?!https?:|\.\./\.\./actions)([^)\s]*)\)", prose_of(page))
     return [(path, heading) for path, _, heading in (link.partition("#") for link in links)]
 
 

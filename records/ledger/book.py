@@ -184,7 +184,7 @@ def published(record: Record):
 
 def pocket(record: Record):
     """(step, loss) of each run that the record has on the pocket."""
-    logs = [read_log(path) for path in sorted(record.folder.glob("logs/seed-*.txt"))]
+    logs = [read_log(path) for path in sorted(record.folder.glob("logs/**/pocket*/seed-*.txt"))]
     return np.array([pages.curve_of(log)[:, :2] for log in logs])
 
 

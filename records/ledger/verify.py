@@ -15,7 +15,8 @@ CHANGE = re.compile(r'^Parent: \S+ Change: (.*?)(?:\n\n|""")', re.M | re.S)
 NAMED = re.compile(r"^Record: (\w[\w-]*)", re.M)  # in a docstring
 # No record needs these above the banner: they reach the harness, the clock, files or other code.
 REACHES = re.compile(
-    r"^(?:import|from) .*;.*|\bsys\.\w+|__(?:dict|globals|builtins|setattr)__|\bimportlib\b"
+    r"^(?:import|from) .*;.*|\bsys\.\w+|__(?:dict|globals|builtins|setattr)__"
+    r"|\bimportlib\b(?!\.metadata)"
     r"|(?<![.\w])(?:globals|locals|vars|exec|eval|open|compile|__import__|_getframe)\("
     r"|\.(?:load|fromfile|memmap|read_bytes|read_text)\(|\b(?:read|find)_(?:shards?|val_tokens)\b"
     r"|\.val_tokens\b|\.clock\b(?!\.(?:start|stop)\(\))", re.M)

@@ -71,10 +71,11 @@ def runs(build_once, write_shard):
         tokens = torch.randint(256, (60_001,), generator=torch.Generator().manual_seed(0))
         tokens[::100] = 256
         write_shard(folder / "tiny.bin", tokens.tolist())
+        write_shard(folder / "val.bin", tokens[:200].tolist())
         for name, script in (("oldest", sample_tool.load_script(OLDEST)), ("root", train_gpt)):
             flags = f"""--preset pocket --device cpu --num_iterations 2 --val_seq_len 128
                 --sequences_per_step 2 --val_tokens 128 --warmup_steps 0 --save_every 2
-                --train_files tiny.bin --val_files tiny.bin --run_id {name}"""
+                --train_files tiny.bin --val_files val.bin --run_id {name}"""
             with contextlib.chdir(folder):
                 assert not script.main(flags.split())
 
@@ -101,7 +102,7 @@ def run(call_tool):
 @torch.no_grad()
 def test_the_newest_checkpoint_says_the_likeliest(runs, run):
     """As the model's logits have it, computed here."""
-    state = torch.load(runs.root, weights_only=True)
+    state = train_gpt.load_checkpoint(runs.root)
     model = train_gpt.GPT(train_gpt.Hyperparameters(**state["settings"])).eval()
     model.load_state_dict(state["model"])
     ids = [256, *b"xy"]

@@ -186,7 +186,6 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path,
 
 def test_the_header_names_the_gpu_and_its_software(monkeypatch, tmp_path, tiny_shards):
     """What CUDA, its driver and its libraries say of themselves, asked here a second time."""
-    import triton  # is not there where there is no GPU
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_gpt.Run, "warm_up", lambda run: None)  # it compiles

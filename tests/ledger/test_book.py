@@ -162,7 +162,7 @@ def test_curves_are_beside_the_parents(site):
     assert "#8 UntieEmbed" not in first.read_text()
     assert "#8 UntieEmbed" in second.read_text() and "#5 ModernArch" in second.read_text()
     runs = book.pocket(RECORDS[0])
-    texts = [path.read_text() for path in RECORDS[0].folder.glob("logs/seed-*.txt")]
+    texts = [path.read_text() for path in RECORDS[0].folder.glob("logs/pocket-*/seed-*.txt")]
     ends = sorted(float(re.findall(r"^val_loss: (.*)", text, re.M)[-1]) for text in texts)
     assert sorted(runs[:, -1, 1]) == pytest.approx(ends, abs=1e-4)
 

@@ -151,7 +151,7 @@ def test_list_tells_the_table(measured, capsys):
     assert len(found["losses"]) == found["against"]["n"] == SEEDS
     assert found["setting"]["device"] == "cpu (fake)" and found["setting"]["jobs"] == "1"
     page = (folder / "README.md").read_text()
-    assert f"| [#5 First]({PARENT}) | 15.2 | 3.2741 (1) | 3e-13 |  |" in page
+    assert f"| [#5 First]({PARENT}) | 15.2 | 3.2741 (1) | 3e-13 |" in page
     assert f"| [Second]({NEWEST}) | 1.5" in page and f"({SEEDS}) |" in page
     assert "| pocket | `1.64` | `262144` |" in page and page.endswith("\n\nEnd.\n")
     machine = "Preset pocket on cpu (fake), 1 rank(s), torch 2.13.0+cpu, "
@@ -161,8 +161,8 @@ def test_list_tells_the_table(measured, capsys):
     assert [row[0] for row in rows] == [f"| [#5 First](../{PARENT})", f"| [Second](../{NEWEST})"]
     assert rows[0][4] == "" and rows[1][4].startswith("−0.1") and rows[1][5].startswith("×")
     rows = (measured / "README.md").read_text().splitlines()
-    assert f"| [#5 First](records/{PARENT}) | the first | 15.2 |  |  |" in rows
-    assert f"| [Second](records/{NEWEST}) | less loss |  | 2.5 | +2 −2 |" in rows
+    assert f"| [#5 First](records/{PARENT}) | the first | 15.2 |  |" in rows
+    assert f"| [Second](records/{NEWEST}) | less loss |  | +2 −2 |" in rows
     assert is_drawn(folder / "ladder.png")
     assert main(["list", str(folder / NEWEST)]) == 0
     out = capsys.readouterr().out

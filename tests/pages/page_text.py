@@ -40,7 +40,7 @@ def tracked_files() -> list[str]:
     return sorted(str(name) for name in names if not left_out & set(name.parts))
 
 
-PAGES = [name for name in tracked_files() if name.endswith(".md")]
+PAGES = [name for name in tracked_files() if name.endswith(".md") and ".github/" not in name]
 
 
 def text_of(page: str) -> str:

@@ -28,6 +28,7 @@ SMALLER = {  # patterns of commands, and the flags that are added where they run
     "python tests/bench.py turns *": f"{FEW} --seeds 1",
     "python records/ledger diff *": "",
     "python records/ledger verify": "",
+    "python records/share_harness.py": "",
     "python data/pocket.py": "",
     "python data/text.py --tokenizer bytes *": "",
     "xzcat dump.xz | python data/text.py --tokenizer bytes *": ""}

@@ -31,6 +31,7 @@ FLAGS = {
     **{name: flags_in(name) for name in OWN_FLAGS},
     "tests/bench.py": flags_in("tests/bench.py") | SCRIPT_FLAGS,  # it hands on what it knows not
     "records/ledger": flags_in("records/ledger/__main__.py"),
+    "records/share_harness.py": set(),
     "./run.sh sample": flags_in("data/sample.py"),
     "./run.sh": SCRIPT_FLAGS,
     # Programs that are not ours: flags of theirs that the pages name.

@@ -625,8 +625,12 @@ def test_the_judge_finds_weights_that_no_seed_gave(verdict):
     assert abs(off) < 1e-6 and wrong == [False, True]
 
 
-def test_the_judge_is_not_the_records(verdict):
+def test_the_judge_is_not_the_records(verdict, monkeypatch):
     """What a record puts in the place of torch's functions, it has put there for itself."""
+    import torch
+
+    monkeypatch.setattr(torch, "equal", torch.equal)  # put back after the test, as the next one
+    monkeypatch.setattr(torch.Tensor, "logsumexp", torch.Tensor.logsumexp)
     patch = "torch.Tensor.logsumexp = lambda *_: 0\ntorch.equal = lambda *_: False\nclass GPT"
     off, *wrong = verdict(("class GPT", patch))
     assert abs(off) < 1e-6 and wrong == [False, False]

@@ -269,7 +269,7 @@ def time_steps(argv, my_turn, other_turn, times):
         script = load_script(Path(argv[0]))
         next_step = script.TokenLoader.next_step
         script.TokenLoader.next_step = next_step_in_turn
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())):
             code = script.main(argv[1:])
         times.put(seconds)
     except DataError as error:

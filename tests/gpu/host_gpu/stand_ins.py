@@ -75,6 +75,9 @@ class Stream:
     def synchronize(self):
         pass
 
+    def record_event(self, event=None):
+        return event or Event()
+
 
 class Event:
     """torch.cuda.Event of work that is done already."""

@@ -293,7 +293,9 @@ def turns(args, flags):
         turn[seed % 2].release()  # this one begins
         for i, script in enumerate((REPO / "train_gpt.py", args.script)):
             times.append(context.SimpleQueue())
-            argv = [str(script), "--preset", "pocket", "--seed", str(seed), *flags]
+            run_id = f"turns-{os.getpid()}-{seed}-{i}"  # they begin in one second
+            argv = [str(script), "--preset", "pocket", "--seed", str(seed), "--run_id", run_id]
+            argv += flags
             words = (argv, turn[i], turn[1 - i], times[i])
             processes.append(context.Process(target=time_steps, args=words))
         for process in processes:
@@ -315,6 +317,9 @@ class Both(io.TextIOBase):
 
     def __init__(self, *files):
         self.files = files
+
+    def reconfigure(self, **options):
+        """As the files are already."""
 
     def write(self, text):
         for file in self.files:

@@ -773,7 +773,7 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in place.
 
     Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
-    mean, square: in fp32, also of bf16 weights: #56, @ChrisJMcCormick. count: steps taken, a tensor.
+    mean, square: in fp32, also of bf16 weights: @ChrisJMcCormick, #56. count: steps, a tensor.
     """
     count += 1
     beta1, beta2 = betas

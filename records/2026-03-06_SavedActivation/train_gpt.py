@@ -146,7 +146,7 @@ POCKET = dict(
     attention_scale=0.5,
     rope_base=32,
     embed_lr=0.5,
-    head_lr=0.03,
+    head_lr=0.045,
     muon_lr=0.08,
     muon_momentum=0.85,
     num_iterations=240,
@@ -469,15 +469,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
     return y.transpose(1, 2).reshape(shape)
 
 
-def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, https://arxiv.org/abs/2104.09864, by angles (T, 1, K / 2).
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by angles (T, 1, P, K / 2).
 
-    Paired heads have angles (T, 1, 2, K / 2) for x (B, T, H / 2, 2, K).
+    x: (B, T, H / P, P, K) with P positions of a token, 1 or 2, which its heads have in turns.
     Entry i and entry i + K / 2 are a pair.
     """
-    first, second = x_BTHK.float().chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
     turned = [first * cos + second * sin, second * cos - first * sin]
-    return torch.cat(turned, dim=-1).type_as(x_BTHK)
+    return torch.cat(turned, dim=-1).type_as(x)
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:
@@ -501,7 +501,7 @@ class CausalSelfAttention(nn.Module):
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
         self.offsets_keys = window == "L"
-        self.paired = window == "P"
+        self.positions = 2 if window == "P" else 1  # of a token
         self.kernel_options = None  # of FlexAttention
         self.qkv_w = nn.Parameter(torch.empty(3, dim, dim))  # @fernbear.bsky.social, @YouJiacheng
         self.c_proj = CastedLinear(dim, dim)
@@ -517,12 +517,8 @@ class CausalSelfAttention(nn.Module):
         qkv = F.linear(x, qkv_w.type_as(x))
         qkv = qkv.unflatten(-1, (3 * self.num_heads, -1))  # (B, T, 3 H, K)
         qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
-        qk = norm(qk)  # QK-norm: @Grad62304977
-        if self.paired:  # odd heads turn as if they stood half a token later
-            qk = rotate(qk.unflatten(2, (-1, 2)), *rotary).flatten(2, 3)
-        else:
-            qk = rotate(qk, *rotary)
-        q, k = qk.chunk(2, dim=2)
+        qk = norm(qk).unflatten(2, (-1, self.positions))  # QK-norm: @Grad62304977
+        q, k = rotate(qk, *rotary).flatten(2, 3).chunk(2, dim=2)
         if self.offsets_keys:
             k = offset_keys(k)
         channels = x[..., : self.attn_gate.in_features]
@@ -530,18 +526,18 @@ class CausalSelfAttention(nn.Module):
             # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate. It sees
             # the value too, but not where heads are paired: @photon_mz, #70.
             seen = channels
-            if not self.paired:
+            if self.positions == 1:
                 half = channels.size(-1) // 2
                 seen = torch.cat([channels[..., :half], value_embed[..., :half]], dim=-1)
             gate_BTH = 2 * torch.sigmoid(self.value_gate(seen))
             v = v + gate_BTH[..., None] * value_embed.view_as(v)
-        if self.paired:
-            # Paired heads: @classiclarryd, #58, 65 steps. Heads h and h + H / 2 of a token stand
-            # side by side in one sequence of 2 T positions, and share its softmax.
-            shape = (len(x), -1, self.num_heads // 2, q.size(-1))
-            q = q.reshape(shape)
-            k = k.reshape(shape)
-            v = v.reshape(shape)
+        # Paired heads: @classiclarryd, #58, 65 steps. Heads h and h + H / 2 of a token stand side
+        # by side in one sequence of 2 T positions, and share its softmax. Odd heads were turned as
+        # if they stood second.
+        shape = (len(x), -1, self.num_heads // self.positions, q.size(-1))
+        q = q.reshape(shape)
+        k = k.reshape(shape)
+        v = v.reshape(shape)
         y = attend(q, k, v, mask, self.kernel_options)
         # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
         gate_BTH = torch.sigmoid(self.attn_gate(channels))
@@ -597,12 +593,12 @@ class Block(nn.Module):
         self.x0_lambda = nn.Parameter(torch.tensor(0.0))
         self.bigram_lambda = nn.Parameter(torch.tensor(0.05))
 
-    def forward(self, x, read, injected, value_embed, rotary, mask):
+    def forward(self, x, read, injected, value_embed, place):
         """read: what attention sees. injected: what is added beside its output."""
         resid_attn, resid_mlp = self.resid_lambdas
         post_attn, post_mlp = self.post_lambdas
         if self.attn is not None:
-            y = self.attn(norm(read), value_embed, rotary, mask)
+            y = self.attn(norm(read), value_embed, *place)
             x = resid_attn * x + post_attn * y + injected
         return resid_mlp * x + post_mlp * self.mlp(norm(x))
 
@@ -673,12 +669,9 @@ class GPT(nn.Module):
                 raise KeyError(f"no initialisation for the parameter {name}")
         self.embed.weight.copy_(self.lm_head.weight)
 
-    def hidden(self, inputs_BT):
-        """The normed output of the last layer, (B, T, D)."""
+    def places(self, inputs_BT):
+        """Rotary angles and attention mask for each letter of the pattern."""
         cfg = self.cfg
-        length = inputs_BT.size(1)
-        padding = -length % BLOCK
-        inputs_BT = F.pad(inputs_BT, (0, padding), value=cfg.eot_token)
         # Documents are numbered through all rows, so that no row attends to another.
         starts_BT = inputs_BT == cfg.eot_token
         starts_BT[:, 0] = True
@@ -687,15 +680,24 @@ class GPT(nn.Module):
         make_mask = dense_mask
         if docs_BT.is_cuda and torch.compiler.is_compiling():
             make_mask = flex_mask
-        masks = {}
+        places = {}
+        T = inputs_BT.size(1)
         long, short = self.windows
         for letter, window in dict(L=long, S=short, P=short).items():
             if letter in cfg.attention_pattern:
                 positions = 2 if letter == "P" else 1  # of a token
-                masks[letter] = make_mask(docs_BT.repeat_interleave(positions, dim=1), window)
-        T = inputs_BT.size(1)
-        rotary = self.rotary[:, :T]
-        paired_rotary = self.rotary[:, : 2 * T].view(2, T, 1, 2, -1)
+                rotary = self.rotary[:, : positions * T].view(2, T, 1, positions, -1)
+                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), window)
+                places[letter] = (rotary, mask)
+        return places
+
+    def hidden(self, inputs_BT):
+        """The normed output of the last layer, (B, T, D)."""
+        cfg = self.cfg
+        length = inputs_BT.size(1)
+        padding = -length % BLOCK
+        inputs_BT = F.pad(inputs_BT, (0, padding), value=cfg.eot_token)
+        places = self.places(inputs_BT)
         values = {}
         for table, embedding in self.value_embeds.items():
             values[table] = embedding(inputs_BT)
@@ -711,15 +713,13 @@ class GPT(nn.Module):
                 channels = x0[..., : self.skip_gate.in_features]
                 gate = 2 * torch.sigmoid(self.skip_gate(channels))  # (B, T, 1), 1 at first
                 x = x + torch.sigmoid(self.skip_lambda) * gate * skip
-            mask = masks.get(block.window)
             value_embed = values.get(block.value_table)
-            angles = paired_rotary if block.window == "P" else rotary
             injected = block.x0_lambda * x0  # @KoszarskyB, @Grad62304977
             if outputs:  # the first layer has its bigrams already
                 injected = injected + block.bigram_lambda * bigram
             # Late attention reads one saved activation: @classiclarryd, #77, after @sisovicm, #73
             read = x if len(outputs) <= cfg.backout_layer else outputs[cfg.backout_layer]
-            x = block(x, read, injected, value_embed, angles, mask)
+            x = block(x, read, injected, value_embed, places.get(block.window))
             outputs.append(x)
         # Backout: subtract what only the early layers needed: @snimu, #40
         x = x - self.backout_lambda * outputs[cfg.backout_layer]

@@ -377,8 +377,8 @@ def order_blocks(seen_QK: Tensor):
     return count.int()[None, None], order.int()[None, None]
 
 
-def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
-    """FlexAttention's mask, from each token's document number and the window in blocks.
+def flex_mask(docs_BT: Tensor, reach: Tensor) -> BlockMask:
+    """FlexAttention's mask, from each token's document number and the tokens that it sees back.
 
     It is built by tensor operations, so a growing window needs no recompilation.
     """
@@ -387,21 +387,22 @@ def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
     first_doc = docs[:, 0]  # of each block
     last_doc = docs[:, -1]
     block = torch.arange(len(docs), device=docs.device)
-    # Rows are blocks of queries, columns blocks of keys. With a window of 2 and one document:
+    # Rows are blocks of queries, columns blocks of keys. With a reach of 256 and one document:
     # p . . .    p: partial, as some of its pairs are masked
     # f p . .    f: full, all of its pairs are seen
     # p f p .
     # . p f p
     distance = block[:, None] - block  # from a block of keys to the block of queries
-    near = (distance >= 0) & (distance <= window)
+    near = (distance >= 0) & (BLOCK * distance - (BLOCK - 1) <= reach)
     seen = near & (first_doc[:, None] <= last_doc)
     one_document = last_doc[:, None] == first_doc
-    full = seen & one_document & (distance > 0) & (distance < window)  # needs no mask inside
+    within = BLOCK * distance + (BLOCK - 1) <= reach
+    full = seen & one_document & (distance > 0) & within  # needs no mask inside
     partial = seen & ~full
 
     def document_causal(batch, head, q, k):
         same_document = docs_S[q] == docs_S[k]
-        return (q >= k) & (q - k <= BLOCK * window) & same_document
+        return (q >= k) & (q - k <= reach) & same_document
 
     kv_num, kv_order = order_blocks(partial)
     full_kv_num, full_kv_order = order_blocks(full)
@@ -423,19 +424,20 @@ def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
     )
 
 
-def dense_mask(docs_BT: Tensor, window: Tensor) -> Tensor:
+def dense_mask(docs_BT: Tensor, reach: Tensor) -> Tensor:
     """An additive mask for each block of queries, (blocks, 1, 128, keys), of 0 and -inf.
 
     It is used where FlexAttention is not compiled. The keys are those of the block and of the
     blocks before it within the window, so the cost grows with the window, not with the sequence.
     """
-    blocks_before = min(int(window), docs_BT.size(1) // BLOCK - 1)
+    blocks_before = min(round_up(int(reach), BLOCK), docs_BT.size(1)) // BLOCK
+    blocks_before = min(blocks_before, docs_BT.size(1) // BLOCK - 1)
     docs = docs_BT.view(-1, BLOCK)  # (blocks, 128)
     key_docs = gather_window(docs, blocks_before + 1)
     same_document = docs[:, :, None] == key_docs[:, None, :]
     key = torch.arange(-blocks_before * BLOCK, BLOCK, device=docs.device)
     query = key[-BLOCK:, None]
-    in_reach = (query >= key) & (query - key <= BLOCK * window)
+    in_reach = (query >= key) & (query - key <= reach)
     return torch.where(same_document & in_reach, 0.0, -math.inf)[:, None]
 
 
@@ -538,9 +540,9 @@ class CausalSelfAttention(nn.Module):
         k = k.reshape(shape)
         v = v.reshape(shape)
         y = attend(q, k, v, mask, self.kernel_options)
+        y = y.view(*x.shape[:2], self.num_heads, -1)
         # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
         gate_BTH = torch.sigmoid(self.attn_gate(channels))
-        y = y.view(*gate_BTH.shape, -1)
         y = (y * gate_BTH[..., None]).flatten(2)  # (B, T, D)
         c_proj = proj_lambda * self.c_proj.weight
         return F.linear(y, c_proj.type_as(x))
@@ -682,7 +684,7 @@ class GPT(nn.Module):
             if letter in cfg.attention_pattern:
                 positions = 2 if letter == "P" else 1  # of a token
                 rotary = self.rotary[:, : positions * T].view(2, T, 1, positions, -1)
-                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), window)
+                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), BLOCK * window)
                 places[letter] = (rotary, mask)
         return places
 

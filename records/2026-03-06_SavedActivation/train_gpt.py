@@ -378,8 +378,8 @@ def order_blocks(seen_QK: Tensor):
     return count.int()[None, None], order.int()[None, None]
 
 
-def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
-    """FlexAttention's mask, from each token's document number and the window in blocks.
+def flex_mask(docs_BT: Tensor, reach: Tensor) -> BlockMask:
+    """FlexAttention's mask, from each token's document number and the tokens that it sees back.
 
     It is built by tensor operations, so a growing window needs no recompilation.
     """
@@ -388,21 +388,22 @@ def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
     first_doc = docs[:, 0]  # of each block
     last_doc = docs[:, -1]
     block = torch.arange(len(docs), device=docs.device)
-    # Rows are blocks of queries, columns blocks of keys. With a window of 2 and one document:
+    # Rows are blocks of queries, columns blocks of keys. With a reach of 256 and one document:
     # p . . .    p: partial, as some of its pairs are masked
     # f p . .    f: full, all of its pairs are seen
     # p f p .
     # . p f p
     distance = block[:, None] - block  # from a block of keys to the block of queries
-    near = (distance >= 0) & (distance <= window)
+    near = (distance >= 0) & (BLOCK * distance - (BLOCK - 1) <= reach)
     seen = near & (first_doc[:, None] <= last_doc)
     one_document = last_doc[:, None] == first_doc
-    full = seen & one_document & (distance > 0) & (distance < window)  # needs no mask inside
+    within = BLOCK * distance + (BLOCK - 1) <= reach
+    full = seen & one_document & (distance > 0) & within  # needs no mask inside
     partial = seen & ~full
 
     def document_causal(batch, head, q, k):
         same_document = docs_S[q] == docs_S[k]
-        return (q >= k) & (q - k <= BLOCK * window) & same_document
+        return (q >= k) & (q - k <= reach) & same_document
 
     kv_num, kv_order = order_blocks(partial)
     full_kv_num, full_kv_order = order_blocks(full)
@@ -424,19 +425,20 @@ def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
     )
 
 
-def dense_mask(docs_BT: Tensor, window: Tensor) -> Tensor:
+def dense_mask(docs_BT: Tensor, reach: Tensor) -> Tensor:
     """An additive mask for each block of queries, (blocks, 1, 128, keys), of 0 and -inf.
 
     It is used where FlexAttention is not compiled. The keys are those of the block and of the
     blocks before it within the window, so the cost grows with the window, not with the sequence.
     """
-    blocks_before = min(int(window), docs_BT.size(1) // BLOCK - 1)
+    blocks_before = min(round_up(int(reach), BLOCK), docs_BT.size(1)) // BLOCK
+    blocks_before = min(blocks_before, docs_BT.size(1) // BLOCK - 1)
     docs = docs_BT.view(-1, BLOCK)  # (blocks, 128)
     key_docs = gather_window(docs, blocks_before + 1)
     same_document = docs[:, :, None] == key_docs[:, None, :]
     key = torch.arange(-blocks_before * BLOCK, BLOCK, device=docs.device)
     query = key[-BLOCK:, None]
-    in_reach = (query >= key) & (query - key <= BLOCK * window)
+    in_reach = (query >= key) & (query - key <= reach)
     return torch.where(same_document & in_reach, 0.0, -math.inf)[:, None]
 
 
@@ -539,9 +541,9 @@ class CausalSelfAttention(nn.Module):
         k = k.reshape(shape)
         v = v.reshape(shape)
         y = attend(q, k, v, mask, self.kernel_options)
+        y = y.view(*x.shape[:2], self.num_heads, -1)
         # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
         gate_BTH = torch.sigmoid(self.attn_gate(channels))
-        y = y.view(*gate_BTH.shape, -1)
         y = (y * gate_BTH[..., None]).flatten(2)  # (B, T, D)
         c_proj = proj_lambda * self.c_proj.weight
         return F.linear(y, c_proj.type_as(x))
@@ -587,10 +589,10 @@ class Block(nn.Module):
             self.attn = CausalSelfAttention(cfg, window, has_values=value_table != ".")
         self.mlp = MLP(cfg)
         # Factors of the stream and of what is added to it, by attention and by the MLP: @sisovicm,
-        # #73. The stream grows by 1.1 a layer at first; the embedding's share begins at 0.
+        # #73. The stream grows by 1.1 a layer at first.
         self.resid_lambdas = nn.Parameter(torch.full((2,), 1.1**0.5))
         self.post_lambdas = nn.Parameter(torch.ones(2))
-        self.x0_lambda = nn.Parameter(torch.tensor(0.0))
+        self.x0_lambda = nn.Parameter(torch.tensor(0.0))  # the embedding's share
         self.bigram_lambda = nn.Parameter(torch.tensor(0.05))
 
     def forward(self, x, read, injected, value_embed, place):
@@ -687,7 +689,7 @@ class GPT(nn.Module):
             if letter in cfg.attention_pattern:
                 positions = 2 if letter == "P" else 1  # of a token
                 rotary = self.rotary[:, : positions * T].view(2, T, 1, positions, -1)
-                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), window)
+                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), BLOCK * window)
                 places[letter] = (rotary, mask)
         return places
 
@@ -706,7 +708,7 @@ class GPT(nn.Module):
         x = x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
         bigram = self.bigram_embed(bigram_rows(inputs_BT, cfg.bigram_rows))
         x = x + self.blocks[0].bigram_lambda * bigram
-        for block in self.blocks:
+        for layer, block in enumerate(self.blocks):
             # The published skip enters at the one layer that has no attention.
             if block.attn is None:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
                 skip = outputs[cfg.skip_layer]
@@ -715,10 +717,10 @@ class GPT(nn.Module):
                 x = x + torch.sigmoid(self.skip_lambda) * gate * skip
             value_embed = values.get(block.value_table)
             injected = block.x0_lambda * x0  # @KoszarskyB, @Grad62304977
-            if outputs:  # the first layer has its bigrams already
+            if layer:  # the first layer has its bigrams already
                 injected = injected + block.bigram_lambda * bigram
             # Late attention reads one saved activation: @classiclarryd, #77, after @sisovicm, #73
-            read = x if len(outputs) <= cfg.backout_layer else outputs[cfg.backout_layer]
+            read = x if layer <= cfg.backout_layer else outputs[cfg.backout_layer]
             x = block(x, read, injected, value_embed, places.get(block.window))
             outputs.append(x)
         # Backout: subtract what only the early layers needed: @snimu, #40

@@ -383,8 +383,8 @@ def order_blocks(seen_QK: Tensor):
     return count.int()[None, None], order.int()[None, None]
 
 
-def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
-    """FlexAttention's mask, from each token's document number and the window in blocks.
+def flex_mask(docs_BT: Tensor, reach: Tensor) -> BlockMask:
+    """FlexAttention's mask, from each token's document number and the tokens that it sees back.
 
     It is built by tensor operations, so a growing window needs no recompilation.
     """
@@ -393,21 +393,22 @@ def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
     first_doc = docs[:, 0]  # of each block
     last_doc = docs[:, -1]
     block = torch.arange(len(docs), device=docs.device)
-    # Rows are blocks of queries, columns blocks of keys. With a window of 2 and one document:
+    # Rows are blocks of queries, columns blocks of keys. With a reach of 256 and one document:
     # p . . .    p: partial, as some of its pairs are masked
     # f p . .    f: full, all of its pairs are seen
     # p f p .
     # . p f p
     distance = block[:, None] - block  # from a block of keys to the block of queries
-    near = (distance >= 0) & (distance <= window)
+    near = (distance >= 0) & (BLOCK * distance - (BLOCK - 1) <= reach)
     seen = near & (first_doc[:, None] <= last_doc)
     one_document = last_doc[:, None] == first_doc
-    full = seen & one_document & (distance > 0) & (distance < window)  # needs no mask inside
+    within = BLOCK * distance + (BLOCK - 1) <= reach
+    full = seen & one_document & (distance > 0) & within  # needs no mask inside
     partial = seen & ~full
 
     def document_causal(batch, head, q, k):
         same_document = docs_S[q] == docs_S[k]
-        return (q >= k) & (q - k <= BLOCK * window) & same_document
+        return (q >= k) & (q - k <= reach) & same_document
 
     kv_num, kv_order = order_blocks(partial)
     full_kv_num, full_kv_order = order_blocks(full)
@@ -429,19 +430,20 @@ def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
     )
 
 
-def dense_mask(docs_BT: Tensor, window: Tensor) -> Tensor:
+def dense_mask(docs_BT: Tensor, reach: Tensor) -> Tensor:
     """An additive mask for each block of queries, (blocks, 1, 128, keys), of 0 and -inf.
 
     It is used where FlexAttention is not compiled. The keys are those of the block and of the
     blocks before it within the window, so the cost grows with the window, not with the sequence.
     """
-    blocks_before = min(int(window), docs_BT.size(1) // BLOCK - 1)
+    blocks_before = min(round_up(int(reach), BLOCK), docs_BT.size(1)) // BLOCK
+    blocks_before = min(blocks_before, docs_BT.size(1) // BLOCK - 1)
     docs = docs_BT.view(-1, BLOCK)  # (blocks, 128)
     key_docs = gather_window(docs, blocks_before + 1)
     same_document = docs[:, :, None] == key_docs[:, None, :]
     key = torch.arange(-blocks_before * BLOCK, BLOCK, device=docs.device)
     query = key[-BLOCK:, None]
-    in_reach = (query >= key) & (query - key <= BLOCK * window)
+    in_reach = (query >= key) & (query - key <= reach)
     return torch.where(same_document & in_reach, 0.0, -math.inf)[:, None]
 
 
@@ -515,11 +517,11 @@ class CausalSelfAttention(nn.Module):
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # factors of Q, K, V and of c_proj
         self.attn_gate = CastedLinear(min(12, dim), self.num_heads)
         self.value_gate = None
-        self.xsa_alpha = None
+        self.xsa_lambda = None
         if has_gate:
             self.value_gate = CastedLinear(min(12, dim), self.num_heads)
         if has_xsa:
-            self.xsa_alpha = nn.Parameter(torch.zeros(self.num_heads))
+            self.xsa_lambda = nn.Parameter(torch.zeros(self.num_heads))
 
     def forward(self, x, value_embed, rotary, mask):
         # Queries, keys and values
@@ -539,8 +541,8 @@ class CausalSelfAttention(nn.Module):
             # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate. It sees
             # the value too: @photon_mz, #70.
             if self.value_gate is not None:
-                half = channels.size(-1) // 2
-                seen = torch.cat([channels[..., :half], value_embed[..., :half]], dim=-1)
+                half = self.value_gate.in_features // 2
+                seen = torch.cat([x[..., :half], value_embed[..., :half]], dim=-1)
                 gate_BTH = 2 * torch.sigmoid(self.value_gate(seen))
                 value = gate_BTH[..., None] * value
             v = v + value
@@ -552,15 +554,15 @@ class CausalSelfAttention(nn.Module):
         k = k.reshape(shape)
         v = v.reshape(shape)
         y = attend(q, k, v, mask, self.kernel_options)
-        # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
-        gate_BTH = torch.sigmoid(self.attn_gate(channels))
-        y = y.view(*gate_BTH.shape, -1)
+        y = y.view(*x.shape[:2], self.num_heads, -1)
         # Exclusive self-attention: what points along a token's own value is taken away:
         # @_djdumpling, #82, 30 steps, https://arxiv.org/abs/2603.09078
-        if self.xsa_alpha is not None:
+        if self.xsa_lambda is not None:
             length = v.square().sum(-1, keepdim=True).clamp_min(1e-8)
             own = (y * v).sum(-1, keepdim=True) / length * v
-            y = y - torch.tanh(self.xsa_alpha).type_as(y)[:, None] * own
+            y = y - torch.tanh(self.xsa_lambda).type_as(y)[:, None] * own
+        # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
+        gate_BTH = torch.sigmoid(self.attn_gate(channels))
         y = (y * gate_BTH[..., None]).flatten(2)  # (B, T, D)
         c_proj = proj_lambda * self.c_proj.weight
         return F.linear(y, c_proj.type_as(x))
@@ -595,7 +597,7 @@ class MLP(nn.Module):
 
 
 class Mudd(nn.Module):
-    """Factors for each token, computed from its stream: (B, T, D) to N times (B, T, 1).
+    """Factors for each token, computed from its stream: (B, T, D) to (B, T, N).
 
     Dense connections: @Lisennlp, #81, 65 steps, https://arxiv.org/abs/2502.12170.
     """
@@ -608,7 +610,7 @@ class Mudd(nn.Module):
 
     def forward(self, x):
         factors = self.w2(F.gelu(self.w1(x))) + self.bias
-        return (0.1 * factors).split(1, dim=-1)
+        return 0.1 * factors
 
 
 class Block(nn.Module):
@@ -626,10 +628,10 @@ class Block(nn.Module):
             self.attn = CausalSelfAttention(cfg, self.window, has_gate, has_xsa)
         self.mlp = MLP(cfg)
         # Factors of the stream and of what is added to it, by attention and by the MLP: @sisovicm,
-        # #73. The stream grows by 1.1 a layer at first; the embedding's share begins at 0.
+        # #73. The stream grows by 1.1 a layer at first.
         self.resid_lambdas = nn.Parameter(torch.full((2,), 1.1**0.5))
         self.post_lambdas = nn.Parameter(torch.ones(2))
-        self.x0_lambda = nn.Parameter(torch.tensor(0.0))
+        self.x0_lambda = nn.Parameter(torch.tensor(0.0))  # the embedding's share
         self.bigram_lambda = nn.Parameter(torch.tensor(0.05))
 
     def mix(self, injected):
@@ -715,7 +717,7 @@ class GPT(nn.Module):
                 param.uniform_(-bound, bound, generator=generator)
             elif name.endswith(("c_proj", ".weight")):
                 param.zero_()  # zero-initialised projections: @Grad62304977
-            elif not re.search("lambda|alpha|bias", name):  # the constructors initialise these
+            elif not re.search("lambda|bias", name):  # the constructors initialise these
                 raise KeyError(f"no initialisation for the parameter {name}")
         self.embed.weight.copy_(self.lm_head.weight)
 
@@ -737,7 +739,7 @@ class GPT(nn.Module):
             if letter in cfg.attention_pattern:
                 positions = 2 if letter == "P" else 1  # of a token
                 rotary = self.rotary[:, : positions * T].view(2, T, 1, positions, -1)
-                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), window)
+                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), BLOCK * window)
                 places[letter] = (rotary, mask)
         return places
 
@@ -756,7 +758,7 @@ class GPT(nn.Module):
         x = x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
         bigram = self.bigram_embed(bigram_rows(inputs_BT, cfg.bigram_rows))
         x = first = x + self.blocks[0].bigram_lambda * bigram
-        for block in self.blocks:
+        for layer, block in enumerate(self.blocks):
             # The published skip enters at the one layer that has no attention.
             if block.attn is None:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
                 skip = outputs[cfg.skip_layer]
@@ -765,10 +767,10 @@ class GPT(nn.Module):
                 x = x + torch.sigmoid(self.skip_lambda) * gate * skip
             value_embed = values.get(block.value_table)
             injected = block.x0_lambda * x0  # @KoszarskyB, @Grad62304977
-            if outputs:  # the first layer has its bigrams already
+            if layer:  # the first layer has its bigrams already
                 injected = injected + block.bigram_lambda * bigram
             # Late attention reads one saved activation: @classiclarryd, #77, after @sisovicm, #73
-            read = x if len(outputs) <= cfg.backout_layer else outputs[cfg.backout_layer]
+            read = x if layer <= cfg.backout_layer else outputs[cfg.backout_layer]
             mix = block.mix(injected)
             entry = x  # in the end, of the last layer
             if block.is_last and block.attn:
@@ -778,14 +780,14 @@ class GPT(nn.Module):
         saved = outputs[cfg.backout_layer]
         first_values = next(iter(values.values()))
         sources = [first, saved, entry, first_values, outputs[cfg.skip_layer]]
-        for factor, source in zip(self.mudd_output(x), sources):
+        for factor, source in zip(self.mudd_output(x).split(1, dim=-1), sources):
             x = x + factor * source
         return norm(x[:, :length])
 
     def mix_last(self, x, first, saved, bigram, value_embed):
         """The last layer's stream, values and `Block.mix`, by factors of each token."""
         (v_first, v_saved, v_x, x_first, x_saved, x_x, gate_low, gate_high, resid_attn, post_attn,
-         injected_first, injected_bigram, resid_mlp, post_mlp) = self.mudd_last(x)
+         injected_first, injected_bigram, resid_mlp, post_mlp) = self.mudd_last(x).split(1, dim=-1)
         value = v_first * first + v_saved * saved + v_x * x
         if value_embed is not None:
             low, high = value_embed.chunk(2, dim=-1)  # of the first and the last heads
@@ -944,9 +946,9 @@ def parameter_groups(model: GPT, cfg) -> list[Group]:
     attention = ending("v_w") + ending("attn.c_proj.weight")
     mlp = ending("c_fc", "mlp.c_proj")
     gates = ending("attn_gate.weight", "value_gate.weight")
-    injections = ending("post_lambdas", "x0_lambda", "bigram_lambda", "xsa_alpha")
+    injections = ending("post_lambdas", "x0_lambda", "bigram_lambda", "xsa_lambda")
     lambdas = ending("attn.lambdas", "smear_lambda", "skip_lambda")
-    mudd = ending("w1.weight", "w2.weight")
+    mudd = ending("last.w1.weight", "last.w2.weight", "output.w1.weight", "output.w2.weight")
     return [
         Group("queries, keys", Muon, ending("qk_w"), cfg.muon_lr, decay=1.2),
         Group("attention", Muon, attention, cfg.muon_lr, decay=1.2),
@@ -963,7 +965,7 @@ def parameter_groups(model: GPT, cfg) -> list[Group]:
         Group("injection lambdas", Adam, injections, 0.008, (0.9, 0.95)),
         Group("lambdas", Adam, lambdas, 0.04),
         Group("mudd", Adam, mudd, 0.002, decay=0.005),
-        Group("mudd biases", Adam, ending("bias"), 0.002),
+        Group("mudd biases", Adam, ending("last.bias", "output.bias"), 0.002),
     ]
 
 

@@ -1,0 +1,59 @@
+"""Write each GPT-2 token's prefix: the longest other token that its bytes begin with.
+
+Records from #88 on predict the prefix of the next token as well as the token itself.
+
+    python data/prefixes.py
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from shards import DataError, Parser, run
+
+PATH = Path(__file__).parent / "fineweb10B" / "prefixes.npy"
+NONE = -1  # of a token that no other one begins
+
+
+def read_vocabulary() -> list[bytes]:
+    """Return the bytes of GPT-2's tokens by their ids; end-of-text, the last one, has none.
+
+    Raises: DataError where tiktoken cannot get its files.
+    """
+    import tiktoken
+
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except Exception as error:  # whatever the HTTP library raises
+        raise DataError(
+            f"tiktoken cannot fetch GPT-2's vocabulary ({type(error).__name__}); run once with a "
+            "network, or set TIKTOKEN_CACHE_DIR to a folder that has its files") from error
+    ids = range(encoding.eot_token)
+    return [*map(encoding.decode_single_token_bytes, ids), b""]
+
+
+def find_prefixes(vocabulary: list[bytes]) -> np.ndarray:
+    """Return the id of each token's longest proper prefix that is a token, or -1, (V,), int32."""
+    id_of = {token: index for index, token in enumerate(vocabulary) if token}
+    prefixes = np.full(len(vocabulary), NONE, np.int32)
+    for index, token in enumerate(vocabulary):
+        for length in range(len(token) - 1, 0, -1):
+            if token[:length] in id_of:
+                prefixes[index] = id_of[token[:length]]
+                break
+    return prefixes
+
+
+def main() -> None:
+    Parser(description=__doc__.splitlines()[0]).parse_args()
+    prefixes = find_prefixes(read_vocabulary())
+    PATH.parent.mkdir(exist_ok=True)
+    partial = PATH.with_name(f".{PATH.name}.{os.getpid()}.partial")
+    with open(partial, "wb") as file:
+        np.save(file, prefixes)
+    os.replace(partial, PATH)  # whole or not at all
+    print(f"{PATH}: {len(prefixes)} tokens, {np.sum(prefixes != NONE)} of them with a prefix")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,2089 @@
+#!/usr/bin/env python3
+"""Train a 124M-class GPT to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the record, on 8 GPUs
+    python train_gpt.py                                       # the record, on one GPU
+    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+
+Record: 2026-07-13_PrefixTargets
+Parent: 2026-05-27_DynamicGates. Change: the longest token that the next token begins with is a
+target, too.
+
+The record comes first: hyperparameters, model, optimizers, schedules, training loop. The harness
+below the banner reads data, validates, saves and logs. It is the same in every record.
+
+Technique                                         where it is
+ReLU²                                             MLP
+QK-norm, merged QKV, value embeddings             CausalSelfAttention
+sparse attention gate, value gate                 CausalSelfAttention
+key offset                                        offset_keys
+paired heads                                      CausalSelfAttention, GPT.hidden
+half-truncated rotary embedding                   GPT.set_stage, rotate
+YaRN, growing windows                             yarn, GPT.set_stage
+sliding windows over documents, FlexAttention     flex_mask, attend
+FP8 head                                          FP8Product, CastedLinear
+capped logits                                     GPT.logits
+multi-token prediction                            schedule, GPT.forward, GPT.head_loss
+bigram table, signs                               bigram_rows, GPT.bigrams
+smeared embeddings, gated skip                    GPT.smear, GPT.hidden
+saved activation for late attention               GPT.hidden
+dense connections                                 Mudd, GPT.mix_last, GPT.hidden
+exclusive self-attention                          CausalSelfAttention
+gates of tokens                                   Gates, GPT.hidden
+composable attention                              CausalSelfAttention.compose
+Polar Express, NorMuon                            orthogonalize, muon_update
+cautious weight decay                             muon_update, adam_update
+sharded optimizers, Adam every other step         ShardedOptimizer, Adam, step_optimizers
+tied, then untied head                            step_tied
+documents packed into sequences                   cut_rows
+rates, momentum, lengths, windows by stage        schedule
+prefix targets                                    read_prefixes, GPT.forward
+"""
+
+import argparse
+import bisect
+import fcntl
+import glob
+import hashlib
+import itertools
+import math
+import os
+import platform
+import re
+import shlex
+import signal
+import sys
+import time
+import warnings
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils import collect_env
+from torch.utils.checkpoint import checkpoint
+
+
+# ---- Hyperparameters --------------------------------------------------------
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The settings of a run. Each field is also a command-line flag.
+
+    A run has five stages: the three thirds of its schedules, the extension, the last validation.
+    A tuple has one value per stage. The last one also holds for the stages after it.
+    These are the values of the preset record.
+    """
+
+    preset: str = "record"  # name of the defaults that the other flags change
+    # Model
+    vocab_size: int = 50257  # token ids are smaller
+    vocab_multiple: int = 128  # embeddings and head are padded to a multiple of it
+    eot_token: int = 50256  # end-of-text, the token that opens each document
+    model_dim: int = 768  # width of the residual stream
+    head_dim: int = 128  # width of an attention head
+    attention_pattern: str = "PSPLSP.SSPL"  # windows: Long, Short, short of Paired heads, . none
+    value_embed_pattern: str = ".01.....234"  # each layer's value embeddings, . for none
+    bigram_rows: int = 377_280  # rows of the bigram table, which pairs of tokens share
+    bigram_width: int = 768  # its width, the first channels of the stream
+    sign_rows: int = 8192  # rows of signs, which tell pairs of tokens apart
+    skip_layer: int = 3  # its output is added where a layer has no attention
+    backout_layer: int = 7  # later attention and the output read its output
+    xsa_pattern: str = ".X.XX..X..."  # X: layers whose heads drop their own token's value
+    gate_pattern: str = "...G......G"  # G: layers whose heads are gated
+    composed_window: int = 112  # tokens through which the last layer's heads attend together
+    attention_scale: float = 0.1  # factor of the attention scores in the first stage
+    rope_base: int = 1024  # inverse of the lowest rotary frequency
+    targets_ahead: int = 3  # tokens predicted in the first stage; one fewer in each later one
+    prefix_weight: float = 0.25  # in the loss, of the next token's prefix, in the first stage
+    prefix_file: str = "data/fineweb10B/prefixes.npy"  # each token's prefix; empty: none
+    fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
+    seed: int = 0  # seed of the initial weights
+    # Optimizers
+    embed_lr: float = 0.6  # Adam's rate of value embeddings and bigram table
+    head_lr: float = 0.008  # Adam's rate of output head and token embedding
+    muon_lr: float = 0.023  # Muon's rate; about the spectral norm of a step
+    muon_momentum: float = 0.95  # Muon's momentum
+    # Schedules
+    num_iterations: int = 1285  # optimizer steps
+    extension_steps: int = 15  # last steps, at the lowest rates
+    seq_lens: tuple = (16384, 32768, 49152)  # tokens of a training sequence, by stage
+    long_windows: tuple = (3, 7, 11, 13, 20)  # blocks of 128 tokens seen, by stage
+    short_windows: tuple = (1, 3, 5, 6)  # the same of layers with short windows
+    lr_factors: tuple = (1.0, 1.52, 1.73)  # factor of all rates, by stage
+    cooldown_frac: float = 0.6  # last share of the schedule, in which rates fall
+    momentum_cooldown: int = 50  # last steps, in which Muon's momentum falls
+    # Data and validation
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
+    repeat_data: bool = False  # allow the preset record to read its data again
+    sequences_per_step: int = 8  # sequences of a step, all ranks together
+    sequences_per_forward: int = 1  # sequences that a rank runs at once, at most
+    max_document_tokens: tuple = (896, 2048)  # by stage; documents are cut to it and packed
+    sequence_stride: int = 1  # from one sequence to the next taken, wrapping around
+    val_seq_len: int = 262_144  # tokens of a validation sequence
+    val_tokens: int = 10_485_760  # validation tokens, each counted once
+    val_every: int = 250  # steps between validations; 0: only the last
+    target_loss: float = 3.28  # validation loss to reach, nats per token
+    # Run
+    device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
+    run_id: str = ""  # name of the folder under logs/; empty: made from the time
+    warmup_steps: int = 10  # untimed steps per stage that warm up the kernels
+    head_chunks: int = 0  # pieces in which the head is computed; 0: by the card's memory
+    save_every: int = 0  # steps between checkpoints; 0: none
+    resume: str = ""  # checkpoint to resume; auto: the newest of --run_id
+    init: str = ""  # checkpoint whose weights a new run starts from
+
+
+# The preset pocket: what differs, for a small model of bytes that a CPU trains
+POCKET = dict(
+    preset="pocket",
+    vocab_size=257,
+    vocab_multiple=16,
+    eot_token=256,
+    prefix_file="",
+    model_dim=64,
+    head_dim=16,
+    attention_pattern="L.",
+    value_embed_pattern="0.",
+    xsa_pattern="..",
+    gate_pattern="G.",
+    bigram_rows=8192,
+    bigram_width=64,
+    sign_rows=512,
+    skip_layer=0,
+    backout_layer=0,
+    attention_scale=0.5,
+    rope_base=32,
+    embed_lr=0.5,
+    head_lr=0.045,
+    muon_lr=0.08,
+    muon_momentum=0.85,
+    num_iterations=240,
+    extension_steps=4,
+    seq_lens=(128,),
+    long_windows=(1,),
+    lr_factors=(1.0,),
+    cooldown_frac=0.7,
+    momentum_cooldown=5,
+    train_files="data/pocket/pocket_train_*.bin",
+    val_files="data/pocket/pocket_val_*.bin",
+    sequences_per_step=16,
+    sequences_per_forward=32,
+    max_document_tokens=(0,),  # neither cut nor packed
+    sequence_stride=1_000_003,
+    val_seq_len=4096,
+    val_tokens=262_144,
+    val_every=0,
+    target_loss=1.64,
+    warmup_steps=1,
+)
+
+
+def model_rules(cfg) -> dict:
+    """This record's rules for its flags: words that begin with the flag, whether they hold."""
+    layers = len(cfg.attention_pattern)
+    letters = re.fullmatch("[LPS.]{1,99}", cfg.attention_pattern)
+    below = cfg.attention_pattern[: cfg.skip_layer + 1]
+    with_xsa = re.sub("[LS]", "[X.]", cfg.attention_pattern).replace("P", "[.]")
+    return {
+        "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
+        "model_dim must be an even multiple of head_dim": cfg.model_dim % (2 * cfg.head_dim) == 0,
+        "attention_pattern must be of L, P, S and .": letters,
+        "value_embed_pattern must have an entry a layer": len(cfg.value_embed_pattern) == layers,
+        "value_embed_pattern must have a table": cfg.value_embed_pattern.strip("."),
+        "xsa_pattern must have X or . at L and S of attention_pattern, else .":
+            re.fullmatch(with_xsa, cfg.xsa_pattern),
+        "gate_pattern must have an entry a layer": len(cfg.gate_pattern) == layers,
+        "bigram_width must be at most model_dim": cfg.bigram_width <= cfg.model_dim,
+        "backout_layer must be a layer": cfg.backout_layer < layers,
+        "skip_layer must lie below the last layer and the first .":
+            "." not in below and len(below) < layers,
+        "cooldown_frac must be above 0, at most 1": 0 < cfg.cooldown_frac <= 1,
+    }
+
+
+# ---- Schedules --------------------------------------------------------------
+BLOCK = 128  # tokens in a block of the attention mask
+LAST_STAGE = 4  # the last validation; stages 0 to 2 are the thirds, 3 is the extension
+
+
+@dataclass
+class Schedule:
+    """What changes from step to step."""
+
+    stage: int
+    seq_len: int  # tokens of a sequence
+    target_weights: list  # in the loss, of the next tokens
+    prefix_weight: float  # in the loss, of the next token's prefix
+    lr_factor: float  # of all rates
+    momentum: float  # Muon's
+    adam_rests: bool
+    tied: bool  # whether the embedding is the head
+
+
+def schedule(step: int, cfg) -> Schedule:
+    """The schedule of a step from 0 to num_iterations. The last one only validates."""
+    first_steps = stage_starts(cfg)
+    stage = bisect.bisect(first_steps, step) - 1
+    scheduled = first_steps[3]
+
+    # Learning rate: the stage's factor, then linearly down to 0.15 where the extension begins
+    cooldown = scheduled - int(scheduled * (1 - cfg.cooldown_frac))  # steps
+    kept = min(1.0, max(0, scheduled - step) / max(1, cooldown))
+    lr_factor = kept * at_stage(cfg.lr_factors, stage) + (1 - kept) * 0.15
+
+    # Muon's momentum: up from 0.85 in the first 300 steps, and back to it in the last steps. In the
+    # pocket, which has fewer steps, it is 0.85 throughout.
+    steps_left = cfg.num_iterations - step
+    share = min(1.0, steps_left / max(1, cfg.momentum_cooldown))
+    if step < 300:
+        share = step / 300
+    momentum = share * cfg.muon_momentum + (1 - share) * 0.85
+
+    # Multi-token prediction: @varunneal, #53, after https://arxiv.org/abs/2404.19737. Weights of
+    # the next tokens in each third: 1, ½, ¼ → 0; then 1, ½ → 0; then 1
+    num_targets = max(1, cfg.targets_ahead - stage)
+    target_weights = [0.5**ahead for ahead in range(num_targets)]
+    if num_targets > 1 and stage < LAST_STAGE:
+        start, end = first_steps[stage : stage + 2]
+        target_weights[-1] *= (end - step) / (end - start)
+
+    # Prefix targets: @jvarho, #88, 15 steps. They fade in the second third.
+    prefix_weight = cfg.prefix_weight if cfg.prefix_file and stage < 2 else 0.0
+    if stage == 1:
+        prefix_weight *= (first_steps[2] - step) / (first_steps[2] - first_steps[1])
+
+    # The head is untied after a step of Adam, which is odd: the first one in the last third.
+    last_tied = first_steps[2] | 1
+
+    return Schedule(
+        stage=stage,
+        seq_len=at_stage(cfg.seq_lens, stage),  # short at first: @varunneal, #46, 65 steps
+        target_weights=target_weights,
+        prefix_weight=prefix_weight,
+        lr_factor=lr_factor,
+        momentum=momentum,
+        adam_rests=step % 2 == 0,  # so in the first step, too
+        tied=step <= last_tied and not cfg.init,  # the weights of --init stay as they are
+    )
+
+
+def stage_starts(cfg) -> list[int]:
+    """First steps of the five stages."""
+    scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
+    thirds = [round(k * scheduled / 3) for k in range(4)]
+    return [*thirds, cfg.num_iterations]
+
+
+def at_stage(values: tuple, stage: int):
+    return values[min(stage, len(values) - 1)]
+
+
+def yarn(stage: int, cfg, device=None):
+    """Rotary frequencies (K / 4,) and the attention scale of a stage: @classiclarryd, #31.
+
+    When the window grows, frequencies that made few turns in the old one slow down in proportion,
+    as in YaRN, https://arxiv.org/abs/2309.00071, and the scale rises.
+    """
+    exponent = torch.linspace(0, 1, steps=cfg.head_dim // 4, device=device)
+    frequency = (1 / cfg.rope_base) ** exponent
+    scale = cfg.attention_scale
+    windows = cfg.long_windows[:LAST_STAGE]  # the last validation extrapolates
+    for old, new in itertools.pairwise(windows[: stage + 1]):
+        turns = BLOCK * old * frequency / (2 * math.pi)
+        kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of 32 turns and more, none of one
+        frequency = frequency * (old / new + kept * (1 - old / new))
+        scale *= 1 + 0.2 * math.log(new / old)
+    return frequency, scale
+
+
+# ---- Model ------------------------------------------------------------------
+# In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary,
+# N targets of a position. The residual stream x has the shape (B, T, D).
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMS norm over the last dimension. On CPUs it is faster than F.rms_norm."""
+    length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
+    mean_square = length.square() / x.size(-1)
+    epsilon = torch.finfo(torch.float32).eps  # as in F.rms_norm
+    return (x * (mean_square + epsilon).rsqrt()).type_as(x)
+
+
+def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x · scale in an FP8 type. Values out of range saturate."""
+    limit = torch.finfo(dtype).max  # casts saturate only since torch 2.12
+    scaled = x.float().mul(scale)
+    return scaled.clamp(-limit, limit).to(dtype)
+
+
+def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, **options) -> Tensor:
+    """a @ b · scale. A GPU needs a row-major, b column-major, K and N multiples of 16."""
+    scale_a = torch.full((), scale, device=a_MK.device)
+    scale_b = torch.ones_like(scale_a)
+    return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, **options)
+
+
+# Scales before the casts to FP8, which bring typical values into its range. They are constants
+# of the module because torch.compile does not read attributes of an autograd.Function.
+FP8_X_SCALE = 448 / 100
+FP8_W_SCALE = 448 / 1.6
+FP8_GRAD_SCALE = 448 / 0.75
+
+
+class FP8Product(torch.autograd.Function):
+    """x (S, D) @ w (V, D).T in FP8, as bf16: @YouJiacheng.
+
+    x and w are cast to e4m3, which has more digits; the gradient to e5m2, which has more range.
+    torch.compile fuses the casts with the operations before them.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w):
+        x_f8 = to_fp8(x, FP8_X_SCALE, torch.float8_e4m3fn)  # (S, D)
+        w_f8 = to_fp8(w, FP8_W_SCALE, torch.float8_e4m3fn)  # (V, D)
+        ctx.save_for_backward(x_f8, w_f8)
+        unscale = 1 / (FP8_X_SCALE * FP8_W_SCALE)
+        return scaled_mm(x_f8, w_f8.T, unscale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x_f8, w_f8 = ctx.saved_tensors
+        grad_f8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)  # (S, V)
+        # The right factor must be column-major: copy the transpose, then transpose back.
+        w_columns = w_f8.T.contiguous().T  # (V, D)
+        x_rows = x_f8.T.contiguous()  # (D, S)
+        grad_columns = grad_f8.T.contiguous().T  # (S, V)
+        unscale_x = 1 / (FP8_GRAD_SCALE * FP8_W_SCALE)
+        grad_x = scaled_mm(grad_f8, w_columns, unscale_x,
+                           out_dtype=torch.bfloat16, use_fast_accum=False)
+        unscale_w = 1 / (FP8_GRAD_SCALE * FP8_X_SCALE)
+        grad_w = scaled_mm(x_rows, grad_columns, unscale_w,
+                           out_dtype=torch.float32, use_fast_accum=False)
+        return grad_x, grad_w.T
+
+
+class CastedLinear(nn.Linear):
+    """A linear map whose weight is cast to its input's type, or to FP8: @YouJiacheng, @leloykun."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features, bias=False)
+        self.use_fp8 = False
+
+    def forward(self, x):
+        if self.use_fp8 and self.training:
+            return FP8Product.apply(x, self.weight)
+        return F.linear(x, self.weight.type_as(x))
+
+
+# Attention. Query q attends to key k if k <= q, both are in one document (@KoszarskyB), and
+# q - k <= 128 · window.
+# The B rows are one sequence of B·T tokens: documents keep them apart.
+def order_blocks(seen_QK: Tensor):
+    """A row's number of seen blocks, (1, 1, Q), and all its blocks, seen ones first, (1, 1, Q, K).
+
+    Cumulative sums give each block its place. A sort would take minutes to compile.
+    """
+    seen_so_far = seen_QK.cumsum(-1)
+    unseen_so_far = (~seen_QK).cumsum(-1)
+    count_Q1 = seen_so_far[:, -1:]
+    place = torch.where(seen_QK, seen_so_far, count_Q1 + unseen_so_far) - 1
+    block = torch.arange(seen_QK.size(1), device=seen_QK.device)
+    order = place.scatter(-1, place, block.expand_as(place))
+    count = count_Q1[:, 0]
+    return count.int()[None, None], order.int()[None, None]
+
+
+def flex_mask(docs_BT: Tensor, reach: Tensor) -> BlockMask:
+    """FlexAttention's mask, from each token's document number and the tokens that it sees back.
+
+    It is built by tensor operations, so a growing window needs no recompilation.
+    """
+    docs_S = docs_BT.flatten()
+    docs = docs_S.view(-1, BLOCK)  # (blocks, 128)
+    first_doc = docs[:, 0]  # of each block
+    last_doc = docs[:, -1]
+    block = torch.arange(len(docs), device=docs.device)
+    # Rows are blocks of queries, columns blocks of keys. With a reach of 256 and one document:
+    # p . . .    p: partial, as some of its pairs are masked
+    # f p . .    f: full, all of its pairs are seen
+    # p f p .
+    # . p f p
+    distance = block[:, None] - block  # from a block of keys to the block of queries
+    near = (distance >= 0) & (BLOCK * distance - (BLOCK - 1) <= reach)
+    seen = near & (first_doc[:, None] <= last_doc)
+    one_document = last_doc[:, None] == first_doc
+    within = BLOCK * distance + (BLOCK - 1) <= reach
+    full = seen & one_document & (distance > 0) & within  # needs no mask inside
+    partial = seen & ~full
+
+    def document_causal(batch, head, q, k):
+        same_document = docs_S[q] == docs_S[k]
+        return (q >= k) & (q - k <= reach) & same_document
+
+    kv_num, kv_order = order_blocks(partial)
+    full_kv_num, full_kv_order = order_blocks(full)
+    # The backward pass goes over the queries of each block of keys.
+    q_num, q_order = order_blocks(partial.T.contiguous())
+    full_q_num, full_q_order = order_blocks(full.T.contiguous())
+    return BlockMask(
+        seq_lengths=(len(docs_S), len(docs_S)),
+        kv_num_blocks=kv_num,
+        kv_indices=kv_order,
+        full_kv_num_blocks=full_kv_num,
+        full_kv_indices=full_kv_order,
+        q_num_blocks=q_num,
+        q_indices=q_order,
+        full_q_num_blocks=full_q_num,
+        full_q_indices=full_q_order,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=document_causal,
+    )
+
+
+def dense_mask(docs_BT: Tensor, reach: Tensor) -> Tensor:
+    """An additive mask for each block of queries, (blocks, 1, 128, keys), of 0 and -inf.
+
+    It is used where FlexAttention is not compiled. The keys are those of the block and of the
+    blocks before it within the window, so the cost grows with the window, not with the sequence.
+    """
+    blocks_before = min(round_up(int(reach), BLOCK), docs_BT.size(1)) // BLOCK
+    blocks_before = min(blocks_before, docs_BT.size(1) // BLOCK - 1)
+    docs = docs_BT.view(-1, BLOCK)  # (blocks, 128)
+    key_docs = gather_window(docs, blocks_before + 1)
+    same_document = docs[:, :, None] == key_docs[:, None, :]
+    key = torch.arange(-blocks_before * BLOCK, BLOCK, device=docs.device)
+    query = key[-BLOCK:, None]
+    in_reach = (query >= key) & (query - key <= reach)
+    return torch.where(same_document & in_reach, 0.0, -math.inf)[:, None]
+
+
+def gather_window(blocks: Tensor, window: int) -> Tensor:
+    """Put each block behind those before it: (blocks, 128, …) to (blocks, window · 128, …)."""
+    if window == 1:
+        return blocks
+    padding = blocks.new_zeros(window - 1, *blocks.shape[1:])
+    padded = torch.cat([padding, blocks])
+    shifted = [padded[i : i + len(blocks)] for i in range(window)]
+    return torch.cat(shifted, dim=1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
+    """Attention among all B·T tokens under either mask. q, k, v and the result: (B, T, H, K).
+
+    The scale is 1, as q and k each carry the root of the attention scale (`GPT.set_stage`).
+    """
+    shape = q.shape
+    if isinstance(mask, BlockMask):
+        q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))  # (1, H, S, K)
+        y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=kernel_options)
+    else:
+        window = mask.size(-1) // BLOCK
+        q = q.reshape(-1, BLOCK, *shape[2:])  # (blocks, 128, H, K)
+        k = gather_window(k.reshape(q.shape), window)  # (blocks, window · 128, H, K)
+        v = gather_window(v.reshape(q.shape), window)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (blocks, H, tokens, K)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=1.0)
+    return y.transpose(1, 2).reshape(shape)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by angles (T, 1, P, K / 2).
+
+    x: (B, T, H / P, P, K) with P positions of a token, 1 or 2, which its heads have in turns.
+    Entry i and entry i + K / 2 are a pair.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    turned = [first * cos + second * sin, second * cos - first * sin]
+    return torch.cat(turned, dim=-1).type_as(x)
+
+
+def offset_keys(k_BTHK: Tensor) -> Tensor:
+    """Shift the half of each key that does not rotate by one token: @classiclarryd, #49, 50 steps.
+
+    A query that matches an earlier token then finds the token after it, in a single layer.
+    """
+    first = k_BTHK[:, :1]  # has no previous token
+    previous = torch.cat([first, k_BTHK[:, :-1]], dim=1)
+    # Quarters of a key: first entries of the pairs (rotating, still), then the second ones.
+    entry = torch.arange(k_BTHK.size(-1), device=k_BTHK.device)
+    quarter = 4 * entry // len(entry)
+    return torch.where(quarter % 2 == 1, previous, k_BTHK)
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention among heads of which some are gated."""
+
+    def __init__(self, cfg, window, has_gate):
+        super().__init__()
+        dim = cfg.model_dim
+        self.num_heads = dim // cfg.head_dim
+        self.offsets_keys = window == "L"
+        self.positions = 2 if window == "P" else 1  # of a token
+        self.kernel_options = None  # of FlexAttention
+        # A matrix for each pair of heads, of queries and then of keys: @samacqua, #80, 10 steps
+        self.qk_w = nn.Parameter(torch.empty(self.num_heads, 2 * cfg.head_dim, dim))
+        self.v_w = nn.Parameter(torch.empty(dim, dim))
+        self.c_proj = CastedLinear(dim, dim)
+        self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # factors of Q, K, V and of c_proj
+        self.value_gate = None
+        if has_gate:
+            self.value_gate = CastedLinear(min(12, dim), self.num_heads)
+
+    def forward(self, x, value_embed, rotary, mask, composed_mask, *, gates):
+        """gates: this layer's factors of a token's heads, (B, T, H), by their kind."""
+        # Queries, keys and values
+        qkv_lambda, proj_lambda = self.lambdas
+        # Merged: @fernbear.bsky.social, @YouJiacheng
+        qkv_w = qkv_lambda * torch.cat([self.qk_w.flatten(0, 1), self.v_w])  # (3 D, D)
+        qkv = F.linear(x, qkv_w.type_as(x))
+        qkv = qkv.unflatten(-1, (3 * self.num_heads, -1))  # (B, T, 3 H, K)
+        qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
+        qk = norm(qk).unflatten(2, (-1, self.positions))  # QK-norm: @Grad62304977
+        q, k = rotate(qk, *rotary).flatten(2, 3).chunk(2, dim=2)
+        if self.offsets_keys:
+            k = offset_keys(k)
+        if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
+            value = value_embed.view_as(v)
+            # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate. It sees
+            # the value too: @photon_mz, #70.
+            if self.value_gate is not None:
+                half = self.value_gate.in_features // 2
+                seen = torch.cat([x[..., :half], value_embed[..., :half]], dim=-1)
+                gate_BTH = 2 * torch.sigmoid(self.value_gate(seen))
+                value = gate_BTH[..., None] * value
+            v = v + value
+        # Paired heads: @classiclarryd, #58, 65 steps. Heads h and h + H / 2 of a token stand side
+        # by side in one sequence of 2 T positions, and share its softmax. Odd heads were turned as
+        # if they stood second.
+        shape = (len(x), -1, self.num_heads // self.positions, q.size(-1))
+        q = q.reshape(shape)
+        k = k.reshape(shape)
+        v = v.reshape(shape)
+        y = attend(q, k, v, mask, self.kernel_options)
+        y = y.view(*x.shape[:2], self.num_heads, -1)
+        # Exclusive self-attention: what points along a token's own value is taken away:
+        # @_djdumpling, #82, 30 steps, https://arxiv.org/abs/2603.09078
+        if "xsa" in gates:
+            length = v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+            own = (y * v).sum(-1, keepdim=True) / length * v
+            y = y - torch.tanh(gates["xsa"])[..., None] * own
+        if "into" in gates:
+            y = y + self.compose(q, k, v, composed_mask, gates)
+        if "heads" in gates:  # a head can turn itself off: @classiclarryd, #28
+            y = y * gates["heads"][..., None]
+        y = y.flatten(2)  # (B, T, D)
+        c_proj = proj_lambda * self.c_proj.weight
+        return F.linear(y, c_proj.type_as(x))
+
+    def compose(self, q, k, v, mask, gates):
+        """What each head reads where all heads look, by their factors: (B, T, H, K).
+
+        Dynamically composable attention, https://arxiv.org/abs/2405.08553: @Lisennlp, #85.
+        """
+        into = gates["into"].float()
+        into = into * (into.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        into = into.type_as(v)[..., None]
+        outputs = []
+        for head in range(self.num_heads):
+            of_head = v[:, :, head : head + 1].expand_as(v)
+            looks = attend(q, k, of_head, mask, self.kernel_options)
+            outputs.append((into * looks).sum(dim=2))
+        return gates["out of"][..., None] * torch.stack(outputs, dim=2)
+
+
+def bigram_rows(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Each token's row of the bigram table, (B, T): @classiclarryd, #62, some 150 steps.
+
+    It is a hash of the token and the one before it. The first token has the last row alone.
+    """
+    last = rows - 1
+    # To the second token the one before is `last`, as published. In int32 this product overflows.
+    to_second = (27191 * last + 2**31) % 2**32 - 2**31
+    previous = F.pad(27191 * tokens_BT[:, 1:-1], (1, 0), value=to_second)
+    mixed = (36313 * tokens_BT[:, 1:]) ^ previous
+    return F.pad(mixed % last, (1, 0), value=last)
+
+
+class MLP(nn.Module):
+    """Two matrices of the same shape, so that Muon batches them: @byronxu99."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        shape = (4 * cfg.model_dim, cfg.model_dim)
+        self.c_fc = nn.Parameter(torch.empty(shape))
+        self.c_proj = nn.Parameter(torch.empty(shape))
+
+    def forward(self, x):
+        x = F.linear(x, self.c_fc.type_as(x))  # (B, T, 4 D)
+        x = F.relu(x).square()  # ReLU²: https://arxiv.org/abs/2109.08668
+        return x @ self.c_proj.type_as(x)
+
+
+class Mudd(nn.Module):
+    """Factors for each token, computed from its stream: (B, T, D) to (B, T, N).
+
+    Dense connections: @Lisennlp, #81, 65 steps, https://arxiv.org/abs/2502.12170.
+    """
+
+    def __init__(self, dim, biases):
+        super().__init__()
+        self.w1 = CastedLinear(dim, 64)
+        self.w2 = CastedLinear(64, len(biases))
+        self.bias = nn.Parameter(torch.tensor(biases))
+
+    def forward(self, x, scale=0.1):
+        return scale * (self.w2(F.gelu(self.w1(x))) + self.bias)
+
+
+class Gates(nn.Module):
+    """Gates of each token, (B, T, H) or (B, T, 1), by kind and layer: @Lisennlp, #85."""
+
+    def __init__(self, cfg, layers):
+        super().__init__()
+        heads = cfg.model_dim // cfg.head_dim
+        last = len(cfg.attention_pattern) - 1
+        first = {}  # first values
+        patterns = [("xsa", cfg.xsa_pattern, 0.0), ("heads", cfg.gate_pattern, 0.25)]
+        for kind, pattern, value in patterns:
+            for layer in layers:
+                if pattern[layer] != ".":
+                    first[kind, layer] = [value] * heads
+        for layer in layers:
+            if cfg.attention_pattern[layer] != "." and layer != last:
+                first["x0", layer] = [0.0]
+                first["bigram", layer] = [0.05]
+        for layer in layers:
+            if cfg.attention_pattern[layer] == ".":
+                first["skip", layer] = [0.5]
+        if last in layers and cfg.attention_pattern[last] != ".":
+            first["into", last] = [1.0] * heads
+            first["out of", last] = [0.0] * heads
+        self.sizes = {gate: len(values) for gate, values in first.items()}
+        # The network's outputs are multiplied by 0.1 at first.
+        self.mudd = Mudd(cfg.model_dim, [10 * value for value in sum(first.values(), [])])
+
+    def forward(self, x, scale):
+        gates = self.mudd(x, scale).split([*self.sizes.values()], dim=-1)
+        return dict(zip(self.sizes, gates))
+
+
+class Block(nn.Module):
+    """A layer: attention, unless its window is ".", and an MLP, both pre-normed."""
+
+    def __init__(self, cfg, layer):
+        super().__init__()
+        self.window = cfg.attention_pattern[layer]  # L, P, S, or . for no attention
+        self.value_table = cfg.value_embed_pattern[layer]  # of value_embeds, or . for none
+        self.is_last = layer == len(cfg.attention_pattern) - 1
+        self.attn = None
+        if self.window != ".":
+            has_gate = self.value_table != "." and not self.is_last
+            self.attn = CausalSelfAttention(cfg, self.window, has_gate)
+        self.mlp = MLP(cfg)
+        # Factors of the stream and of what is added to it, by attention and by the MLP: @sisovicm,
+        # #73. The stream grows by 1.1 a layer at first.
+        self.resid_lambdas = nn.Parameter(torch.full((2,), 1.1**0.5))
+        self.post_lambdas = nn.Parameter(torch.ones(2))
+
+    def mix(self, injected):
+        """Factors of stream and attention, what is added, factors of stream and MLP."""
+        resid_attn, resid_mlp = self.resid_lambdas
+        post_attn, post_mlp = self.post_lambdas
+        return resid_attn, post_attn, injected, resid_mlp, post_mlp
+
+    def forward(self, x, read, value_embed, place, mix, *, gates):
+        """read: what attention sees. mix: as of `mix`. gates: of this layer, by kind."""
+        resid_attn, post_attn, injected, resid_mlp, post_mlp = mix
+        if self.attn is not None:
+            y = self.attn(norm(read), value_embed, *place, gates=gates)
+            x = resid_attn * x + post_attn * y + injected
+        return resid_mlp * x + post_mlp * self.mlp(norm(x))
+
+
+def read_prefixes(cfg) -> Tensor:
+    """The id of each token's longest proper prefix that is a token, or -1, (vocab_size,).
+
+    Raises UserError.
+    """
+    try:
+        (path,) = find_shards(cfg.prefix_file)
+        prefixes = np.load(path).astype(np.int64)
+    except (UserError, ValueError, EOFError):
+        prefixes = np.empty(0)
+    if len(prefixes) != cfg.vocab_size or prefixes.max() >= cfg.vocab_size:
+        raise UserError(f"--prefix_file {cfg.prefix_file}: no prefixes of {cfg.vocab_size} tokens; "
+                        "make them: python data/prefixes.py")
+    return torch.from_numpy(prefixes)
+
+
+class GPT(nn.Module):
+    """The model, under the published parameter names."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+        self.embed = nn.Embedding(vocab, cfg.model_dim)
+        self.value_embeds = nn.ModuleDict()
+        for table in sorted(set(cfg.value_embed_pattern) - {"."}):
+            self.value_embeds[table] = nn.Embedding(vocab, cfg.model_dim)
+        self.bigram_embed = nn.Embedding(cfg.bigram_rows, cfg.bigram_width)
+        self.register_buffer("bigram_signs", torch.ones(cfg.sign_rows, cfg.bigram_width))
+        layers = range(len(cfg.attention_pattern))
+        self.blocks = nn.ModuleList([Block(cfg, layer) for layer in layers])
+        # At first the last layer is like the others, and half of a saved output is subtracted.
+        resid = 10 * 1.1**0.5
+        biases = [0.0] * 6 + [20.0, 20.0, resid, 10.0, 0.0, 0.5, resid, 10.0]
+        self.mudd_last = Mudd(cfg.model_dim, biases) if self.blocks[-1].attn else None
+        self.mudd_output = Mudd(cfg.model_dim, [0.0, -5.0, 0.0, 0.0, 0.0])
+        # Gates of the layers up to the skip's source, and of those above it
+        self.gates_early = Gates(cfg, layers[: cfg.skip_layer + 1])
+        self.gates_late = Gates(cfg, layers[cfg.skip_layer + 1 :])
+        self.gates_lambda = nn.Parameter(torch.tensor(0.1))
+        self.smear_gate = CastedLinear(min(12, cfg.model_dim), 1)
+        self.smear_lambda = nn.Parameter(torch.tensor(0.0))  # nothing is smeared at first
+        self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # sigmoid: 0.18 of the skip at first
+        self.lm_head = CastedLinear(cfg.model_dim, vocab)
+        # Of the head. The harness makes it smaller on cards with less memory.
+        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)
+        prefixes = torch.full((vocab,), -1)
+        self.register_buffer("prefixes", prefixes, persistent=False)
+        # Buffers, so that a new stage needs no recompilation: the long and the short window in
+        # blocks; cosines and sines of the rotary embedding.
+        windows = torch.zeros(2, dtype=torch.int32)
+        self.register_buffer("windows", windows, persistent=False)
+        max_length = max(*cfg.seq_lens, cfg.val_seq_len)
+        # Paired heads have two positions a token.
+        rotary = torch.zeros(2, 2 * max_length, 1, cfg.head_dim // 2)
+        self.register_buffer("rotary", rotary, persistent=False)
+        self.set_stage(LAST_STAGE)  # as a loaded model is used
+
+    def set_stage(self, stage):
+        """Set the windows and the rotary embedding for a stage."""
+        self.windows[0] = at_stage(self.cfg.long_windows, stage)
+        self.windows[1] = at_stage(self.cfg.short_windows, stage)
+        frequency, attention_scale = yarn(stage, self.cfg, self.rotary.device)
+        # Half-truncated: half of the pairs do not rotate at all: @YouJiacheng
+        frequency = F.pad(frequency, (0, self.cfg.head_dim // 4))  # (K / 2,)
+        position = torch.arange(self.rotary.size(1), device=frequency.device)
+        theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
+        # Queries and keys each carry the root of the attention scale.
+        scale = attention_scale**0.5
+        self.rotary[0] = scale * theta.cos()
+        self.rotary[1] = scale * theta.sin()
+
+    @torch.no_grad()
+    def init_weights(self, generator):
+        """Initialise each matrix by its name. Raises KeyError for an unknown one."""
+        for name, param in self.named_parameters():
+            if name in ("embed.weight", "lm_head.weight"):
+                param.normal_(std=0.005, generator=generator)
+            elif name.startswith("value_embeds"):
+                param.normal_(std=0.01, generator=generator)  # not zero: @photon_mz, #70
+            # Uniform: @YouJiacheng; the output of attention too: @srashedll, #64, 20 steps
+            elif name.endswith(("qk_w", "v_w", "attn.c_proj.weight", "c_fc")):
+                std = 0.5 * self.cfg.model_dim**-0.5
+                bound = 3**0.5 * std
+                param.uniform_(-bound, bound, generator=generator)
+            elif name.endswith("w1.weight"):
+                bound = self.cfg.model_dim**-0.5
+                param.uniform_(-bound, bound, generator=generator)
+            elif name.endswith(("c_proj", ".weight")):
+                param.zero_()  # zero-initialised projections: @Grad62304977
+            elif not re.search("lambda|bias", name):  # the constructors initialise these
+                raise KeyError(f"no initialisation for the parameter {name}")
+        self.embed.weight.copy_(self.lm_head.weight)
+        self.bigram_signs.normal_(generator=generator).sign_()
+        if self.cfg.prefix_file:
+            self.prefixes[: self.cfg.vocab_size] = read_prefixes(self.cfg)
+
+    def places(self, inputs_BT):
+        """Rotary angles and attention mask for each letter of the pattern."""
+        cfg = self.cfg
+        # Documents are numbered through all rows, so that no row attends to another.
+        starts_BT = inputs_BT == cfg.eot_token
+        starts_BT[:, 0] = True
+        docs_S = starts_BT.flatten().cumsum(0, dtype=torch.int32)
+        docs_BT = docs_S.view_as(starts_BT)
+        make_mask = dense_mask
+        if docs_BT.is_cuda and torch.compiler.is_compiling():
+            make_mask = flex_mask
+        places = {}
+        T = inputs_BT.size(1)
+        composed_mask = None
+        if cfg.attention_pattern[-1] != ".":
+            composed_mask = make_mask(docs_BT, cfg.composed_window - 1)
+        long, short = self.windows
+        for letter, window in dict(L=long, S=short, P=short).items():
+            if letter in cfg.attention_pattern:
+                positions = 2 if letter == "P" else 1  # of a token
+                rotary = self.rotary[:, : positions * T].view(2, T, 1, positions, -1)
+                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), BLOCK * window)
+                places[letter] = (rotary, mask, composed_mask)
+        return places
+
+    def hidden(self, inputs_BT):
+        """The normed output of the last layer, (B, T, D)."""
+        cfg = self.cfg
+        length = inputs_BT.size(1)
+        padding = -length % BLOCK
+        inputs_BT = F.pad(inputs_BT, (0, padding), value=cfg.eot_token)
+        places = self.places(inputs_BT)
+        values = {}
+        for table, embedding in self.value_embeds.items():
+            values[table] = embedding(inputs_BT)
+
+        outputs = []
+        x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
+        bigram = self.bigrams(inputs_BT)
+        gates = self.gates_early(x0, self.gates_lambda)
+        x = first = x0 + gates["bigram", 0] * bigram
+        for layer, block in enumerate(self.blocks):
+            if layer == cfg.skip_layer + 1:
+                gates |= self.gates_late(x, self.gates_lambda)
+            own = {kind: gate for (kind, of), gate in gates.items() if of == layer}
+            # The published skip enters at the one layer that has no attention.
+            if block.attn is None:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
+                skip = outputs[cfg.skip_layer]
+                x = x + torch.sigmoid(self.skip_lambda) * own["skip"] * skip
+            value_embed = values.get(block.value_table)
+            injected = own.get("x0", 0) * x0  # @KoszarskyB, @Grad62304977
+            if layer:  # the first layer has its bigrams already
+                injected = injected + own.get("bigram", 0) * bigram
+            # Late attention reads one saved activation: @classiclarryd, #77, after @sisovicm, #73
+            read = x if layer <= cfg.backout_layer else outputs[cfg.backout_layer]
+            mix = block.mix(injected)
+            entry = x  # in the end, of the last layer
+            if block.is_last and block.attn:
+                x, value_embed, mix = self.mix_last(x, first, read, bigram, value_embed)
+            x = block(x, read, value_embed, places.get(block.window), mix, gates=own)
+            outputs.append(x)
+        saved = outputs[cfg.backout_layer]
+        first_values = next(iter(values.values()))
+        sources = [first, saved, entry, first_values, outputs[cfg.skip_layer]]
+        for factor, source in zip(self.mudd_output(x).split(1, dim=-1), sources):
+            x = x + factor * source
+        return norm(x[:, :length])
+
+    def mix_last(self, x, first, saved, bigram, value_embed):
+        """The last layer's stream, values and `Block.mix`, by factors of each token."""
+        (v_first, v_saved, v_x, x_first, x_saved, x_x, gate_low, gate_high, resid_attn, post_attn,
+         injected_first, injected_bigram, resid_mlp, post_mlp) = self.mudd_last(x).split(1, dim=-1)
+        value = v_first * first + v_saved * saved + v_x * x
+        if value_embed is not None:
+            low, high = value_embed.chunk(2, dim=-1)  # of the first and the last heads
+            value = value + torch.cat([gate_low * low, gate_high * high], dim=-1)
+        injected = injected_first * first + injected_bigram * bigram
+        x = (1 + x_x) * x + x_first * first + x_saved * saved
+        return x, value, (resid_attn, post_attn, injected, resid_mlp, post_mlp)
+
+    def bigrams(self, tokens_BT):
+        """The embedding of each token and the one before it, (B, T, D), zero beyond its width."""
+        bigram = self.bigram_embed(bigram_rows(tokens_BT, self.cfg.bigram_rows))
+        # Pairs of tokens that share a row have different signs: @TrianX, #83
+        pair = tokens_BT[:, 1:] ^ tokens_BT[:, :-1]
+        row = F.pad(pair % self.cfg.sign_rows, (1, 0))
+        bigram = bigram * self.bigram_signs[row].type_as(bigram)
+        return F.pad(bigram, (0, self.cfg.model_dim - self.cfg.bigram_width))
+
+    def smear(self, x_BTD):
+        """Add a gated share of the previous token's embedding: @classiclarryd, #34, 15 steps."""
+        current = x_BTD[:, 1:]
+        previous = x_BTD[:, :-1]
+        channels = current[..., : self.smear_gate.in_features]
+        gate = torch.sigmoid(self.smear_gate(channels))  # (B, T - 1, 1)
+        smeared = current + self.smear_lambda * gate * previous
+        return torch.cat([x_BTD[:, :1], smeared], dim=1)
+
+    def logits(self, x):
+        """Capped logits (…, V) in fp32: Gemma 2, @Grad62304977, @KoszarskyB, @YouJiacheng.
+
+        Most tokens are unlikely, so low logits have more room than high ones: @classiclarryd, #54.
+        """
+        raw = self.lm_head(x).float()
+        return 23 * torch.sigmoid((raw + 5) / 7.5)
+
+    def head_loss(self, x_SD, targets_SN, ids_V):
+        """Cross-entropies with each position's N targets, summed over positions, (N,).
+
+        Logits are at most 23, so their exponentials are summed without subtracting a maximum.
+        """
+        logits_SV = self.logits(x_SD)
+        log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
+        if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not
+            columns = []
+            for target_S in targets_SN.unbind(-1):
+                is_target_SV = target_S[:, None] == ids_V
+                columns.append((logits_SV * is_target_SV).sum(-1))
+            target_logits_SN = torch.stack(columns, dim=-1)
+        else:
+            target_logits_SN = logits_SV.gather(-1, targets_SN.clamp_min(0))
+        losses_SN = log_sum_S1 - target_logits_SN
+        return (losses_SN * (targets_SN >= 0)).sum(0)
+
+    def forward(self, inputs_BT, targets_BT, num_targets=1, with_prefix=False):
+        """Summed cross-entropies of the next `num_targets` tokens, (num_targets,).
+
+        With the prefix of the next token they are one more.
+        targets_BT has the token after each of inputs_BT, or -1 for none.
+        """
+        x_SD = self.hidden(inputs_BT).flatten(0, 1)
+        padded = F.pad(targets_BT, (0, num_targets - 1), value=-1)
+        targets_BTN = padded.unfold(1, num_targets, 1)  # each position and those after it
+        targets_SN = targets_BTN.flatten(0, 1)
+        if with_prefix:
+            prefixes_S1 = self.prefixes[targets_SN[:, :1]]
+            targets_SN = torch.cat([targets_SN, prefixes_S1], dim=1)
+        ids_V = torch.arange(len(self.lm_head.weight), device=x_SD.device)
+        size = self.tokens_per_piece
+        if len(x_SD) <= size:
+            return self.head_loss(x_SD, targets_SN, ids_V)
+        # In pieces, recomputed in the backward pass: the logits are never in memory all at once.
+        losses = 0
+        for x, targets in zip(x_SD.split(size), targets_SN.split(size)):
+            losses = losses + checkpoint(self.head_loss, x, targets, ids_V, use_reentrant=False)
+        return losses
+
+
+# ---- Optimizers -------------------------------------------------------------
+# Coefficients of X, A X and A² X in each iteration, found for a spectral norm of at most 1.02.
+POLAR_EXPRESS = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
+
+
+def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """Nearly the closest semi-orthogonal matrix to each of (B, M, N), by Newton-Schulz iteration.
+
+    Muon: Keller Jordan et al., https://kellerjordan.github.io/posts/muon/. Coefficients: Polar
+    Express, https://arxiv.org/abs/2505.16932, @varunneal. Batched: @scottjmaddox, @YouJiacheng.
+    """
+    is_tall = grad_MN.size(-2) > grad_MN.size(-1)
+    X = grad_MN.mT if is_tall else grad_MN  # the smaller side decides the cost
+    X = X.to(dtype)
+    frobenius = X.norm(dim=(-2, -1), keepdim=True)  # at least the spectral norm
+    X = X / (1.02 * frobenius + 1e-6)
+    for a, b, c in POLAR_EXPRESS:
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A²
+        X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
+    return X.mT if is_tall else X
+
+
+def muon_update(weight, grad, mean, square, *, step_size, momentum, decay, dtype):
+    """A step of NorMuon on a batch of matrices (B, M, N), in place.
+
+    Muon's update, normalised by row: https://arxiv.org/abs/2510.05491, @li_zichong, #41, 15 steps.
+    Where a matrix has fewer rows than columns it is normalised by column.
+    Weights decay only where the update shrinks them ("cautious"):
+    https://arxiv.org/abs/2510.12402, @varunneal, #43, 40 steps.
+    mean: of gradients. square: of a row's entries, (B, M, 1), or of a column's, (B, 1, N).
+    step_size: (B, 1, 1).
+    """
+    mean.lerp_(grad, 1 - momentum)
+    nesterov = grad.lerp(mean, momentum)
+    update = orthogonalize(nesterov, dtype).type_as(weight)
+    size = update.norm(dim=(-2, -1), keepdim=True)
+    is_wide = grad.size(-2) < grad.size(-1)
+    mean_square = update.square().mean(-2 if is_wide else -1, keepdim=True)
+    square.lerp_(mean_square, 0.1)  # 0.05 until #78
+    update = update / square.clamp_min(1e-10).sqrt()
+    update = F.normalize(update, dim=(-2, -1), eps=1e-10)
+    update = update * size  # as large as before
+    shrinking = torch.where(update * weight >= 0, weight, 0)
+    weight.sub_(step_size * (update + decay * shrinking))
+
+
+def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
+    """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in place.
+
+    Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
+    mean, square: in fp32, also of bf16 weights: @ChrisJMcCormick, #56. count: steps, a tensor.
+    """
+    count += 1
+    beta1, beta2 = betas
+    old = weight.float()
+    grad = grad.float()
+    mean.lerp_(grad, 1 - beta1)
+    square.lerp_(grad.square(), 1 - beta2)
+    # Bias correction, as both means begin at zero
+    step_size = lr * (1 - beta2**count).sqrt() / (1 - beta1**count)
+    change = step_size * mean / (square.sqrt() + 1e-10)
+    shrinking = torch.where(change * old > 0, old, 0)
+    weight.copy_(old - change - decay * shrinking)
+
+
+@dataclass
+class Group:
+    """A row of the table: some parameters and how they are updated."""
+
+    name: str
+    rule: type  # Adam or Muon
+    params: list
+    lr: float  # Adam: about a weight's change; Muon: about the spectral norm of a change
+    betas: tuple = (0.9, 0.99)  # Adam: decay of its means of gradients and of their squares
+    decay: float = 0.0  # of weights, in units of the rate (Muon) or of its square (Adam)
+    factors: tuple = (1.0,)  # Muon: factors of the rate, matrices in turn
+
+
+def parameter_groups(model: GPT, cfg) -> list[Group]:
+    """The table of parameter groups. Each parameter of the model is in one row."""
+    def ending(*names):
+        return [param for name, param in model.named_parameters() if name.endswith(names)]
+
+    embeds = list(model.value_embeds.parameters())
+    bigrams = [model.bigram_embed.weight]
+    attention = ending("v_w") + ending("attn.c_proj.weight")
+    mlp = ending("c_fc", "mlp.c_proj")
+    gates = ending("value_gate.weight")
+    networks = ending("mudd.w1.weight", "mudd.w2.weight")
+    lambdas = ending("attn.lambdas", "smear_lambda", "skip_lambda")
+    mudd = ending("last.w1.weight", "last.w2.weight", "output.w1.weight", "output.w2.weight")
+    return [
+        Group("queries, keys", Muon, ending("qk_w"), cfg.muon_lr, decay=1.2),
+        Group("attention", Muon, attention, cfg.muon_lr, decay=1.2),
+        Group("mlp", Muon, mlp, cfg.muon_lr, decay=1.2, factors=(2.0, 4.0)),
+        # What sees more gradients is averaged over fewer steps: #57
+        Group("embed", Adam, [model.embed.weight], cfg.head_lr, (0.5, 0.95), decay=0.75),
+        Group("head", Adam, [model.lm_head.weight], cfg.head_lr, (0.5, 0.95), decay=0.75),
+        Group("value embeds", Adam, embeds, cfg.embed_lr, (0.75, 0.95), decay=0.025),
+        Group("bigrams", Adam, bigrams, cfg.embed_lr, (0.75, 0.95), decay=0.025),
+        Group("gates", Adam, gates, 0.008, decay=0.005),
+        Group("smear gate", Adam, [model.smear_gate.weight], 8e-5),
+        Group("residual lambdas", Adam, ending("resid_lambdas"), 0.04, (0.9, 0.95)),
+        Group("post lambdas", Adam, ending("post_lambdas"), 0.008, (0.9, 0.95)),
+        Group("lambdas", Adam, lambdas, 0.04),
+        Group("mudd", Adam, mudd, 0.002, decay=0.005),
+        Group("mudd biases", Adam, ending("last.bias", "output.bias"), 0.002),
+        Group("gate networks", Adam, networks, 8e-4, decay=0.005),
+        Group("gate biases", Adam, ending("mudd.bias"), 8e-4),
+        Group("gate scale", Adam, [model.gates_lambda], 8e-4),
+    ]
+
+
+class ShardedOptimizer:
+    """A group's weights and gradients as two flat buffers, and this rank's part of the state.
+
+    One reduce-scatter sums all gradients, one all-gather collects all weights. Rank r owns the
+    r-th part: only it holds the state of that part and updates it, as in ZeRO,
+    https://arxiv.org/abs/1910.02054. No matrix is split, so the buffers are padded.
+    """
+
+    def __init__(self, group, ranks, unit=1):
+        self.group = group
+        self.name = group.name
+        self.ranks = ranks
+        self.handle = None  # of a communication under way
+        self.numel = sum(param.numel() for param in group.params)
+        share = round_up(self.numel, unit * ranks.world_size) // ranks.world_size
+        self.mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
+        first = group.params[0].detach()
+        self.weights = first.new_zeros(share * ranks.world_size)
+        self.grads = torch.zeros_like(self.weights)
+        start = 0
+        for param in group.params:  # they become views of the buffers
+            end = start + param.numel()
+            weight = self.weights[start:end].view_as(param)
+            param.data = weight.copy_(param.detach())
+            param.grad = self.grads[start:end].view_as(param)
+            start = end
+        self.my_grad = self.grads  # this rank's part of the sum of all ranks' gradients
+        if ranks.world_size > 1:
+            self.my_grad = torch.empty_like(self.grads[self.mine])
+        self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
+        self.state = {"mean": torch.zeros_like(self.my_grad)}
+
+    def tensors(self):
+        return [self.weights, *self.state.values()]
+
+    def reduce(self):
+        """Begin to sum the gradients over the ranks; each receives its own part."""
+        if self.ranks.world_size > 1:
+            mine = self.my_grad.view(-1)
+            self.handle = dist.reduce_scatter_tensor(mine, self.grads, async_op=True)
+
+    def update(self, now, divisor):
+        """Update this rank's part by gradients / divisor, then begin to gather all parts."""
+        self.wait()
+        self.my_grad.div_(divisor)
+        self.lr.fill_(self.group.lr * now.lr_factor)
+        share = self.weights[self.mine]
+        self.update_share(share, now)  # Adam's or Muon's
+        if self.ranks.world_size > 1:
+            self.handle = dist.all_gather_into_tensor(self.weights, share, async_op=True)
+
+    def wait(self):
+        if self.handle:
+            self.handle.wait()
+            self.handle = None
+
+    def full_state(self):
+        """The state of all ranks, without padding. All ranks call it."""
+        full = {}
+        for key, share in self.state.items():
+            rows = self.ranks.all_gather(share.flatten())
+            full[key] = rows.flatten()[: self.length_of(share)].cpu()
+        return full
+
+    def load_full_state(self, full):
+        """Take this rank's part of a `full_state` from any number of ranks.
+
+        Raises RuntimeError where a length differs.
+        """
+        for key, share in self.state.items():
+            size = self.length_of(share)
+            rows = share.new_zeros(self.ranks.world_size, share.numel())
+            rows.view(-1)[:size] = full[key].view(size)
+            share.copy_(rows[self.ranks.rank if share.ndim else 0].view_as(share))
+
+    def length_of(self, share):
+        """Entries of a state over all ranks, without padding; one of a count."""
+        padded = share.numel() * self.ranks.world_size
+        return padded * self.numel // len(self.weights) if share.ndim else 1
+
+
+class Adam(ShardedOptimizer):
+    """Adam on tensors of any shape, every other step: @classiclarryd, #39.
+
+    In between, gradients add up in their buffer and nothing is communicated.
+    """
+
+    def __init__(self, group, ranks):
+        super().__init__(group, ranks)
+        dtype = torch.promote_types(self.grads.dtype, torch.float32)
+        self.state["mean"] = torch.zeros_like(self.my_grad, dtype=dtype)
+        self.state["square"] = torch.zeros_like(self.my_grad, dtype=dtype)
+        self.state["count"] = torch.zeros_like(self.lr)
+        self.rule = compile_on_gpu(adam_update, self.lr)
+
+    def update_share(self, weight, now):
+        group = self.group
+        decay = group.decay * self.lr**2
+        state = self.state.values()
+        self.rule(weight, self.my_grad, *state, lr=self.lr, betas=group.betas, decay=decay)
+
+
+class Muon(ShardedOptimizer):
+    """NorMuon on a batch of matrices of one shape. A parameter may hold several of them."""
+
+    def __init__(self, group, ranks):
+        shape = group.params[0].shape[-2:]
+        super().__init__(group, ranks, unit=shape.numel())
+        self.my_grad = self.my_grad.view(-1, *shape)
+        self.state["mean"] = torch.zeros_like(self.my_grad)
+        is_wide = shape[0] < shape[1]
+        entries = self.my_grad[:, :1] if is_wide else self.my_grad[:, :, :1]
+        self.state["square"] = torch.zeros_like(entries)
+        self.factors = torch.zeros_like(self.my_grad[:, :1, :1])
+        # Matrices are in the order of the layers, in an MLP c_fc before c_proj.
+        first = ranks.rank * len(self.my_grad)  # this rank's first matrix
+        for row in range(len(self.my_grad)):
+            self.factors[row] = group.factors[(first + row) % len(group.factors)]
+        self.momentum = torch.zeros_like(self.lr)
+        self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
+        self.rule = compile_on_gpu(muon_update, self.lr)
+
+    def update_share(self, weight, now):
+        self.momentum.fill_(now.momentum)
+        self.rule(
+            weight.view_as(self.my_grad),
+            self.my_grad,
+            *self.state.values(),
+            step_size=self.lr * self.factors,
+            momentum=self.momentum,
+            decay=self.lr * self.group.decay,
+            dtype=self.dtype,
+        )
+
+
+def compile_on_gpu(rule: Callable, tensor: Tensor) -> Callable:
+    return torch.compile(rule, dynamic=False) if tensor.is_cuda else rule
+
+
+def build_optimizers(model: GPT, cfg, ranks) -> list[ShardedOptimizer]:
+    """An optimizer for each row of the table that has parameters."""
+    # Each row compiles its rule anew. Beyond the limit torch would run it uncompiled.
+    torch._dynamo.config.recompile_limit = 32
+    groups = parameter_groups(model, cfg)
+    rows = sum(len(group.params) for group in groups)
+    assert rows == len(list(model.parameters())), "each parameter needs one row"
+    return [group.rule(group, ranks) for group in groups if group.params]
+
+
+def step_optimizers(optimizers, now, divisor):
+    """One step of all optimizers. Each one computes while others communicate."""
+    stepping = []
+    for optimizer in optimizers:
+        # Where Adam rests its gradients wait for the next step.
+        if not (now.adam_rests and isinstance(optimizer, Adam)):
+            stepping.append(optimizer)
+    for optimizer in stepping:
+        optimizer.reduce()
+    for optimizer in stepping:
+        optimizer.update(now, divisor)
+    for optimizer in stepping:
+        optimizer.wait()
+        optimizer.grads.zero_()
+
+
+def step_tied(optimizers, now, divisor):
+    """A step in which the embedding is the head, in the first two thirds: @classiclarryd.
+
+    The head takes the gradients of both, the embedding copies weights and state. One matrix would
+    need another graph: the tie outlasts its stages by a step or two.
+    """
+    by_name = {optimizer.name: optimizer for optimizer in optimizers}
+    embed = by_name.pop("embed")
+    head = by_name["head"]
+    head.grads += embed.grads
+    embed.grads.zero_()
+    step_optimizers([*by_name.values()], now, divisor)
+    if not now.adam_rests:  # the head has moved
+        for copy, original in zip(embed.tensors(), head.tensors()):
+            copy.copy_(original)
+
+
+# ---- Training ---------------------------------------------------------------
+def cut_rows(tokens, documents, position: int, length: int, cfg):
+    """Cut a step's sequences, (N, length + 1), from a shard. Returns them and the next position.
+
+    Each sequence is filled with the first tokens of one document after another, and the rest of a
+    cut document is skipped: @varunneal, #29, 25 steps. A position counts documents; `documents`
+    has their starts in `tokens`. Returns None if the shard has too few left.
+    """
+    # Shorter at first: @dualverse-ai, #72
+    longest = at_stage(cfg.max_document_tokens, cfg.seq_lens.index(length))
+    if not longest:
+        return consecutive_rows(tokens, position, length, cfg)
+    ends = np.append(documents[1:], len(tokens))
+    rows = []
+    for _ in range(cfg.sequences_per_step):
+        pieces = []
+        room = length + 1
+        while room:
+            if position == len(documents):
+                return None
+            start = documents[position]
+            size = min(ends[position] - start, longest, room)
+            pieces.append(tokens[start : start + size])
+            room -= size
+            position += 1
+        rows.append(np.concatenate(pieces))
+    return np.stack(rows), position
+
+
+def consecutive_rows(tokens, position: int, length: int, cfg):
+    """Sequences in order or, with a stride, spread over the shard; as `cut_rows` returns them.
+
+    The k-th sequence taken is number k · stride modulo N of the shard's N. The stride is made
+    coprime to N, so each is taken once.
+    """
+    step_tokens = cfg.sequences_per_step * length
+    # Only whole steps count. Each sequence needs one more token, its last target.
+    N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step
+    first = round_up(position, length) // length
+    last = first + cfg.sequences_per_step
+    if last > N:
+        return None
+    stride = cfg.sequence_stride
+    while math.gcd(stride, N) > 1:
+        stride += 1
+    rows = []
+    for k in range(first, last):
+        start = k * stride % N * length
+        rows.append(tokens[start : start + length + 1])
+    return np.stack(rows), last * length
+
+
+# Tile sizes of FlexAttention's backward pass for GPUs with less shared memory than an A100
+SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
+
+
+def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
+    """Set types and kernel options for this GPU, and compile. Returns the head's type."""
+    # As published: embeddings, gates, head and dense connections are bf16, the others fp32.
+    for name, module in model.named_modules():
+        if re.search("embed|gate|head|mudd", name):
+            module.bfloat16()
+    can_fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
+    model.lm_head.use_fp8 = cfg.fp8_head and can_fp8
+    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if shared_memory < 160 * 1024:
+        for block in model.blocks:
+            if block.attn:
+                block.attn.kernel_options = SMALL_TILES
+    model.compile(dynamic=False)
+    return "fp8" if model.lm_head.use_fp8 else "bf16"
+
+
+def accumulate_gradients(model, batches, now) -> Tensor:
+    """Add up the gradients of a step's batches. Returns two mean losses, (2,).
+
+    The first one is minimised, the second is that of the next token alone. The gradients are those
+    of the sum over tokens, not of the mean.
+    """
+    totals = 0
+    tokens = 0
+    for inputs, targets in batches:
+        with_prefix = now.prefix_weight > 0
+        losses = model(inputs, targets, len(now.target_weights), with_prefix)
+        weights = [*now.target_weights, now.prefix_weight]
+        loss = 0
+        for weight, target_loss in zip(weights, losses):
+            loss = loss + weight * target_loss
+        loss.backward()
+        totals = totals + torch.stack([loss, losses[0]]).detach()
+        tokens += targets.numel()
+    return totals / tokens
+
+
+def train(run, cfg):
+    """The training loop. It ends after the last step, or after a save when a signal asks it to.
+
+    run: the harness below the banner. It holds model, optimizers and data, and its `pause`
+    validates and saves where that is due, while the clock stands.
+    """
+    stage = None
+    for step in range(run.first_step, cfg.num_iterations + 1):  # the last round only validates
+        now = schedule(step, cfg)
+        if now.stage != stage:
+            stage = now.stage
+            run.model.set_stage(stage)
+
+        # If Adam rests in this step it has just stepped, so no gradients are waiting.
+        if run.pause(step, complete=now.adam_rests):
+            break
+
+        batches = run.loader.next_step(now.seq_len)
+        losses = accumulate_gradients(run.model, batches, now)
+        run.health.check(step, losses)
+        update = step_tied if now.tied else step_optimizers
+        update(run.optimizers, now, divisor=cfg.sequences_per_step)
+        run.log_step(step + 1)
+
+
+# ==== Harness: below this line every record has the same bytes ===============
+SCRIPT = Path(__file__).resolve()
+
+
+class UserError(Exception):
+    """An error that a user can mend. It ends the run in one line, with exit code 2."""
+
+
+# ---- Data -------------------------------------------------------------------
+# A shard is a header of 256 little-endian int32 (magic, version, number of tokens), then the
+# tokens as uint16.
+HEADER_BYTES = 1024
+MAGIC = 20240520  # of llm.c's shards
+VERSION = 1  # of their format
+
+
+def find_shards(pattern: str) -> list[Path]:
+    """Files that match the glob, sorted: in the current folder, or else in one above the script.
+
+    Raises UserError.
+    """
+    # A record in records/ finds the data of the repository.
+    for folder in (Path(), *SCRIPT.parents):
+        paths = [folder / name for name in glob.glob(pattern, root_dir=folder)]
+        files = sorted(filter(Path.is_file, paths))  # no folder and no pipe
+        if files:
+            return files
+    raise UserError(f"no file matches {pattern!r}; make the data first: python data/pocket.py, "
+                    "data/fineweb.py or data/text.py")
+
+
+def shard_size(path: Path) -> int:
+    """Number of tokens in a shard. Raises UserError where header and file size disagree."""
+    bytes_after_header = path.stat().st_size - HEADER_BYTES
+    header = np.fromfile(path, "<i4", 3).tolist()
+    # This also finds a download that was cut short.
+    if header != [MAGIC, VERSION, bytes_after_header / 2]:
+        raise UserError(f"{path}: no whole shard of version {VERSION}; make or fetch it again")
+    return header[2]
+
+
+def read_shard(path: Path, vocab_size: int) -> np.ndarray:
+    """The shard's tokens, uint16. Raises UserError where one is not in the vocabulary."""
+    tokens = np.fromfile(path, "<u2", shard_size(path), offset=HEADER_BYTES)
+    largest = tokens.max(initial=0)
+    if largest >= vocab_size:
+        raise UserError(f"{path}: has token {largest}; raise --vocab_size {vocab_size} "
+                        "or name other data")
+    return tokens
+
+
+class TokenLoader:
+    """Gives rank r the r-th part of each step's sequences.
+
+    A step is cut from one shard. Tokens at its end that do not fill a step are skipped. A thread
+    reads the next shard ahead.
+    """
+
+    def __init__(self, cfg, ranks, shard=0, position=0, log=print):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.log = log
+        if cfg.sequences_per_step % ranks.world_size:
+            raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
+                            f"the {ranks.world_size} ranks must divide it")
+        sequences = cfg.sequences_per_step // ranks.world_size  # of this rank, in a step
+        # All forward passes of a step have as many.
+        self.per_forward = math.gcd(sequences, cfg.sequences_per_forward)
+        self.files = find_shards(cfg.train_files)  # in the order of reading
+        self.size = 0  # tokens of all files, one epoch
+        digest = hashlib.sha256()  # of each shard's name, size and first MiB
+        for path in self.files:
+            size = shard_size(path)
+            self.size += size
+            digest.update(f"{path.name} {size}".encode())
+            digest.update(np.fromfile(path, "u1", 2**20))
+        self.digest = digest.hexdigest()[:16]  # tells other training data apart
+        self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
+        self.ahead = self.reader.submit(self.read, shard)  # a future
+        self.begin_shard(shard, position)
+
+    def read(self, shard):
+        """A shard's tokens and where its documents begin. Shards are counted through all epochs."""
+        path = self.files[shard % len(self.files)]
+        tokens = read_shard(path, self.cfg.vocab_size)
+        return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
+
+    def begin_shard(self, shard, position=0):
+        """Take the shard that was read ahead, and begin to read the next one."""
+        self.place = (shard, position)  # the same on any number of ranks
+        self.tokens, self.documents = self.ahead.result()
+        self.ahead = self.reader.submit(self.read, shard + 1)
+
+    def next_step(self, length):
+        """This rank's inputs and targets for each forward pass. Raises UserError without data."""
+        for _ in range(len(self.files) + 1):  # the rest of this shard, then each shard once
+            shard, position = self.place
+            step = cut_rows(self.tokens, self.documents, position, length, self.cfg)
+            if step:
+                rows, position = step
+                self.place = (shard, position)
+                # All ranks cut the same rows. Each takes its part.
+                parts = rows.reshape(self.ranks.world_size, -1, self.per_forward, length + 1)
+                return [to_batch(part, self.ranks.device) for part in parts[self.ranks.rank]]
+            self.begin_shard(shard + 1)  # after the last one the first again
+            # An epoch begins.
+            if (shard + 1) % len(self.files) == 0:
+                self.log(f"the training data begin again: {self.cfg.train_files}")
+        raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
+                        "lower --seq_lens or --sequences_per_step")
+
+
+def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
+    tokens = torch.from_numpy(tokens.astype(np.int64))
+    if device.type == "cuda":
+        tokens = tokens.pin_memory()  # the host need not wait for the copy
+    tokens = tokens.to(device, non_blocking=True)
+    return tokens[:, :-1].int(), tokens[:, 1:].contiguous()
+
+
+# ---- Validation -------------------------------------------------------------
+def read_val_tokens(cfg) -> np.ndarray:
+    """The first val_tokens + 1 validation tokens, uint16. Raises UserError."""
+    # One after another, as if they were one file
+    shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
+    tokens = np.concatenate(shards)
+    if len(tokens) <= cfg.val_tokens:
+        raise UserError(f"--val_tokens {cfg.val_tokens}: lower it below the {len(tokens)} tokens "
+                        f"of {cfg.val_files}")
+    return tokens[: cfg.val_tokens + 1]
+
+
+@torch.no_grad()
+def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
+    """Mean loss over the validation tokens. Ranks share the sequences."""
+    model.eval()  # no FP8
+    total = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+    count = len(tokens) - 1  # the first token has no prediction
+    length = cfg.val_seq_len
+    # As many sequences at once as a training pass has tokens for, at least one
+    size = length * max(1, cfg.sequences_per_forward * max(cfg.seq_lens) // length)
+    tokens = np.pad(tokens, (0, size))  # the last pass is as large as the others
+    for start in range(ranks.rank * size, count, ranks.world_size * size):
+        part = tokens[start : start + size + 1]
+        # (sequences, length + 1): the last token of a row is the first of the next row.
+        rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
+        inputs, targets = to_batch(rows, ranks.device)
+        targets.view(-1)[count - start :] = -1  # padding is not counted
+        total += model(inputs, targets)
+    model.train()
+    # Each rank has the sum of its own sequences.
+    return ranks.all_gather(total).sum().item() / count
+
+
+# ---- Checkpoints ------------------------------------------------------------
+NEW_RUN = dict(step=0, loader=(0, 0), train_time_ms=0.0)
+
+
+def write_checkpoint(path: Path, state: dict):
+    """Write the state, whole or not at all, and keep the newest three. Raises UserError."""
+    temporary = path.with_suffix(".tmp")  # no checkpoint yet
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # the data reach the disk before the name does
+        temporary.replace(path)  # atomic
+    except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
+        temporary.unlink(missing_ok=True)
+        cause = error.__context__ or error
+        raise UserError(f"{path}: not written ({cause}); make room, --resume auto") from None
+    # By time, as a run that was resumed from an old one has later steps in its folder.
+    saved = sorted(path.parent.glob("step-*.pt"), key=os.path.getmtime)
+    for old in saved[:-3]:
+        old.unlink()
+
+
+def load_checkpoint(path: Path) -> dict:
+    """The state at `path`. Raises UserError where it is damaged or has a value that is not finite.
+
+    Settings are saved in the form of flags, so that the same parser checks them.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint; give its path, or auto with --run_id")
+    try:
+        with zipfile.ZipFile(path) as file:  # as torch.save writes it, with checksums
+            damaged = file.testzip()
+        if damaged:
+            raise ValueError(f"{damaged} is damaged")
+        # Weights alone: a pickle that runs code is refused.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        settings = [f"--{name}={text}" for name, text in state["settings"].items()]
+        state["settings"] = parse_flags(settings)
+        # What is missing would silently be the default of the preset record.
+        if len(settings) < len(fields(Hyperparameters)):
+            raise ValueError("it lacks a setting")
+        # A run resumed from NaN would fail at the same step for ever.
+        for tensors in (state["model"], *state["optimizers"].values()):
+            for name, tensor in tensors.items():
+                if not (tensor.is_floating_point() and tensor.isfinite().all()):
+                    raise ValueError(f"{name} is not finite")
+    # zipfile and torch raise nearly any exception for a damaged file.
+    except Exception as error:
+        cause = str(error).partition(". ")[0]  # without torch's advice
+        raise UserError(f"{path}: no whole checkpoint of this script "
+                        f"({type(error).__name__}: {cause}); name another") from None
+    return state
+
+
+def newest_checkpoint(folder: Path):
+    """Path and state of a run's newest whole checkpoint. Without one, those of a new run."""
+    # Names sort by step.
+    for path in sorted(folder.glob("step-*.pt"), reverse=True):
+        try:
+            return str(path), load_checkpoint(path)
+        except UserError as error:
+            print(f"skipped {error}", file=sys.stderr)
+    return "", NEW_RUN
+
+
+# ---- Ranks and log ----------------------------------------------------------
+class Ranks:
+    """This process's rank and device, and what ranks exchange. Raises UserError."""
+
+    def __init__(self, cfg):
+        # torchrun sets these. Without it there is one process.
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
+        gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()  # of this machine
+        if local_rank >= gpus and (gpus or cfg.device == "cuda"):
+            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
+        self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
+        if gpus:
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)  # "cuda" now means this one
+        if self.world_size > 1:
+            # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
+            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+            dist.init_process_group()
+
+    def all_gather(self, x):
+        """(N,) of every rank, as (ranks, N)."""
+        rows = x.repeat(self.world_size, 1)
+        if self.world_size > 1:
+            dist.all_gather_into_tensor(rows.view(-1), x)
+        return rows
+
+
+def machine_facts(device: torch.device) -> dict:
+    """What a log tells of the machine and of its software."""
+    folder = shlex.quote(str(SCRIPT.parent))  # it may have spaces
+    facts = dict(
+        device=f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})",
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),  # OMP_NUM_THREADS, or the number of cores
+        commit=collect_env.run(f"git -C {folder} rev-parse HEAD")[1],  # empty without git
+    )
+    if device.type == "cuda":
+        facts |= dict(
+            device=torch.cuda.get_device_name(device),
+            gpus=torch.cuda.device_count(),
+            cuda=torch.version.cuda,
+            driver=collect_env.get_nvidia_driver_version(collect_env.run),
+            nccl=torch.cuda.nccl.version(),
+            triton=version("triton"),
+        )
+    return facts
+
+
+class Log:
+    """Rank 0's log file and console. The other ranks write nothing.
+
+    A resumed run adds to its log. For any other run a log of the same name is a UserError.
+    """
+
+    def __init__(self, cfg, ranks):
+        self.run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S")
+        self.folder = Path("logs", self.run_id)  # in the current folder
+        self.path = self.folder / "log.txt"
+        self.enabled = ranks.rank == 0
+        self.file = None
+        if self.path.exists() and not cfg.resume:
+            raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
+                            "its run by --resume auto, or name another --run_id")
+
+    def open(self, header):
+        """Open the log, for this run alone. A new one begins with the header. Raises UserError."""
+        if self.enabled:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file = self.path.open("a", buffering=1, encoding="utf-8")  # line by line
+            try:
+                # The lock ends with the process, however that ends.
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(f"--run_id {self.run_id}: another process runs it now") from None
+            # Also after a full disk has left an empty file
+            if self.file.tell() == 0:
+                self.file.write(header)
+
+    def __call__(self, text, more="", console=True):
+        """Write the text to the log; print it to the console, with more."""
+        if self.file:
+            self.file.write(text + "\n")
+        if self.enabled and console:
+            print(text + more, flush=True)
+
+
+class Health:
+    """Ranks exchange their losses at every step, and whether a signal told one of them to stop.
+
+    On CUDA this is read one step late, so that the host never waits for the current step.
+    """
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self.news = []  # not read yet: step, rows of all ranks, CUDA event
+        self.told_to_stop = False  # this rank
+        self.stopping = False  # any rank was told to
+        self.losses = []  # of the step read last
+        signal.signal(signal.SIGTERM, self.on_signal)
+        signal.signal(signal.SIGINT, self.on_signal)
+
+    def on_signal(self, number, frame):
+        self.told_to_stop = True  # all ranks learn it in the next step
+
+    def check(self, step, losses):
+        """Exchange the losses of a step before its update. Raises UserError, as `read`."""
+        news = torch.cat([losses.float(), torch.full_like(losses[:1], self.told_to_stop)])
+        rows = self.ranks.all_gather(news).to("cpu", non_blocking=True)
+        event = None
+        if news.is_cuda:
+            event = torch.cuda.current_stream().record_event()  # after the copy above
+        self.news.append((step, rows, event))
+        self.read(late=int(news.is_cuda))
+
+    def read(self, late=0):
+        """Read all news but the last `late`. Raises UserError where a loss is not finite."""
+        while len(self.news) > late:
+            step, rows, event = self.news.pop(0)
+            if event:
+                event.synchronize()
+            *self.losses, stops = rows.mean(0).tolist()  # all ranks have as many tokens
+            self.stopping = stops > 0
+            if not math.isfinite(self.losses[0]):
+                raise UserError(f"step {step}: the loss is {self.losses[0]}; "
+                                "lower the learning rates")
+
+
+# ---- The run ----------------------------------------------------------------
+def build(cfg, ranks):
+    """Model and optimizers of a new run. Raises UserError where --init does not fit."""
+    with torch.device(ranks.device):
+        model = GPT(cfg)
+        model.init_weights(torch.Generator(ranks.device).manual_seed(cfg.seed))
+    if cfg.init and not cfg.resume:
+        load_state(model, [], load_checkpoint(Path(cfg.init)), cfg.init)
+    model.head_type = "fp32"
+    chunks = 1
+    if ranks.device.type == "cuda":
+        model.head_type = prepare_for_cuda(model, cfg, ranks.device)
+        # 80 GB hold all logits and their gradient. Smaller cards compute the head in pieces.
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+        chunks = math.ceil(70e9 / memory)
+    model.head_chunks = cfg.head_chunks or chunks
+    tokens = math.ceil(model.tokens_per_piece / model.head_chunks)
+    model.tokens_per_piece = round_up(tokens, 128)
+    return model, build_optimizers(model, cfg, ranks)
+
+
+def load_state(model, optimizers, state, path):
+    """Load weights and optimizer state. Raises UserError where they do not fit."""
+    try:
+        model.load_state_dict(state["model"])
+        for optimizer in optimizers:
+            optimizer.load_full_state(state["optimizers"][optimizer.name])
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"{path}: does not fit ({error}); name another checkpoint") from None
+
+
+def plan(cfg):
+    """The first step of each stage, and how many tokens a run trains on."""
+    first_steps = {}
+    tokens = 0
+    for step in range(cfg.num_iterations):
+        now = schedule(step, cfg)
+        first_steps.setdefault(now.stage, step)
+        tokens += cfg.sequences_per_step * now.seq_len
+    return first_steps, tokens
+
+
+class Run:
+    """All that the training loop works with."""
+
+    def __init__(self, cfg, ranks, log, state):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.log = log
+        self.last = cfg.num_iterations  # this step only validates
+        self.first_step = self.saved_step = state["step"]
+        self.first_steps, self.tokens = plan(cfg)  # of each stage; of the whole run
+        # The data are checked before the model is built.
+        self.val_tokens = read_val_tokens(cfg)
+        self.loader = None  # evaluation needs no training data
+        self.data = ""  # digest of the training data
+        if self.first_step < self.last:
+            self.loader = TokenLoader(cfg, ranks, *state["loader"], log)
+            self.data = self.loader.digest
+            check_data(cfg, self.loader, self.tokens, state.get("data", self.data))
+        self.model, self.optimizers = build(cfg, ranks)
+        self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
+        self.facts = machine_facts(ranks.device) | dict(
+            seed=cfg.seed,
+            world_size=ranks.world_size,
+            parameters=sum(optimizer.numel for optimizer in self.optimizers),
+        )
+        self.write_header()
+        if self.loader:
+            self.warm_up()
+        if cfg.resume:
+            load_state(self.model, self.optimizers, state, cfg.resume)
+            log(f"resumed at step:{self.first_step} from {cfg.resume}")
+        self.health = Health(ranks)  # catches signals from here on
+        self.started = time.perf_counter()  # the clock
+
+    def write_header(self):
+        """Begin the log with the script and all settings."""
+        values = asdict(self.cfg) | self.facts | dict(
+            run_id=self.log.run_id,
+            head=self.model.head_type,
+            head_chunks=self.model.head_chunks,
+            train_digest=self.data,
+            val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
+        )
+        lines = [f"{key}: {show(value)}" for key, value in values.items()]
+        rule = "=" * 100  # the end of the source
+        self.log.open("\n".join([SCRIPT.read_text("utf-8"), rule, *lines, rule, ""]))
+        # The first line of the console
+        self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
+                 "{head} head in {head_chunks} piece(s), logs/{run_id}".format(**values))
+
+    def warm_up(self):
+        """Run every kernel on blank tokens, then restore weights and optimizer state."""
+        cfg = self.cfg
+        device = self.ranks.device
+        if device.type == "cuda":
+            self.log("warming up; a GPU compiles for 1 to 3 minutes the first time ...")
+        tensors = []
+        for optimizer in self.optimizers:
+            tensors += optimizer.tensors()
+        # On the host: a GPU may have no room for a copy.
+        before = [tensor.to("cpu", copy=True) for tensor in tensors]
+        for first in self.first_steps.values():  # shapes differ between stages
+            for step in range(first, first + cfg.warmup_steps):
+                now = schedule(step, cfg)
+                tokens = np.zeros((self.loader.per_forward, now.seq_len + 1), int)
+                accumulate_gradients(self.model, [to_batch(tokens, device)], now)
+                step_optimizers(self.optimizers, now, tokens.size)
+        # A validation sequence for each rank
+        tokens = np.zeros(self.ranks.world_size * cfg.val_seq_len + 1, int)
+        validate(self.model, tokens, cfg, self.ranks)
+        for tensor, value in zip(tensors, before):
+            tensor.copy_(value)  # in place, since kernels and views keep their addresses
+        for optimizer in self.optimizers:
+            optimizer.grads.zero_()
+
+    def pause(self, step, complete) -> bool:
+        """Validate and save before a step, where that is due. Returns whether the run ends here.
+
+        complete: no gradients are waiting for the next step, so nothing is lost by a save.
+        """
+        cfg = self.cfg
+        is_last = step == self.last
+        stops = self.health.stopping and not is_last
+        validates = is_last or (cfg.val_every and step % cfg.val_every == 0)
+        saves = False
+        # The step that a run was resumed from is saved already.
+        if cfg.save_every and step > self.first_step:
+            # Whether a multiple of save_every lies between, as not every step can be saved
+            passed = step // cfg.save_every > self.saved_step // cfg.save_every
+            saves = is_last or (complete and (passed or stops))
+        # The clock stands from here until it is started again.
+        if validates or saves:
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize()  # the GPU finishes what it was given
+            self.train_time_ms = self.elapsed_ms()
+            if validates:
+                self.val_loss = validate(self.model, self.val_tokens, self.cfg, self.ranks)
+                self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
+            if saves:
+                self.save_checkpoint(step)
+            self.started = time.perf_counter()
+        self.stopped = stops and (saves or not cfg.save_every)
+        return is_last or self.stopped
+
+    def elapsed_ms(self):
+        """Time spent on training: what was counted before, and since the clock started."""
+        return self.train_time_ms + 1000 * (time.perf_counter() - self.started)
+
+    def log_losses(self, step, ms, **losses):
+        """Log a step's losses. The console shows each tenth of the run, and the time left."""
+        average = ms / max(1, step)
+        text = f"step:{step}/{self.last}"
+        for name, loss in losses.items():
+            text += f" {name}:{loss:.4f}"
+            if not math.isfinite(loss):
+                raise UserError(f"{text}; lower the learning rates")
+        text += f" train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
+        left = f" left:{average * (self.last - step) / 1000:.0f}s"
+        # The first step with another tenth of the run behind it
+        is_tenth = step * 10 // self.last > (step - 1) * 10 // self.last
+        self.log(text, left, console=is_tenth or "val_loss" in losses)
+
+    def save_checkpoint(self, step):
+        """Save all that a resumed run needs to be equal to the bit. Raises UserError."""
+        self.saved_step = step
+        state = dict(
+            step=step,
+            settings={name: show(value) for name, value in asdict(self.cfg).items()},
+            data=self.data,
+            loader=self.loader.place,
+            threads=torch.get_num_threads(),
+            train_time_ms=self.train_time_ms,
+            model=self.model.state_dict(),
+            optimizers={each.name: each.full_state() for each in self.optimizers},
+        )
+        # Leading zeros let names sort by step.
+        path = self.log.folder / f"step-{step:06d}.pt"
+        if self.ranks.rank == 0:
+            write_checkpoint(path, state)
+
+    def log_step(self, step):
+        """Log the loss that is minimised and, where a record has it, the next token's."""
+        losses = dict(zip(("train_loss", "next_token_loss"), self.health.losses))
+        self.log_losses(step, self.elapsed_ms(), **losses)
+
+    def finish(self):
+        """Log the results."""
+        target = self.cfg.target_loss
+        reached = "reached" if self.val_loss <= target else "not reached"
+        self.log(f"target loss {target}: {reached}")
+        results = dict(
+            val_loss=f"{self.val_loss:.6f}",
+            train_time_ms=f"{self.train_time_ms:.0f}",
+            steps=self.last,
+            tokens=self.tokens,
+            peak_memory_mib=torch.cuda.max_memory_allocated() // 2**20,  # of rank 0's GPU
+            **self.facts,
+        )
+        self.log("---")  # programs read what follows
+        for key, value in results.items():
+            self.log(f"{key}: {value}")
+
+
+def check_data(cfg, loader, tokens, digest):
+    """Raise UserError where training data are not the checkpoint's, held out, or too few."""
+    files = f"--train_files {cfg.train_files}"
+    if loader.digest != digest:
+        raise UserError(f"{files}: not the data of {cfg.resume}")
+    if set(loader.files) & set(find_shards(cfg.val_files)):
+        raise UserError(f"{files}: --val_files has a file of these, too")
+    if tokens > loader.size:
+        message = f"{files}: {loader.size} tokens, read again as the run takes {tokens}"
+        if cfg.preset == "record" and not cfg.repeat_data:
+            shards = math.ceil(tokens / 1e8)  # of FineWeb
+            raise UserError(f"{message}; fetch more: python data/fineweb.py {shards}, "
+                            "or --repeat_data true")
+        loader.log(message)
+
+
+# ---- Command line -----------------------------------------------------------
+# Flags that may differ from the checkpoint of a resumed run
+MAY_CHANGE = ("num_iterations", "train_files", "val_files", "val_tokens", "val_every", "device",
+              "sequences_per_forward", "head_chunks", "run_id", "save_every", "resume")
+MAY_BE_ZERO = ("seed", "val_every", "warmup_steps", "head_chunks", "save_every", "eot_token",
+               "max_document_tokens", "extension_steps", "freeze_steps", "momentum_cooldown",
+               "skip_layer", "backout_layer")
+
+
+def show(value) -> str:
+    """A value in the form that its flag takes."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def flag_type(name, default):
+    """What turns the text of a flag into a value like the default. It raises ValueError."""
+    kind = type(default)
+    least = kind is int and name not in MAY_BE_ZERO
+
+    def flag(text):
+        if kind is bool:
+            return ["false", "true"].index(text.lower()) == 1
+        if kind is tuple:
+            return tuple(map(flag_type(name, default[0]), text.split(",")))
+        value = kind(text)
+        if kind is not str and not least <= value < 2**31:  # too large for any machine
+            raise ValueError
+        return value
+
+    return flag
+
+
+def parse_flags(argv) -> dict:
+    """The flags among these words, or those of the command line, as values. Raises UserError."""
+    def error(message):
+        raise UserError(f"{message}; --help lists the flags")
+
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.error = error  # one line, as all errors
+    # The comments of the table: `name: type = default  # meaning`
+    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text("utf-8"), re.M))
+    choices = dict(preset=["record", "pocket"], device=["auto", "cuda", "cpu"])
+    # Only what is given stands in the result, so that defaults can come from elsewhere.
+    for each in fields(Hyperparameters):
+        name = each.name
+        default = show(each.default)
+        pocket = show(POCKET.get(name, default))
+        parser.add_argument(f"--{name}", type=flag_type(name, each.default), metavar="X",
+                            choices=choices.get(name),
+                            help=f"{meanings[name]} (record: {default}, pocket: {pocket})")
+    return vars(parser.parse_args(argv))
+
+
+def parse_args(argv) -> Hyperparameters:
+    """The hyperparameters of a new run. Raises UserError."""
+    return hyperparameters(parse_flags(argv))
+
+
+def hyperparameters(given, saved=None) -> Hyperparameters:
+    """The flags given, over those of their preset or of a checkpoint. Raises UserError."""
+    values = POCKET if given.get("preset") == "pocket" else {}
+    if saved:
+        # The new process chooses its device and its log.
+        values = saved | dict(device="auto", run_id="")
+        for name, value in given.items():
+            if name not in MAY_CHANGE and value != saved[name]:
+                raise UserError(f"--{name} {show(value)}: the checkpoint has {show(saved[name])}; "
+                                f"a resumed run may change {', '.join(MAY_CHANGE)}")
+    cfg = Hyperparameters(**(values | given))
+    # A rule begins with its flag. The record has rules of its own.
+    lengths = (*cfg.seq_lens, cfg.val_seq_len)
+    rules = {
+        "seq_lens and val_seq_len must be multiples of 128": not any(x % 128 for x in lengths),
+        "eot_token must be below vocab_size": cfg.eot_token < cfg.vocab_size,
+        "num_iterations must be at most a million": cfg.num_iterations <= 10**6,
+        "run_id must be of letters, digits, _ . + -, and not begin with .":
+            re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id),
+    }
+    for rule, holds in (rules | model_rules(cfg)).items():
+        if not holds:
+            raise UserError(f"--{rule}; here it is {show(getattr(cfg, rule.split()[0]))}")
+    return cfg
+
+
+def run_script(argv) -> int:
+    """Train or resume by the flags. Returns the exit code. Raises UserError."""
+    given = parse_flags(argv)
+    path = given.get("resume", "")
+    state = NEW_RUN
+    if path == "auto" and given.get("run_id"):
+        path, state = newest_checkpoint(Path("logs", given["run_id"]))
+    elif path:
+        state = load_checkpoint(Path(path))
+    cfg = hyperparameters(given | dict(resume=path), state.get("settings"))
+    ranks = Ranks(cfg)
+    log = Log(cfg, ranks)
+    if path:
+        torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
+    left = cfg.num_iterations - state["step"]
+    if left < 0:
+        raise UserError(f"--num_iterations {cfg.num_iterations}: {path} is of a later step")
+    # A finished record can be evaluated without a GPU.
+    if left and cfg.preset == "record" and ranks.device.type != "cuda":
+        raise UserError("--preset record: there is no CUDA device; use --preset pocket")
+    run = Run(cfg, ranks, log, state)
+    train(run, cfg)
+    if run.stopped:
+        log("stopped by a signal; what --save_every saved goes on by "
+            f"--run_id {log.run_id} --resume auto")
+        return 1
+    run.finish()
+    return 0
+
+
+def main(argv=None) -> int:
+    """Run the script and return its exit code: 2 after an error that a user can mend."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack some letters
+    try:
+        return run_script(argv)
+    except (UserError, OSError, dist.DistError) as error:
+        message = str(error)  # names the file or flag
+    except (MemoryError, torch.OutOfMemoryError):
+        # Fewer tokens at once; --head_chunks helps where the logits alone are too large.
+        message = "out of memory; lower --seq_lens or --sequences_per_forward"
+    # One rank of each machine is enough.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,7 +17,7 @@ ReLU²                                             MLP
 QK-norm, merged QKV, value embeddings             CausalSelfAttention
 sparse attention gate, value gate                 CausalSelfAttention
 key offset                                        offset_keys
-paired heads                                      CausalSelfAttention, GPT.hidden
+paired heads                                      CausalSelfAttention, GPT.places
 half-truncated rotary embedding                   GPT.set_stage, rotate
 YaRN, growing windows                             yarn, GPT.set_stage
 sliding windows over documents, FlexAttention     flex_mask, attend
@@ -431,8 +431,7 @@ def dense_mask(docs_BT: Tensor, reach: Tensor) -> Tensor:
     It is used where FlexAttention is not compiled. The keys are those of the block and of the
     blocks before it within the window, so the cost grows with the window, not with the sequence.
     """
-    blocks_before = min(round_up(int(reach), BLOCK), docs_BT.size(1)) // BLOCK
-    blocks_before = min(blocks_before, docs_BT.size(1) // BLOCK - 1)
+    blocks_before = min(round_up(int(reach), BLOCK), docs_BT.size(1) - BLOCK) // BLOCK
     docs = docs_BT.view(-1, BLOCK)  # (blocks, 128)
     key_docs = gather_window(docs, blocks_before + 1)
     same_document = docs[:, :, None] == key_docs[:, None, :]

@@ -107,6 +107,7 @@ def tiny_station(station, steps=5, **changes):
     sizes = tiny_sizes(station) | dict(
         num_iterations=steps, extension=EXTENSION if station.extension else 0, vocab_size=272,
         block=BLOCK, max_document=3 * BLOCK // 2, windows=(1, 2, 3, 4),
+        first_document=station.first_document and BLOCK,
         table_rows=EOT + 1 if station.table_rows % 128 else 272,
         final_window=5 if station.final_window > station.windows[-1] else 4)
     return type(station)(**sizes | changes)
@@ -116,9 +117,12 @@ def tiny_flags(script, steps=5, **changes):
     """The same as hyperparameters of a script, which has those that it knows."""
     cfg = script.Hyperparameters()
     extension = EXTENSION if getattr(cfg, "extension_steps", 0) else 0
+    documents = 3 * BLOCK // 2
+    if isinstance(getattr(cfg, "max_document_tokens", 0), tuple):
+        documents = (BLOCK, documents)  # of the first stage, of the others
     flags = tiny_sizes(cfg) | dict(
         num_iterations=steps + extension, extension_steps=extension, vocab_size=EOT + 1,
-        vocab_multiple=16, max_document_tokens=3 * BLOCK // 2, long_windows=(1, 2, 3, 4, 5),
+        vocab_multiple=16, max_document_tokens=documents, long_windows=(1, 2, 3, 4, 5),
         short_windows=(1, 1, 1, 2), sequences_per_forward=2, device="cpu")
     flags = {k: v for k, v in (flags | changes).items() if hasattr(cfg, k)}
     return script.Hyperparameters(**flags)

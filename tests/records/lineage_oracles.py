@@ -74,12 +74,13 @@ def stream_at(tokens, first: int, length: int) -> Stream:
     return Stream(piece[:-1], piece[1:])
 
 
-def packed_streams(shards, lengths, streams: int, eot: int, max_document: int):
+def packed_streams(shards, lengths, streams: int, eot: int, max_document: dict):
     """The rule of #29 and after: whole documents one after another, each clipped, until T + 1. The
-    rest of the last one is left. A step that a shard cannot fill is made of the next one."""
+    rest of the last one is left. A step that a shard cannot fill is made of the next one.
+    max_document: the tokens that a document is clipped to, by T."""
     shards, tokens, begins, index = iter(shards), (), [], 0
     for length in lengths:
-        rest = length, streams, max_document
+        rest = length, streams, max_document[length]
         while (packed := _packed_step(tokens, begins, index, *rest)) is None:
             tokens, index = next(shards, None), 0
             if tokens is None:
@@ -116,8 +117,11 @@ def kind_of(name: str) -> str:
 
 
 def matrices(name: str, p: Tensor) -> list[Tensor]:
-    """The matrices of a parameter, as views: Q, K, V and O, each (out, in), of qkvo_w, or itself.
+    """The matrices of a parameter, as views: Q, K, V and O, each (out, in), of qkvo_w, those of a
+    bank (#80 on), or itself.
     All three public shapes of qkvo_w have the same entries in the same order in memory."""
+    if kind_of(name) in ("qk_w", "vo_w"):
+        return list(p.unbind(0))
     if not name.endswith("qkvo_w"):
         return [p]
     width = math.isqrt(p.numel() // 4)
@@ -145,6 +149,7 @@ class Station:
     streams: int  # sequences of a step, one for each of the public ranks
     seq_lens: tuple[int, ...]  # tokens of a stream, in each third of N if there are 3
     max_document = 2048  # tokens of a document that are used (#31 on)
+    first_document: int | None = None  # the same in the first third, where it differs (#77 on)
     eot_token = 50_256  # opens each document
     val_seq_len: int
     val_tokens = 10_485_760
@@ -178,6 +183,7 @@ class Station:
     # Uniform within √3 · this · D^-½, by kind; `normal` ones with this std; all others are zero
     uniform = {"embed": 3**-0.5, "qkvo_w": 3**-0.5, "c_fc": 3**-0.5}
     normal: dict[str, float] = {}
+    constant: dict[str, float] = {}  # what all entries of a kind begin as
     # Optimizers
     adam_lr = 0.008
     adam: dict[str, float]  # factors of adam_lr by kind; what is not here, Muon steps
@@ -372,8 +378,11 @@ class Station:
         return scalars
 
     def initial_distributions(self, name: str) -> list[tuple[str, float]]:
-        """("normal", std), ("uniform", bound) or ("zero", 0.0) of each matrix of a parameter."""
+        """("normal", std), ("uniform", bound), ("constant", value) or ("zero", 0.0) of each matrix
+        of a parameter."""
         kind = kind_of(name)
+        if kind in self.constant:
+            return [("constant", self.constant[kind])]
         if kind in self.normal:
             return [("normal", self.normal[kind])]
         if kind not in self.uniform:
@@ -456,28 +465,50 @@ class Station:
     def capped(self, z: Tensor) -> Tensor:
         return z
 
+    def entered(self, weights, x0: Tensor, tokens: Tensor) -> Tensor:
+        """The residual stream as the first layer gets it."""
+        return x0
+
+    def layer_output(self, weights, layer: int, x, x0, tokens, outputs, seen, step) -> Tensor:
+        """The residual stream after a layer; outputs: those of the layers before, by number."""
+        x = self.injected(weights, layer, x, x0, tokens)
+        if self.attention_pattern[layer] != ".":
+            x = x + self.attended(weights, layer, x, tokens, seen, step)
+        if self.mlp_pattern[layer] != ".":
+            x = x + self.mlp_of(weights, layer, x)
+        return x
+
+    def attended(self, weights, layer: int, x, tokens, seen, step) -> Tensor:
+        """The attention of a layer on the residual stream, or what it reads in its place."""
+        kind, table = self.attention_pattern[layer], self.value_embed_pattern[layer]
+        value = None if table == "." else weights[f"value_embeds.{table}.weight"][tokens]
+        return self.attention(weights, layer, self.norm(x), value, seen[kind], step)
+
+    def mlp_of(self, weights, layer: int, x: Tensor) -> Tensor:
+        c_fc, c_proj = (weights[f"blocks.{layer}.mlp.{end}"] for end in ("c_fc", "c_proj"))
+        return self.mlp(c_fc, c_proj, self.norm(x))
+
+    def left(self, weights, x: Tensor, x0: Tensor, tokens: Tensor, outputs) -> Tensor:
+        """The residual stream as the head gets it, before the norm."""
+        if self.backout_layer is None:
+            return x
+        return x - self.scalar(weights, "backout") * outputs[self.backout_layer]
+
     def stream_logits(self, weights, stream: Stream, windows, step: int) -> Tensor:
         """Logits (T, V) of a stream at a step, or in its validation; windows long and short."""
         weights = {"scalars": torch.tensor(self.initial_scalars()), **weights}
         seen = self.masks(np.cumsum(stream.inputs == self.eot_token), windows)
         tokens = torch.as_tensor(stream.inputs)
-        x = x0 = self.embedded(weights, tokens, step)
+        x0 = self.embedded(weights, tokens, step)
+        x = self.entered(weights, x0, tokens)
         skips, outputs = dict(self.skips), {}
         for layer in self.layers():
             if layer in skips:
                 weight = self.skip_weight(weights, list(skips).index(layer), x0)
                 x = x + weight * outputs[skips[layer]]
-            x = self.injected(weights, layer, x, x0, tokens)
-            kind, table = self.attention_pattern[layer], self.value_embed_pattern[layer]
-            if kind != ".":
-                value = None if table == "." else weights[f"value_embeds.{table}.weight"][tokens]
-                x = x + self.attention(weights, layer, self.norm(x), value, seen[kind], step)
-            if self.mlp_pattern[layer] != ".":
-                c_fc, c_proj = (weights[f"blocks.{layer}.mlp.{end}"] for end in ("c_fc", "c_proj"))
-                x = x + self.mlp(c_fc, c_proj, self.norm(x))
+            x = self.layer_output(weights, layer, x, x0, tokens, outputs, seen, step)
             outputs[layer] = x
-        if self.backout_layer is not None:
-            x = x - self.scalar(weights, "backout") * outputs[self.backout_layer]
+        x = self.left(weights, x, x0, tokens, outputs)
         head = weights.get("lm_head.weight", weights["embed.weight"])
         return self.capped(self.norm(x) @ head.T)
 

@@ -68,7 +68,8 @@ def steps_of(shards, sequences, lengths, max_document_tokens=0):
     shards = itertools.cycle(shards)
     if not max_document_tokens:
         return list(map(np.array, consecutive(shards, lengths, sequences)))
-    steps = packed_streams(shards, lengths, sequences, EOT, max_document_tokens)
+    limits = dict.fromkeys(lengths, max_document_tokens)
+    steps = packed_streams(shards, lengths, sequences, EOT, limits)
     return [np.array([[*row.inputs, row.targets[-1]] for row in step]) for step in steps]
 
 

@@ -37,8 +37,10 @@ class Station(station_28.Station):
             long_windows=self.windows, short_windows=shorts, max_document_tokens=self.max_document)
 
     def streams_of(self, shards, lengths):
-        rest = lengths, self.streams, self.eot_token, self.max_document
-        return packed_streams(shards, *rest)
+        limits = dict.fromkeys(self.seq_lens, self.max_document)
+        if self.first_document:
+            limits[self.seq_lens[0]] = self.first_document
+        return packed_streams(shards, lengths, self.streams, self.eot_token, limits)
 
     def stage(self, step):
         """0, 1 or 2, the third of the schedule that a training step is in; 3 after it (#43 on)."""

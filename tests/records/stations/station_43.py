@@ -22,10 +22,13 @@ class Station(station_40.Station):
     def muon_momentum(self, step):
         return super(station_40.Station, self).muon_momentum(step)
 
+    def moments_axis(self, U):
+        return self.second_axis
+
     def muon_change(self, U, p, state, factor):
         """U by its second moments, https://arxiv.org/abs/2510.05491, at its old Frobenius norm,
         and the decay."""
-        moments = (U**2).mean(self.second_axis, keepdim=True)
+        moments = (U**2).mean(self.moments_axis(U), keepdim=True)
         state["second"] = state["second"] + (1 - self.second_beta) * (moments - state["second"])
         scaled = U / state["second"].clamp(min=1e-10).sqrt()
         U = scaled * (U.norm() / scaled.norm().clamp(min=1e-10))

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -444,30 +445,39 @@ def document_starts(tokens: int, longest=math.inf) -> np.ndarray:
 
 
 def block_pairs(script, cfg, steps: list[int]) -> float:
-    """Pairs of blocks that the script's masks have, the mean over steps of a stage."""
+    """Pairs of blocks that the script's masks have, the mean over steps of a stage.
+
+    Paired heads have twice the blocks for half of the heads. Composed heads attend once for each.
+    """
     tokens = cfg.sequences_per_forward * script.schedule(steps[0], cfg).seq_len
-    longest = getattr(cfg, "max_document_tokens", 0) or math.inf  # it cuts longer ones
+    longest = getattr(cfg, "max_document_tokens", 0)  # it cuts longer ones
+    if isinstance(longest, tuple):
+        longest = script.at_stage(longest, script.schedule(steps[0], cfg).stage)
     starts = torch.zeros(tokens, dtype=torch.int32)
-    starts[document_starts(tokens, longest)] = 1
+    starts[document_starts(tokens, longest or math.inf)] = 1
     docs = starts.cumsum(0, dtype=torch.int32)
-    times = Counter()  # that layers of a window are visited
+    in_tokens = "reach" in inspect.signature(script.flex_mask).parameters  # from #58 on
+    times = Counter()  # that layers visit so many tokens back, with so many positions a token
     for step in steps:
         stage = script.schedule(step, cfg).stage
-        for letter, windows in ("L", cfg.long_windows), ("S", cfg.short_windows):
-            window = script.at_stage(windows, stage)
-            times[window] += cfg.attention_pattern.count(letter)
+        for letter, windows in zip("LSP", (cfg.long_windows, *[cfg.short_windows] * 2)):
+            reach = script.at_stage(windows, stage) * (script.BLOCK if in_tokens else 1)
+            positions = 2 if letter == "P" else 1
+            times[reach, positions] += cfg.attention_pattern.count(letter)
+        if hasattr(cfg, "composed_window"):
+            times[cfg.composed_window - 1, 1] += cfg.model_dim // cfg.head_dim
     total = 0
-    for window, count in times.items():
-        mask = script.flex_mask(docs, torch.tensor(window))
+    for (reach, positions), count in times.items():
+        mask = script.flex_mask(docs.repeat_interleave(positions), torch.tensor(reach))
         visited = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
-        total += count * int(visited)
+        total += count * int(visited) / positions
     return total / len(steps)
 
 
 # ---- Machine code -----------------------------------------------------------------------------
 
 
-def inspect(tool: str, flag: str, file: str) -> str:
+def inspect_binary(tool: str, flag: str, file: str) -> str:
     """What a program of NVIDIA's that comes with Triton writes."""
     import triton
 
@@ -501,8 +511,8 @@ def binary_row(autotuner, choice) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        usage = inspect("cuobjdump", "--dump-resource-usage", file.name)
-        code = inspect("nvdisasm", "-c", file.name)
+        usage = inspect_binary("cuobjdump", "--dump-resource-usage", file.name)
+        code = inspect_binary("nvdisasm", "-c", file.name)
     spilled = int(re.search(r"STACK:(\d+)", usage)[1])
     return row | dict(spilled=spilled, shared=binary.metadata.shared,
                       instructions=count_instructions(code))

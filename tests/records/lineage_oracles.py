@@ -168,6 +168,9 @@ class Station:
     vocab_size = 50_304  # rows of the head
     table_rows = 50_304  # of the embeddings
     bigram_rows = 251_520  # of the table of pairs of tokens (#62 on)
+    bigram_width = 768  # of the same (#83 on)
+    sign_rows = 8192  # of the table of signs (#83 on)
+    composed_window = 112  # tokens that composed heads see (#85 on)
     gate_inputs = 12  # channels that a gate sees
     attention_pattern: str  # a letter a layer: long window, short, . none
     mlp_pattern = "MMMMMMMMMMMM"  # . where a layer has none; one with neither is not there
@@ -435,8 +438,13 @@ class Station:
         q, k, v = (x.split(self.head_dim, dim=1) for x in qkv)
         gates = self.gates(weights, layer, u)
         outputs = self.heads(layer, q, k, v, seen, step)
+        outputs = self.without_own(weights, layer, outputs, v)
         gated = [gates[:, head, None] * y for head, y in enumerate(outputs)]
         return torch.cat(gated, dim=-1) @ W_O.T
+
+    def without_own(self, weights, layer: int, outputs: list, v) -> list[Tensor]:
+        """The heads' outputs, some without what lies along a token's own value (#82 on)."""
+        return outputs
 
     def mlp(self, c_fc: Tensor, c_proj: Tensor, u: Tensor) -> Tensor:
         """The MLP of a layer on its normed input u (T, D)."""

@@ -23,6 +23,7 @@ from lineage import (
     in_float64,
     load,
     make_model,
+    some_prefixes,
     tiny_flags,
     tiny_station,
 )
@@ -243,6 +244,9 @@ class HeldRun:
         self.script, self.step, self.validated = load(record.folder), 0, []
         self.cfg = tiny_flags(self.script, steps, sequences_per_step=2, **sizes)
         self.model = make_model(self.script, self.cfg)
+        self.station.prefixes = some_prefixes(self.station.vocab_size)
+        if hasattr(self.model, "bigram_signs"):
+            self.station.signs = self.model.bigram_signs
         self.ranks = self.script.Ranks(self.cfg)
         self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks)
         for optimizer in self.optimizers:

@@ -48,13 +48,18 @@ class Station(station_70.Station):
     def entered(self, weights, x0, tokens):
         return x0 + weights["bigram_lambdas"][0] * self.bigrams(weights, tokens)
 
+    def injection(self, weights, layer, x0, tokens):
+        """What is added beside a layer's attention; the first layer has its bigrams already."""
+        added = weights["x0_lambdas"][layer] * x0
+        if layer > 0:
+            added = added + weights["bigram_lambdas"][layer] * self.bigrams(weights, tokens)
+        return added
+
     def layer_output(self, weights, layer, x, x0, tokens, outputs, seen, step):
         """Layer 6 has its skip and an MLP alone."""
         kept, added = weights["resid_lambdas"][layer], weights["post_lambdas"][layer]
         if self.attention_pattern[layer] != ".":
             read = outputs.get(self.backout_layer, x)  # there from layer 8 on
             y = self.attended(weights, layer, read, tokens, seen, step)
-            x = kept[0] * x + added[0] * y + weights["x0_lambdas"][layer] * x0
-            if layer > 0:
-                x = x + weights["bigram_lambdas"][layer] * self.bigrams(weights, tokens)
+            x = kept[0] * x + added[0] * y + self.injection(weights, layer, x0, tokens)
         return kept[1] * x + added[1] * self.mlp_of(weights, layer, x)

@@ -1,0 +1,135 @@
+"""#85, as logged: two networks make all gates of a token (MUDD gates); the heads of the last layer
+look through each other's eyes in a window of their own (DC); x0 has no bigrams."""
+
+import math
+
+import numpy as np
+import torch
+from lineage_oracles import turned
+from stations import station_82, station_83
+
+GATES = ("attn_gate", "skip_gate", "x0_lambdas", "bigram_lambdas", "xsa_alphas")
+
+
+class Station(station_83.Station):
+    number = 85
+    published = dict(
+        steps=1290, tokens=340.131840, windows=[425, 850, 1275], at_last=(20, 6),
+        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[425, 850], falls=511, peak=1.52, last_rate=0.15,
+        rates={510: 1.52, 511: 1.518209, 849: 0.912902, 850: 1.027778, 1274: 0.152065},
+        momentum_falls=1240, tied=(852, 851), adam_steps=(645, 426), scalars=24,
+        multipliers=(1, 2, 4), target_weights={})
+    run_lengths = (6,)
+    num_iterations = 1275
+    extension = 15
+    bigram_rows = 377_280
+    bigram_width = 768
+    xsa_pattern = ".X.XX..X..."
+    gate_pattern = "...G......G"
+    flags = station_83.Station.flags + " xsa_pattern gate_pattern composed_window"
+    adam = {kind: of for kind, of in station_83.Station.adam.items() if kind not in GATES}
+    adam |= dict.fromkeys(("mudd_gate_w1", "mudd_gate_w2", "mudd_gate_b2", "mudd_gate_scale"), 0.1)
+    decays = station_83.Station.decays | {"mudd_gate_w1": 0.005, "mudd_gate_w2": 0.005}
+    uniform = station_83.Station.uniform | {"mudd_gate_w1": 3**-0.5}
+    our_weights = {
+        r"gates_.*\.(w.)\.weight": r"mudd_gate_\1", r"gates_.*\.bias": "mudd_gate_b2",
+        "gates_lambda": "mudd_gate_scale"} | station_83.Station.our_weights
+
+    def gate_rows(self):
+        """(kind, layer, rows, first value) of the gates of both networks, in their order."""
+        heads = self.model_dim // self.head_dim
+        early = [("xsa", 1, heads, 0.0), ("xsa", 3, heads, 0.0), ("heads", 3, heads, 0.25)]
+        for layer in (0, 1, 2, 3):
+            early += [("x0", layer, 1, 0.0), ("bigram", layer, 1, 0.05)]
+        late = [("xsa", 4, heads, 0.0), ("xsa", 7, heads, 0.0), ("heads", 10, heads, 0.25)]
+        for layer in (4, 5, 7, 8, 9):
+            late += [("x0", layer, 1, 0.0), ("bigram", layer, 1, 0.05)]
+        late += [("skip", 6, 1, 0.5), ("w1", 10, heads, 1.0), ("w2", 10, heads, 0.0)]
+        return early, late
+
+    def gates_of(self, weights, number, x):
+        """{(kind, layer): (T, rows)} of network 0 or 1, on x."""
+        of_both, first = self.gate_rows(), 0
+        found = {}
+        for kind, layer, rows, _ in of_both[0] + of_both[1]:
+            found[kind, layer] = slice(first, first + rows)
+            first += rows
+        wanted = [(kind, layer) for kind, layer, _, _ in of_both[number]]
+        start = found[wanted[0]].start
+        z = station_82.network(
+            weights, x, "mudd_gate", number, slice(start, found[wanted[-1]].stop))
+        z = weights["mudd_gate_scale"] * z
+        return {gate: z[:, found[gate].start - start : found[gate].stop - start] for gate in wanted}
+
+    def parameter_shapes(self):
+        shapes = super().parameter_shapes()
+        for name in list(shapes):
+            if any(gate in name for gate in GATES):
+                shapes.pop(name)
+        rows = sum(rows for of in self.gate_rows() for _, _, rows, _ in of)
+        return shapes | dict(mudd_gate_w1=(2, 64, self.model_dim), mudd_gate_w2=(rows, 64),
+                             mudd_gate_b2=(rows,), mudd_gate_scale=())
+
+    @property
+    def constant(self):
+        biases = []
+        for kind, layer, rows, value in sum(self.gate_rows(), []):
+            biases += [value / 0.1] * rows
+        of_gates = {"mudd_gate_b2": biases, "mudd_gate_scale": 0.1}
+        return station_83.Station.constant | of_gates
+
+    def embedded(self, weights, tokens, step):
+        return super(station_83.Station, self).embedded(weights, tokens, step)
+
+    def entered(self, weights, x0, tokens):
+        gate = self.gates_of(weights, 0, x0)["bigram", 0]
+        return x0 + gate * self.bigrams(weights, tokens)
+
+    def masks(self, documents, windows):
+        """What composed heads see is kept aside: fewer tokens than the window, not as many."""
+        i, j = np.indices((len(documents), len(documents)))
+        near = (j <= i) & (i - j < self.composed_window)
+        self.composed = torch.from_numpy(near & (documents[i] == documents[j]))
+        return super().masks(documents, windows)
+
+    def layer_output(self, weights, layer, x, x0, tokens, outputs, seen, step):
+        """Gates of layers 0 to 3 are made from x0, the others from the output of layer 3."""
+        if layer == 0:
+            self.of_tokens = self.gates_of(weights, 0, x0)
+        if layer == 4:
+            self.of_tokens = self.of_tokens | self.gates_of(weights, 1, x)
+        return super().layer_output(weights, layer, x, x0, tokens, outputs, seen, step)
+
+    def injection(self, weights, layer, x0, tokens):
+        added = self.of_tokens["x0", layer] * x0
+        if layer > 0:
+            added = added + self.of_tokens["bigram", layer] * self.bigrams(weights, tokens)
+        return added
+
+    def skip_weight(self, weights, index, x0):
+        return self.scalar(weights, "skip").sigmoid() * self.of_tokens["skip", self.skips[0][0]]
+
+    def own_share(self, weights, layer):
+        gate = self.of_tokens.get(("xsa", layer))
+        return None if gate is None else gate.tanh()
+
+    def gates(self, weights, layer, u):
+        ones = torch.ones(len(u), self.model_dim // self.head_dim)
+        return self.of_tokens.get(("heads", layer), ones)
+
+    def heads(self, layer, q, k, v, seen, step):
+        """In the last layer each head also has its values where all heads look, mixed by w1, at
+        its own w2."""
+        outputs = super().heads(layer, q, k, v, seen, step)
+        if layer != self.last_layer():
+            return outputs
+        frequencies, scale = self.rotary(step)
+        w1, w2 = self.of_tokens["w1", layer], self.of_tokens["w2", layer]
+        w1 = w1 / ((w1**2).mean(1, keepdim=True) + 1e-6).sqrt()
+        positions, mixed = torch.arange(len(seen)), 0.0
+        for head, (q_head, k_head) in enumerate(zip(q, k)):
+            q_head = turned(self.norm(q_head), positions, frequencies)
+            k_head = self.keys(layer, turned(self.norm(k_head), positions, frequencies))
+            scores = (scale * q_head @ k_head.T).masked_fill(~self.composed, -math.inf)
+            mixed = mixed + w1[:, head, None] * scores.softmax(-1)
+        return [y + w2[:, h, None] * (mixed @ v[h]) for h, y in enumerate(outputs)]

@@ -29,6 +29,7 @@ TESTS = {  # of each part: the tests that can see its faults, the likeliest firs
     "checkpoints": ["tests/script/test_checkpoints.py", "tests/script/test_survival.py",
                     "tests/script/test_fuzz.py"],
     "script": ["tests/records", "tests/script"],
+    "records": ["tests/records/test_lineage.py"],
     "gpu": ["tests/script/test_compile.py", "tests/script/test_wire.py",
             "tests/script/test_fp8.py"],  # then the slow ones of tests/gpu, on a stand-in
     "ledger": ["tests/ledger"]}
@@ -200,7 +201,18 @@ class Fault(NamedTuple):
     file: str = "train_gpt.py"
 
 
-FAULTS = [Fault(part, *row) for part, rows in TABLE.items() for row in rows]
+def read_faults() -> list[Fault]:
+    """All faults: the table's, and those of the file beside the records' tests."""
+    faults = [Fault(part, *row) for part, rows in TABLE.items() for row in rows]
+    text = (REPO / "tests" / "records" / "faults.txt").read_text()
+    for section in text.split("\n== ")[1:]:
+        record, _, rows = section.partition("\n")
+        for name, old, new in re.findall(r"^(.+)\n- (.+)\n\+ (.+)$", rows, re.MULTILINE):
+            faults.append(Fault("records", name, old, new, f"records/{record}/train_gpt.py"))
+    return faults
+
+
+FAULTS = read_faults()
 
 
 def copy_project(folder: Path) -> None:
@@ -233,6 +245,8 @@ def run_tests(part: str, fault: Fault | None = None) -> tuple[bool, str]:
             # In the records too, or it would be found by their bytes alone.
             for path in [folder / fault.file, *folder.glob(f"records/*/{fault.file}")]:
                 path.write_text(path.read_text().replace(fault.old, fault.new))
+        if part == "records" and fault:
+            runs[0] = [*runs[0], "-k", fault.file.split("/")[1]]
         for tests in runs:
             try:
                 done = subprocess.run([*pytest, *tests], cwd=folder, text=True, timeout=TIMEOUT,
@@ -258,7 +272,7 @@ def main() -> int:
         parser.error(f"--only {args.only}: no such fault; --list shows them")
     if args.list:
         for fault in faults:
-            print(f"{fault.part:12} {fault.file:24} {fault.name}")
+            print(f"{fault.part:12} {fault.file:48} {fault.name}")
         return 0
 
     def judge(fault: Fault) -> tuple[bool, str, float]:

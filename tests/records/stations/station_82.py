@@ -1,5 +1,5 @@
-"""#82, merged: the last layer and the head mix earlier outputs by factors of each token (MUDD, #81);
-heads lose what lies along their token's own value (XSA); all value gates see their value.
+"""#82, merged: the last layer and the head mix earlier outputs by factors of each token (MUDD,
+#81); heads lose what lies along their token's own value (XSA); all value gates see their value.
 
 Parameters of which a part is never used have only the rest here: MUDD's second network, XSA by
 layer, the value gate of the last layer.

@@ -73,7 +73,7 @@ class Station(station_83.Station):
     @property
     def constant(self):
         biases = []
-        for kind, layer, rows, value in sum(self.gate_rows(), []):
+        for *_, rows, value in sum(self.gate_rows(), []):
             biases += [value / 0.1] * rows
         of_gates = {"mudd_gate_b2": biases, "mudd_gate_scale": 0.1}
         return station_83.Station.constant | of_gates

@@ -97,7 +97,7 @@ class Hyperparameters:
     backout_layer: int = 7  # later attention and the output read its output
     xsa_pattern: str = ".X.XX..X..."  # X: layers whose heads drop their own token's value
     gate_pattern: str = "...G......G"  # G: layers whose heads are gated
-    composed_window: int = 112  # tokens through which the last layer's heads attend together
+    composed_window: int = 112  # tokens that the last layer's heads look at together
     attention_scale: float = 0.1  # factor of the attention scores in the first stage
     rope_base: int = 1024  # inverse of the lowest rotary frequency
     targets_ahead: int = 3  # tokens predicted in the first stage; one fewer in each later one
@@ -637,13 +637,17 @@ class Mudd(nn.Module):
 
 
 class Gates(nn.Module):
-    """Gates of each token, (B, T, H) or (B, T, 1), by kind and layer: @Lisennlp, #85."""
+    """Gates of each token, (B, T, H) or (B, T, 1), by kind and layer: @Lisennlp, #85.
+
+    xsa: of what a head drops. heads: of its output. x0, bigram, skip: of what a layer is given.
+    into, out of: of its attention in the mixture of heads, and of what it takes from there.
+    """
 
     def __init__(self, cfg, layers):
         super().__init__()
         heads = cfg.model_dim // cfg.head_dim
         last = len(cfg.attention_pattern) - 1
-        first = {}  # first values
+        first = {}  # first values; the network's outputs are multiplied by 0.1 at first
         patterns = [("xsa", cfg.xsa_pattern, 0.0), ("heads", cfg.gate_pattern, 0.25)]
         for kind, pattern, value in patterns:
             for layer in layers:
@@ -660,7 +664,6 @@ class Gates(nn.Module):
             first["into", last] = [1.0] * heads
             first["out of", last] = [0.0] * heads
         self.sizes = {gate: len(values) for gate, values in first.items()}
-        # The network's outputs are multiplied by 0.1 at first.
         self.mudd = Mudd(cfg.model_dim, [10 * value for value in sum(first.values(), [])])
 
     def forward(self, x, scale):

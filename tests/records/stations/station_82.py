@@ -32,6 +32,7 @@ class Station(station_80.Station):
     run_lengths = (7,)
     num_iterations = 1375
     extension = 10
+    bf16 = station_80.Station.bf16 | {"mudd_last", "mudd_output"}  # by our names
     xsa_pattern = ".X.XX..XX.X"
     mudd_biases = [0.0] * 6 + [20.0, 20.0, LAST, 10.0, 0.0, 0.5, LAST, 10.0]  # of the last layer
     mudd_biases += [0.0, -5.0, 0.0, 0.0, 0.0]  # of the head

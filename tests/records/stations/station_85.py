@@ -22,6 +22,7 @@ class Station(station_83.Station):
     run_lengths = (6,)
     num_iterations = 1275
     extension = 15
+    bf16 = station_83.Station.bf16 | {"gates_early", "gates_late"}
     bigram_rows = 377_280
     bigram_width = 768
     xsa_pattern = ".X.XX..X..."

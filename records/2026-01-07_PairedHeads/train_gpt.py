@@ -524,7 +524,7 @@ class CausalSelfAttention(nn.Module):
             v = v + gate_BTH[..., None] * value_embed.view_as(v)
         # Paired heads: @classiclarryd, #58, 65 steps. Heads h and h + H / 2 of a token stand side
         # by side in one sequence of 2 T positions, and share its softmax. Odd heads were turned as
-        # if they stood second.
+        # if they stood second, wherever they stand.
         shape = (len(x), -1, self.num_heads // self.positions, q.size(-1))
         q = q.reshape(shape)
         k = k.reshape(shape)
@@ -838,7 +838,8 @@ def parameter_groups(model: GPT, cfg) -> list[Group]:
     return [
         Group("attention", Muon, attention, cfg.muon_lr, decay=1.2, factors=(2.0,)),
         Group("mlp", Muon, mlp, cfg.muon_lr, decay=1.2, factors=(2.0, 4.0)),
-        # What sees more gradients is averaged over fewer steps: #57
+        # What sees more gradients is averaged over fewer steps: #57. Decays are 0.005, times 150 of
+        # embeddings and head, times 5 of value embeddings.
         Group("embed", Adam, [model.embed.weight], cfg.head_lr, (0.5, 0.95), decay=0.75),
         Group("head", Adam, [model.lm_head.weight], cfg.head_lr, (0.5, 0.95), decay=0.75),
         Group("value embeds", Adam, embeds, cfg.embed_lr, (0.75, 0.95), decay=0.025),
@@ -1015,7 +1016,7 @@ def step_tied(optimizers, now, divisor):
     """A step in which the embedding is the head, in the first two thirds: @classiclarryd.
 
     The head takes the gradients of both, the embedding copies weights and state. One matrix would
-    need another graph: the tie outlasts its stages by a step or two.
+    need another graph: the tie outlasts the second stage by a step or two.
     """
     by_name = {optimizer.name: optimizer for optimizer in optimizers}
     embed = by_name.pop("embed")

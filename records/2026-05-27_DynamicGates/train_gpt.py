@@ -24,7 +24,7 @@ sliding windows over documents, FlexAttention     flex_mask, attend
 FP8 head                                          FP8Product, CastedLinear
 capped logits                                     GPT.logits
 multi-token prediction                            schedule, GPT.forward, GPT.head_loss
-bigram table, signs                               bigram_rows, GPT.bigrams
+bigram table, signs                               hash_bigrams, GPT.bigrams
 smeared embeddings, gated skip                    GPT.smear, GPT.hidden
 saved activation for late attention               GPT.hidden
 dense connections                                 Mudd, GPT.mix_last, GPT.hidden
@@ -228,10 +228,10 @@ def schedule(step: int, cfg) -> Schedule:
     """The schedule of a step from 0 to num_iterations. The last one only validates."""
     first_steps = stage_starts(cfg)
     stage = bisect.bisect(first_steps, step) - 1
-    scheduled = first_steps[3]
+    scheduled = first_steps[3]  # steps before the extension
 
     # Learning rate: the stage's factor, then linearly down to 0.15 where the extension begins
-    cooldown = scheduled - int(scheduled * (1 - cfg.cooldown_frac))  # steps
+    cooldown = scheduled - int(scheduled * (1 - cfg.cooldown_frac))  # whole steps, as published
     kept = min(1.0, max(0, scheduled - step) / max(1, cooldown))
     lr_factor = kept * at_stage(cfg.lr_factors, stage) + (1 - kept) * 0.15
 
@@ -555,7 +555,7 @@ class CausalSelfAttention(nn.Module):
             v = v + value
         # Paired heads: @classiclarryd, #58, 65 steps. Heads h and h + H / 2 of a token stand side
         # by side in one sequence of 2 T positions, and share its softmax. Odd heads were turned as
-        # if they stood second.
+        # if they stood second, wherever they stand.
         shape = (len(x), -1, self.num_heads // self.positions, q.size(-1))
         q = q.reshape(shape)
         k = k.reshape(shape)
@@ -592,13 +592,13 @@ class CausalSelfAttention(nn.Module):
         return gates["out of"][..., None] * torch.stack(outputs, dim=2)
 
 
-def bigram_rows(tokens_BT: Tensor, rows: int) -> Tensor:
+def hash_bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
     """Each token's row of the bigram table, (B, T): @classiclarryd, #62, some 150 steps.
 
     It is a hash of the token and the one before it. The first token has the last row alone.
     """
     last = rows - 1
-    # To the second token the one before is `last`, as published. In int32 this product overflows.
+    # To the second token the one before is `last`. The published product, an int32, overflows.
     to_second = (27191 * last + 2**31) % 2**32 - 2**31
     previous = F.pad(27191 * tokens_BT[:, 1:-1], (1, 0), value=to_second)
     mixed = (36313 * tokens_BT[:, 1:]) ^ previous
@@ -863,7 +863,7 @@ class GPT(nn.Module):
 
     def bigrams(self, tokens_BT):
         """The embedding of each token and the one before it, (B, T, D), zero beyond its width."""
-        bigram = self.bigram_embed(bigram_rows(tokens_BT, self.cfg.bigram_rows))
+        bigram = self.bigram_embed(hash_bigrams(tokens_BT, self.cfg.bigram_rows))
         # Pairs of tokens that share a row have different signs: @TrianX, #83
         pair = tokens_BT[:, 1:] ^ tokens_BT[:, :-1]
         row = F.pad(pair % self.cfg.sign_rows, (1, 0))
@@ -1025,9 +1025,10 @@ def parameter_groups(model: GPT, cfg) -> list[Group]:
     mudd = ending("last.w1.weight", "last.w2.weight", "output.w1.weight", "output.w2.weight")
     return [
         Group("queries, keys", Muon, ending("qk_w"), cfg.muon_lr, decay=1.2),
-        Group("attention", Muon, attention, cfg.muon_lr, decay=1.2),
+        Group("attention", Muon, attention, cfg.muon_lr, decay=1.2),  # until #61 twice this rate
         Group("mlp", Muon, mlp, cfg.muon_lr, decay=1.2, factors=(2.0, 4.0)),
-        # What sees more gradients is averaged over fewer steps: #57
+        # What sees more gradients is averaged over fewer steps: #57. Decays are 0.005, times 150 of
+        # embeddings and head, times 5 of value embeddings.
         Group("embed", Adam, [model.embed.weight], cfg.head_lr, (0.5, 0.95), decay=0.75),
         Group("head", Adam, [model.lm_head.weight], cfg.head_lr, (0.5, 0.95), decay=0.75),
         Group("value embeds", Adam, embeds, cfg.embed_lr, (0.75, 0.95), decay=0.025),
@@ -1214,7 +1215,7 @@ def step_tied(optimizers, now, divisor):
     """A step in which the embedding is the head, in the first two thirds: @classiclarryd.
 
     The head takes the gradients of both, the embedding copies weights and state. One matrix would
-    need another graph: the tie outlasts its stages by a step or two.
+    need another graph: the tie outlasts the second stage by a step or two.
     """
     by_name = {optimizer.name: optimizer for optimizer in optimizers}
     embed = by_name.pop("embed")

@@ -357,7 +357,7 @@ def ladder_figure(records: list, width: float = 9):
     if newer:
         newest = max(newer)
         others = [minutes for number, minutes in newer.items() if number != newest]
-        rows.append((f"#{min(newer)} to #{newest - 1}", GREY, others))
+        rows.append((f"others, #{min(newer)} to #{newest - 1}", GREY, others))
         rows.append((f"#{newest} ({NEWEST_MONTH})", GREY, [newer[newest]]))
     figure, (axis,) = picture(1, 0.36 * len(rows) + 1.1, width)
     for y, (_, color, minutes) in enumerate(rows):
@@ -366,7 +366,7 @@ def ladder_figure(records: list, width: float = 9):
             place = minutes[0] * 1.06
             axis.text(place, y, f"{minutes[0]:g}", va="center")
     axis.plot([], [], "oC0", label="with a script here")
-    axis.plot([], [], "o", color=GREY, label="newer, without one")
+    axis.plot([], [], "o", color=GREY, label="without one")
     axis.set(xscale="log", xlim=(1.1, 22), xlabel="published minutes on 8×H100 (logarithmic)")
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_yticks(range(len(rows)), [name for name, *_ in rows])

@@ -26,8 +26,7 @@ def flags_that_fit(cfg, gib: float) -> str:
     if cfg.sequences_per_forward >= parts:  # of the first records: the same steps in more passes
         return f"--sequences_per_forward {cfg.sequences_per_forward // parts}"
     lengths = ",".join(str(length // parts) for length in cfg.seq_lens)
-    cfg.sequences_per_step *= parts
-    flags = f"--seq_lens {lengths} --sequences_per_step {cfg.sequences_per_step}"
+    flags = f"--seq_lens {lengths} --sequences_per_step {cfg.sequences_per_step * parts}"
     if parts == 8:  # else validation would be the peak
         flags += f" --val_seq_len {min(cfg.val_seq_len, 131072)}"
     return flags
@@ -43,6 +42,8 @@ def main(argv: list[str]):
         memory = [torch.cuda.get_device_properties(i).total_memory for i in range(gpus)]
         if memory and not any(word.startswith(OWN_PLAN) for word in argv):
             flags = flags_that_fit(cfg, min(memory) / 2**30)
+    if flags != "none":
+        cfg = train_gpt.parse_args([*flags.split(), *argv])
     fits = [n for n in range(1, most + 1) if cfg.sequences_per_step % n == 0]
     print(gpus, max(fits, default=1), most, cfg.sequences_per_step, data, flags)
 

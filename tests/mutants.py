@@ -51,7 +51,7 @@ TABLE = {  # of each part: the fault, the text that is replaced, what is put the
          "given --train_files || resumed || [", "resumed || [", "run.sh"),
         ("a small GPU among larger ones is not seen", "min(memory)", "max(memory)", "data/plan.py"),
         ("a step has fewer tokens on a small GPU",
-         "sequences_per_step *= parts", "sequences_per_step *= 1", "data/plan.py"),
+         "sequences_per_step * parts", "sequences_per_step", "data/plan.py"),
         ("a record is planned by the root",
          "PYTHONPATH=${script%/*}$", "PYTHONPATH=$repo$", "run.sh"),
         ("of two records of one name the root runs", '[ -f "$script" ] || die', ": ||", "run.sh"),

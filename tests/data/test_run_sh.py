@@ -5,14 +5,18 @@ Nothing is installed, downloaded or trained.
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import REPO
+from sample import load_script
 
 import train_gpt
 
@@ -228,6 +232,33 @@ def test_a_small_gpu_gets_the_flags_that_the_page_of_cards_has(fake, gib, proces
                    if line.startswith(f"| {card} "))
         assert f"`python train_gpt.py {' '.join(flags)}`" in row
         assert "do not compare" in said
+
+
+SCRIPTS = sorted(REPO.glob("records/*_*/train_gpt.py"))
+
+
+@pytest.mark.parametrize("script", [REPO / "train_gpt.py", *SCRIPTS], ids=lambda x: x.parent.name)
+def test_every_script_takes_its_flags_for_a_small_gpu(script, monkeypatch, capsys):
+    """The real scripts, in whose steps the tokens stay what they were."""
+    real, words = load_script(script), {}
+    monkeypatch.setitem(sys.modules, "train_gpt", real)
+    monkeypatch.setattr(sys, "argv", ["plan.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for gib in (79.1, 15.6, 11.6, 7.7):
+        gpu = SimpleNamespace(total_memory=int(gib * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, gpu=gpu: gpu)
+        runpy.run_path(str(REPO / "data" / "plan.py"), run_name="__main__")
+        words[gib] = capsys.readouterr().out.split()
+    whole, *parts = words.values()
+    assert whole[5:] == [] and all(len(found) > 5 for found in parts)
+    cfg = real.parse_args([])
+    for part, found in zip((2, 4, 8), parts):
+        small = real.parse_args(found[5:])
+        assert int(found[3]) == small.sequences_per_step
+        at_once = [length * small.sequences_per_forward for length in small.seq_lens]
+        assert at_once == [length * cfg.sequences_per_forward / part for length in cfg.seq_lens]
+        tokens = [length * small.sequences_per_step for length in small.seq_lens]
+        assert tokens == [length * cfg.sequences_per_step for length in cfg.seq_lens]
 
 
 def test_a_gpu_that_is_too_small_is_told_before_anything_is_fetched(fake):

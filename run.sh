@@ -81,9 +81,11 @@ limits_of_threads() {
 script=$repo/train_gpt.py gpus=0 processes=1
 case ${1-} in
     test)
-        shift
-        cd "$repo"
-        for word; do [[ $word != [!-]*.py* || -e ${word%%::*} ]] || die "no $word in $repo"; done
+        cd "$repo"; shift; last=
+        for word; do
+            [[ $last = -[km] || $word != [!-]*.py* || -e ${word%%::*} ]] || die "no $word in $repo"
+            last=$word
+        done
         set_up "$repo/requirements.txt" "$repo/requirements-dev.txt"
         "$python" data/pocket.py
         exec "$python" -m pytest -n auto --maxprocesses 8 "$@" ;;
@@ -111,15 +113,13 @@ fi
 
 set_up "$repo/requirements.txt"
 if has_nvidia; then
-    plan=$(PYTHONPATH=${script%/*}${PYTHONPATH:+:$PYTHONPATH} "$python" -P -c '
-import sys, torch, train_gpt
-gpus, cfg = torch.cuda.device_count(), train_gpt.parse_args(sys.argv[1:])
-data = next((name for name in ("pocket", "fineweb") if name in cfg.train_files), "own")
-most = gpus if cfg.preset == "record" else 1
-fits = [n for n in range(1, most + 1) if cfg.sequences_per_step % n == 0]
-print(gpus, max(fits, default=1), most, cfg.sequences_per_step, data)' "$@" 2>/dev/null) ||
-        plan='1 1 1 1 own'  # the script itself says what is wrong
-    read -r gpus processes most sequences data <<<"$plan"
+    plan=$(PYTHONPATH=${script%/*}${PYTHONPATH:+:$PYTHONPATH} "$python" -P "$repo/data/plan.py" \
+        "$@" 2>/dev/null) || plan='1 1 1 1 own'  # the script itself says what is wrong
+    read -r gpus processes most sequences data smaller <<<"$plan"
+    [ "$smaller" != none ] || die "a GPU of 8 GB is the least for the record (docs/gpus.md);" \
+        "--preset pocket trains a small model on this one"
+    [ -z "$smaller" ] || { say "with $smaller, for this GPU's memory;" \
+        "losses of shorter sequences do not compare (docs/gpus.md)"; set -- $smaller "$@"; }
 fi
 if [ "$gpus" = 0 ]; then
     data=pocket

@@ -33,7 +33,8 @@ RUNS = (
     "{name}|{loss}|{p_target:.1g}|{minutes:.3f}|{difference}|" + RATIO, """
 Loss: all runs of a setting. Target: p that the mean lies below the rules' target. Difference: from
 the parent's mean in the same setting, with the two-sided p of the paired t-test; * where p < 0.01.
-Minutes (median), Time (ratio to the parent's): of runs alone on their machine.""")
+†: the record also changes this preset's rates or its validation, so the difference is not the
+idea's alone. Minutes (median), Time (ratio to the parent's): of runs alone on their machine.""")
 FRONT = (
     ("Record", "Idea", "Published (min)", "Changed lines"),
     "{name}|{change}|{published[minutes]:g}|{lines}")
@@ -91,6 +92,7 @@ def difference_of(row: dict) -> str:
     words = f"{against['difference']:+.4f}"
     if against["p"] is not None:
         words += f" (p {against['p']:.2g}){against['shown']}"
+    words += row.get("retuned", "")
     return words.replace("-", "−")
 
 
@@ -116,6 +118,14 @@ def name_of(record: Record) -> str:
     return name
 
 
+def is_retuned(record: Record, preset: str) -> bool:
+    """Whether a preset's rates, or its validation, differ from those of the record's parent."""
+    ours, theirs = (table.settings_of(one.folder / "train_gpt.py", {"preset": preset})
+                    for one in (record, record.parent))
+    names = [name for name in ours if name.endswith("_lr") or name.startswith("val_")]
+    return any(ours[name] != theirs.get(name, ours[name]) for name in names)
+
+
 def measure_row(record: Record, runs: list, others: list):
     """What runs of one setting give, against the parent's there."""
     losses = [float(run["val_loss"]) for run in runs]
@@ -129,6 +139,7 @@ def measure_row(record: Record, runs: list, others: list):
         "p_target": table.p_below(losses, float(target)),
         "minutes": median(times, 60_000),
         "against": table.compare(runs, others),
+        "retuned": "†" if others and is_retuned(record, runs[0]["preset"]) else "",
     }
 
 
@@ -227,7 +238,7 @@ def blocks(folder: Path, records: list):
     for record in records:
         rows = ladder_rows(filter(None, [record.parent, record]))
         parts = [linked(rows, "../", *LADDER), *evidence([record], "../", with_parents=True),
-                 shards_words(record)]
+                 "[What the columns and marks mean](../README.md).", shards_words(record)]
         found[record.folder / "README.md"] = "\n\n".join(filter(None, parts))
     return found
 
@@ -346,7 +357,7 @@ def ladder_figure(records: list, width: float = 9):
     if newer:
         newest = max(newer)
         others = [minutes for number, minutes in newer.items() if number != newest]
-        rows.append((f"#{min(newer)} to #{newest - 1}", GREY, others))
+        rows.append((f"others, #{min(newer)} to #{newest - 1}", GREY, others))
         rows.append((f"#{newest} ({NEWEST_MONTH})", GREY, [newer[newest]]))
     figure, (axis,) = picture(1, 0.36 * len(rows) + 1.1, width)
     for y, (_, color, minutes) in enumerate(rows):
@@ -355,7 +366,7 @@ def ladder_figure(records: list, width: float = 9):
             place = minutes[0] * 1.06
             axis.text(place, y, f"{minutes[0]:g}", va="center")
     axis.plot([], [], "oC0", label="with a script here")
-    axis.plot([], [], "o", color=GREY, label="newer, without one")
+    axis.plot([], [], "o", color=GREY, label="without one")
     axis.set(xscale="log", xlim=(1.1, 22), xlabel="published minutes on 8×H100 (logarithmic)")
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_yticks(range(len(rows)), [name for name, *_ in rows])

@@ -5,14 +5,18 @@ Nothing is installed, downloaded or trained.
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import REPO
+from sample import load_script
 
 import train_gpt
 
@@ -38,12 +42,24 @@ def parse_args(argv):
     parser.add_argument("--sequences_per_step", type=int, default=8)
     parser.add_argument("--train_files", default="data/fineweb10B/fineweb_train_*.bin")
     cfg, _ = parser.parse_known_args(argv)
-    if cfg.preset != "record": cfg.train_files = f"data/{cfg.preset}/{cfg.preset}_train_*.bin"
+    if cfg.preset == "record":
+        cfg.seq_lens, cfg.sequences_per_forward = (16384, 32768, 49152), 1
+        cfg.val_seq_len = 262144
+    else: cfg.train_files = f"data/{cfg.preset}/{cfg.preset}_train_*.bin"
     return cfg
+"""
+# GIB names the memory of each GPU; the last one's is that of all that follow.
+CUDA = """import os
+from types import SimpleNamespace
+def device_count(): return int(os.environ["GPUS"])
+def get_device_properties(index):
+    sizes = os.environ.get("GIB", "79.1").split()
+    return SimpleNamespace(total_memory=int(float(sizes[min(index, len(sizes) - 1)]) * 2**30))
 """
 VENV_PYTHON = """import os, sys
 from pytest import record
-if "-c" in sys.argv: os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+if "-c" in sys.argv or any(word.endswith("plan.py") for word in sys.argv):
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 record("venv", *sys.argv[1:])
 if sys.argv[1:4] == ["-m", "pip", "install"] and "-r" in sys.argv:
     if os.environ.get("PIP_FAILS"): sys.exit("ERROR: No matching distribution found for torch")
@@ -78,6 +94,8 @@ FILES = {
     "a clone/train_gpt.py": SCRIPT + STUB,
     "a clone/records/README.md": "",
     "a clone/records/2024-01-01_Wide/train_gpt.py": SCRIPT.replace("default=8", "default=9") + STUB,
+    "a clone/records/2024-01-05_Many/train_gpt.py":
+        SCRIPT.replace("49152), 1", "49152), 64") + STUB,
     "a clone/records/2024-01-02_WideHead/train_gpt.py": SCRIPT + STUB,
     "a clone/records/2024-01-03_Twice/train_gpt.py": SCRIPT + STUB,
     "a clone/records/2024-01-04_Twice/train_gpt.py": SCRIPT + STUB,
@@ -88,7 +106,7 @@ FILES = {
     "stubs/pytest.py": STUB,
     "stubs/venv_python.py": VENV_PYTHON,
     "stubs/torch/__init__.py": "from torch import cuda",
-    "stubs/torch/cuda.py": "import os\ndef device_count(): return int(os.environ['GPUS'])",
+    "stubs/torch/cuda.py": CUDA,
     "stubs/torch/distributed/run.py": TORCHRUN,
     "stubs/torch/distributed/elastic/multiprocessing/errors.py": TORCHRUN_ERRORS,
     "stubs/torch/distributed/elastic/multiprocessing/api.py": TORCHRUN_ERRORS,
@@ -111,6 +129,7 @@ class FakeRepo:
         for name, text in FILES.items():
             write(folder / name, text)
         shutil.copy(REPO / "run.sh", self.root)
+        shutil.copy(REPO / "data" / "plan.py", self.root / "data")
         self.set_torch("2.13.0")
 
     def set_torch(self, version):
@@ -188,6 +207,76 @@ def test_a_run_makes_its_data_and_starts_its_processes(fake, gpus, flags, data, 
     assert fake.calls == [*made, [*call, *first.split(), *flags.split()]]
     idle = 1 < processes < gpus
     assert f"{processes} of {gpus} GPUs" in said if idle else said == ""
+
+
+CARDS = [  # GiB of the GPUs, processes, the row's command on the page of the cards
+    ("139.8", 1, ""),
+    ("79.1 79.1 23.6", 2, ""),
+    ("22.0", 1, ""),
+    ("15.6", 1, "16 GB"),
+    ("11.6", 1, "12 GB"),
+    ("9.6", 1, "12 GB"),
+    ("7.7", 1, "8 GB"),
+    ("79.1 15.6 79.1", 2, "16 GB")]
+
+
+@pytest.mark.parametrize(("gib", "processes", "card"), CARDS)
+def test_a_small_gpu_gets_the_flags_that_the_page_of_cards_has(fake, gib, processes, card):
+    said = fake.run("--seed", "3", gpus=len(gib.split()), GIB=gib).stderr
+    *_, (*call, first, second) = fake.calls
+    flags = call[1:] if processes == 1 else call[4:]
+    assert (first, second) == ("--seed", "3") and fake.calls[0] == ["fineweb"]
+    assert ["--sequences_per_step" in flags, " ".join(flags) in said] == [bool(card), True]
+    if card:
+        row = next(line for line in (REPO / "docs/gpus.md").read_text().splitlines()
+                   if line.startswith(f"| {card} "))
+        assert f"`python train_gpt.py {' '.join(flags)}`" in row
+        assert "do not compare" in said
+
+
+SCRIPTS = sorted(REPO.glob("records/*_*/train_gpt.py"))
+
+
+@pytest.mark.parametrize("script", [REPO / "train_gpt.py", *SCRIPTS], ids=lambda x: x.parent.name)
+def test_every_script_takes_its_flags_for_a_small_gpu(script, monkeypatch, capsys):
+    """The real scripts, in whose steps the tokens stay what they were."""
+    real, words = load_script(script), {}
+    monkeypatch.setitem(sys.modules, "train_gpt", real)
+    monkeypatch.setattr(sys, "argv", ["plan.py"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for gib in (79.1, 15.6, 11.6, 7.7):
+        gpu = SimpleNamespace(total_memory=int(gib * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, gpu=gpu: gpu)
+        runpy.run_path(str(REPO / "data" / "plan.py"), run_name="__main__")
+        words[gib] = capsys.readouterr().out.split()
+    whole, *parts = words.values()
+    assert whole[5:] == [] and all(len(found) > 5 for found in parts)
+    cfg = real.parse_args([])
+    for part, found in zip((2, 4, 8), parts):
+        small = real.parse_args(found[5:])
+        assert int(found[3]) == small.sequences_per_step
+        at_once = [length * small.sequences_per_forward for length in small.seq_lens]
+        assert at_once == [length * cfg.sequences_per_forward / part for length in cfg.seq_lens]
+        tokens = [length * small.sequences_per_step for length in small.seq_lens]
+        assert tokens == [length * cfg.sequences_per_step for length in cfg.seq_lens]
+
+
+def test_a_gpu_that_is_too_small_is_told_before_anything_is_fetched(fake):
+    errors = fake.run(gpus=1, GIB="5.8", code=2).stderr
+    assert errors.count("\n") == 1 and "--preset pocket" in errors and not fake.calls
+    fake.run("--preset", "pocket", gpus=1, GIB="5.8")
+    assert fake.called("train_gpt") == [["--preset", "pocket"]]
+
+
+@pytest.mark.parametrize("flags", ["--seq_lens 4096", "--sequences_per_step=16", "--resume x.pt"])
+def test_who_sets_the_lengths_keeps_them(fake, flags):
+    assert fake.run(*flags.split(), gpus=1, GIB="7.7").stderr == ""
+    assert fake.called("train_gpt") == [flags.split()]
+
+
+def test_of_short_sequences_a_small_gpu_takes_fewer_at_once(fake):
+    fake.run("--record", "Many", gpus=1, GIB="7.7")
+    assert fake.called("train_gpt") == [["--sequences_per_forward", "8"]]
 
 
 def test_words_the_folder_and_the_exit_code_are_handed_on(fake):
@@ -289,9 +378,10 @@ def test_wrong_words_are_told_before_the_set_up(fake, words, said):
 
 def test_tests_may_be_named(fake):
     write(fake.root / "tests" / "test_it.py", "")
-    words = ["-k", "it", "tests/test_it.py::test_a", "--deselect=no.py", "tests/test_it.py"]
+    words = ["-k", "it", "tests/test_it.py::test_a", "--deselect=no.py", "tests/test_it.py", "-k",
+             "no.py"]
     fake.run("test", *words)
-    assert fake.called("pytest")[0][-5:] == words
+    assert fake.called("pytest")[0][-len(words):] == words
 
 
 def test_through_links_it_works_on_its_own_repository(fake):

@@ -10,7 +10,7 @@ import sys
 import matplotlib.image
 import pytest
 from conftest import REPO
-from fake_records import NEWEST, PARENT, SCRIPT, SEEDS, make_records
+from fake_records import NEWEST, PARENT, SCRIPT, SEEDS, edit, make_records
 from ledger import diff, logs, pages, public, table
 from ledger.__main__ import main
 from scipy import stats
@@ -168,6 +168,23 @@ def test_list_tells_the_table(measured, capsys):
     out = capsys.readouterr().out
     assert "Second" in out and "First" not in out and machine in out
     assert all(len(line) <= 120 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("old, new, retuned", [
+    ("targets: int = both(1)", "targets: int = both(2)", False),
+    ("muon_lr: float = both(0.05)", "muon_lr: float = row(0.1, 0.05)", False),
+    ("muon_lr: float = both(0.05)", "muon_lr: float = row(0.05, 0.1)", True),
+    ("val_tokens: int = row(10_485_760, 262_144)", "val_tokens: int = row(1, 2)", True),
+    ("    loss: f", "    head_lr: float = both(1.0)\n    loss: f", False)])
+def test_a_retuned_preset_is_told(old, new, retuned, tmp_path):
+    """A rate that the parent does not know belongs to the idea."""
+    records = make_records(tmp_path)
+    edit(records / NEWEST / "train_gpt.py", old, new)
+    parent = table.Record(records / PARENT, {}, [])
+    record = table.Record(records / NEWEST, {}, [], parent)
+    assert pages.is_retuned(record, "pocket") == retuned
+    row = {"against": {"difference": 0.1, "p": None}, "retuned": "†"}
+    assert pages.difference_of(row) == "+0.1000†"
 
 
 @pytest.mark.parametrize("schedule, words", [

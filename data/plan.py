@@ -1,0 +1,52 @@
+"""How run.sh starts a script on this machine's GPUs; it prints one line of words for it.
+
+The words: GPUs, processes, processes that there could be, sequences of a step, data, and the flags
+that let the script fit a GPU of little memory. docs/gpus.md has the count behind them.
+"""
+
+import sys
+
+import torch
+
+import train_gpt
+
+# (GiB of a GPU, into how many parts its sequences are cut). What the root was counted to hold at
+# its peak, and 1.5 GiB for CUDA, gaps between tensors and a screen.
+PARTS = [(21.7, 1), (13.3, 2), (9.2, 4), (6.5, 8)]
+OWN_PLAN = ("--seq_lens", "--sequences_per_step", "--sequences_per_forward", "--resume")
+
+
+def flags_that_fit(cfg, gib: float) -> str:
+    """Flags for a GPU of so many GiB. The tokens of a step stay; 'none' where nothing fits."""
+    parts = next((parts for least, parts in PARTS if gib >= least), 0)
+    if parts == 1:
+        return ""
+    if parts == 0:
+        return "none"
+    if cfg.sequences_per_forward >= parts:  # of the first records: the same steps in more passes
+        return f"--sequences_per_forward {cfg.sequences_per_forward // parts}"
+    lengths = ",".join(str(length // parts) for length in cfg.seq_lens)
+    flags = f"--seq_lens {lengths} --sequences_per_step {cfg.sequences_per_step * parts}"
+    if parts == 8:  # else validation would be the peak
+        flags += f" --val_seq_len {min(cfg.val_seq_len, 131072)}"
+    return flags
+
+
+def main(argv: list[str]):
+    cfg = train_gpt.parse_args(argv)
+    gpus = torch.cuda.device_count()
+    data = next((name for name in ("pocket", "fineweb") if name in cfg.train_files), "own")
+    most, flags = 1, ""
+    if cfg.preset == "record":
+        most = gpus
+        memory = [torch.cuda.get_device_properties(i).total_memory for i in range(gpus)]
+        if memory and not any(word.startswith(OWN_PLAN) for word in argv):
+            flags = flags_that_fit(cfg, min(memory) / 2**30)
+    if flags != "none":
+        cfg = train_gpt.parse_args([*flags.split(), *argv])
+    fits = [n for n in range(1, most + 1) if cfg.sequences_per_step % n == 0]
+    print(gpus, max(fits, default=1), most, cfg.sequences_per_step, data, flags)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

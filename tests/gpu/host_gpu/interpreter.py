@@ -29,7 +29,8 @@ NARROW = {  # floats that NumPy has not: their bits, in the interpreter's arrays
     tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
     tl.float8e5: (torch.float8_e5m2, torch.uint8)}
 LIBDEVICE = dict(
-    abs=np.abs, ceil=np.ceil, cos=np.cos, exp=np.exp, exp2=np.exp2, expm1=np.expm1, floor=np.floor,
+    abs=np.abs, ceil=np.ceil, cos=np.cos, erf=lambda x: torch.from_numpy(x).erf().numpy(),
+    exp=np.exp, exp2=np.exp2, expm1=np.expm1, floor=np.floor,
     isinf=np.isinf, isnan=np.isnan, log=np.log, log1p=np.log1p, log2=np.log2, nearbyint=np.rint,
     pow=np.power, rint=np.rint, rsqrt=lambda x: 1 / np.sqrt(x), sin=np.sin, sqrt=np.sqrt,
     tanh=np.tanh, trunc=np.trunc)

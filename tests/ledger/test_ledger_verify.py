@@ -641,3 +641,17 @@ def test_the_judge_works_in_a_process_of_its_own(tmp_path):
         (tmp_path / "record.py").write_text("import sys\nsys.modules['ledger.run'].judge = None\n")
         run.judge_apart(tmp_path / "record.py", tmp_path / "a.pt", "pocket", "cpu", 0)
     assert run.judge
+
+
+def test_a_file_that_a_script_reads_is_named_in_its_claim(tmp_path, capsys):
+    records = make_records(tmp_path)
+    claim, script = (records / NEWEST / name for name in ("record.json", "train_gpt.py"))
+    edit(claim, '"gain": "loss"', '"gain": null')
+    edit(script, "def train(cfg):", "def train(cfg):\n    np.load(cfg.table)")
+    assert main(["list", str(records), "--write"]) == 0
+    assert any("has '.load(' above the banner" in line for line in findings(records, capsys))
+    edit(claim, '"gain": null', '"gain": null, "reads": "a table"')
+    assert main(["verify", str(records)]) == 0
+    assert f"{NEWEST}: reads a file above the banner: a table" in capsys.readouterr().err
+    edit(script, "np.load(", "np.fromfile(")
+    assert any("has '.fromfile(' above the banner" in line for line in findings(records, capsys))

@@ -648,9 +648,11 @@ def test_a_file_that_a_script_reads_is_named_in_its_claim(tmp_path, capsys):
     claim, script = (records / NEWEST / name for name in ("record.json", "train_gpt.py"))
     edit(claim, '"gain": "loss"', '"gain": null')
     edit(script, "def train(cfg):", "def train(cfg):\n    np.load(cfg.table)")
+    shutil.copy(script, tmp_path)  # the root is this record
     assert main(["list", str(records), "--write"]) == 0
     assert any("has '.load(' above the banner" in line for line in findings(records, capsys))
     edit(claim, '"gain": null', '"gain": null, "reads": "a table"')
+    capsys.readouterr()
     assert main(["verify", str(records)]) == 0
     assert f"{NEWEST}: reads a file above the banner: a table" in capsys.readouterr().err
     edit(script, "np.load(", "np.fromfile(")

@@ -141,7 +141,7 @@ def test_a_page_has_the_words_of_the_readme_and_the_price(site, record):
     page = Page(site / f"{record.folder.name}.html")
     words = " ".join(page.text.split())
     readme = (record.folder / "README.md").read_text()
-    why = re.search(r"^## Why\n\n(\w[\w ,]+)", readme, re.M)[1]
+    why = re.search(r"^## Why\n\n\W*(\w[\w ,]+)", readme, re.M)[1]
     assert why in words and "## " not in words and "records/ledger diff" not in words
     if record.parent:
         front = (REPO / "README.md").read_text()

@@ -14,7 +14,7 @@ import train_gpt
 MOST_LINES = {"README.md": 150, "records/README.md": 130}  # without the generated tables
 SCRIPT_FLAGS = {f"--{name}" for name in train_gpt.Hyperparameters.__dataclass_fields__}
 SCRIPT_FLAGS |= {"--preset", "--help"}
-OWN_FLAGS = [*(f"data/{name}.py" for name in ("sample", "text", "pocket", "fineweb")),
+OWN_FLAGS = [*(f"data/{name}.py" for name in ("sample", "text", "pocket", "fineweb", "prefixes")),
              "tests/mutants.py"]
 CLAIMS = {path.parent.name[11:]: json.loads(path.read_text())["published"]
           for path in REPO.glob("records/*/record.json")}
@@ -76,6 +76,9 @@ def test_commands_name_flags_and_scripts_that_exist(page, line):
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_in_the_text_exist(page):
     known = set().union(*FLAGS.values())
+    script = (REPO / page).with_name("train_gpt.py")
+    if script.exists():  # a record has flags of its own
+        known |= {f"--{name}" for name in re.findall(r"^    (\w+): ", script.read_text(), re.M)}
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", prose_of(page))) <= known
 
 

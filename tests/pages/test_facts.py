@@ -33,7 +33,7 @@ FLAGS = {
     "records/ledger": flags_in("records/ledger/__main__.py"),
     "records/share_harness.py": set(),
     "./run.sh sample": flags_in("data/sample.py"),
-    "./run.sh": SCRIPT_FLAGS,
+    "./run.sh": SCRIPT_FLAGS | {"--record"},
     # Programs that are not ours: flags of theirs that the pages name.
     "-m": {"--help"},  # of python -m pytest
     "./run.sh test": {"-m", "--random-order"},

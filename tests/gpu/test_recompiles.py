@@ -48,7 +48,16 @@ def h100(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
+def each_record():
+    """The newest one is quick to test, the others are slow together."""
+    found = []
+    for path in RECORDS:
+        marks = [pytest.mark.slow] * (path != RECORDS[-1])
+        found.append(pytest.param(path, id=path.parent.name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("path", each_record())
 def test_variants_of_a_rule_stay_below_torchs_limit(path, h100, monkeypatch):
     """At the record's size, on the meta device, where tensors have shapes and types but no data."""
     script = load(path)

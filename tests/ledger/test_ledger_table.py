@@ -230,9 +230,11 @@ def test_written_pages_are_not_written_otherwise_again(records):
 
 @pytest.mark.parametrize("start", [["records/ledger"], ["-m", "records.ledger"]])
 def test_it_is_run_as_a_folder_or_a_module_in_any_locale(start):
-    done = subprocess.run([sys.executable, *start, "list"], capture_output=True, cwd=REPO,
+    newest = max(path.name for path in REPO.glob("records/20*"))
+    done = subprocess.run([sys.executable, *start, "list", f"records/{newest}"],
+                          capture_output=True, cwd=REPO,
                           env={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
-    assert done.returncode == 0 and b"ModernArch" in done.stdout, done.stderr
+    assert done.returncode == 0 and newest[11:].encode() in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("verb", ["run", "file", "list", "diff", "curves", "verify", ""])

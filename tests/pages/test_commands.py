@@ -33,7 +33,8 @@ SMALLER = {  # patterns of commands, and the flags that are added where they run
     "python data/text.py --tokenizer bytes *": "",
     "xzcat dump.xz | python data/text.py --tokenizer bytes *": ""}
 # These take more than some seconds all the same.
-SLOW = ("./run.sh", "python records/ledger run", "python tests/bench.py")
+SLOW = ("./run.sh", "python records/ledger run", "python records/share_harness.py",
+        "python tests/bench.py")
 
 
 def form_that_runs(command: str) -> str:

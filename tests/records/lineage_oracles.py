@@ -528,7 +528,12 @@ class Station:
             reached = range(len(z) - ahead)  # the tokens whose target is in the stream
             right = z[reached, targets[ahead:]]
             loss = loss + weight * (z.logsumexp(-1)[: len(right)] - right).sum()
+        loss = loss + self.other_losses(z, stream, step)
         return loss if self.summed_loss else loss / len(z)
+
+    def other_losses(self, z: Tensor, stream: Stream, step: int):
+        """Of a stream's logits in training, but for the targets that are tokens ahead."""
+        return 0.0
 
     def validation_loss(self, weights, streams: list[Stream], step: int) -> Tensor:
         """The mean loss of the validation before a step, or after the last one, of its streams."""

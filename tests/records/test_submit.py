@@ -58,6 +58,7 @@ def submit(project, parent):
     (folder / "record.json").write_text(json.dumps(claim))
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_newest_record_with_another_constant_is_a_record(project, pocket_data):
     """Its tests and `verify` pass with nothing changed but what the page says."""
     submit(project, RECORDS[-1])

@@ -14,7 +14,7 @@ class Station(station_53.Station):
         multipliers=(2, 2, 4),
         decays={"lm_head": 4.8e-5, "embed": 4.8e-5, "value_embeds": 9e-3, "attn_gate": 3.2e-7,
                 "value_gate": 3.2e-7, "smear_gate": 0, "skip_gate": 0, "x0_lambdas": 0})
-    run_lengths = (6, 7)
+    run_lengths = (6,)
     num_iterations = 1800
     fp8_divisors = (100 / 448, 1.6 / 448, 0.75 / 448)
     bf16 = station_53.Station.bf16 | {"value_gate", "skip_gate"}

@@ -13,7 +13,7 @@ class Station(station_70.Station):
         momentum_falls=1440, tied=(968, 967), adam_steps=(745, 484), scalars=32,
         multipliers=(1, 2, 4),
         target_weights={482: [1.0, 0.5, 5.176e-4], 966: [1.0, 1.0331e-3]})
-    run_lengths = (7, 8)
+    run_lengths = (7,)
     num_iterations = 1450
     first_document = 896
     cooldown_frac = 0.6

@@ -26,10 +26,8 @@ class Station(station_85.Station):
             return 0.25
         return 0.25 * max(0.0, 1 - (step - first) / (second - first))
 
-    def training_loss(self, weights, stream, step):
-        loss = super().training_loss(weights, stream, step)
-        z = self.stream_logits(weights, stream, self.training_windows(step), step)
+    def other_losses(self, z, stream, step):
         prefix = torch.as_tensor(self.prefixes[stream.targets])
         has_one = (prefix >= 0).nonzero().flatten()
         of_prefix = z.logsumexp(-1)[has_one] - z[has_one, prefix[has_one]]
-        return loss + self.prefix_weight(step) * of_prefix.sum()
+        return self.prefix_weight(step) * of_prefix.sum()

@@ -86,8 +86,9 @@ def read_claim(folder: Path):
     try:
         claim = json.loads(read_text(path))
         if claim["published"]:
-            "{number:d} {minutes:f} {val_loss:f} {n:d} {hardware} {source}".format(
-                **claim["published"])
+            # Of a script that has no published log there is no loss.
+            known = {name: value or 0 for name, value in claim["published"].items()}
+            "{number:d} {minutes:f} {val_loss:f} {n:d} {hardware} {source}".format(**known)
         if claim["equality"]:
             "{largest:f} {of}".format(**claim["equality"])
         float(claim["modelled_minutes"] or 0)

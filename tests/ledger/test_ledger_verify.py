@@ -657,3 +657,18 @@ def test_a_file_that_a_script_reads_is_named_in_its_claim(tmp_path, capsys):
     assert f"{NEWEST}: reads a file above the banner: a table" in capsys.readouterr().err
     edit(script, "np.load(", "np.fromfile(")
     assert any("has '.fromfile(' above the banner" in line for line in findings(records, capsys))
+
+
+def test_a_script_without_a_published_log_has_no_loss(tmp_path, capsys):
+    records = make_records(tmp_path)
+    edit(records / NEWEST / "record.json", '"gain": "loss"', '"gain": null')
+    claim = (records / NEWEST / "record.json").read_text()
+    claim = re.sub(r'"published": (?:null|\{.*?\})', '"published": {"number": 9, "minutes": 2.5, '
+                   '"val_loss": null, "n": null, "hardware": "H100", "source": "a log"}', claim,
+                   flags=re.S)
+    (records / NEWEST / "record.json").write_text(claim)
+    capsys.readouterr()
+    assert main(["list", str(records), "--write"]) == 0
+    (row,) = re.findall(r"^#9 Second.*", capsys.readouterr().out, re.M)
+    assert row.split() == ["#9", "Second", "2.5"]
+    assert findings(records, capsys) == []

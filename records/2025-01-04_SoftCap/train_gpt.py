@@ -1096,7 +1096,8 @@ class Log:
         self.path = self.folder / "log.txt"
         self.enabled = ranks.rank == 0
         self.file = None
-        if self.path.exists() and not cfg.resume:
+        # By rank 0 alone: another one may come when the log is open.
+        if self.enabled and self.path.exists() and not cfg.resume:
             raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
                             "its run by --resume auto, or name another --run_id")
 
@@ -1361,8 +1362,7 @@ class Run:
             steps=self.last,
             tokens=self.tokens,
             peak_memory_mib=torch.cuda.max_memory_allocated() // 2**20,  # of rank 0's GPU
-            **self.facts,
-        )
+            **self.facts)
         self.log("---")  # programs read what follows
         for key, value in results.items():
             self.log(f"{key}: {value}")

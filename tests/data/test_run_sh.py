@@ -82,7 +82,9 @@ class SignalException(Exception):
 """
 # Where the ranks are real: run.sh sees two GPUs, and a rank ends as its flag says, or waits.
 RANK = SCRIPT + """import sys, time, torch
+from types import SimpleNamespace
 torch.cuda.device_count = lambda: 2
+torch.cuda.get_device_properties = lambda index: SimpleNamespace(total_memory=80 * 2**30)
 if __name__ == "__main__":
     if "--fail" in sys.argv: sys.exit(3)
     print("a rank waits", flush=True)

@@ -15,6 +15,7 @@ import re
 import host_gpu
 import pytest
 import torch
+from conftest import REPO
 from host_gpu import cost
 from host_gpu.trace import Trace, trace, two_layers_of
 
@@ -23,6 +24,10 @@ import train_gpt
 pytestmark = pytest.mark.skipif(host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle()))
 
 TWO_LAYERS = two_layers_of(train_gpt.SCRIPT)
+NEWEST = max(REPO.glob("records/*/train_gpt.py"))
+THREE_LAYERS = [  # of the newest record: paired heads, composed attention, XSA, both value tables
+    "--attention_pattern", "P.L", "--value_embed_pattern", "0.1", "--xsa_pattern", "..X",
+    "--gate_pattern", "G.G", "--skip_layer", "0", "--backout_layer", "0"]
 FIRST_STAGE = ("--stage", "0", "--phases", "train,validation,optimizers")
 ALL_STAGES = ("--phases", "train,stages")  # the last is noted
 TRAINING = ("forward", "backward")
@@ -106,6 +111,15 @@ def test_every_kernel_compiles_fits_and_spills_no_more_than_today(card):
         is_attention = ":triton_tem" in x["name"] and "backward" in x["name"]
         most = SPILLED[card] if is_attention else SPILLED_BY_OTHERS.get(card, math.inf)
         assert x["spilled"] <= most, x
+
+@pytest.mark.cards
+@pytest.mark.parametrize("card", host_gpu.CARDS)
+def test_the_newest_record_takes_one_graph_a_stage_and_fits_each_card(card):
+    """It refuses to start without the table that data/prefixes.py makes."""
+    found = traced(card, *FIRST_STAGE, "--binaries", *THREE_LAYERS, script=NEWEST)
+    assert found.breaks == []
+    assert [found.graphs[part] for part in ("stage 0", "within stages", "validation")] == [2, 0, 1]
+    assert_all_compile_and_fit(found)
 
 
 # ---- logits -------------------------------------------------------------------------------------

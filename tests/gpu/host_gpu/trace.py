@@ -86,7 +86,7 @@ def trace(card: str, *arguments: str, script=REPO / "train_gpt.py") -> Trace:
 def two_layers_of(script) -> list[str]:
     """The flags that leave a script two layers, one of each window."""
     values = dict(attention_pattern="LS", value_embed_pattern="0.", mlp_pattern="MM",
-                  skip_layer="0", backout_layer="0")
+                  xsa_pattern="..", gate_pattern="..", skip_layer="0", backout_layer="0")
     source = Path(script).read_text()
     return [x for k, v in values.items() if f"\n    {k}: " in source for x in (f"--{k}", v)]
 

@@ -39,6 +39,7 @@ class Group:
     origin: str | None  # the older folder whose source this is
     hinted: bool  # whether the files are called a baseline's
     ranks: int
+    linked: bool = False  # whether the lineage's README links one of them as the record's log
     logs: list[Log] = field(default_factory=list)
 
     @property
@@ -46,11 +47,14 @@ class Group:
         """Sorts the folder's record before its other groups."""
         ms = statistics.fmean(log.train_time_ms or 0 for log in self.logs)
         misses = statistics.fmean(log.val_loss for log in self.logs) > TARGET
-        return bool(self.origin), self.hinted, -self.ranks, -len(self.logs), misses, ms
+        doubts = not self.linked, bool(self.origin), self.hinted
+        return *doubts, -self.ranks, -len(self.logs), misses, ms
 
     def words(self, record: "Group") -> str:
         """What it is, beside the folder's record."""
         first, other = self.logs[0], record.logs[0]
+        if self is record and self.linked:
+            return "record"
         if self.origin:
             return f"baseline: {self.origin}"
         if self.hinted:
@@ -62,6 +66,24 @@ class Group:
         if first.source_sha256 != other.source_sha256:
             return "another source"
         return f"{first.planned_steps} steps instead of {other.planned_steps}"
+
+
+@functools.cache
+def links_of(readme: Path) -> list:
+    """The files and folders that a README, where there is one, links as logs."""
+    if not readme.is_file():
+        return []
+    text = readme.read_text(errors="replace")
+    targets = re.findall(r"\[logs?\]\(([^()\s]+)\)", text)
+    return [(readme.parent / target).resolve() for target in targets]
+
+
+def is_linked(log: Log, folder: Path) -> bool:
+    """Whether a README up to three folders above links the log, or a folder inside that has it."""
+    path, folder = log.path.resolve(), folder.resolve()
+    places = [path, *(place for place in path.parents if folder in place.parents)]
+    links = [link for above in folder.parents[:3] for link in links_of(above / "README.md")]
+    return any(place in links for place in places)
 
 
 def log_files(folder: Path):
@@ -113,7 +135,9 @@ def folder_groups(folder: Path):
         hinted, ranks = bool(BASELINE.search(str(where))), int(log.header.get("world_size", 0))
         key = (log.source_sha256 or where.parent, log.planned_steps, ranks, hinted)
         group = Group(folder, older.get(log.source_sha256), hinted, ranks)
-        found.setdefault(key, group).logs.append(log)
+        group = found.setdefault(key, group)
+        group.linked = group.linked or is_linked(log, folder)
+        group.logs.append(log)
     return sorted(found.values(), key=lambda group: group.order)
 
 

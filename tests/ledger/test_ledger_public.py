@@ -191,6 +191,26 @@ def test_a_folder_dated_before_its_source_makes_no_baselines(tmp_path, capsys):
     assert alone["runs"] == "record"
 
 
+def test_the_log_that_the_lineages_readme_links_is_the_records(tmp_path, capsys):
+    """#7 in public has the source of #6: its file is linked; of others a folder is."""
+    root = lineage_of_others(tmp_path / "records/short")
+    new = SOURCE.replace("8*64", "4*64")
+    write_logs(tmp_path, {
+        "README.md": "1 | [log](records/short/2025-01-04-SoftCap/b.txt) | [PR](records/x)\n"
+                     "2 | [logs](records/short/2025-02-01_Named/baseline)\n"
+                     "3 | [log](records/short/2025-04-01_Whole)\n",
+        "records/short/2025-04-01_Whole/old.txt": foreign(SOURCE),
+        "records/short/2025-04-01_Whole/i.txt": foreign(new + "x = 2\n")})
+    told = [(row["folder"][11:], row["runs"], row["losses"]) for row in rows_of(root, capsys)]
+    baseline = "baseline: 2024-10-14_ModernArch"
+    assert told == [
+        ("ModernArch", "record", [3.2741]), ("SoftCap", "record", [3.2811]),
+        ("SoftCap", "another source", [3.2770, 3.2772]),
+        ("SoftCap", "1 rank(s) instead of 8", [3.2780]), ("Named", "record", [3.3, 3.3]),
+        ("Named", "another source", [3.2]), ("Whole", "record", [3.2741]),
+        ("Whole", baseline, [3.2741])]
+
+
 def test_diff_takes_the_records_source_from_a_folder_of_others(tmp_path, capsys):
     root = lineage_of_others(tmp_path)
     folders = [str(root / "2024-10-14_ModernArch"), str(root / "2025-01-04-SoftCap")]

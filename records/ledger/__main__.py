@@ -3,7 +3,7 @@
     python records/ledger run A B ... --seeds 10 --jobs 2  train in turns and compare
     python records/ledger file LOG ...                     put logs into their records' folders
     python records/ledger list [FOLDER] [--write]          the table of records, or of others' logs
-    python records/ledger diff A B [--html OUT]            what changed, section by section
+    python records/ledger diff A B                         what changed, section by section
     python records/ledger curves A B ... [--png OUT]       loss over steps, tokens and time
     python records/ledger verify [FOLDER] [--replay N]     hold every claim to its logs
     python records/ledger book [FOLDER] --out SITE         a static site, a page for each record
@@ -14,7 +14,6 @@ where the input cannot be used. records/README.md has the rules.
 """
 
 import argparse
-import difflib
 import importlib.util
 import json
 import math
@@ -94,13 +93,7 @@ def list_verb(args):
 def diff_verb(args):
     a, b = public.source_of(args.a), public.source_of(args.b)
     found = diff.diff_sources(a, b)
-    if args.html:
-        sides = a.splitlines(), b.splitlines(), args.a, args.b
-        page = difflib.HtmlDiff(wrapcolumn=100).make_file(*sides, context=True)
-        Path(args.html).write_text(page, encoding="utf-8", newline="")
     lines = [f"{args.a} → {args.b}: +{found['added']} −{found['removed']} lines"]
-    for field in found["hyperparameters"]:
-        lines.append("  {name}: {a} → {b}".format(**field))
     for section in found["sections"]:
         lines.append("\n--- {title}: +{added} −{removed} ---".format(**section))
         lines += section["lines"]
@@ -204,8 +197,7 @@ VERBS = {
         **FOLDER, "--write": {"action": "store_true", "help": "also make runs.csv, the READMEs' "
                               "blocks and ladder.png anew, from the logs"}}),
     diff_verb: ("what changed between two sources, section by section", {
-        "a": {"metavar": "A", "help": "folder, script or log"}, "b": {"metavar": "B"},
-        "--html": {"metavar": "OUT", "help": "write a page, both side by side"}}),
+        "a": {"metavar": "A", "help": "folder, script or log"}, "b": {"metavar": "B"}}),
     curves_verb: ("loss over steps, tokens and time; time to a loss", {
         "operands": {"nargs": "+", "metavar": "A", "help": "folder or log"},
         "--png": {"metavar": "OUT", "help": "draw it"},

@@ -21,6 +21,9 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
+SHADES = {"#000000": "currentColor", "#e3e6e9": "#88888855", "#006ba4": "#3189c9"}  # in the book
+SVG_STYLE = ("svg { color: #1c2126; fill: currentColor } "
+             "@media (prefers-color-scheme: dark) { svg { color: #dde2e6 } }\n")
 POCKET_TARGET = float(RULES["pocket"]["target_loss"])
 HERE = Path(__file__).parent
 PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
@@ -51,7 +54,7 @@ def write_book(records: list, out: Path, source: str | None):
         colours = HtmlFormatter(style=name).get_token_style_defs(".code")
         style = style.replace(place, "\n".join(colours))
     (out / "style.css").write_text(style, encoding="utf-8")
-    pages.save_svg(pages.ladder_figure(records, width=6), out / "ladder.svg")
+    save_svg(pages.ladder_figure(records, width=6), out / "ladder.svg")
     body = from_markdown(INDEX.format(len(records)), out)
     folder = records[0].folder.parent
     for heading, place in (("", folder.parent), ("## Evidence\n\n", folder)):
@@ -170,7 +173,7 @@ def curves_of(record: Record, out: Path) -> str:
         for one in filter(None, [record.parent, record]):
             curves[pages.name_of(one)] = kind(one)
         if len(kind(record)):
-            pages.save_svg(pages.losses_figure(curves, target), out / name)
+            save_svg(losses_figure(curves, target), out / name)
             found += FIGURE.format(name=name, words=words)
     return f"<h2>Curves</h2>\n{found}\n" if found else ""
 
@@ -186,6 +189,36 @@ def pocket(record: Record):
     """(step, loss) of each run that the record has on the pocket."""
     logs = [read_log(path) for path in sorted(record.folder.glob("logs/**/pocket*/seed-*.txt"))]
     return np.array([pages.curve_of(log)[:, :2] for log in logs])
+
+
+def losses_figure(curves: dict, target: float):
+    """Losses by step of a parent, in grey, and of its record: the mean of the runs, their range."""
+    figure, (axis,) = pages.picture(1, 3.6, 6)
+    for (name, runs), color in zip(reversed(curves.items()), ("C0", pages.GREY)):
+        if len(runs):
+            steps, losses = runs[0, :, 0], runs[:, :, 1]
+            low, high = losses.min(axis=0), losses.max(axis=0)
+            mean = losses.mean(axis=0)
+            axis.plot(steps, mean, "-o", color=color, markersize=3, label=name)
+            axis.fill_between(steps, low, high, color=color, alpha=0.2)
+            axis.set_ylim(top=high[len(steps) // 20:].max() * 1.02)  # the first are untrained
+    axis.axhline(target, color=pages.GREY, linestyle=(0, (2, 2)))
+    axis.set(xlabel="steps", ylabel="loss")
+    axis.legend()
+    return figure
+
+
+def save_svg(figure, path: Path):
+    """A picture for the book: its words are text, and its black is light where the page is dark."""
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    head, style, rest = text.getvalue().partition('<style type="text/css">')
+    for color, shade in SHADES.items():
+        rest = rest.replace(color, shade)
+    path.write_text(head + style + SVG_STYLE + rest, encoding="utf-8")
 
 
 CURVES = {

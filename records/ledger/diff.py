@@ -1,7 +1,5 @@
-"""Sources: their parts, sections and settings, and what changed between two of them."""
+"""Sources: their parts and sections, and what changed between two of them."""
 
-import ast
-import contextlib
 import difflib
 import functools
 import re
@@ -27,19 +25,6 @@ def split_files(source: str):
     rule = r"(?:# ?)?[-=#]{10,}\n"
     parts = re.split(rf"^{rule}#? ?([\w./-]+\.py)\n{rule}", source, flags=re.M)
     return dict(zip(["train_gpt.py", *parts[1::2]], parts[::2]))
-
-
-def assignments(source: str):
-    """(name, value, whether it is a field of class Hyperparameters) of a module, in order."""
-    found = []
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-        for outer in ast.parse(split_files(source)["train_gpt.py"]).body:
-            inside = isinstance(outer, ast.ClassDef) and outer.name == "Hyperparameters"
-            for node in outer.body if inside else [outer]:
-                if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
-                    target = getattr(node, "target", None) or node.targets[0]
-                    found.append((ast.unparse(target), node.value, inside))
-    return found
 
 
 def sections(source: str):
@@ -92,14 +77,4 @@ def diff_sources(a: str, b: str):
         found["sections"].append(section)
         found["added"] += section["added"]
         found["removed"] += section["removed"]
-    fields = {}
-    for side, source in zip("ab", (a, b)):
-        for name, value, is_field in assignments(source):
-            if is_field:
-                field = fields.setdefault(name, {"name": name, "a": None, "b": None})
-                field[side] = ast.unparse(value)
-    found["hyperparameters"] = []
-    for one in fields.values():
-        if one["a"] != one["b"]:
-            found["hyperparameters"].append(one)
     return found

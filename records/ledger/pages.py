@@ -1,6 +1,5 @@
 """What is shown: tables, the generated blocks of the READMEs, the ladder and the curves."""
 
-import io
 import math
 import re
 import statistics
@@ -51,9 +50,6 @@ NEWER = dict(enumerate(map(float, """
     1.266 1.256 1.243 1.23""".split()), 54))
 NEWEST_MONTH = "July 2026"
 GREY = "#8a9299"
-SHADES = {"#000000": "currentColor", "#e3e6e9": "#88888855", "#006ba4": "#3189c9"}  # in the book
-SVG_STYLE = ("svg { color: #1c2126; fill: currentColor } "
-             "@media (prefers-color-scheme: dark) { svg { color: #dde2e6 } }\n")
 RESULTS = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 CONTEST = (
     RESULTS,
@@ -328,19 +324,6 @@ def save(figure, png: str):
     print(f"wrote {png}", file=sys.stderr)
 
 
-def save_svg(figure, path: Path):
-    """A picture for the book: its words are text, and its black is light where the page is dark."""
-    import matplotlib
-
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    head, style, rest = text.getvalue().partition('<style type="text/css">')
-    for color, shade in SHADES.items():
-        rest = rest.replace(color, shade)
-    path.write_text(head + style + SVG_STYLE + rest, encoding="utf-8")
-
-
 def draw_ladder(records: list, png: str):
     save(ladder_figure(records), png)
 
@@ -374,23 +357,6 @@ def ladder_figure(records: list, width: float = 9):
     axis.xaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
     axis.legend(loc="lower right")
-    return figure
-
-
-def losses_figure(curves: dict, target: float):
-    """Losses by step of a parent, in grey, and of its record: the mean of the runs, their range."""
-    figure, (axis,) = picture(1, 3.6, 6)
-    for (name, runs), color in zip(reversed(curves.items()), ("C0", GREY)):
-        if len(runs):
-            steps, losses = runs[0, :, 0], runs[:, :, 1]
-            low, high = losses.min(axis=0), losses.max(axis=0)
-            mean = losses.mean(axis=0)
-            axis.plot(steps, mean, "-o", color=color, markersize=3, label=name)
-            axis.fill_between(steps, low, high, color=color, alpha=0.2)
-            axis.set_ylim(top=high[len(steps) // 20:].max() * 1.02)  # the first are untrained
-    axis.axhline(target, color=GREY, linestyle=(0, (2, 2)))
-    axis.set(xlabel="steps", ylabel="loss")
-    axis.legend()
     return figure
 
 

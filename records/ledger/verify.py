@@ -15,11 +15,15 @@ CHANGE = re.compile(r'^Parent: \S+ Change: (.*?)(?:\n\n|""")', re.M | re.S)
 NAMED = re.compile(r"^Record: (\w[\w-]*)", re.M)  # in a docstring
 # No record needs these above the banner: they reach the harness, the clock, files or other code.
 REACHES = re.compile(
-    r"^(?:import|from) .*;.*|\bsys\.\w+|__(?:dict|globals|builtins|setattr)__"
-    r"|\bimportlib\b(?!\.metadata)"
-    r"|(?<![.\w])(?:globals|locals|vars|exec|eval|open|compile|__import__|_getframe)\("
-    r"|\.(?:load|fromfile|memmap|read_bytes|read_text)\(|\b(?:read|find)_(?:shards?|val_tokens)\b"
-    r"|\.val_tokens\b|\.clock\b(?!\.(?:start|stop)\(\))", re.M)
+    r"^(?:import|from) .*;.*|__(?!init__)\w+__|\bimportlib\b(?!\.metadata)"
+    r"|\b(?:sys|gc|inspect|ctypes|builtins|subprocess)\.\w+"
+    r"|(?<![.\w])(?:globals|locals|vars|[gs]etattr|exec|eval|open|compile)\(|_getframe\("
+    r"|\.(?:load|memmap|read_bytes|read_text)\(|\bfromfile\b"
+    r"|\b(?:read|find)_(?:shards?|val_tokens)\b|\.(?:train_files|val_files|val_tokens)\b"
+    r"|\brun\.(?!(?:first_step|health\.check|loader\.next_step|log_step|model|optimizers|pause"
+    r"|ranks)\b)[\w.]+|\brun(?:\.\w+)+ [-+*/]?= "
+    r"|^(?:F|nn|np|dist|math|time|Tensor|torch(?!\._\w+\.config))(?:\.\w+)+ = ", re.M)
+FILES = {"README.md", "record.json", "train_gpt.py", "logs"}  # of a record's folder
 
 READS = (".load(", "find_shards")  # allowed where record.json says what is read
 
@@ -157,6 +161,9 @@ def record_findings(record: Record, root: Path, notes: list):
         return [*found, f"its parent {parent}/record.json is missing, or not older"]
     if not read_text(folder / "README.md").startswith(f"# {folder.name}\n"):
         found.append(f"README.md's title is not '# {folder.name}'")
+    for path in sorted(folder.glob("[!._]*")):
+        if path.name not in FILES:  # Python would import a module that lies beside the script
+            found.append(f"its folder has {path.name}, which no record needs; delete it")
     if not record.runs:
         notes.append(f"{folder.name}: no runs yet")
     if record.claim.get("reads"):

@@ -50,10 +50,19 @@ SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is 
                'vars(cfg)["seed"] = 3': "vars(",
                "exec('validate = None')": "exec(",
                "open('data/pocket/pocket_val_000000.bin')": "open(",
-               "np.fromfile(cfg.val_files, 'u2')": ".fromfile(",
+               "np.fromfile(cfg.val_files, 'u2')": "fromfile",
                "read_val_tokens(cfg)": "read_val_tokens",
-               "cfg.run.val_tokens.tolist()": ".val_tokens",
-               "cfg.run.clock.ms -= 1000": ".clock"}.items()},
+               "cfg.run.val_tokens.tolist()": "run.val_tokens.tolist",
+               "run.train_time_ms -= 1000": "run.train_time_ms",
+               "run.loader = None": "run.loader",
+               "run.model.loss = 1": "run.model.loss = ",
+               "from numpy import fromfile": "fromfile",
+               "run(cfg.val_files)": ".val_files",
+               "setattr(cfg, 'seed', 3)": "setattr(",
+               "import gc; gc.get_objects()": "gc.get_objects"}.items()},
+        "a function of a module replaced": (
+            "import random\n", "import math, random\nmath.log = math.exp\n",
+            "has 'math.log = ' above the banner"),
         "code behind an import": ("import random\n", "import random; random.seed(3)\n",
                                   "has 'import random; random.seed(3)' above the banner")},
     f"{PARENT}/train_gpt.py": {
@@ -643,6 +652,14 @@ def test_the_judge_works_in_a_process_of_its_own(tmp_path):
     assert run.judge
 
 
+def test_a_module_beside_a_script_is_found(records, capsys):
+    """Python would import it in the place of its own or torch's."""
+    (records / NEWEST / "platform.py").write_text("")
+    (records / NEWEST / ".DS_Store").write_text("")
+    assert findings(records, capsys) == [
+        f"{NEWEST}: its folder has platform.py, which no record needs; delete it"]
+
+
 def test_a_file_that_a_script_reads_is_named_in_its_claim(tmp_path, capsys):
     records = make_records(tmp_path)
     claim, script = (records / NEWEST / name for name in ("record.json", "train_gpt.py"))
@@ -656,7 +673,7 @@ def test_a_file_that_a_script_reads_is_named_in_its_claim(tmp_path, capsys):
     assert main(["verify", str(records)]) == 0
     assert f"{NEWEST}: reads a file above the banner: a table" in capsys.readouterr().err
     edit(script, "np.load(", "np.fromfile(")
-    assert any("has '.fromfile(' above the banner" in line for line in findings(records, capsys))
+    assert any("has 'fromfile' above the banner" in line for line in findings(records, capsys))
 
 
 def test_a_script_without_a_published_log_has_no_loss(tmp_path, capsys):

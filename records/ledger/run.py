@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -14,15 +13,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 from ledger import table
 from ledger.logs import LedgerError, Log, read_log, read_text, sha256
-from ledger.table import RULES, flag_words, settings_of
+from ledger.table import RULES, apart, flag_words, module_of, settings_of
 
 REPO = Path(__file__).resolve().parents[2]
 RUNNING = set()  # processes
@@ -218,9 +216,7 @@ def judge(script: Path, checkpoint: Path, preset: str, device: str, seed: int):
     tokens = read(shard, "<u2", int(RULES[preset]["val_tokens"]) + 1, offset=1024)
     digest = hashlib.sha256(tokens).hexdigest()[:16]
     tokens = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    record = sys.modules["record"] = ModuleType("record")  # where dataclasses look for it
-    record.__file__ = str(script)
-    exec(compile(read_text(script), script, "exec"), vars(record))
+    record = module_of(script)
     state = load(checkpoint, map_location=device, weights_only=True)
     cfg = record.parse_args([f"--{name}={text}" for name, text in state["settings"].items()])
     with torch.device(device):
@@ -259,12 +255,6 @@ def judge(script: Path, checkpoint: Path, preset: str, device: str, seed: int):
             "seedless": equal(*starts)}
 
 
-def judge_apart(*what):
-    """`judge`, in a fresh process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-        return fresh.submit(judge, *what).result()
-
-
 def run_again(script: Path, old: Log):
     """(log, verdict) of a seed that is run again, its last weights judged. Raises LedgerError."""
     flags = {"preset": old.header["preset"], "seed": old.header["seed"], "run_id": "replay",
@@ -279,7 +269,7 @@ def run_again(script: Path, old: Log):
         shutil.copy(script, alone)
         what = alone, checkpoint, flags["preset"], device, int(flags["seed"])
         try:
-            return new, judge_apart(*what)
+            return new, apart(judge, *what)
         except Exception as error:  # whatever the record's code raises
             raise LedgerError(f"{old.path}: its weights cannot be judged: {error}", 1) from None
 

@@ -7,16 +7,19 @@ below, in parent/, unless the parent's own folder has them. runs.csv has a row f
 
 import contextlib
 import csv
-import functools
 import io
 import itertools
 import json
+import multiprocessing
 import operator
 import re
-import runpy
 import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from ledger.logs import LedgerError, Log, places, read_log, read_text, seed_files, sha256
 
@@ -142,43 +145,67 @@ def table_of(records: list) -> str:
     return text.getvalue()
 
 
+# ---- What a script says of itself ----
+ANSWERS = {}  # by source and flags
+
+
+def apart(function, *what):
+    """What `function(*what)` returns in a fresh process, where a script can do as it likes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])  # seconds, which are spent once
+    with ProcessPoolExecutor(1, context) as fresh:
+        return fresh.submit(function, *what).result()
+
+
+def module_of(script: Path) -> ModuleType:
+    """A script that was run, though not as the main program. Only in a process of its own."""
+    module = sys.modules["record"] = ModuleType("record")  # where dataclasses look for it
+    module.__file__ = str(script)
+    exec(compile(read_text(script), script, "exec"), vars(module))
+    return module
+
+
 def flag_words(flags: dict):
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-@functools.cache
-def names_of(script: Path, source: str):
-    """What a script defines: it is run, though not as the main program. Raises LedgerError."""
-    # Without parse_args it is not imported: it might train at once.
-    if not re.search(r"^def parse_args\(", source, re.M):
-        return {}
+def read_settings(script: Path, words: list):
+    """(hyperparameters as headers show them, training tokens or None). Raises LedgerError."""
+    found, tokens = {}, None
     try:
-        return runpy.run_path(str(script))
-    except (Exception, SystemExit) as error:
+        module = module_of(script)
+        cfg = module.parse_args(words)
+        for name, value in vars(cfg).items():
+            found[name] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        if hasattr(module, "schedule"):
+            lengths = [module.schedule(step, cfg).seq_len for step in range(cfg.num_iterations)]
+            tokens = cfg.sequences_per_step * sum(lengths)
+    except BaseException as error:  # whatever the script raises
+        raise LedgerError(str(error) or repr(error)) from None
+    return found, tokens
+
+
+def ask(script: Path, flags: dict):
+    """What `read_settings` finds, once for each source and flags. Raises LedgerError."""
+    words = flag_words(flags)
+    key = read_text(script), *words
+    if not re.search(r"^def parse_args\(", key[0], re.M):
+        return {}, None  # it might train at once
+    try:
+        ANSWERS[key] = ANSWERS.get(key) or apart(read_settings, script, words)
+    except (LedgerError, BrokenProcessPool) as error:
         raise LedgerError(f"{script.parent.name}/{script.name}: {error}") from None
+    return ANSWERS[key]
 
 
 def settings_of(script: Path, flags: dict):
     """A script's hyperparameters with these flags, as headers show them. Raises LedgerError."""
-    names, found = names_of(script, read_text(script)), {}
-    try:
-        values = vars(names["parse_args"](flag_words(flags))) if names else {}
-    except (Exception, SystemExit) as error:
-        raise LedgerError(f"{script.parent.name}/{script.name}: {error}") from None
-    for name, value in values.items():
-        found[name] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return found
+    return ask(script, flags)[0]
 
 
 def tokens_of(script: Path) -> int | None:
     """Training tokens of a run of the preset record; None where the script does not tell."""
-    names = names_of(script, read_text(script))
-    try:
-        cfg = names["parse_args"](["--preset", "record"])
-        lengths = [names["schedule"](step, cfg).seq_len for step in range(cfg.num_iterations)]
-    except (Exception, SystemExit):
-        return None
-    return cfg.sequences_per_step * sum(lengths)
+    return ask(script, {"preset": "record"})[1]
 
 
 def p_below(losses: list, target: float) -> float | None:

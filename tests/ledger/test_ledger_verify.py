@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import math
 import re
 import shutil
 import sys
@@ -497,12 +498,12 @@ def judged(monkeypatch):
     """The verdict on weights, which the fake scripts have not: what their logs say, and changes."""
     changes = {}
 
-    def judge(script, checkpoint, *_):
+    def judge(function, script, checkpoint, *_):
         loss = logs.read_log(checkpoint.with_name("log.txt")).val_loss
         found = {"loss": loss, "digest": "f89a85391a8fc0bf", "leaks": False, "seedless": False}
         return found | {name: value(found[name]) for name, value in changes.items()}
 
-    monkeypatch.setattr(run, "judge_apart", judge)
+    monkeypatch.setattr(run, "apart", judge)
     return changes
 
 
@@ -648,8 +649,17 @@ def test_the_judge_is_not_the_records(verdict, monkeypatch):
 def test_the_judge_works_in_a_process_of_its_own(tmp_path):
     with pytest.raises(FileNotFoundError, match="a.pt"):
         (tmp_path / "record.py").write_text("import sys\nsys.modules['ledger.run'].judge = None\n")
-        run.judge_apart(tmp_path / "record.py", tmp_path / "a.pt", "pocket", "cpu", 0)
+        table.apart(run.judge, tmp_path / "record.py", tmp_path / "a.pt", "pocket", "cpu", 0)
     assert run.judge
+
+
+def test_what_a_script_replaces_it_replaces_for_itself(records, capsys):
+    """Also where it ends its process, as `verify` asks it for its settings."""
+    script = records / NEWEST / "train_gpt.py"
+    edit(script, "import random\n", "import math, random\nmath.log = math.exp\n")
+    assert len(findings(records, capsys)) > 1 and math.log(100, 10) == 2
+    edit(script, "math.log = math.exp", "os._exit(0)")
+    assert any("terminated abruptly" in line for line in findings(records, capsys))
 
 
 def test_a_module_beside_a_script_is_found(records, capsys):

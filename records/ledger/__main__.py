@@ -78,7 +78,7 @@ def list_verb(args):
         for path, text in pages.blocks(folder, records).items():
             before, _, after = pages.split_block(path)
             path.write_text(f"{before}{text}\n{after}", encoding="utf-8", newline="")
-        pages.draw_ladder(records, str(folder / "ladder.png"))
+        pages.save(pages.ladder_figure(records), str(folder / "ladder.png"))
     chosen = [one for one in records if only in (None, one.folder.name)]
     if chosen:
         return pages.ladder_rows(chosen), pages.ladder_text(chosen)
@@ -113,7 +113,8 @@ def curves_verb(args):
     target = args.target or min(targets)
     found = [pages.time_to_loss(name, logs, target) for name, logs in groups.items()]
     if args.png:
-        pages.draw_curves(groups, target, args.png)
+        curves = {name: [*map(pages.curve_of, logs)] for name, logs in groups.items()}
+        pages.save(pages.curves_figure(curves, target), args.png)
     heading, forms, legend = pages.TIMES
     return found, pages.text_table(found, heading, forms, legend.format(target))
 

@@ -169,43 +169,25 @@ def curves_of(record: Record, out: Path) -> str:
     found = ""
     for kind, (target, words) in CURVES.items():
         name = f"{record.folder.name}-{kind.__name__}.svg"
-        curves = {}
-        for one in filter(None, [record.parent, record]):
-            curves[pages.name_of(one)] = kind(one)
-        if len(kind(record)):
-            save_svg(losses_figure(curves, target), out / name)
+        curves = {pages.name_of(one): kind(one) for one in (record, record.parent) if one}
+        if kind(record):
+            figure = pages.curves_figure(curves, target, panels=["steps"], width=6)
+            save_svg(figure, out / name)
             found += FIGURE.format(name=name, words=words)
     return f"<h2>Curves</h2>\n{found}\n" if found else ""
 
 
 def published(record: Record):
-    """(step, loss) by the record's README, as of one run, without step 0."""
+    """(loss, step) by the record's README, of one run, without step 0."""
     text = "".join(LOSSES.findall(read_text(record.folder / "README.md")))
     found = re.findall(r"\b([1-9]\d*):\s+(\d+\.\d+)", text)
-    return np.array([found] if found else [], float)
+    return [np.array(found, float)[:, ::-1]] if found else []
 
 
 def pocket(record: Record):
-    """(step, loss) of each run that the record has on the pocket."""
+    """(loss, step) of each run that the record has on the pocket."""
     logs = [read_log(path) for path in sorted(record.folder.glob("logs/**/pocket*/seed-*.txt"))]
-    return np.array([pages.curve_of(log)[:, :2] for log in logs])
-
-
-def losses_figure(curves: dict, target: float):
-    """Losses by step of a parent, in grey, and of its record: the mean of the runs, their range."""
-    figure, (axis,) = pages.picture(1, 3.6, 6)
-    for (name, runs), color in zip(reversed(curves.items()), ("C0", pages.GREY)):
-        if len(runs):
-            steps, losses = runs[0, :, 0], runs[:, :, 1]
-            low, high = losses.min(axis=0), losses.max(axis=0)
-            mean = losses.mean(axis=0)
-            axis.plot(steps, mean, "-o", color=color, markersize=3, label=name)
-            axis.fill_between(steps, low, high, color=color, alpha=0.2)
-            axis.set_ylim(top=high[len(steps) // 20:].max() * 1.02)  # the first are untrained
-    axis.axhline(target, color=pages.GREY, linestyle=(0, (2, 2)))
-    axis.set(xlabel="steps", ylabel="loss")
-    axis.legend()
-    return figure
+    return [pages.curve_of(log)[:, :2] for log in logs]
 
 
 def save_svg(figure, path: Path):
@@ -222,5 +204,5 @@ def save_svg(figure, path: Path):
 
 
 CURVES = {
-    published: (TARGET, "Published validation loss. Grey: the parent's"),
-    pocket: (POCKET_TARGET, "Loss on the pocket, mean and range of the runs. Grey: the parent's")}
+    published: (TARGET, "Published validation loss, beside the parent's"),
+    pocket: (POCKET_TARGET, "Loss on the pocket, each run, beside the parent's")}

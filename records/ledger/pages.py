@@ -42,13 +42,9 @@ FOREIGN = (
     "{folder:.44}|{runs:.44}|{loss}|{p_target:.1g}|{steps:,}|{minutes:.3f}", """
 p: one-sided t-test that the mean lies below 3.28. Runs: the record's, or what they are beside it; a
 baseline is what has the source of the older folder that is named, or is called one.""")
-# Minutes of the public records from #54 on, by the table of github.com/KellerJordan/modded-nanogpt
+# The newest public record and its minutes, by the table of github.com/KellerJordan/modded-nanogpt
 # as it stood on 2026-08-01 (commit f411b3d3).
-NEWER = dict(enumerate(map(float, """
-    1.940 1.918 1.894 1.878 1.820 1.781 1.765 1.748 1.655 1.650 1.630 1.613 1.595 1.540 1.535 1.528
-    1.521 1.516 1.496 1.485 1.468 1.453 1.446 1.435 1.426 1.411 1.406 1.363 1.353 1.328 1.320 1.271
-    1.266 1.256 1.243 1.23""".split()), 54))
-NEWEST_MONTH = "July 2026"
+NEWEST, NEWEST_MONTH, NEWEST_MINUTES = 89, "July 2026", 1.23
 GREY = "#8a9299"
 RESULTS = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 CONTEST = (
@@ -60,7 +56,7 @@ p < 0.01. Shown from: the smallest difference that would reach that. Time: media
 and range of the ratios by seed, which only runs alone on the machine (--jobs 1) measure.""")
 TIMES = (
     ("Record", "Last loss ± std (n)", "Reached", "Step", "Tokens", "Seconds"),
-    "{name}|{loss}|{reached} of {n}|{step:,}|{tokens:,.0f}|{seconds:.2f}", """
+    "{name}|{loss}|{reached} of {n}|{step:,g}|{tokens:,.0f}|{seconds:.2f}", """
 Reached: runs with a validation at or below the loss {:g}. Step, Tokens, Seconds: of the first one,
 the median of these runs.""")
 
@@ -271,41 +267,38 @@ def median(values: list, unit: float = 1) -> float | None:
     return statistics.median(values) / unit
 
 
+def points_of(log: Log, losses: dict) -> np.ndarray:
+    """Rows of (loss, step, tokens, seconds), with NaN for what the log does not tell."""
+    rows = []
+    for step, (loss, ms) in sorted(losses.items()):
+        rows.append((loss, step, log.tokens_until(step), ms and ms / 1000))
+    return np.array(rows, float).reshape(-1, 4)
+
+
 def time_to_loss(name: str, logs: list, target: float):
     """When runs first validated at or below a loss, in the median."""
-    steps, tokens, times = [], [], []
+    reached = []
     for log in logs:
-        for step, (loss, ms) in sorted(log.val.items()):
-            if loss <= target:
-                steps.append(step)
-                tokens.append(log.tokens_until(step))
-                times.append(ms)
-                break
-    return {
-        "name": name,
-        "target": target,
-        "losses": [log.val_loss for log in logs],
-        "n": len(logs),
-        "reached": len(steps),
-        "step": int(median(steps) or 0) or None,
-        "tokens": median(tokens),
-        "seconds": median(times, 1000),
-    }
+        points = points_of(log, log.val)
+        reached += [*points[points[:, 0] <= target][:1]]
+    found = {"name": name, "target": target, "losses": [log.val_loss for log in logs],
+             "n": len(logs), "reached": len(reached)}
+    medians = np.median(reached, axis=0) if reached else [math.nan] * 4
+    for key, value in zip(("step", "tokens", "seconds"), medians[1:]):
+        found[key] = None if math.isnan(value) else float(value)
+    return found
 
 
 def curve_of(log: Log) -> np.ndarray:
-    """(step, loss, time) of a run's validations; of its training, in pieces, if it has but one."""
-    curve = np.array([(step, *value) for step, value in sorted(log.val.items())], float)
-    if len(curve) > 1:
-        curve = curve[curve[:, 0] > 0]
-    size = max(1, len(log.train) // 50)
-    if len(curve) == 1 and log.train:
-        train = np.array([(step, *value) for step, value in sorted(log.train.items())], float)
-        pieces = train[:len(train) // size * size].reshape(-1, size, 3)
-        ends = pieces[:, -1]
-        ends[:, 1] = pieces[:, :, 1].mean(axis=1)
-        curve = np.concatenate([ends, curve])
-    return curve
+    """The points of a run's validations; of its training, in 50 pieces, if it has but one."""
+    points, train = points_of(log, log.val), points_of(log, log.train)
+    if len(points) > 1 or not len(train):
+        return points[points[:, 1] > 0]
+    size = max(1, len(train) // 50)
+    pieces = train[:len(train) // size * size].reshape(-1, size, 4)
+    ends = pieces[:, -1]
+    ends[:, 0] = pieces[:, :, 0].mean(axis=1)
+    return np.concatenate([ends, points])
 
 
 def picture(panels: int, height: float, width: float = 9):
@@ -329,64 +322,46 @@ def draw_ladder(records: list, png: str):
 
 
 def ladder_figure(records: list, width: float = 9):
-    """Published minutes of each record, and of newer public ones in grey, on a logarithmic axis."""
-    rows = []  # (name, colour, minutes of its points)
-    newer = dict(NEWER)
+    """Published minutes of each record, and of the newest public one in grey."""
+    rows, numbers = [], set()
     for record in records:
-        name = name_of(record)
-        published = record.claim["published"] or {"minutes": math.nan, "number": None}
-        rows.append((name, "C0", [published["minutes"]]))
-        newer.pop(published["number"], None)
-    if newer:
-        newest = max(newer)
-        others = [minutes for number, minutes in newer.items() if number != newest]
-        rows.append((f"others, #{min(newer)} to #{newest - 1}", GREY, others))
-        rows.append((f"#{newest} ({NEWEST_MONTH})", GREY, [newer[newest]]))
+        if published := record.claim["published"]:
+            rows.append((name_of(record), published["minutes"], "C0"))
+            numbers.add(published["number"])
+    if NEWEST not in numbers:
+        rows.append((f"#{NEWEST} ({NEWEST_MONTH})", NEWEST_MINUTES, GREY))
     figure, (axis,) = picture(1, 0.36 * len(rows) + 1.1, width)
-    for y, (_, color, minutes) in enumerate(rows):
-        axis.plot(minutes, [y] * len(minutes), "o", color=color, markersize=8, alpha=0.8)
-        if len(minutes) == 1 and minutes[0] > 0:
-            place = minutes[0] * 1.06
-            axis.text(place, y, f"{minutes[0]:g}", va="center")
-    axis.plot([], [], "oC0", label="with a script here")
-    axis.plot([], [], "o", color=GREY, label="without one")
+    for y, (_, minutes, color) in enumerate(rows):
+        axis.plot(minutes, y, "o", color=color, markersize=8)
+        axis.text(minutes * 1.06, y, f"{minutes:g}", va="center")
     axis.set(xscale="log", xlim=(1.1, 22), xlabel="published minutes on 8×H100 (logarithmic)")
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axis.set_xticks([1.5, 2, 3, 5, 10, 20])
     axis.xaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
-    axis.legend(loc="lower right")
     return figure
 
 
-def draw_curves(groups: dict, target: float, png: str):
-    """Loss of each run over steps, tokens and training time, where its log has them."""
-    figure, axes = picture(len(PANELS), 4.5)
+def curves_figure(curves: dict, target: float, panels=PANELS, width: float = 9):
+    """Losses of runs, by name: arrays of (loss, step, and what other panels need)."""
     from matplotlib.ticker import EngFormatter
 
-    top = bottom = target
-    missing = []
-    for index, (name, logs) in enumerate(groups.items()):
-        for seed, log in enumerate(logs):
-            steps, losses, ms = curve_of(log).T
-            tokens = np.array([log.tokens_until(step) for step in steps], float)
-            for axis, panel, x in zip(axes, PANELS, (steps, tokens, ms / 1000)):
-                axis.plot(x, losses, "-o", color=f"C{index}", markevery=[-1],
-                          alpha=0.4 + 0.6 / len(logs), label=None if seed else name)
-                if np.isnan(x[-1]) and not seed:
-                    missing.append(f"{name} has no {panel}, so it is not in that panel")
-            # A curve of training begins with the untrained model: what is above its tenth is cut.
-            top = max(top, losses[len(losses) // 10])
-            bottom = min(bottom, *losses)
-    margin = max(top - bottom, 0.01) * 0.06
-    for axis, panel in zip(axes, PANELS):
-        axis.axhline(target, color="#4a525a", linestyle=(0, (2, 2)))
-        axis.set(xlabel=panel, ylim=(bottom - margin, top + margin))
-        axis.locator_params(axis="x", nbins=4)
-    axes[1].xaxis.set_major_formatter(EngFormatter())
+    figure, axes = picture(len(panels), 4.5, width)
+    losses = [target]
+    for index, (name, runs) in enumerate(curves.items()):
+        for run in runs:
+            loss, *columns = run.T
+            losses += [*loss[len(loss) // 10:]]  # the first are of the untrained model
+            for axis, column in zip(axes, columns):
+                axis.plot(column, loss, "-o", color=f"C{index}", alpha=0.4 + 0.6 / len(runs),
+                          markevery=[-1], label=name if run is runs[0] else None)
+    margin = max(max(losses) - min(losses), 0.01) * 0.06
+    for axis, panel in zip(axes, panels):
+        axis.axhline(target, color=GREY, linestyle=(0, (2, 2)))
+        axis.set(xlabel=panel, ylim=(min(losses) - margin, max(losses) + margin))
+        axis.locator_params(axis="x", nbins=5)
+        axis.xaxis.set_major_formatter(EngFormatter())  # 400 k
     axes[0].set_ylabel("loss (nats per token; point: validation)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
-    save(figure, png)
-    for words in missing:
-        print(words, file=sys.stderr)
+    return figure

@@ -6,7 +6,6 @@ import re
 import statistics
 import sys
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
 from pathlib import Path
 
 from ledger.logs import LedgerError, Log, places, read_log, read_text, seed_files, split_source
@@ -14,8 +13,6 @@ from ledger.logs import LedgerError, Log, places, read_log, read_text, seed_file
 TARGET = 3.28  # nats per token, of logs that name no target
 DATED = re.compile(r"(\d{4}-\d{2}(?:-\d{2})?)[-_ ]*(.*)")
 BASELINE = re.compile(r"baseline|comparison|control|parent|previous|original|\bold\b", re.I)
-SMI_DATE = re.compile(r"^[A-Z][a-z]{2} ([A-Z][a-z]{2} +\d+) [\d:]{8} (\d{4})$", re.M)
-LATE = timedelta(days=31)  # a folder's runs are not made so long after its date
 
 
 def read_any(path: Path) -> Log:
@@ -92,18 +89,12 @@ def log_files(folder: Path):
 
 @functools.cache
 def sources_of(folder: Path) -> set:
-    """sha256 of the sources in a folder's logs, but for those made long after the folder's date."""
+    """sha256 of the sources in a folder's logs."""
     found = set()
     for file in log_files(folder):
         with contextlib.suppress(LedgerError):
-            _, source, body = split_source(read_text(file))
-            made, late = SMI_DATE.search(body), False
-            with contextlib.suppress(TypeError, ValueError):  # one of the two dates is missing
-                made = datetime.strptime(f"{made[1]} {made[2]}", "%b %d %Y")
-                late = made - datetime.fromisoformat(folder.name[:10]) > LATE
-            if source and not late:
-                found.add(source)
-    return found
+            found.add(split_source(read_text(file))[1])
+    return found - {None}
 
 
 def origins(folder: Path):

@@ -1,6 +1,7 @@
 """The two fake records measured once, and copies of them to be spoilt."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from fake_records import NEWEST, PARENT, make_records
@@ -36,4 +37,5 @@ def records(measured, tmp_path):
 @pytest.fixture(autouse=True)
 def no_ladder(monkeypatch):
     """`list --write` draws its picture for `measured`; it takes long."""
-    monkeypatch.setattr(pages, "draw_ladder", lambda records, png: None)
+    monkeypatch.setattr(pages, "ladder_figure", lambda records: SimpleNamespace(
+        savefig=lambda *_, **__: None))

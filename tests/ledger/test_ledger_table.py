@@ -297,6 +297,6 @@ def test_training_losses_are_drawn_of_a_run_that_validates_once(tmp_path):
     (tmp_path / "once.txt").write_text("".join(lines) + end)
     log = public.read_any(tmp_path / "once.txt")
     assert log.val == {100: (1.1, 100)} and log.train[50] == (1.02, 50)
-    steps, losses, times = zip(*pages.curve_of(log))
-    assert steps == (*range(2, 101, 2), 100) == times  # 50 pieces, then the end
+    losses, steps, _, seconds = zip(*pages.curve_of(log))
+    assert steps == (*range(2, 101, 2), 100) and seconds[-1] == 0.1  # 50 pieces, then the end
     assert losses[0] == pytest.approx((2 + 1.5) / 2) and losses[-1] == 1.1

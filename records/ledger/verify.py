@@ -1,6 +1,8 @@
 """Verification: each claim of a record is held to its logs, its script, the table and the rules."""
 
+import ast
 import re
+import symtable
 from collections import Counter
 from pathlib import Path
 
@@ -13,19 +15,71 @@ from ledger.table import PARENT, TABLE, Record, run_row, setting_of, settings_of
 FREE = {"seed", "device", "run_id", "head_chunks"}
 CHANGE = re.compile(r'^Parent: \S+ Change: (.*?)(?:\n\n|""")', re.M | re.S)
 NAMED = re.compile(r"^Record: (\w[\w-]*)", re.M)  # in a docstring
-# No record needs these above the banner: they reach the harness, the clock, files or other code.
-REACHES = re.compile(
-    r"^(?:import|from) .*;.*|__(?!init__)\w+__|\bimportlib\b(?!\.metadata)"
-    r"|\b(?:sys|gc|inspect|ctypes|builtins|subprocess)\.\w+"
-    r"|(?<![.\w])(?:globals|locals|vars|[gs]etattr|exec|eval|open|compile)\(|_getframe\("
-    r"|\.(?:load|memmap|read_bytes|read_text)\(|\bfromfile\b"
-    r"|\b(?:read|find)_(?:shards?|val_tokens)\b|\.(?:train_files|val_files|val_tokens)\b"
-    r"|\brun\.(?!(?:first_step|health\.check|loader\.next_step|log_step|model|optimizers|pause"
-    r"|ranks)\b)[\w.]+|\brun(?:\.\w+)+ [-+*/]?= "
-    r"|^(?:F|nn|np|dist|math|time|Tensor|torch(?!\._\w+\.config))(?:\.\w+)+ = ", re.M)
+# A record may use these modules above its banner, and these parts of `run`.
+MODULES = set("""bisect collections dataclasses functools itertools math numpy random re torch
+    typing""".split())
+OF_RUN = set("""run.first_step run.health.check run.loader.next_step run.log_step run.model
+    run.optimizers run.pause run.ranks run.health run.loader""".split())
+# It needs none of these: they reach the harness, the clock, files or other code.
+BUILTINS = set("""__import__ breakpoint compile delattr eval exec getattr globals input locals open
+    setattr vars""".split())
+ATTRIBUTES = set("""_getframe builtins cpp_extension ctypes ctypeslib from_file fromfile gc
+    genfromtxt hub importlib inspect load load_library loadtxt memmap multiprocessing os pickle
+    read_bytes read_text save savetxt savez serialization subprocess sys tofile train_files
+    val_files val_tokens write_bytes write_text""".split())
+READS = {"np.load", "find_shards"}  # allowed where record.json says what is read
 FILES = {"README.md", "record.json", "train_gpt.py", "logs"}  # of a record's folder
 
-READS = (".load(", "find_shards")  # allowed where record.json says what is read
+
+def names_bound(source: str) -> set:
+    """Names that a source gives a meaning at its top level, also from within functions."""
+    found, tables = set(), [symtable.symtable(source, "train_gpt.py", "exec")]
+    for scope in tables:
+        for symbol in scope.get_symbols():
+            is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+            if is_bound and (scope is tables[0] or symbol.is_declared_global()):
+                found.add(symbol.get_name())
+        tables += scope.get_children()
+    return found
+
+
+def imports_of(nodes: list):
+    """(names from the modules that a record may use, other names) that imports give."""
+    safe, others = set(), set()
+    for node in nodes:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        for alias in node.names:
+            module = getattr(node, "module", None) or alias.name
+            is_safe = module.partition(".")[0] in MODULES and alias.name not in ATTRIBUTES
+            names = safe if is_safe else others
+            names.add(alias.asname or alias.name.partition(".")[0])
+    return safe, others
+
+
+def reaches(above: str, harness: set):
+    """Expressions above the banner that no record needs; `harness`: the names that it defines."""
+    nodes = [*ast.walk(ast.parse(above))]
+    modules, others = imports_of(nodes)
+    foreign = (harness | BUILTINS | others) - {"UserError"}
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Name) and node.id in foreign:
+            found.add(node.id)
+        if not isinstance(node, ast.Attribute):
+            continue
+        words = ast.unparse(node)
+        root = words.partition(".")[0]
+        if root == "run":
+            is_needed = words in OF_RUN or words.startswith(("run.model.", "run.ranks."))
+        else:
+            is_needed = node.attr not in ATTRIBUTES and not node.attr.startswith("__")
+        if not isinstance(node.ctx, ast.Load) and root in modules | harness | {"run"}:
+            is_needed = words.startswith("torch._dynamo.config.")
+            words += " ="
+        if not is_needed and words != "super().__init__":
+            found.add(words)
+    return found
 
 
 def script_findings(record: Record, root: Path):
@@ -38,22 +92,19 @@ def script_findings(record: Record, root: Path):
         change = CHANGE.findall(above)
         if not change or change == CHANGE.findall(record.parent.script):
             found.append("train_gpt.py's docstring does not say `Change: …` in words of its own")
-    if not harness or harness != read_text(root).partition(BANNER)[2]:
-        found.append("train_gpt.py is not the root's, byte for byte, from its banner on")
-    names = re.findall(r"^(?:def |class )?(\w+)(?:\(|:| =)", harness, re.M)
-    docstring = above.partition('"""')[2].partition('"""')[0]
-    for name in NAMED.findall(docstring):
+    for name in NAMED.findall(ast.get_docstring(ast.parse(above)) or ""):
         if name != record.folder.name:
             found.append(f"train_gpt.py's docstring says `Record: {name}`, which is not its folder")
-    for reach in sorted(set(REACHES.findall(above.replace(docstring, "")))):
-        if record.claim.get("reads") and reach in READS:
-            continue
-        found.append(f"train_gpt.py has {reach!r} above the banner, which no record needs")
-    for name in names:
-        again = (rf"^(def|class) {name}\b|^{name}(:.*)? =|^\s*(global|import) .*\b{name}\b"
-                 rf"|\b{name}\.\w+ = |setattr\({name}\b")
-        if re.search(again, above, re.M):
-            found.append(f"train_gpt.py gives {name}, which the harness defines, another meaning")
+    if not harness or harness != read_text(root).partition(BANNER)[2]:
+        found.append("train_gpt.py is not the root's, byte for byte, from its banner on")
+    names = names_bound("#" + harness)  # what is left of the banner is a comment
+    for name in sorted(names & names_bound(above)):
+        found.append(f"train_gpt.py gives {name}, which the harness defines, another meaning")
+    allowed = READS if record.claim.get("reads") else set()
+    for reach in sorted(reaches(above, names) - allowed):
+        found.append(f"train_gpt.py has `{reach}` above the banner, which no record needs")
+    for line in re.findall(r"^(?:import|from) .*;.*", above, re.M):
+        found.append(f"train_gpt.py has `{line}`; an import has a line of its own")
     return found
 
 

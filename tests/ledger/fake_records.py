@@ -60,7 +60,7 @@ def noise_of(seed, cfg):
 
 # ---- Training ----------------------------------------------------------------
 def train(cfg):
-    value = validate(cfg.loss) + noise_of(cfg.seed, cfg.loss)
+    value = cfg.loss + noise_of(cfg.seed, cfg.loss)
     clock = random.Random(f"{cfg.seed} {cfg.loss}")
     for step in range(cfg.num_iterations + 1):
         yield step, value + 4 * 0.8**step, step * (30 + clock.random())
@@ -104,6 +104,7 @@ def harness(cfg):
     lines = [Path(__file__).read_text(), "=" * 100]
     lines += [f"{k}: {text_of(v)}" for k, v in header.items()] + ["=" * 100]
     for step, loss, ms in train(cfg):
+        loss = validate(loss)
         average = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         name = f"step:{step}/{cfg.num_iterations}"
         ahead = f" next_token_loss:{loss:.4f}" if cfg.targets > 1 else ""

@@ -35,37 +35,50 @@ SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is 
         "a function of the harness given anew": (
             "def train(", "def validate(x):\n    return 0\ndef train(", "gives validate, which"),
         "a function of the harness replaced within another": (
-            "def train(", "def f():\n    global validate\ndef train(", "gives validate, which"),
+            "def train(", "def f():\n    global validate\n    validate = 1\ndef train(",
+            "gives validate, which"),
         "a method of the harness replaced": (
-            "def train(cfg):", "def train(cfg):\n    UserError.x = 1", "gives UserError, which"),
+            "def train(cfg):", "def train(cfg):\n    UserError.x = 1", "has `UserError.x =` above"),
         "another parent": (PARENT, "2025-01-01_No", f"does not say `Parent: {PARENT}.`"),
         "no change": ("Change: less loss.", "", "does not say `Change: …` in"),
         "another record's name": ("\nWhat else", f"\nRecord: {PARENT}.\n\nWhat else",
                                   f"says `Record: {PARENT}`, which is not its folder"),
         **{f"above the banner: {code}": (
-            "def train(cfg):", f"def train(cfg):\n    {code}", f"has {reach!r} above the banner")
+            "def train(cfg):", f"def train(cfg):\n    {code}", f"has `{reach}` above the banner")
            for code, reach in {
-               'sys.modules[__name__].__dict__["validate"] = None': "sys.modules",
-               'train.__globals__["validate"] = None': "__globals__",
-               'globals()["validate"] = None': "globals(",
-               'vars(cfg)["seed"] = 3': "vars(",
-               "exec('validate = None')": "exec(",
-               "open('data/pocket/pocket_val_000000.bin')": "open(",
-               "np.fromfile(cfg.val_files, 'u2')": "fromfile",
-               "read_val_tokens(cfg)": "read_val_tokens",
-               "cfg.run.val_tokens.tolist()": "run.val_tokens.tolist",
-               "run.train_time_ms -= 1000": "run.train_time_ms",
-               "run.loader = None": "run.loader",
-               "run.model.loss = 1": "run.model.loss = ",
-               "from numpy import fromfile": "fromfile",
-               "run(cfg.val_files)": ".val_files",
-               "setattr(cfg, 'seed', 3)": "setattr(",
-               "import gc; gc.get_objects()": "gc.get_objects"}.items()},
+               'sys.modules[__name__].__dict__["validate"] = None': "sys",
+               'train.__globals__["validate"] = None': "train.__globals__",
+               'globals()["validate"] = None': "globals",
+               'vars(cfg)["seed"] = 3': "vars",
+               "exec('validate = None')": "exec",
+               "open('data/pocket/pocket_val_000000.bin')": "open",
+               "np.fromfile(cfg.val_files, 'u2')": "np.fromfile",
+               "cfg.run.val_tokens.tolist()": "cfg.run.val_tokens",
+               "run.train_time_ms -= 1000": "run.train_time_ms =",
+               "run.loader = None": "run.loader =",
+               "run.model.loss = 1": "run.model.loss =",
+               "from numpy import fromfile; fromfile('a')": "fromfile",
+               "run(cfg.val_files)": "cfg.val_files",
+               "setattr(cfg, 'seed', 3)": "setattr",
+               "import gc; gc.get_objects()": "gc",
+               # Ten that were thought of after these were known
+               "globals () ['validate'] = None": "globals",
+               "\uff47lobals()['validate'] = None": "globals",  # Python reads it as globals
+               "g = eval; g('validate')": "eval",
+               "import os as o; o._exit(0)": "o",
+               "import math; math.log, math.exp = math.exp, math.log": "math.log =",
+               "import torch; torch.sys.exit()": "torch.sys",
+               "from operator import attrgetter as a; a('__glo' 'bals__')(train)": "a",
+               "from threading import Timer; Timer(1, print).start()": "Timer",
+               "open \\\n        ('data/pocket/pocket_val_000000.bin')": "open",
+               "(lambda loss: validate(loss) / 2)(1)": "validate"}.items()},
+        "a docstring that hides code": (
+            '"""A run', 'f"""{globals().clear()}"""\n"""A run', "has `globals` above"),
         "a function of a module replaced": (
             "import random\n", "import math, random\nmath.log = math.exp\n",
-            "has 'math.log = ' above the banner"),
+            "has `math.log =` above the banner"),
         "code behind an import": ("import random\n", "import random; random.seed(3)\n",
-                                  "has 'import random; random.seed(3)' above the banner")},
+                                  "has `import random; random.seed(3)`; an import has a line")},
     f"{PARENT}/train_gpt.py": {
         "the parent": ("0.8**step", "0.7**step", f"{PARENT}: logs/seed-0.txt: was not")},
     "../train_gpt.py": {
@@ -677,13 +690,13 @@ def test_a_file_that_a_script_reads_is_named_in_its_claim(tmp_path, capsys):
     edit(script, "def train(cfg):", "def train(cfg):\n    np.load(cfg.table)")
     shutil.copy(script, tmp_path)  # the root is this record
     assert main(["list", str(records), "--write"]) == 0
-    assert any("has '.load(' above the banner" in line for line in findings(records, capsys))
+    assert any("has `np.load` above the banner" in line for line in findings(records, capsys))
     edit(claim, '"gain": null', '"gain": null, "reads": "a table"')
     capsys.readouterr()
     assert main(["verify", str(records)]) == 0
     assert f"{NEWEST}: reads a file above the banner: a table" in capsys.readouterr().err
     edit(script, "np.load(", "np.fromfile(")
-    assert any("has 'fromfile' above the banner" in line for line in findings(records, capsys))
+    assert any("has `np.fromfile` above the banner" in line for line in findings(records, capsys))
 
 
 def test_a_script_without_a_published_log_has_no_loss(tmp_path, capsys):

@@ -27,6 +27,7 @@ ATTRIBUTES = set("""_getframe builtins cpp_extension ctypes ctypeslib from_file 
     genfromtxt hub importlib inspect load load_library loadtxt memmap multiprocessing os pickle
     read_bytes read_text save savetxt savez serialization subprocess sys tofile train_files
     val_files val_tokens write_bytes write_text""".split())
+STALE = "the harness is newer than {} folder(s) of logs; `verify --replay N` runs N seeds again"
 READS = {"np.load", "find_shards"}  # allowed where record.json says what is read
 FILES = {"README.md", "record.json", "train_gpt.py", "logs"}  # of a record's folder
 
@@ -142,8 +143,7 @@ def source_findings(log: Log, script: str, whole: Log | None, notes: list):
     if log.source and own_part(log.source) != own_part(script):
         found.append("was not written by this train_gpt.py: it differs above the banner")
     elif log is whole and log.source.partition(BANNER)[2] != script.partition(BANNER)[2]:
-        notes.append(f"{log.path.parent}: the harness is newer than these logs; "
-                     "`verify --replay N` runs N seeds again")
+        notes.append(STALE)
     return found
 
 
@@ -247,6 +247,8 @@ def verify(folder: Path, only: str | None):
             findings += folder_findings(folder, records)
     except (LedgerError, OSError, ValueError) as error:
         findings.append(str(error))
+    if stale := notes.count(STALE):
+        notes = [STALE.format(stale), *(note for note in notes if note != STALE)]
     return chosen, findings, notes
 
 

@@ -46,9 +46,8 @@ baseline is what has the source of the older folder that is named, or is called 
 # as it stood on 2026-08-01 (commit f411b3d3).
 NEWEST, NEWEST_MONTH, NEWEST_MINUTES = 89, "July 2026", 1.23
 GREY = "#8a9299"
-RESULTS = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 CONTEST = (
-    RESULTS,
+    ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time"),
     "{label}|{loss}|{p_target:.1g}|{difference}|{against[smallest_shown]:.2g}|" + RATIO, """
 Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's
 mean, or else the first contestant's, with the p of a two-sided t-test, paired by seed; * where
@@ -315,10 +314,6 @@ def picture(panels: int, height: float, width: float = 9):
 def save(figure, png: str):
     figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
     print(f"wrote {png}", file=sys.stderr)
-
-
-def draw_ladder(records: list, png: str):
-    save(ladder_figure(records), png)
 
 
 def ladder_figure(records: list, width: float = 9):

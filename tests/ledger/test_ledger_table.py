@@ -218,7 +218,7 @@ def test_our_own_records_fit_a_screen_in_at_most_seven_columns(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 12 and all(len(line) <= 120 for line in lines)
-    assert max(map(len, (pages.LADDER[0], pages.RUNS[0], pages.FOREIGN[0], pages.RESULTS))) <= 7
+    assert max(map(len, (pages.LADDER[0], pages.RUNS[0], pages.FOREIGN[0], pages.CONTEST[0]))) <= 7
 
 
 def test_written_pages_are_not_written_otherwise_again(records):

@@ -23,10 +23,11 @@ OF_RUN = set("""run.first_step run.health.check run.loader.next_step run.log_ste
 # It needs none of these: they reach the harness, the clock, files or other code.
 BUILTINS = set("""__import__ breakpoint compile delattr eval exec getattr globals input locals open
     setattr vars""".split())
-ATTRIBUTES = set("""_getframe builtins cpp_extension ctypes ctypeslib from_file fromfile gc
-    genfromtxt hub importlib inspect load load_library loadtxt memmap multiprocessing os pickle
-    read_bytes read_text save savetxt savez serialization subprocess sys tofile train_files
-    val_files val_tokens write_bytes write_text""".split())
+ATTRIBUTES = set("""DataSource builtins cpp_extension ctypes ctypeslib from_file fromfile gc
+    genfromtxt hub importlib inspect load load_library loadtxt memmap multiprocessing open
+    open_memmap os pickle read_bytes read_text save savetxt savez serialization subprocess sys
+    tofile train_files val_files val_tokens write_bytes write_text""".split())
+PRIVATE = {"super().__init__", "torch._dynamo", "torch._scaled_mm"}  # but for these
 STALE = "the harness is newer than {} folder(s) of logs; `verify --replay N` runs N seeds again"
 READS = {"np.load", "find_shards"}  # allowed where record.json says what is read
 FILES = {"README.md", "record.json", "train_gpt.py", "logs"}  # of a record's folder
@@ -74,11 +75,13 @@ def reaches(above: str, harness: set):
         if root == "run":
             is_needed = words in OF_RUN or words.startswith(("run.model.", "run.ranks."))
         else:
-            is_needed = node.attr not in ATTRIBUTES and not node.attr.startswith("__")
+            of_module = node.attr.startswith("_") and root in modules
+            is_private = node.attr.startswith("__") or of_module
+            is_needed = node.attr not in ATTRIBUTES and (not is_private or words in PRIVATE)
         if not isinstance(node.ctx, ast.Load) and root in modules | harness | {"run"}:
             is_needed = words.startswith("torch._dynamo.config.")
             words += " ="
-        if not is_needed and words != "super().__init__":
+        if not is_needed:
             found.add(words)
     return found
 
@@ -236,7 +239,7 @@ def verify(folder: Path, only: str | None):
     for record in chosen:
         try:
             found = record_findings(record, folder.parent / "train_gpt.py", notes)
-        except (LedgerError, OSError, ValueError) as error:
+        except (LedgerError, OSError, SyntaxError, ValueError) as error:
             found = [str(error)]
         findings += [f"{record.folder.name}: {text}" for text in found]
     try:

@@ -71,7 +71,9 @@ SPOILED = {  # by file: the cheat, what is replaced, what is put there, what is 
                "from operator import attrgetter as a; a('__glo' 'bals__')(train)": "a",
                "from threading import Timer; Timer(1, print).start()": "Timer",
                "open \\\n        ('data/pocket/pocket_val_000000.bin')": "open",
-               "(lambda loss: validate(loss) / 2)(1)": "validate"}.items()},
+               "(lambda loss: validate(loss) / 2)(1)": "validate",
+               "random._os._exit(0)": "random._os"}.items()},
+        "a script that is none": ("def train(cfg):", "def train(cfg:", "was never closed"),
         "a docstring that hides code": (
             '"""A run', 'f"""{globals().clear()}"""\n"""A run', "has `globals` above"),
         "a function of a module replaced": (

@@ -118,7 +118,8 @@ def change_of(record: Record) -> str:
         f"<details><summary>The script's docstring</summary><pre>{words}</pre></details>"]
     before, after = sections(parent), sections(script)
     for section in changed["sections"]:
-        (numbers, old), (new_numbers, new) = before[section["title"]], after[section["title"]]
+        title = section["title"]
+        (numbers, old), (new_numbers, new) = before[title], after[title]
         left, right = coloured(numbers, old), coloured(new_numbers, new)
         rows = ""
         for group in SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes():
@@ -169,7 +170,9 @@ def curves_of(record: Record, out: Path) -> str:
     found = ""
     for kind, (target, words) in CURVES.items():
         name = f"{record.folder.name}-{kind.__name__}.svg"
-        curves = {pages.name_of(one): kind(one) for one in (record, record.parent) if one}
+        curves = {pages.name_of(record): kind(record)}
+        if record.parent:
+            curves[pages.name_of(record.parent)] = kind(record.parent)
         if kind(record):
             figure = pages.curves_figure(curves, target, panels=["steps"], width=6)
             save_svg(figure, out / name)
@@ -181,7 +184,9 @@ def published(record: Record):
     """(loss, step) by the record's README, of one run, without step 0."""
     text = "".join(LOSSES.findall(read_text(record.folder / "README.md")))
     found = re.findall(r"\b([1-9]\d*):\s+(\d+\.\d+)", text)
-    return [np.array(found, float)[:, ::-1]] if found else []
+    if not found:
+        return []
+    return [np.array(found, float)[:, ::-1]]
 
 
 def pocket(record: Record):

@@ -88,9 +88,13 @@ def difference_of(row: dict) -> str:
 
 
 def text_table(rows: list, heading: tuple, forms: str, legend: str) -> str:
-    cells, lines = [heading, *(cells_of(row, forms) for row in rows)], []
+    cells = [heading]
+    for row in rows:
+        cells.append(cells_of(row, forms))
     widths = [max(map(len, column)) for column in zip(*cells)]
-    for row in (heading, ["-" * width for width in widths], *cells[1:]):
+    cells.insert(1, ["-" * width for width in widths])
+    lines = []
+    for row in cells:
         lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
     return "\n".join([*lines, legend])
 
@@ -111,10 +115,14 @@ def name_of(record: Record) -> str:
 
 def is_retuned(record: Record, preset: str) -> bool:
     """Whether a preset's rates, or its validation, differ from those of the record's parent."""
-    ours, theirs = (table.settings_of(one.folder / "train_gpt.py", {"preset": preset})
-                    for one in (record, record.parent))
-    names = [name for name in ours if name.endswith("_lr") or name.startswith("val_")]
-    return any(ours[name] != theirs.get(name, ours[name]) for name in names)
+    flags = {"preset": preset}
+    ours = table.settings_of(record.folder / "train_gpt.py", flags)
+    theirs = table.settings_of(record.parent.folder / "train_gpt.py", flags)
+    for name, value in ours.items():
+        counts = name.endswith("_lr") or name.startswith("val_")
+        if counts and value != theirs.get(name, value):
+            return True
+    return False
 
 
 def measure_row(record: Record, runs: list, others: list):
@@ -139,8 +147,8 @@ def ladder_rows(records: list):
     rows = []
     for record in records:
         measured = [measure_row(record, *runs) for runs in record.measured().values()]
-        rows.append({"record": record.folder.name, "name": name_of(record), **record.claim,
-                     "measured": measured})
+        row = {"record": record.folder.name, "name": name_of(record), "measured": measured}
+        rows.append(row | record.claim)
     return rows
 
 
@@ -228,8 +236,11 @@ def blocks(folder: Path, records: list):
         found[folder.parent / "README.md"] = linked(rows, f"{folder.name}/", *FRONT)
     for record in records:
         rows = ladder_rows(filter(None, [record.parent, record]))
-        parts = [linked(rows, "../", *LADDER), *evidence([record], "../", with_parents=True),
-                 "[What the columns and marks mean](../README.md).", shards_words(record)]
+        parts = [
+            linked(rows, "../", *LADDER),
+            *evidence([record], "../", with_parents=True),
+            "[What the columns and marks mean](../README.md).",
+            shards_words(record)]
         found[record.folder / "README.md"] = "\n\n".join(filter(None, parts))
     return found
 
@@ -351,10 +362,11 @@ def curves_figure(curves: dict, target: float, panels=PANELS, width: float = 9):
             for axis, column in zip(axes, columns):
                 axis.plot(column, loss, "-o", color=f"C{index}", alpha=0.4 + 0.6 / len(runs),
                           markevery=[-1], label=name if run is runs[0] else None)
-    margin = max(max(losses) - min(losses), 0.01) * 0.06
+    low, high = min(losses), max(losses)
+    margin = max(high - low, 0.01) * 0.06
     for axis, panel in zip(axes, panels):
         axis.axhline(target, color=GREY, linestyle=(0, (2, 2)))
-        axis.set(xlabel=panel, ylim=(min(losses) - margin, max(losses) + margin))
+        axis.set(xlabel=panel, ylim=(low - margin, high + margin))
         axis.locator_params(axis="x", nbins=5)
         axis.xaxis.set_major_formatter(EngFormatter())  # 400 k
     axes[0].set_ylabel("loss (nats per token; point: validation)")

@@ -78,9 +78,14 @@ def links_of(readme: Path) -> list:
 def is_linked(log: Log, folder: Path) -> bool:
     """Whether a README up to three folders above links the log, or a folder inside that has it."""
     path, folder = log.path.resolve(), folder.resolve()
-    places = [path, *(place for place in path.parents if folder in place.parents)]
-    links = [link for above in folder.parents[:3] for link in links_of(above / "README.md")]
-    return any(place in links for place in places)
+    links = []
+    for above in folder.parents[:3]:
+        links += links_of(above / "README.md")
+    while folder in path.parents:
+        if path in links:
+            return True
+        path = path.parent
+    return False
 
 
 def log_files(folder: Path):
@@ -123,7 +128,8 @@ def folder_groups(folder: Path):
     for log in logs:
         log.body = ""  # a thousand of them are large
         where = log.path.relative_to(folder)
-        hinted, ranks = bool(BASELINE.search(str(where))), int(log.header.get("world_size", 0))
+        hinted = bool(BASELINE.search(str(where)))
+        ranks = int(log.header.get("world_size", 0))
         key = (log.source_sha256 or where.parent, log.planned_steps, ranks, hinted)
         group = Group(folder, older.get(log.source_sha256), hinted, ranks)
         group = found.setdefault(key, group)

@@ -662,7 +662,8 @@ class GPT(nn.Module):
         self.bigram_embed = nn.Embedding(cfg.bigram_rows, cfg.model_dim)
         layers = range(len(cfg.attention_pattern))
         self.blocks = nn.ModuleList([Block(cfg, layer) for layer in layers])
-        # At first the last layer is like the others, and half of a saved output is subtracted.
+        # At first the last layer is like the others, but value embeddings count twice, and half of
+        # a saved output is subtracted at the end.
         resid = 10 * 1.1**0.5
         biases = [0.0] * 6 + [20.0, 20.0, resid, 10.0, 0.0, 0.5, resid, 10.0]
         self.mudd_last = Mudd(cfg.model_dim, biases) if self.blocks[-1].attn else None

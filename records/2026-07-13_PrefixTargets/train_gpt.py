@@ -671,7 +671,7 @@ class Gates(nn.Module):
         for layer in layers:
             if cfg.attention_pattern[layer] == ".":
                 first["skip", layer] = [0.5]
-        if last in layers and cfg.attention_pattern[last] != ".":
+        if last in layers and cfg.attention_pattern[last] in "LS":
             first["into", last] = [1.0] * heads
             first["out of", last] = [0.0] * heads
         self.sizes = {gate: len(values) for gate, values in first.items()}
@@ -746,7 +746,8 @@ class GPT(nn.Module):
         self.register_buffer("bigram_signs", torch.ones(cfg.sign_rows, cfg.bigram_width))
         layers = range(len(cfg.attention_pattern))
         self.blocks = nn.ModuleList([Block(cfg, layer) for layer in layers])
-        # At first the last layer is like the others, and half of a saved output is subtracted.
+        # At first the last layer is like the others, but value embeddings count twice, and half of
+        # a saved output is subtracted at the end.
         resid = 10 * 1.1**0.5
         biases = [0.0] * 6 + [20.0, 20.0, resid, 10.0, 0.0, 0.5, resid, 10.0]
         self.mudd_last = Mudd(cfg.model_dim, biases) if self.blocks[-1].attn else None
@@ -826,7 +827,7 @@ class GPT(nn.Module):
         places = {}
         T = inputs_BT.size(1)
         composed_mask = None
-        if cfg.attention_pattern[-1] != ".":
+        if cfg.attention_pattern[-1] in "LS":
             composed_mask = make_mask(docs_BT, cfg.composed_window - 1)
         long, short = self.windows
         for letter, window in dict(L=long, S=short, P=short).items():

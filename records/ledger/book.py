@@ -12,7 +12,7 @@ from urllib.parse import urljoin
 
 import numpy as np
 from ledger import pages
-from ledger.diff import BANNER, diff_sources, own_part, sections
+from ledger.diff import BANNER, diff_sources, sections
 from ledger.logs import LedgerError, read_log, read_text
 from ledger.public import TARGET
 from ledger.table import RULES, Record
@@ -134,7 +134,7 @@ def change_of(record: Record) -> str:
 
 def count_tokens(source: str) -> int:
     """Names, numbers, strings and operators of a record's own part."""
-    tokens = tokenize.generate_tokens(io.StringIO(own_part(source)).readline)
+    tokens = tokenize.generate_tokens(io.StringIO(source.partition(BANNER)[0]).readline)
     return sum(token.type in COUNTED for token in tokens)
 
 

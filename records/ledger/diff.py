@@ -1,5 +1,6 @@
 """Sources: their parts and sections, and what changed between two of them."""
 
+import ast
 import difflib
 import functools
 import re
@@ -10,14 +11,19 @@ HEADING = re.compile(r"# [-=]{2,} (\w.*?) ?[-=]{3,}")  # of our sections, and th
 DEFINITION = re.compile(r"(?:async )?(?:def|class) (\w+)")
 
 
-def own_part(source: str) -> str:
-    """What a log is held to: all above the banner but prose and the imports, which serve all.
-
-    An import with more behind it in its line is held to as well.
-    """
-    above = source.partition(BANNER)[0]
-    prose_or_import = r'\A(#!.*\n)?"""(?s:.*?)"""\n|^(import|from) [^;\n]*\n'
-    return re.sub(prose_or_import, "", above, flags=re.M).strip()
+@functools.cache
+def meaning(source: str) -> str:
+    """What a log is held to: all above the banner but comments, docstrings and imports."""
+    tree = ast.parse(source.partition(BANNER)[0])
+    for node in ast.walk(tree):
+        documented = ast.Module | ast.ClassDef | ast.FunctionDef
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    kept = []
+    for node in tree.body:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            kept.append(ast.dump(node))
+    return "\n".join(kept)
 
 
 def split_files(source: str):

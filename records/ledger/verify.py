@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from ledger import pages, table
-from ledger.diff import BANNER, own_part
+from ledger.diff import BANNER, meaning
 from ledger.logs import LedgerError, Log, places, read_log, read_text, seed_files, sha256
 from ledger.table import PARENT, TABLE, Record, run_row, setting_of, settings_of
 
@@ -143,7 +143,7 @@ def source_findings(log: Log, script: str, whole: Log | None, notes: list):
     found = []
     if log.source_sha256 not in (whole.source_sha256, sha256(script)):
         found.append("was not written by the source that the first seed's log has")
-    if log.source and own_part(log.source) != own_part(script):
+    if log.source and meaning(log.source) != meaning(script):
         found.append("was not written by this train_gpt.py: it differs above the banner")
     elif log is whole and log.source.partition(BANNER)[2] != script.partition(BANNER)[2]:
         notes.append(STALE)
@@ -279,7 +279,7 @@ def record_of(log: Log, records: list) -> Record:
     """The record whose script wrote a log. Raises LedgerError where it is none, or is not fit."""
     for record in records:
         if log.source_sha256 == sha256(record.script) or (
-                log.source and own_part(log.source) == own_part(record.script)):
+                log.source and meaning(log.source) == meaning(record.script)):
             script = record.folder / "train_gpt.py"
             if wrong := log_findings(log, settings_of(script, {"preset": log.header["preset"]})):
                 raise LedgerError("; ".join(wrong))
@@ -306,7 +306,7 @@ def file_logs(folder: Path, paths: list):
             log = read_log(path)
             row = run_row("", "", log)
             found.append((log, row, record_of(log, records)))
-        except (LedgerError, ValueError, KeyError, OSError) as error:
+        except (LedgerError, OSError, KeyError, SyntaxError, ValueError) as error:
             refused.append(f"{path}: refused: {error}")
     measured = {(record.folder, setting_of(row)) for _, row, record in found}
     for log, row, record in found:

@@ -149,5 +149,6 @@ def test_the_sections_that_the_front_page_names_are_the_scripts():
 
 def test_the_front_pages_table_of_results_has_the_ledgers_columns():
     line = next(line for line in text_of("README.md").splitlines() if line.startswith("Contestant"))
-    columns = re.search(r"^RESULTS = \((.*)\)$", text_of("records/ledger/pages.py"), re.MULTILINE)
+    pages = text_of("records/ledger/pages.py")
+    columns = re.search(r"^CONTEST = \(\n    \((.*)\),$", pages, re.MULTILINE)
     assert re.split(r"\s{2,}", line) == list(ast.literal_eval(columns[1]))

@@ -1416,9 +1416,11 @@ class Run:
 
     def finish(self):
         """Log the results."""
-        target = self.cfg.target_loss
-        reached = "reached" if self.val_loss <= target else "not reached"
-        self.log(f"target loss {target}: {reached}")
+        cfg = self.cfg
+        reached = "reached" if self.val_loss <= cfg.target_loss else "not reached"
+        self.log(f"target loss {cfg.target_loss}: {reached}")
+        if cfg.preset == "record":
+            self.log(f"to file it with its record: python records/ledger file {self.log.path}")
         results = dict(
             val_loss=f"{self.val_loss:.6f}",
             train_time_ms=f"{self.train_time_ms:.0f}",
@@ -1449,8 +1451,8 @@ def check_data(cfg, loader, tokens, digest):
 
 # ---- Command line -----------------------------------------------------------
 # Flags that may differ from the checkpoint of a resumed run
-MAY_CHANGE = ("num_iterations", "train_files", "val_files", "val_tokens", "val_every", "device",
-              "sequences_per_forward", "head_chunks", "run_id", "save_every", "resume")
+MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every device
+    sequences_per_forward head_chunks run_id save_every resume""".split()
 MAY_BE_ZERO = ("seed", "val_every", "warmup_steps", "head_chunks", "save_every", "eot_token",
                "max_document_tokens", "extension_steps", "freeze_steps", "momentum_cooldown",
                "skip_layer", "backout_layer")

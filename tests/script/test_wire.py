@@ -96,6 +96,7 @@ def test_a_step_reduces_gradients_once_and_gathers_parameters_once(monkeypatch, 
     for module in (model.embed, model.value_embeds, model.lm_head, model.smear_gate):
         module.bfloat16()  # as on CUDA
     model.init_weights(torch.Generator())
+    expected = padded_bytes(model, world_size)
     optimizers = train_gpt.build_optimizers(model, TINY, ranks)
     monkeypatch.setattr(train_gpt.signal, "signal", lambda *args: None)
     train_gpt.Health(ranks).check(0, torch.ones(2))
@@ -106,11 +107,10 @@ def test_a_step_reduces_gradients_once_and_gathers_parameters_once(monkeypatch, 
     step_all = train_gpt.step_tied if now.tied else train_gpt.step_optimizers
     step_all(optimizers, now, world_size)
 
-    expected, resting = padded_bytes(model, world_size), STEPS[step]
-    sent = sum(expected[kind] for kind in expected.keys() - resting)
+    sent = sum(expected[kind] for kind in expected.keys() - STEPS[step])
     assert wire.bytes(REDUCE) == sent
     assert wire.bytes(GATHER) == sent / world_size  # this rank's share
-    n = len(optimizers) - len(resting)
+    n = len(optimizers) - len(STEPS[step])
     order = [REDUCE] * n + ["wait", GATHER] * n + ["wait"] * n
     assert [event for event, _ in wire.events] == order
     assert all(o.weights.isfinite().all() for o in optimizers), "by gradients that have come"

@@ -146,9 +146,6 @@ def test_resume_of_a_whole_file_that_does_not_fit_says_what(run, checkpoint):
     torch.save(state, checkpoint)
     line = one_error(run(["--resume", str(checkpoint), "--num_iterations", "3"]))
     assert f"--num_iterations 3: {checkpoint} is of a later step" in line
-    Path("tiny_train_000001.bin").unlink()
-    line = one_error(run(["--resume", str(checkpoint)]))
-    assert line.endswith(f"not the data of {checkpoint}\n")
 
 
 # --init

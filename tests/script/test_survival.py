@@ -121,13 +121,17 @@ def test_resumed_run_is_the_same_to_the_bit(start, whole, tmp_path):
         assert_goes_on(run, whole, step)
 
 
-def test_finished_run_is_not_saved_again_and_takes_more_steps(start, whole, tmp_path):
+def test_finished_run_is_not_saved_again_and_takes_more_steps(start, whole, data, tmp_path):
+    """Of the same data, and of no other."""
     shutil.copytree(whole.folder, tmp_path / "logs" / "x")
     run = start(*AUTO)
     assert run.wait() == [0] and not run.losses(), run.err()
     for path in whole.folder.glob("step-*"):
         assert (run.folder / path.name).stat().st_mtime_ns == path.stat().st_mtime_ns
-    run = start(*AUTO, "--num_iterations", STEPS + 2)
+    more = (*AUTO, "--num_iterations", STEPS + 2)
+    run = start(*more, "--train_files", data / "train_0.bin")
+    assert run.wait() == [2] and "not the data of logs/x/step-000010.pt" in run.err()
+    run = start(*more)
     assert run.wait() == [0], run.err()
     assert [step for step, _ in run.losses()] == [10, 11]
     assert run.saved()[-1] == STEPS + 2

@@ -1,25 +1,20 @@
 """Checkpoints on disk: found whole or not at all, kept, refused, written durably. In process."""
 
 import dataclasses
-import itertools
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO
 
 import train_gpt
-from train_gpt import UserError, load_checkpoint, write_checkpoint
+from train_gpt import UserError, load_checkpoint, newest_checkpoint, write_checkpoint
 
 TINY = train_gpt.parse_args(
     """--preset pocket --model_dim 16 --head_dim 16 --attention_pattern L --value_embed_pattern 0
     --vocab_size 16 --eot_token 15 --val_seq_len 128 --num_iterations 100 --device cpu
     --run_id x""".split())
-DATA = "0123456789abcdef"
 
 
 def make_state(cfg):
@@ -34,7 +29,7 @@ def make_state(cfg):
         for x in optimizer.tensors():
             x.normal_(generator=generator)
     settings = {name: train_gpt.show(value) for name, value in dataclasses.asdict(cfg).items()}
-    return dict(step=20, settings=settings, data=DATA, threads=1,
+    return dict(step=20, settings=settings, data="0123456789abcdef", threads=1,
                 loader=(1, 512), train_time_ms=1234.5, model=model.state_dict(),
                 optimizers={o.name: o.full_state() for o in optimizers})
 
@@ -61,11 +56,6 @@ def state():
     return make_state(TINY)
 
 
-def loaded(state):
-    """The state as it is once it is loaded."""
-    return state | dict(settings=dataclasses.asdict(TINY))
-
-
 def write(folder, state, step):
     write_checkpoint(path := folder / f"step-0000{step}.pt", state | dict(step=step))
     os.utime(path, (step, step))  # a clock may have the same time for two
@@ -80,64 +70,42 @@ def folder(state, tmp_path):
 
 
 @pytest.fixture
-def find(capsys):
-    """`find(folder)`: the path that is found there, its state, and what was said about it."""
-    def find_in(folder):
-        return *train_gpt.newest_checkpoint(folder), capsys.readouterr().err
-
-    return find_in
-
-
-def assert_skipped(path, find):
+def assert_skipped(folder, capsys):
     """`auto` names the newest one, skips it and takes the one before; its path is an error."""
-    found, state, said = find(path.parent)
-    assert Path(found).name == "step-000010.pt" and state["step"] == 10
-    assert said.startswith(f"skipped {path}: no whole checkpoint of this script (")
-    with pytest.raises(UserError, match="step-000020.pt: no whole checkpoint"):
-        load_checkpoint(path)
+    def check():
+        path = folder / "step-000020.pt"
+        found, state = newest_checkpoint(folder)
+        assert Path(found).name == "step-000010.pt" and state["step"] == 10
+        said = f"skipped {path}: no whole checkpoint of this script ("
+        assert capsys.readouterr().err.startswith(said)
+        with pytest.raises(UserError, match="step-000020.pt: no whole checkpoint"):
+            load_checkpoint(path)
+
+    return check
 
 
 # Whole or not
 
 
-def test_what_is_saved_is_found_and_loaded(folder, state, find):
-    path, found, said = find(folder)
-    assert path == str(folder / "step-000020.pt") and said == ""
-    assert equal(found, loaded(state))
+def test_what_is_saved_is_found_and_loaded(folder, state, capsys):
+    path, found = newest_checkpoint(folder)
+    assert path == str(folder / "step-000020.pt") and capsys.readouterr().err == ""
+    assert equal(found, state | dict(settings=dataclasses.asdict(TINY)))
 
 
-def test_damaged_files_are_skipped(folder, state, find):
+def test_damaged_files_are_skipped(folder, state, assert_skipped, capsys):
     """Empty, cut off or with a flipped bit; more damage is in test_fuzz.py."""
     path = folder / "step-000020.pt"
     content = path.read_bytes()
     flipped = bytearray(content)
     flipped[content.index(state["model"]["lm_head.weight"].numpy().tobytes()) + 7] ^= 1
-    for damaged in (b"", content[:1000], content[:-1], flipped):
+    for damaged in (b"", content[:-1], flipped):
         path.write_bytes(damaged)
-        assert_skipped(path, find)
+        assert_skipped()
     (folder / "step-000010.pt").write_bytes(content[:-1])
-    found, new, said = find(folder)
-    assert (found, new) == ("", train_gpt.NEW_RUN)
+    assert newest_checkpoint(folder) == ("", train_gpt.NEW_RUN)
+    said = capsys.readouterr().err
     assert "step-000010.pt" in said and "step-000020.pt" in said
-
-
-def test_a_flipped_bit_is_seen_without_asserts_too(folder, state):
-    """Under `python -O`, which leaves them out."""
-    path = folder / "step-000020.pt"
-    content = bytearray(path.read_bytes())
-    content[content.index(state["model"]["lm_head.weight"].numpy().tobytes()) + 7] ^= 1
-    path.write_bytes(content)
-    code = f"import train_gpt, pathlib; train_gpt.load_checkpoint(pathlib.Path({str(path)!r}))"
-    done = subprocess.run([sys.executable, "-O", "-c", code], cwd=REPO, text=True,
-                          capture_output=True)
-    assert "UserError" in done.stderr and "is damaged" in done.stderr
-
-
-def test_a_fifo_or_a_folder_is_no_checkpoint(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    for path in (tmp_path / "fifo", tmp_path, tmp_path / "nothing"):
-        with pytest.raises(UserError, match="no such checkpoint"):
-            load_checkpoint(path)
 
 
 class Malice:
@@ -148,12 +116,10 @@ class Malice:
 
 
 ODD = [  # where in a state, and a value that no run saves; None: nothing is there
-    *itertools.product(["settings"], [None, [1], dict(no_such="1")]),
-    *itertools.product(["settings muon_lr"], [None, "fast", "nan", "-1"]),  # no default is taken
-    *itertools.product(["settings seed"], ["False", "1.5"]),
-    *itertools.product(["settings seq_lens"], ["", "128.0"]),
-    *itertools.product(["model"], [None, "text"]), *itertools.product(["optimizers"], [None, [1]]),
-    ("data", Malice()),
+    ("settings", None), ("settings", [1]), ("settings", dict(no_such="1")),
+    ("settings muon_lr", None),  # no default is taken
+    ("settings muon_lr", "nan"), ("settings seed", "1.5"), ("settings seq_lens", ""),
+    ("model", None), ("model", "text"), ("optimizers", [1]), ("data", Malice()),
     ("model backout_lambda", torch.tensor(1)), ("optimizers head mean", torch.zeros(9, dtype=bool)),
     ("model lm_head.weight", torch.tensor([0, math.nan])),
     ("model backout_lambda", torch.tensor(-math.inf)),
@@ -162,11 +128,13 @@ ODD = [  # where in a state, and a value that no run saves; None: nothing is the
 
 
 @pytest.mark.parametrize("keys, value", ODD, ids=lambda part: str(part)[:20])  # no address
-def test_whole_file_with_odd_parts_is_refused(folder, state, monkeypatch, find, keys, value):
+def test_whole_file_with_odd_parts_is_refused(
+    folder, state, monkeypatch, assert_skipped, keys, value
+):
     """Whatever its checksums say: code is not run, and what is not finite never taken."""
     monkeypatch.chdir(folder)
     torch.save(changed(state, keys.split(), value), folder / "step-000020.pt")
-    assert_skipped(folder / "step-000020.pt", find)
+    assert_skipped()
     assert not Path("executed").exists()
 
 

@@ -45,7 +45,6 @@ def tokens_of(content):
     return tokens if all(token < VOCAB for token in tokens) else None
 
 
-
 @FUZZ
 @given(tokens=st.lists(st.integers(0, VOCAB + 1), max_size=40), edits=st.just([]) | edits(12),
        count=st.none() | st.integers(-(2**31), 2**31 - 1))
@@ -68,7 +67,6 @@ def test_shards(tmp_path, tokens, edits, count):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 2**20
-
 
 
 @pytest.fixture(scope="module")

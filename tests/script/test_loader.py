@@ -79,11 +79,10 @@ def read_tokens(folder):
     return [np.frombuffer(path.read_bytes()[1024:], "<u2").astype(np.int64) for path in paths]
 
 
-@pytest.mark.parametrize("document", [0, 90, 9999])  # tokens of it, at most
-@pytest.mark.parametrize(("world_size", "per_forward", "later"), [
-    (1, 8, 2), (1, 3, 8), (2, 2, 1), (4, 1, 2), (8, 3, 1)])
+@pytest.mark.parametrize(("world_size", "per_forward", "later", "document"), [  # tokens, at most
+    (1, 8, 2, 90), (1, 3, 8, 0), (2, 2, 1, 9999), (4, 1, 2, 90), (8, 3, 1, 0), (8, 3, 1, 90)])
 def test_ranks_share_the_steps_that_a_loop_over_tokens_gives(
-    tmp_path, write_shard, document, world_size, per_forward, later
+    tmp_path, write_shard, world_size, per_forward, later, document
 ):
     """Sequences grow while the run goes on; other ranks take each step too, from its place. Shards
     begin in a document; one has none, one has some of a single token, and in one the next document
@@ -114,11 +113,8 @@ def test_shards_without_a_document_for_a_step(tmp_path, write_shard):
         loader.next_step(128)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("stride", [1, 3, 5, 1_000_003])
-def test_a_stride_deals_the_sequences_of_a_shard_each_once(
-    tiny_shards, tmp_path, world_size, stride
-):
+def test_a_stride_deals_the_sequences_of_a_shard_each_once(tiny_shards, tmp_path, stride):
     """Sequence k of the shard's N is the (k · stride mod N)-th, by the first such stride coprime
     to N, and N is a whole number of steps."""
     cfg = make_cfg(tiny_shards([10 * 1024 + 700]), sequence_stride=stride)
@@ -126,7 +122,7 @@ def test_a_stride_deals_the_sequences_of_a_shard_each_once(
     count, used = 80, stride
     while np.gcd(used, count) != 1:
         used += 1
-    loaders = make_loaders(cfg, world_size)
+    loaders = make_loaders(cfg, world_size=4)
     order = []
     for first in [*range(0, count, 8)] * 2:
         starts = [k * used % count * 128 for k in range(first, first + 8)]
@@ -166,15 +162,15 @@ def test_validation_tokens_are_the_first_ones_and_one_more(tmp_path, write_shard
 
 def test_the_digest_tells_data_apart(tmp_path, write_shard):
     """By names, sizes and first MiB of the shards; where the folder lies does not matter."""
-    def digest(name, parts, edit=None, stem=""):
-        (tmp_path / name).mkdir()
+    def digest(folder, parts, edit=None, stem=""):
+        (tmp_path / folder).mkdir()
         for index, part in enumerate(parts):
-            write_shard(tmp_path / name / f"{stem}{index}.bin", part)
+            write_shard(tmp_path / folder / f"{stem}{index}.bin", part)
         if edit:
-            with (tmp_path / name / "0.bin").open("r+b") as file:
+            with (tmp_path / folder / "0.bin").open("r+b") as file:
                 file.seek(edit)
                 file.write(b"\7\0")
-        return make_loaders(make_cfg(f"{tmp_path}/{name}/*.bin"))[0].digest
+        return make_loaders(make_cfg(f"{tmp_path}/{folder}/*.bin"))[0].digest
 
     parts = [np.zeros(600_000), np.ones(1100)]
     first = digest("first", parts)

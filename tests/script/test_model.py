@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY_MODEL
-from test_compile import OnCuda, as_the_kernel_sees
+from torch import Tensor
 from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask
 
 import train_gpt
 from train_gpt import BLOCK, GPT, Hyperparameters
@@ -40,8 +41,29 @@ def random_tokens(rows, length, seed, document_tokens=60):
     return torch.from_numpy(tokens.astype(np.int32))
 
 
-@pytest.mark.parametrize("window", [1, 2, 5])
-@pytest.mark.parametrize("document_tokens", [20, 300, math.inf])
+def as_the_kernel_sees(mask):
+    """The same mask, its blocks' lists part of the predicate: a CPU asks it about every pair of
+    tokens, the kernel only within the partial blocks; of a full one it sees all."""
+
+    def listed(count, indices):
+        blocks = torch.arange(indices.size(-1))
+        first = torch.where(blocks < count[0, 0, :, None], indices[0, 0].long(), len(blocks))
+        chosen = torch.zeros(len(blocks), len(blocks) + 1, dtype=torch.bool)
+        return chosen.scatter(1, first, True)
+
+    partial = listed(mask.kv_num_blocks, mask.kv_indices)
+    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+
+    def seen(b, h, q, k):
+        block = q // BLOCK, k // BLOCK
+        return full[block] | (partial[block] & mask.mask_mod(b, h, q, k))
+
+    return BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
+        BLOCK_SIZE=BLOCK, mask_mod=seen)
+
+
+@pytest.mark.parametrize("window, document_tokens", [(1, 300), (2, 20), (2, math.inf), (5, 300)])
 def test_both_attention_paths_equal_the_formula_and_visit_no_block_that_nobody_sees(
     monkeypatch, window, document_tokens
 ):
@@ -94,8 +116,14 @@ def test_the_head_takes_pieces_that_the_backward_pass_computes_again(size, sizes
     assert taken == sizes + again
 
 
+class OnCuda(Tensor):
+    """A CPU tensor that says it is on CUDA, as does all that is computed from it."""
+
+    is_cuda = True
+
+
 @pytest.mark.parametrize("num_targets", [1, 3])
-@pytest.mark.parametrize("device", [torch.Tensor, OnCuda], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("device", [Tensor, OnCuda], ids=["cpu", "cuda"])
 def test_the_losses_are_cross_entropies_in_float64(device, num_targets):
     """Both forms of it, the CPU's and that of one pass, with targets of -1 among the others.
 
@@ -114,13 +142,13 @@ def test_the_losses_are_cross_entropies_in_float64(device, num_targets):
     losses = model.head_loss(raw, targets, torch.arange(48))
     (losses * weights).sum().backward()
 
-    exact = raw.detach().as_subclass(torch.Tensor).double().requires_grad_()
+    exact = raw.detach().as_subclass(Tensor).double().requires_grad_()
     logs = (30 * torch.sigmoid(exact / 7.5)).log_softmax(-1)
     expected = [F.nll_loss(logs, column, ignore_index=-1, reduction="sum") for column in targets.T]
     sum(w * loss for w, loss in zip(weights, expected)).backward()
     assert losses.dtype == torch.float32
     assert losses.tolist() == pytest.approx([loss.item() for loss in expected], rel=1e-6)
-    grad = raw.grad.as_subclass(torch.Tensor).double()
+    grad = raw.grad.as_subclass(Tensor).double()
     torch.testing.assert_close(grad, exact.grad, rtol=1e-5, atol=2e-7)
     assert (grad[[3, 17, 63]] == 0).all()
 

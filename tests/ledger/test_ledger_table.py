@@ -130,13 +130,6 @@ def test_runs_that_shared_their_machine_have_no_times(jobs):
 
 def test_list_tells_the_table(measured, capsys):
     folder = measured / "records"
-    capsys.readouterr()
-    assert main(["list", str(folder), "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)
-    assert (first["record"], first["published"]["minutes"]) == (PARENT, 15.2)
-    (found,) = second["measured"]
-    assert len(found["losses"]) == found["against"]["n"] == SEEDS
-    assert found["setting"]["device"] == "cpu (fake)" and found["setting"]["jobs"] == "1"
     page = (folder / "README.md").read_text()
     assert f"| [#5 First]({PARENT}) | 15.2 | 3.2741 (1) | 3e-13 |" in page
     assert f"| [Second]({NEWEST}) | 1.5" in page and f"({SEEDS}) |" in page
@@ -158,7 +151,6 @@ def test_list_tells_the_table(measured, capsys):
 
 
 @pytest.mark.parametrize("old, new, retuned", [
-    ("num_iterations: int = row(80, 4 * 10)", "num_iterations: int = both(50)", False),
     ("muon_lr: float = both(0.05)", "muon_lr: float = row(0.1, 0.05)", False),
     ("muon_lr: float = both(0.05)", "muon_lr: float = row(0.05, 0.1)", True),
     ("val_tokens: int = row(10_485_760, 262_144)", "val_tokens: int = row(1, 2)", True),
@@ -194,13 +186,13 @@ def test_hunks_are_numbered_by_the_files_lines():
     found = diff.diff_sources("\n".join(lines), "\n".join(new))
     (section,) = found["sections"]
     assert section["lines"][0] == "@@ -6 +6 @@" and section["lines"][1] == " c"
-    assert lines[5] == "c"
 
 
 def test_our_own_records_fit_a_screen(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 12 and all(len(line) <= 120 for line in lines)
+    assert "#88 PrefixTargets".split() + ["1.243"] in map(str.split, lines)  # no loss is published
 
 
 @pytest.mark.parametrize("start", [["records/ledger"], ["-m", "records.ledger"]])

@@ -2,7 +2,6 @@
 
 import csv
 import hashlib
-import math
 import re
 import shutil
 import sys
@@ -30,17 +29,12 @@ SCRIPTS = {  # of the script alone: the cheat, what is replaced, what is put the
     "a function of the harness replaced within another": (
         "def train(", "def f():\n    global validate\n    validate = 1\ndef train(",
         "gives validate, which"),
-    "a method of the harness replaced": (
-        "def train(cfg):", "def train(cfg):\n    UserError.x = 1", "has `UserError.x =` above"),
     "another parent": (PARENT, "2025-01-01_No", f"does not say `Parent: {PARENT}.`"),
     "no change": ("Change: less loss.", "", "does not say `Change: …` in"),
     "another record's name": (f"Record: {NEWEST}", f"Record: {PARENT}",
                               f"says `Record: {PARENT}`, which is not its folder"),
     "a docstring that hides code": (
         '"""A run', 'f"""{globals().clear()}"""\n"""A run', "has `globals` above"),
-    "a function of a module replaced": (
-        "import random\n", "import math, random\nmath.log = math.exp\n",
-        "has `math.log =` above the banner"),
     "code behind an import": ("import random\n", "import random; random.seed(3)\n",
                               "has `import random; random.seed(3)`; an import has a line"),
     **{f"above the banner: {code}": (
@@ -58,6 +52,7 @@ SCRIPTS = {  # of the script alone: the cheat, what is replaced, what is put the
            "run.train_time_ms -= 1000": "run.train_time_ms =",
            "run.loader = None": "run.loader =",
            "run.model.loss = 1": "run.model.loss =",
+           "UserError.x = 1": "UserError.x =",
            "from numpy import fromfile; fromfile('a')": "fromfile",
            "run(cfg.val_files)": "cfg.val_files",
            "setattr(cfg, 'seed', 3)": "setattr",
@@ -92,8 +87,7 @@ SPOILED = {  # by file, the same of records with runs
     f"{NEWEST}/record.json": {
         "a gain of no kind": ('"gain": "loss"', '"gain": "fame"', "gain is loss, time"),
         "an unknown parent": (PARENT, "2026-01-01_No", "2026-01-01_No/record.json"),
-        "a parent of no kind": (f'"{PARENT}"', "[1]", "parent is the name of a folder"),
-        "a parent without a form": (f'"{PARENT}"', "{}", "parent is the name of a folder")},
+        "a parent of no kind": (f'"{PARENT}"', "[1]", "parent is the name of a folder")},
     f"{PARENT}/record.json": {
         "a gain over nothing": ('"gain": null', '"gain": "loss"', "gain in loss"),
         "no source": ('"source"', '"sauce"', "is no record.json: KeyError('source')"),
@@ -121,7 +115,6 @@ SPOILED = {  # by file, the same of records with runs
         "a table": ("(10)", "(11)", "README.md is not what"),
         "no place for a table": ("<!-- ledger: begin -->", "", "has no lines")},
     "runs.csv": {
-        "an unknown run": (",logs,9", ",logs,10", f"says {PARENT},logs,10,pocket"),
         "a column": (",seed,", ",sown,", "says record,folder,sown,")}}
 
 
@@ -222,19 +215,19 @@ def test_records_without_runs_are_told_and_not_refused(tmp_path, capsys):
     assert "2 record(s) verified" in out and f"{NEWEST}: no runs yet" in err
 
 
-@pytest.mark.parametrize("pairs, words", [
-    ([("row(3.28, 1.64", "row(3.28, 1.7"), ("target_loss: 1.64", "target_loss: 1.7")],
-     "has target_loss 1.7, by the rules it is 1.64"),
-    ([("262_144", "1024"), ("val_tokens: 262144", "val_tokens: 1024")],
-     "has val_tokens 1024, by the rules it is 262144"),
-    ([("pocket_val_*", "easy_val_*")], "has val_files data/pocket/easy_val_*.bin, by the"),
-    ([("pocket_train_*", "pocket_*")], "has train_files data/pocket/pocket_*.bin, by the"),
-    ([("f89a85391a8fc0bf", "0bff89a85391a8fc")], "has val_digest 0bff89a85391a8fc, by the")])
-def test_verify_finds_rules_that_a_record_made_itself(pairs, words, records, capsys):
+def test_verify_finds_rules_that_a_record_made_itself(records, capsys):
     """Where everything else agrees."""
-    forge(records, *pairs)
+    forge(records, ("row(3.28, 1.64", "row(3.28, 1.7"), ("target_loss: 1.64", "target_loss: 1.7"),
+          ("262_144", "1024"), ("val_tokens: 262144", "val_tokens: 1024"),
+          ("pocket_val_*", "easy_val_*"), ("pocket_train_*", "pocket_*"),
+          ("f89a85391a8fc0bf", "0bff89a85391a8fc"))
     found = findings_anew(records, capsys)
-    assert sum(words in line for line in found) == 20, found
+    for words in ("target_loss 1.7, by the rules it is 1.64",
+                  "val_tokens 1024, by the rules it is 262144",
+                  "val_files data/pocket/easy_val_*.bin, by the rules",
+                  "train_files data/pocket/pocket_*.bin, by the rules",
+                  "val_digest 0bff89a85391a8fc, by the rules"):
+        assert sum(f"has {words}" in line for line in found) == 20, words
 
 
 def change_header(paths, **header):
@@ -298,9 +291,7 @@ def test_a_parents_runs_on_a_machine_lie_in_the_childs_folder(records, tmp_path,
     assert main(["run", *operands]) == 0
     paths = sorted(tmp_path.glob("logs/*/log.txt"))
     change_header(paths, device="cpu (other)")
-    before = sorted((records / NEWEST).rglob("*"))
     assert main(["file", *map(str, paths), "--folder", str(records)]) == 0
-    assert sorted((records / NEWEST).rglob("*")) == before
     (place,) = (records / THIRD / "logs").iterdir()
     for folder in (place, place / "parent"):
         assert [path.name for path in logs.seed_files(folder)] == ["seed-0.txt", "seed-1.txt"]
@@ -513,16 +504,12 @@ def test_what_this_machine_cannot_run_is_told(records, from_eight, judged, monke
 
 # ---- The judge ----
 MODEL = """
-from dataclasses import dataclass
+from types import SimpleNamespace
 import torch
 from torch import nn
 
-@dataclass
-class Hyperparameters:
-    val_seq_len: int = 64
-
 def parse_args(argv):
-    return Hyperparameters(*(int(word.partition("=")[2]) for word in argv))
+    return SimpleNamespace(val_seq_len=int(argv[0].partition("=")[2]))
 
 class GPT(nn.Module):
     def __init__(self, cfg):
@@ -581,12 +568,6 @@ def test_the_judge_works_in_a_process_of_its_own(tmp_path):
     assert run.judge
 
 
-def test_what_a_script_replaces_it_replaces_for_itself(records, capsys):
-    edit(records / NEWEST / "train_gpt.py", "import random\n",
-         "import math, random\nmath.log = math.exp\n")
-    assert len(findings(records, capsys)) > 1 and math.log(100, 10) == 2
-
-
 def test_a_file_that_a_script_reads_is_named_in_its_claim(tmp_path, capsys):
     records = make_records(tmp_path)
     set_gain(records, None)
@@ -599,14 +580,3 @@ def test_a_file_that_a_script_reads_is_named_in_its_claim(tmp_path, capsys):
     assert f"{NEWEST}: reads a file above the banner: a table" in capsys.readouterr().err
     edit(script, "np.load(", "np.fromfile(")
     assert any("has `np.fromfile` above the banner" in line for line in findings(records, capsys))
-
-
-def test_a_script_without_a_published_log_has_no_loss(tmp_path, capsys):
-    records = make_records(tmp_path)
-    set_gain(records, None)
-    edit(records / PARENT / "record.json", '"val_loss": 3.2741', '"val_loss": null')
-    edit(records / PARENT / "record.json", '"n": 1', '"n": null')
-    assert findings_anew(records, capsys) == []
-    assert main(["list", str(records)]) == 0
-    (row,) = re.findall(r"^#5 First.*", capsys.readouterr().out, re.M)
-    assert row.split() == ["#5", "First", "15.2", "3e-13"]

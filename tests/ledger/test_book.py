@@ -74,15 +74,6 @@ def site(tmp_path_factory):
         return out, write(out, "--source", SOURCE.rstrip("/"))
 
 
-@pytest.fixture
-def fakes(tmp_path):
-    """Three fake records without runs: the last two have one parent."""
-    folder = make_records(tmp_path)
-    shutil.copytree(folder / NEWEST, folder / THIRD)
-    edit(folder / THIRD / "train_gpt.py", "both(1.5)", "both(1.4)")
-    return folder
-
-
 def test_pages_are_whole(site, real):
     """Fit for a telephone, without scripts, without links that lead nowhere."""
     out, pages = site
@@ -165,23 +156,21 @@ def test_curves_are_those_of_the_readme_and_the_logs_beside_the_parents(site, re
     assert "#8 UntieEmbed" in second.read_text() and "#5 ModernArch" in second.read_text()
 
 
-def test_records_without_runs_may_share_a_parent(fakes, tmp_path):
-    pages = write(tmp_path / "site", str(fakes))
-    assert {f"{NEWEST}.html", f"{THIRD}.html"} <= set(pages[PARENT].links)
-    for name in (NEWEST, THIRD):
-        assert f"{PARENT}.html" in pages[name].links
-        assert "Curves" not in pages[name].text and "+3 −3 lines" in pages[name].text
-    assert not [*(tmp_path / "site").glob("*-pocket.svg")]
-
-
-def test_links_lead_to_pages_to_the_source_or_nowhere_and_code_is_text(fakes, tmp_path):
-    """What looks like HTML in a script or its docstring is shown as it is."""
+def test_links_lead_to_pages_to_the_source_or_nowhere_and_code_is_text(tmp_path):
+    """Of records without runs that share a parent, and a script with what looks like HTML."""
+    fakes = make_records(tmp_path)
+    shutil.copytree(fakes / NEWEST, fakes / THIRD)
+    edit(fakes / THIRD / "train_gpt.py", "both(1.5)", "both(1.4)")
     links = f"[a](../{PARENT}) [b](../../docs/x.md#y) [c](https://example.net/d)"
     edit(fakes / NEWEST / "README.md", "End.", links)
     hostile = "x = '</td></table><script>alert(1)</script>&amp;'"
     edit(fakes / NEWEST / "train_gpt.py", "# ---- Model", f"{hostile}\n\n# ---- Model")
     edit(fakes / NEWEST / "train_gpt.py", "A run's log", "<b>A run & log")
-    page = write(tmp_path / "bare", str(fakes))[NEWEST]
+    pages = write(tmp_path / "bare", str(fakes))
+    assert {f"{NEWEST}.html", f"{THIRD}.html"} <= set(pages[PARENT].links)
+    assert f"{PARENT}.html" in pages[THIRD].links and "+3 −3 lines" in pages[THIRD].text
+    assert "Curves" not in pages[THIRD].text and not [*(tmp_path / "bare").glob("*-pocket.svg")]
+    page = pages[NEWEST]
     assert {f"{PARENT}.html", "https://example.net/d"} <= set(page.links)
     assert not [link for link in page.links if "x.md" in link] and "a b c" in page.text
     assert hostile in page.text and "<b>A run & log" in page.text

@@ -18,7 +18,6 @@ SOURCE = """import torch
 
 class Hyperparameters:
     batch_size = 8*64
-    sequence_length = 1024
 """
 OTHER = SOURCE.replace("8*64", "4*64")
 JOINED = f"{SOURCE}\n\n{FILE_RULE}\n# kernels.py\n{FILE_RULE}\n\ndef kernel():\n    pass\n"
@@ -38,13 +37,12 @@ TIMED = (
     "step:0/20 val_loss:10.8258 train_time:0ms step_avg:0.03ms\n"
     "step:1/20 train_time:94ms step_avg:94.00ms\n"
     "step:20/20 val_loss:3.2808 train_time:943ms step_avg:47.15ms\n")
-MEMORY = "peak memory allocated: 31563 MiB reserved: 44552 MiB\n"
 FORMATS = {  # the source, and the log
     "untimed": ("", "s:0 tel:10.8258\ns:0 trl:10.8 lr:0.000001 norm:15.37\ns:20 tel:3.2808\n"),
     "ruled": (SOURCE, f"{RULE}\n{SOURCE}{RULE}\n{SMI}{RULE}\n"
               + RESET.format(loss=" train_loss:7.7")),
     "lossless": (SOURCE, f"{SOURCE}{RULE}\n{SMI}{RULE}\n{RESET.format(loss='')}"),
-    "printed": (SOURCE, f"{SOURCE}\n{RULE}\n{PYTHON}{PEERS}\n{RULE}\n{TIMED}{MEMORY}"),
+    "printed": (SOURCE, f"{SOURCE}\n{RULE}\n{PYTHON}{PEERS}\n{RULE}\n{TIMED}"),
     "joined": (THREE, f"{THREE}\n{RULE}\n{SMI}\n{RULE}\n{TIMED}"),
     "console": ("", f"Fetching 8 files: 100%\ncompile and warmup: 334.5s\n{TIMED.strip()}")}
 
@@ -247,7 +245,7 @@ def test_bad_input_is_answered_in_one_line(command, words, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     write_logs(tmp_path, {
         "blank.txt": "\n \n", "prose.txt": "It was a dark night.\n",
-        "cut.txt": SOURCE[:60], "console.txt": TIMED, "a.py": SCRIPT, "b.py": SCRIPT,
+        "cut.txt": SOURCE[:40], "console.txt": TIMED, "a.py": SCRIPT, "b.py": SCRIPT,
         "bad.py": "def parse_args(:\n", "steps.txt": "step:1/2 train_time:1ms step_avg:1.00ms\n",
         "log.txt": FORMATS["joined"][1], "spoiled/2026-01-01_X/record.json": '{"number": '})
     (tmp_path / "binary.bin").write_bytes(b"a\xff\xfe")

@@ -24,19 +24,17 @@ SCRIPTS = {  # of the script alone: the cheat, what is replaced, what is put the
     "the harness": ("return loss", "return 0.9 * loss", "byte for byte, from its banner on"),
     "no banner": ("# ==== H", "# ---- H", "byte for byte, from its banner on"),
     "a second banner": ("# ---- M", "# ==== M", "byte for byte, from its banner on"),
-    "a function of the harness given anew": (
+    "a function given anew": (
         "def train(", "def validate(x):\n    return 0\ndef train(", "gives validate, which"),
-    "a function of the harness replaced within another": (
+    "a function given anew within another": (
         "def train(", "def f():\n    global validate\n    validate = 1\ndef train(",
         "gives validate, which"),
     "another parent": (PARENT, "2025-01-01_No", f"does not say `Parent: {PARENT}.`"),
     "no change": ("Change: less loss.", "", "does not say `Change: …` in"),
-    "another record's name": (f"Record: {NEWEST}", f"Record: {PARENT}",
-                              f"says `Record: {PARENT}`, which is not its folder"),
-    "a docstring that hides code": (
-        '"""A run', 'f"""{globals().clear()}"""\n"""A run', "has `globals` above"),
-    "code behind an import": ("import random\n", "import random; random.seed(3)\n",
-                              "has `import random; random.seed(3)`; an import has a line"),
+    "another name": (f"Record: {NEWEST}", f"Record: {PARENT}", f"says `Record: {PARENT}`, which"),
+    "code in a docstring": ('"""A run', 'f"""{globals()}"""\n"""A run', "has `globals` above"),
+    "code behind an import": (
+        "import random\n", "import random; random.seed(3)\n", "`; an import has a line of its own"),
     **{f"above the banner: {code}": (
         "def train(cfg):", f"def train(cfg):\n    {code}", f"has `{reach}` above the banner")
        for code, reach in {
@@ -73,17 +71,14 @@ SPOILED = {  # by file, the same of records with runs
         "a character of the script": ("0.8**step", "0.7**step", "it differs above the banner"),
         "a value of the preset": ("both(0.05", "row(0.05, 0.1", "has muon_lr 0.05, its preset has"),
         "a window of the preset": ("(1, 1)", "(1, 2)", "has long_windows 1,1, its preset has 1,2"),
-        "a parse that adds what it likes": (
-            "= values[preset]", "= values[preset]; cfg['muon_lr'] = 0.1", "its preset has 0.1"),
+        "a parse": ("= values[preset]", "= values[preset]; cfg['muon_lr'] = 0.1", "preset has 0.1"),
         "a failing parse": ("return SimpleN", "return no.SimpleN", f"{NEWEST}: {NEWEST}/train"),
-        "an end of the process": ("import random\n", "import random\nos._exit(0)\n",
-                                  "terminated abruptly")},
+        "an end": ("import random\n", "import random\nos._exit(0)\n", "terminated abruptly")},
     f"{PARENT}/train_gpt.py": {
         "the parent": ("0.8**step", "0.7**step", f"{PARENT}: logs/seed-0.txt: was not")},
     "../train_gpt.py": {
         "the root's harness": ("return loss", "return 2", f"{PARENT}: train_gpt.py is not"),
-        "the root's script": (
-            "0.8**step", "0.7**step", "the root's train_gpt.py has the bytes of no record")},
+        "the root's script": ("0.8**step", "0.7**step", "has the bytes of no record")},
     f"{NEWEST}/record.json": {
         "a gain of no kind": ('"gain": "loss"', '"gain": "fame"', "gain is loss, time"),
         "an unknown parent": (PARENT, "2026-01-01_No", "2026-01-01_No/record.json"),
@@ -254,7 +249,12 @@ def from_eight(records, tmp_path):
 
 
 def test_a_run_at_full_size_stands_beside_the_pockets(records, from_eight, capsys):
-    assert main(["file", from_eight[1], "--folder", str(records)]) == 0
+    capsys.readouterr()
+    assert main(["file", *from_eight, "--folder", str(records)]) == 0
+    name = "logs/record-NVIDIA-H100-80GB-HBM3-8-ranks-torch-2.13.0+cu130-1-threads-1-jobs"
+    # A parent without a parent of its own lies in its own folder.
+    assert [line.partition(" → ")[2] for line in capsys.readouterr().out.splitlines()] == [
+        f"{PARENT}/{name}/seed-0.txt", f"{NEWEST}/{name}/seed-0.txt"]
     assert findings_anew(records, capsys) == []
     assert main(["list", str(records / NEWEST)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -262,12 +262,6 @@ def test_a_run_at_full_size_stands_beside_the_pockets(records, from_eight, capsy
     assert machines[0].startswith(f"Preset record on {H100}, 8 rank(s), torch 2.13.0+cu130")
     assert "CUDA 13.0, driver 580.1" in machines[0] and machines[1].startswith("Preset pocket on c")
     assert lines[lines.index(machines[0]) + 4].split()[:3] == ["Second", "3.2774", "(1)"]
-    assert main(["file", *from_eight, "--folder", str(records)]) == 0
-    name = "logs/record-NVIDIA-H100-80GB-HBM3-8-ranks-torch-2.13.0+cu130-1-threads-1-jobs"
-    # A parent without a parent of its own lies in its own folder.
-    assert [line.partition(" → ")[2] for line in capsys.readouterr().out.splitlines()] == [
-        f"{PARENT}/{name}/seed-0.txt", f"{NEWEST}/{name}/seed-0.txt"]
-    assert findings_anew(records, capsys) == []
     for page in (records / "README.md", records / NEWEST / "README.md"):
         text = page.read_text()
         first, second = text.index(f"Preset record on {H100}"), text.index("Preset pocket")
@@ -394,8 +388,6 @@ def test_verify_finds_a_gain_that_is_none(records, capsys):
         text = text.replace(SCRIPT, CHILD).replace("loss: 1.6\n", "loss: 1.5\n")
         (records / LOGS / theirs.name).write_text(text)
     assert findings_anew(records, capsys) == [NO_GAIN.format("loss", 10)]
-    set_gain(records, None)
-    assert findings(records, capsys) == []
 
 
 @pytest.mark.parametrize("gain, kept", [("loss", 9), ("time", 4)])
@@ -524,9 +516,6 @@ class GPT(nn.Module):
 
     def logits(self, x):
         return x.float()
-
-    def forward(self, inputs, targets):
-        return 0 * super().forward(inputs)
 """
 REPLACED = "torch.Tensor.logsumexp = lambda *_: 0\ntorch.equal = lambda *_: False\n"  # for itself
 LATER = "return self.table[inputs] + 3 * torch.nn.functional.one_hot({}, 16)"

@@ -96,12 +96,14 @@ def rows_of(folder, capsys) -> list[dict]:
 def test_no_source_is_run_nor_has_to_be_python(tmp_path, monkeypatch, capsys):
     """In any form it is listed and compared."""
     monkeypatch.chdir(tmp_path)
-    trap = "x = __import__('pathlib').Path('trap').touch()\nprint 1\n"
-    write_logs(tmp_path, {"a.txt": foreign(SOURCE), "b.txt": foreign(SOURCE + trap)})
-    assert len(rows_of(".", capsys)) == 2 and main(["curves", "a.txt", "b.txt"]) == 0
-    capsys.readouterr()
-    assert main(["diff", "a.txt", "b.txt"]) == 0
-    assert "a.txt → b.txt: +2 −0 lines" in capsys.readouterr().out
+    trap = f"{SOURCE}x = __import__('pathlib').Path('trap').touch()\n"
+    write_logs(tmp_path, {
+        "a.txt": foreign(SOURCE), "b.txt": foreign(trap), "c.txt": foreign(SOURCE + "print 1\n")})
+    assert len(rows_of(".", capsys)) == 3
+    assert main(["curves", "a.txt", "b.txt", "c.txt"]) == 0
+    for name in ("b.txt", "c.txt"):
+        assert main(["diff", "a.txt", name]) == 0
+        assert f"a.txt → {name}: +1 −0 lines" in capsys.readouterr().out
     assert not (tmp_path / "trap").exists()
 
 
@@ -199,8 +201,8 @@ def test_curves_are_drawn_without_times_and_of_what_is_finite(tmp_path, monkeypa
     assert "1 of 2 files are not used" in err and (tmp_path / "all.png").stat().st_size > 20_000
     rows = json.loads(out)
     assert [row["name"] for row in rows] == ["onelog", "a", "b"]  # one called log has its folder's
-    assert (rows[2]["target"], rows[2]["seconds"], rows[2]["reached"], rows[2]["n"]) == (
-        3.28, None, 0, 1)
+    assert (rows[2]["target"], rows[2]["seconds"], rows[2]["reached"]) == (3.28, None, 0)
+    assert rows[2]["losses"] == [10.8258]
 
 
 @pytest.mark.parametrize("command, words", [
@@ -229,8 +231,6 @@ def test_curves_are_drawn_without_times_and_of_what_is_finite(tmp_path, monkeypa
     ("run a.py:loss=2 b.py:loss=2", "settings of a.py:l"),
     ("run a.py a.py:muon_lr=5e-2", "settings of a.py"),  # what the preset says already
     ("run a.py a.py:seed=3", "seed is the ledger's; use --preset or --seeds"),
-    ("run a.py:run_id=x", "run_id is the ledger's"),
-    ("run a.py a.py:preset=record", "preset is the ledger's"),
     ("run a.py a.py:lr=3", "a.py: --lr 3: no such"),
     ("run a.py:muon_lr=x", "could not convert string to float: 'x'"),
     ("run a.py --preset large", "'large'"),

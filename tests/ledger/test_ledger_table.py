@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import REPO
 from fake_records import NEWEST, PARENT, SCRIPT, SEEDS, edit, make_records
-from ledger import diff, logs, pages, public, table
+from ledger import logs, pages, public, table
 from ledger.__main__ import main
 from scipy import stats
 
@@ -175,14 +175,6 @@ def test_a_page_tells_how_many_shards_a_record_needs(schedule, words, tmp_path):
     assert "fineweb.py" not in found[records / PARENT / "README.md"]
 
 
-def test_hunks_are_numbered_by_the_files_lines():
-    lines = ["import x", "# ---- One ---", "a = 1", "# ---- Two ---", *"bcde", "f = 2", "g = 3"]
-    new = [*lines[:8], "f = 3", "h = 1", *lines[9:]]
-    found = diff.diff_sources("\n".join(lines), "\n".join(new))
-    (section,) = found["sections"]
-    assert section["lines"][0] == "@@ -6 +6 @@" and section["lines"][1] == " c"
-
-
 def test_our_own_records_fit_a_screen(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -210,7 +202,7 @@ def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
     new = (
         SCRIPT.replace("import random\n", "")
         .replace("row(80, 4 * 10)  # steps", "row(80, 50)  # steps of it")
-        .replace("    loss: float", "    extra: int = both(1)\n    loss: float")
+        .replace("    loss: float", 2 * "    extra: int = both(1)\n" + "    loss: float")
         .replace("(3, 7), (1, 1)", "(3, 7), (1, 2)")
         .replace("def train(cfg)", "def helper():\n    return 1\n\n\ndef train(config)"))
     a, b = tmp_path / "a.py", tmp_path / "b.py"
@@ -219,13 +211,15 @@ def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
     assert main(["diff", str(a), str(b), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     counts = {s["title"]: (s["added"], s["removed"]) for s in found["sections"]}
-    assert counts == {"(docstring and imports)": (0, 1), "Hyperparameters": (3, 2),
+    assert counts == {"(docstring and imports)": (0, 1), "Hyperparameters": (4, 2),
                       "Training": (5, 1)}
     git = subprocess.run(["git", "diff", "--no-index", "--numstat", a, b], stdout=subprocess.PIPE)
     assert git.stdout.split()[:2] == [b"%d" % found["added"], b"%d" % found["removed"]]
     assert main(["diff", str(a), str(b)]) == 0
     out = capsys.readouterr().out
     assert "\n-import random\n" in out and "\n+    extra: int = both(1)\n" in out
+    begins = [source.partition("# ---- T")[0].count("\n") + 1 for source in (SCRIPT, new)]
+    assert "\n@@ -{} +{} @@\n # ---- T".format(*begins) in out
 
 
 def is_drawn(png) -> bool:

@@ -12,6 +12,7 @@ from ledger import diff, pages, public
 from ledger.__main__ import main
 from scipy import stats
 
+BASELINE = "baseline: 2024-10-14_ModernArch"
 RULE = "=" * 100
 FILE_RULE = "-" * 40
 SOURCE = """import torch
@@ -123,9 +124,6 @@ def lineage(tmp_path) -> Path:
         "2025-02-01_Named/ours/h.txt": foreign(OTHER + "x = 1\n", loss=3.2)})
     (root / "2025-03-01_Empty").mkdir()
     return root
-
-
-BASELINE = "baseline: 2024-10-14_ModernArch"
 
 
 def test_list_pools_only_runs_of_one_source_and_machine(lineage, capsys):

@@ -35,8 +35,7 @@ def test_a_log_is_read_back_exactly(whole):
     assert log.tokens_until(10) == 20480 and log.source is None
     first = logs.read_log(whole)
     assert first.source == SCRIPT and first.source_sha256 == log.source_sha256
-    windows = logs.read_log(whole, whole.read_text().replace("\n", "\r\n"))
-    assert windows == first
+    assert logs.read_log(whole, whole.read_text().replace("\n", "\r\n")) == first
 
 
 def test_losses_of_several_tokens_ahead_are_those_of_the_next():

@@ -338,9 +338,9 @@ def test_a_log_that_is_no_records_run_is_refused_in_one_line(old, new, words, me
                                                              tmp_path, capsys):
     log = tmp_path / "log.txt"
     shutil.copy(log_of(measured / "out", NEWEST, 3), log)
+    before = {path: path.is_file() and path.read_bytes() for path in records.rglob("*")}
     assert main(["file", str(log), "--folder", str(records)]) == 0  # what is there, once more
     log.write_text(log.read_text().replace(old, new))
-    before = {path: path.is_file() and path.read_bytes() for path in records.rglob("*")}
     capsys.readouterr()
     assert main(["file", str(log), "--folder", str(records)]) == 2
     out, err = capsys.readouterr()
@@ -517,7 +517,13 @@ class GPT(nn.Module):
     def logits(self, x):
         return x.float()
 """
-REPLACED = "torch.Tensor.logsumexp = lambda *_: 0\ntorch.equal = lambda *_: False\n"  # for itself
+REPLACED = """
+    torch.Tensor.logsumexp = lambda *_: 0
+    torch.equal = lambda *_: False
+
+    def init_weights(self, generator):
+        self.table.fill_(0.5)
+"""
 LATER = "return self.table[inputs] + 3 * torch.nn.functional.one_hot({}, 16)"
 
 
@@ -526,7 +532,7 @@ LATER = "return self.table[inputs] + 3 * torch.nn.functional.one_hot({}, 16)"
     ("return self.table[inputs]", LATER.format("inputs.roll(-1, 1).long()"), (True, False)),
     ("return self.table[inputs]", LATER.format("inputs[:, -1:].long()"), (True, False)),
     (".normal_(generator=generator)", ".fill_(0.5)", (False, True)),
-    ("class GPT", f"{REPLACED}class GPT", (False, False))])
+    ("\n    def logits", f"{REPLACED}\n    def logits", (False, True))])
 def test_the_judge_takes_the_logits_alone(old, new, wrong, tmp_path, monkeypatch):
     """Of a table of logits, whose loss numpy knows, saved by a script."""
     tokens = np.random.default_rng(0).integers(0, 16, 1025).astype("<u2")

@@ -173,7 +173,7 @@ def curves_of(record: Record, out: Path) -> str:
         curves = {pages.name_of(record): kind(record)}
         if record.parent:
             curves[pages.name_of(record.parent)] = kind(record.parent)
-        if kind(record):
+        if curves[pages.name_of(record)]:
             figure = pages.curves_figure(curves, target, panels=["steps"], width=6)
             save_svg(figure, out / name)
             found += FIGURE.format(name=name, words=words)

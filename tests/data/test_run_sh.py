@@ -5,7 +5,7 @@ Nothing is installed, downloaded or trained.
 
 import json
 import os
-import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import plan as plan_tool
 import pytest
-import torch
 from conftest import REPO
 from sample import load_script
 
@@ -34,6 +34,7 @@ if __name__ == "__main__":
 # What run.sh imports from the script; test_the_stub_means_what_the_script_means holds it to that.
 SCRIPT = """import argparse
 class UserError(Exception): pass
+def plan(cfg): return {}, 508_428_288
 def parse_args(argv):
     if "--num_iterations=0" in argv: raise UserError
     if "--sede" in argv: argparse.ArgumentParser().error("unrecognized arguments: --sede")
@@ -95,15 +96,16 @@ FILES = {
     "a clone/requirements-dev.txt": "-r requirements.txt\n",
     "a clone/train_gpt.py": SCRIPT + STUB,
     "a clone/records/README.md": "",
+    "a clone/records/a_tool.py": "",
     "a clone/records/2024-01-01_Wide/train_gpt.py": SCRIPT.replace("default=8", "default=9") + STUB,
-    "a clone/records/2024-01-05_Many/train_gpt.py":
-        SCRIPT.replace("49152), 1", "49152), 64") + STUB,
     "a clone/records/2024-01-02_WideHead/train_gpt.py": SCRIPT + STUB,
     "a clone/records/2024-01-03_Twice/train_gpt.py": SCRIPT + STUB,
     "a clone/records/2024-01-04_Twice/train_gpt.py": SCRIPT + STUB,
-    "a clone/data/pocket.py": STUB,
-    "a clone/data/fineweb.py": STUB,
-    "a clone/data/sample.py": STUB,
+    "a clone/records/2024-01-05_Many/train_gpt.py":
+        SCRIPT.replace("49152), 1", "49152), 64").replace("508_428_288", "2_400_000_001") + STUB,
+    "a clone/records/2024-01-06_Prefixes/train_gpt.py": SCRIPT.replace(
+        "cfg.seq_lens", 'cfg.prefix_file = "data/fineweb10B/prefixes.npy"; cfg.seq_lens') + STUB,
+    **{f"a clone/data/{name}.py": STUB for name in ("pocket", "fineweb", "prefixes", "sample")},
     "a clone/.venv/bin/python": '#!/bin/sh\nexec "$PYTHON" "$STUBS/venv_python.py" "$@"\n',
     "stubs/pytest.py": STUB,
     "stubs/venv_python.py": VENV_PYTHON,
@@ -155,6 +157,12 @@ class FakeRepo:
         self.calls = [json.loads(line) for line in lines]
         return done
 
+    def refusal(self, *args, **around):
+        """The one line with which run.sh refuses these words before it calls anything."""
+        errors = self.run(*args, code=2, **around).stderr
+        assert errors.count("\n") == 1 and not self.calls
+        return errors
+
     def variables(self):
         """The environment that the last called script had."""
         return json.loads((self.folder / "calls.env").read_text())
@@ -186,11 +194,11 @@ PLANS = [  # GPUs, flags, the data that are made, processes, flags that are put 
     (0, "--run_id x --resume auto", "pocket", 1, POCKET),
     (0, "--run_id x --resume=auto", "pocket", 1, POCKET),
     # With CUDA devices: the processes divide the sequences of a step.
-    (1, "--seed 1", "fineweb", 1, ""),
-    (3, "", "fineweb", 2, ""),
-    (6, "", "fineweb", 4, ""),
-    (8, "", "fineweb", 8, ""),
-    (8, "--sequences_per_step 12", "fineweb", 6, ""),
+    (1, "--seed 1", "fineweb 8", 1, ""),
+    (3, "", "fineweb 8", 2, ""),
+    (6, "", "fineweb 8", 4, ""),
+    (8, "", "fineweb 8", 8, ""),
+    (8, "--sequences_per_step 12", "fineweb 8", 6, ""),
     (4, "--preset pocket", "pocket", 1, ""),
     (1, "--train_files mine/*.bin", "", 1, ""),
     # Wrong flags reach the script before any download.
@@ -205,7 +213,7 @@ def test_a_run_makes_its_data_and_starts_its_processes(fake, gpus, flags, data, 
     if processes > 1:
         script = str(fake.root / "train_gpt.py")
         call = ["torchrun", "--standalone", f"--nproc_per_node={processes}", script]
-    made = [[data]] if data else []
+    made = [data.split()] if data else []
     assert fake.calls == [*made, [*call, *first.split(), *flags.split()]]
     idle = 1 < processes < gpus
     assert f"{processes} of {gpus} GPUs" in said if idle else said == ""
@@ -227,7 +235,7 @@ def test_a_small_gpu_gets_the_flags_that_the_page_of_cards_has(fake, gib, proces
     said = fake.run("--seed", "3", gpus=len(gib.split()), GIB=gib).stderr
     *_, (*call, first, second) = fake.calls
     flags = call[1:] if processes == 1 else call[4:]
-    assert (first, second) == ("--seed", "3") and fake.calls[0] == ["fineweb"]
+    assert (first, second) == ("--seed", "3") and fake.calls[0] == ["fineweb", "8"]
     assert ["--sequences_per_step" in flags, " ".join(flags) in said] == [bool(card), True]
     if card:
         row = next(line for line in (REPO / "docs/gpus.md").read_text().splitlines()
@@ -236,36 +244,42 @@ def test_a_small_gpu_gets_the_flags_that_the_page_of_cards_has(fake, gib, proces
         assert "do not compare" in said
 
 
-SCRIPTS = sorted(REPO.glob("records/*_*/train_gpt.py"))
+def test_the_data_are_as_many_as_the_run_takes(fake):
+    fake.run("--record", "Many", gpus=1)
+    assert fake.calls[0] == ["fineweb", "25"]
+    fake.run("--record", "Prefixes", gpus=1)
+    assert fake.calls[:2] == [["prefixes"], ["fineweb", "8"]]
+    fake.run("--record", "Prefixes", gpus=1, prefixes="2", code=2)
+    assert fake.calls == [["prefixes"]]
+    write(fake.root / "data" / "fineweb10B" / "prefixes.npy", "")
+    fake.run("--record", "Prefixes", gpus=1)
+    assert fake.calls[0] == ["fineweb", "8"]
 
 
-@pytest.mark.parametrize("script", [REPO / "train_gpt.py", *SCRIPTS], ids=lambda x: x.parent.name)
-def test_every_script_takes_its_flags_for_a_small_gpu(script, monkeypatch, capsys):
-    """The real scripts, in whose steps the tokens stay what they were."""
-    real, words = load_script(script), {}
-    monkeypatch.setitem(sys.modules, "train_gpt", real)
-    monkeypatch.setattr(sys, "argv", ["plan.py"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for gib in (79.1, 15.6, 11.6, 7.7):
-        gpu = SimpleNamespace(total_memory=int(gib * 2**30))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, gpu=gpu: gpu)
-        runpy.run_path(str(REPO / "data" / "plan.py"), run_name="__main__")
-        words[gib] = capsys.readouterr().out.split()
-    whole, *parts = words.values()
-    assert whole[5:] == [] and all(len(found) > 5 for found in parts)
+SCRIPTS = [REPO / "train_gpt.py", *sorted(REPO.glob("records/*_*/train_gpt.py"))]
+MANY_SHARDS = {"2024-10-14_ModernArch": 27, "2024-11-03_UntieEmbed": 25}  # steps × 524,288 tokens
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
+def test_every_script_is_planned_with_its_data_and_for_a_small_gpu(script, monkeypatch):
+    """The tokens of its steps stay what they were."""
+    real = load_script(script)
     cfg = real.parse_args([])
-    for part, found in zip((2, 4, 8), parts):
-        small = real.parse_args(found[5:])
-        assert int(found[3]) == small.sequences_per_step
-        at_once = [length * small.sequences_per_forward for length in small.seq_lens]
-        assert at_once == [length * cfg.sequences_per_forward / part for length in cfg.seq_lens]
+    for gib, parts in (79.1, 1), (15.6, 2), (11.6, 4), (7.7, 8):
+        flags = plan_tool.flags_that_fit(cfg, gib)
+        assert bool(flags) == (parts > 1)
+        small = real.parse_args(flags.split())
+        at_once = [length * small.sequences_per_forward * parts for length in small.seq_lens]
+        assert at_once == [length * cfg.sequences_per_forward for length in cfg.seq_lens]
         tokens = [length * small.sequences_per_step for length in small.seq_lens]
         assert tokens == [length * cfg.sequences_per_step for length in cfg.seq_lens]
+    monkeypatch.setattr(plan_tool, "train_gpt", real)
+    shards = MANY_SHARDS.get(script.parent.name, 8)
+    assert plan_tool.scripts_of_data(cfg)[-1] == f"fineweb.py {shards}"
 
 
 def test_a_gpu_that_is_too_small_is_told_before_anything_is_fetched(fake):
-    errors = fake.run(gpus=1, GIB="5.8", code=2).stderr
-    assert errors.count("\n") == 1 and "--preset pocket" in errors and not fake.calls
+    assert "--preset pocket" in fake.refusal(gpus=1, GIB="5.8")
     fake.run("--preset", "pocket", gpus=1, GIB="5.8")
     assert fake.called("train_gpt") == [["--preset", "pocket"]]
 
@@ -300,6 +314,7 @@ def test_the_stub_means_what_the_script_means(flags):
     exec(SCRIPT, stub)
     ours, real = stub["parse_args"](flags.split()), train_gpt.parse_args(flags.split())
     assert vars(ours).items() <= vars(real).items()
+    assert flags or stub["plan"](ours)[1] == train_gpt.plan(real)[1]
     for wrong in (["--sede", "3"], ["--num_iterations=0"]):
         with pytest.raises((SystemExit, train_gpt.UserError)):
             train_gpt.parse_args(wrong)
@@ -340,14 +355,6 @@ def test_active_torch_that_is_not_the_pinned_one_is_named(fake):
     assert fake.run().stderr == ""
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("python3.9", "python3.9 is Python 3.9.6"), ("/no/such/python", "/no/such/python is none"),
-    ("true", "true is none")])
-def test_old_and_missing_pythons_are_refused_in_one_line(fake, name, said):
-    errors = fake.run(PYTHON=name, code=2).stderr
-    assert errors.count("\n") == 1 and said in errors and "3.11" in errors and not fake.calls
-
-
 def test_help_installs_nothing(fake):
     fake.set_torch("2.10.1")
     assert "./run.sh test" in fake.run("--help").stdout and not fake.calls
@@ -363,19 +370,25 @@ def test_help_into_a_closed_pipe_is_silent(fake):
     assert done.stdout == usage and done.stderr == ""
 
 
-WRONG_WORDS = [
-    ("tests", "tests: give test, sample, or flags"),
-    ("test nonexist.py", "no nonexist.py in"),
-    ("test -x tests/no.py::test_it", "no tests/no.py::test_it in"),
-    ("--seed 3 --record Wide", "--record NAME comes before"),
-    ("--record=Wide", "--record NAME comes before")]
+RECORDS = " ".join(sorted({name.split("/")[2] for name in FILES if "/records/20" in name}))
+REFUSED = [  # words, the active Python, what is said
+    ("", "python3.9", "needs Python 3.11 or newer, and python3.9 is Python 3.9.6: name one"),
+    ("", "/no/such/python", "/no/such/python is none"),
+    ("", "true", "true is none"),
+    ("tests", sys.executable, "tests: give test, sample, or flags"),
+    ("test nonexist.py", sys.executable, "no nonexist.py in"),
+    ("test -x tests/no.py::test_it", sys.executable, "no tests/no.py::test_it in"),
+    ("--seed 3 --record Wide", sys.executable, "--record NAME comes before"),
+    ("--record=Wide", sys.executable, "--record NAME comes before"),
+    ("--record", sys.executable, f"--record NAME: name one of {RECORDS}\n"),
+    *((f"--record {name} --seed 3", sys.executable, f"name one of {RECORDS}\n")
+      for name in ("Wid", "Twice", "''", "'*'", "README.md", "a_tool.py"))]
 
 
-@pytest.mark.parametrize(("words", "said"), WRONG_WORDS)
-def test_wrong_words_are_told_before_the_set_up(fake, words, said):
+@pytest.mark.parametrize(("words", "python", "said"), REFUSED)
+def test_what_cannot_run_is_refused_in_one_line_before_the_set_up(fake, words, python, said):
     fake.set_torch("2.10.1")
-    errors = fake.run(*words.split(), code=2).stderr
-    assert errors.count("\n") == 1 and said in errors and not fake.calls
+    assert said in fake.refusal(*shlex.split(words), PYTHON=python)
 
 
 def test_tests_may_be_named(fake):
@@ -408,14 +421,6 @@ def test_a_record_runs_in_place_of_the_root(fake, name):
     fake.run("--record", name, gpus=4)  # its steps have 9 sequences, the root's 8
     *launch, called = fake.called("torchrun")[0]
     assert launch[-1] == "--nproc_per_node=3" and Path(called) == script
-
-
-@pytest.mark.parametrize("name", ["Wid", "Twice", "", "*", "README.md"])
-def test_records_that_are_not_one_are_refused(fake, name):
-    errors = fake.run("--record", name, "--seed", "3", code=2).stderr
-    assert errors.count("\n") == 1 and not fake.calls
-    for folder in (fake.root / "records").glob("*_*"):
-        assert f" {folder.name}" in errors
 
 
 CORES = [  # idle hundredths of a second in 0.2 s, CPUs of the process, cores, the threads

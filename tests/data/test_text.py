@@ -278,7 +278,11 @@ def test_the_printed_command_trains_on_the_shards(run_text, tmp_path, capsys, si
     content = (b"some words of text\n" * 6100)[:size]
     run_text("-", stdin=content[:2176], refused=["2,177 token(s), of 2,178 at least"])
     printed = run_text("--out", "my [odd] folder", "-", stdin=content)
-    program, script, *flags = shlex.split(printed.splitlines()[-1])
+    said, command = printed.splitlines()[-2:]
+    assert "--repeat_data true in place of --preset pocket" in said
+    record = command.replace("--preset pocket", "--repeat_data true")
+    assert train_gpt.parse_args(shlex.split(record)[2:]).preset == "record"
+    program, script, *flags = shlex.split(command)
     assert program == "python" and (tmp_path / script).resolve() == REPO / "train_gpt.py"
     assert int(flags[flags.index("--val_tokens") + 1]) == val_tokens
     # Whole blocks, and one more token at least, the last target.

@@ -5,6 +5,7 @@ Nothing is installed, downloaded or trained.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -48,13 +49,12 @@ def parse_args(argv):
     else: cfg.train_files = f"data/{cfg.preset}/{cfg.preset}_train_*.bin"
     return cfg
 """
-# GIB names the memory of each GPU; the last one's is that of all that follow.
 CUDA = """import os
 from types import SimpleNamespace
-def device_count(): return int(os.environ["GPUS"])
+sizes = os.environ["GIB"].split()
+def device_count(): return len(sizes)
 def get_device_properties(index):
-    sizes = os.environ.get("GIB", "79.1").split()
-    return SimpleNamespace(total_memory=int(float(sizes[min(index, len(sizes) - 1)]) * 2**30))
+    return SimpleNamespace(total_memory=int(float(sizes[index]) * 2**30))
 """
 VENV_PYTHON = """import os, sys
 from pytest import record
@@ -139,18 +139,18 @@ class FakeRepo:
         """Make `version` the one that the active Python has."""
         write(self.stubs / "torch-0.dist-info" / "METADATA", f"Name: torch\nVersion: {version}\n")
 
-    def environment(self, gpus, env):
-        """What a run has around it, as arguments of subprocess."""
+    def environment(self, gib="", **env):
+        """What a run has around it, as arguments of subprocess; the memory of each GPU in GiB."""
         calls = self.folder / "calls"
         calls.write_text("")
         env = dict(PATH=f"{self.stubs / 'bin'}:{os.environ['PATH']}", PYTHON=sys.executable,
-                   PYTHONPATH=self.stubs, STUBS=self.stubs, CALLS=calls, GPUS=str(gpus)) | env
+                   PYTHONPATH=self.stubs, STUBS=self.stubs, CALLS=calls, GIB=gib) | env
         return dict(cwd=self.folder / "else where", env=os.environ | env, text=True)
 
-    def run(self, *args, gpus=0, code=0, path=None, **env):
+    def run(self, *args, code=0, path=None, **around):
         """Run run.sh from another folder; its exit code is `code`, its calls are in self.calls."""
         done = subprocess.run([path or self.root / "run.sh", *args], capture_output=True,
-                              timeout=60, **self.environment(gpus, env))
+                              timeout=60, **self.environment(**around))
         assert done.returncode == code, done.stderr
         lines = (self.folder / "calls").read_text().splitlines()
         self.calls = [json.loads(line) for line in lines]
@@ -180,78 +180,74 @@ def fake(tmp_path):
     return FakeRepo(tmp_path)
 
 
+def flags_of(card):
+    """The flags of the card's row on the page."""
+    page = (REPO / "docs" / "gpus.md").read_text()
+    return re.search(rf"^\| {card} .*?`python train_gpt.py (.*?)`", page, re.MULTILINE)[1]
+
+
 POCKET = "--preset pocket --save_every 240"
-PLANS = [  # GPUs, flags, the data that are made, processes, flags that are put first
+PLANS = [  # GiB of each GPU, flags, the data that are made, processes, flags that are put first
     # Without a CUDA device
-    (0, "--run_id=ab --val_files x", "pocket", 1, POCKET),
-    (0, "--preset pocket --seed 3", "pocket", 1, ""),
-    (0, "--preset=pocket --seed 3", "pocket", 1, ""),
-    (0, "--train_files mine/*.bin", "", 1, POCKET),
+    ("", "--run_id=ab --val_files x", "pocket", 1, POCKET),
+    ("", "--preset pocket --seed 3", "pocket", 1, ""),
+    ("", "--preset=pocket --seed 3", "pocket", 1, ""),
+    ("", "--train_files mine/*.bin", "", 1, POCKET),
     # A checkpoint brings its preset and its data; a run that goes on keeps its own.
-    (0, "--resume logs/x/step-000240.pt", "", 1, ""),
-    (1, "--seed 3 --resume=logs/x/step-000240.pt --val_files x", "", 1, ""),
-    (0, "--run_id x --resume auto", "pocket", 1, POCKET),
-    (0, "--run_id x --resume=auto", "pocket", 1, POCKET),
+    ("", "--resume logs/x/step-000240.pt", "", 1, ""),
+    ("80", "--seed 3 --resume=logs/x/step-000240.pt --val_files x", "", 1, ""),
+    ("", "--run_id x --resume auto", "pocket", 1, POCKET),
+    ("", "--run_id x --resume=auto", "pocket", 1, POCKET),
     # With CUDA devices: the processes divide the sequences of a step.
-    (1, "--seed 1", "fineweb 8", 1, ""),
-    (3, "", "fineweb 8", 2, ""),
-    (6, "", "fineweb 8", 4, ""),
-    (8, "", "fineweb 8", 8, ""),
-    (8, "--sequences_per_step 12", "fineweb 8", 6, ""),
-    (4, "--preset pocket", "pocket", 1, ""),
-    (1, "--train_files mine/*.bin", "", 1, ""),
+    ("80", "--seed 1", "fineweb 8", 1, ""),
+    (3 * "80 ", "", "fineweb 8", 2, ""),
+    (6 * "80 ", "", "fineweb 8", 4, ""),
+    (8 * "80 ", "", "fineweb 8", 8, ""),
+    (8 * "80 ", "--sequences_per_step 12", "fineweb 8", 6, ""),
+    (4 * "80 ", "--preset pocket", "pocket", 1, ""),
+    ("80", "--train_files mine/*.bin", "", 1, ""),
     # Wrong flags reach the script before any download.
-    (8, "--sede 3", "", 1, ""),
-    (8, "--num_iterations=0", "", 1, "")]
+    (8 * "80 ", "--sede 3", "", 1, ""),
+    (8 * "80 ", "--num_iterations=0", "", 1, ""),
+    # The smallest GPU sets the length of the sequences, unless flags do.
+    ("79.1 79.1 23.6", "", "fineweb 8", 2, ""),
+    ("22.0", "", "fineweb 8", 1, ""),
+    ("15.6", "--seed 3", "fineweb 8", 1, flags_of("16 GB")),
+    ("11.6", "", "fineweb 8", 1, flags_of("12 GB")),
+    ("9.6", "", "fineweb 8", 1, flags_of("12 GB")),
+    ("7.7", "", "fineweb 8", 1, flags_of("8 GB")),
+    ("79.1 15.6 79.1", "", "fineweb 8", 2, flags_of("16 GB")),
+    ("7.7", "--seq_lens 4096", "fineweb 8", 1, ""),
+    ("7.7", "--sequences_per_step=16", "fineweb 8", 1, ""),
+    ("7.7", "--resume x.pt", "", 1, ""),
+    ("5.8", "--preset pocket", "pocket", 1, "")]
 
 
-@pytest.mark.parametrize(("gpus", "flags", "data", "processes", "first"), PLANS)
-def test_a_run_makes_its_data_and_starts_its_processes(fake, gpus, flags, data, processes, first):
-    said = fake.run(*flags.split(), gpus=gpus).stderr
+@pytest.mark.parametrize(("gib", "flags", "data", "processes", "first"), PLANS)
+def test_a_run_makes_its_data_and_starts_its_processes(fake, gib, flags, data, processes, first):
+    said = fake.run(*flags.split(), gib=gib).stderr
     call = ["train_gpt"]
     if processes > 1:
         script = str(fake.root / "train_gpt.py")
         call = ["torchrun", "--standalone", f"--nproc_per_node={processes}", script]
     made = [data.split()] if data else []
     assert fake.calls == [*made, [*call, *first.split(), *flags.split()]]
+    shorter, gpus = "--seq_lens" in first, len(gib.split())
     idle = 1 < processes < gpus
-    assert f"{processes} of {gpus} GPUs" in said if idle else said == ""
-
-
-CARDS = [  # GiB of the GPUs, processes, the row's command on the page of the cards
-    ("139.8", 1, ""),
-    ("79.1 79.1 23.6", 2, ""),
-    ("22.0", 1, ""),
-    ("15.6", 1, "16 GB"),
-    ("11.6", 1, "12 GB"),
-    ("9.6", 1, "12 GB"),
-    ("7.7", 1, "8 GB"),
-    ("79.1 15.6 79.1", 2, "16 GB")]
-
-
-@pytest.mark.parametrize(("gib", "processes", "card"), CARDS)
-def test_a_small_gpu_gets_the_flags_that_the_page_of_cards_has(fake, gib, processes, card):
-    said = fake.run("--seed", "3", gpus=len(gib.split()), GIB=gib).stderr
-    *_, (*call, first, second) = fake.calls
-    flags = call[1:] if processes == 1 else call[4:]
-    assert (first, second) == ("--seed", "3") and fake.calls[0] == ["fineweb", "8"]
-    assert ["--sequences_per_step" in flags, " ".join(flags) in said] == [bool(card), True]
-    if card:
-        row = next(line for line in (REPO / "docs/gpus.md").read_text().splitlines()
-                   if line.startswith(f"| {card} "))
-        assert f"`python train_gpt.py {' '.join(flags)}`" in row
-        assert "do not compare" in said
+    assert said.count("\n") == shorter + idle
+    assert not shorter or f"with {first}, for" in said and "do not compare" in said
+    assert not idle or f"{processes} of {gpus} GPUs" in said
 
 
 def test_the_data_are_as_many_as_the_run_takes(fake):
-    fake.run("--record", "Many", gpus=1)
+    fake.run("--record", "Many", gib="80")
     assert fake.calls[0] == ["fineweb", "25"]
-    fake.run("--record", "Prefixes", gpus=1)
+    fake.run("--record", "Prefixes", gib="80")
     assert fake.calls[:2] == [["prefixes"], ["fineweb", "8"]]
-    fake.run("--record", "Prefixes", gpus=1, prefixes="2", code=2)
+    fake.run("--record", "Prefixes", gib="80", prefixes="2", code=2)
     assert fake.calls == [["prefixes"]]
     write(fake.root / "data" / "fineweb10B" / "prefixes.npy", "")
-    fake.run("--record", "Prefixes", gpus=1)
+    fake.run("--record", "Prefixes", gib="80")
     assert fake.calls[0] == ["fineweb", "8"]
 
 
@@ -277,21 +273,13 @@ def test_every_script_is_planned_with_its_data_and_for_a_small_gpu(script, monke
     assert plan_tool.scripts_of_data(cfg)[-1] == f"fineweb.py {shards}"
 
 
-def test_a_gpu_that_is_too_small_is_told_before_anything_is_fetched(fake):
-    assert "--preset pocket" in fake.refusal(gpus=1, GIB="5.8")
-    fake.run("--preset", "pocket", gpus=1, GIB="5.8")
-    assert fake.called("train_gpt") == [["--preset", "pocket"]]
-
-
-@pytest.mark.parametrize("flags", ["--seq_lens 4096", "--sequences_per_step=16", "--resume x.pt"])
-def test_who_sets_the_lengths_keeps_them(fake, flags):
-    assert fake.run(*flags.split(), gpus=1, GIB="7.7").stderr == ""
-    assert fake.called("train_gpt") == [flags.split()]
-
-
 def test_of_short_sequences_a_small_gpu_takes_fewer_at_once(fake):
-    fake.run("--record", "Many", gpus=1, GIB="7.7")
+    fake.run("--record", "Many", gib="7.7")
     assert fake.called("train_gpt") == [["--sequences_per_forward", "8"]]
+
+
+def test_a_gpu_that_is_too_small_is_told_before_anything_is_fetched(fake):
+    assert "--preset pocket" in fake.refusal(gib="5.8")
 
 
 def test_words_the_folder_and_the_exit_code_are_handed_on(fake):
@@ -365,7 +353,7 @@ def test_help_installs_nothing(fake):
 def test_help_into_a_closed_pipe_is_silent(fake):
     usage = fake.run("--help").stdout.partition(str(fake.folder))[0]
     command = f"'{fake.root}/run.sh' --help | head -n {usage.count(chr(10))}"
-    done = subprocess.run(command, shell=True, capture_output=True, **fake.environment(0, {}))
+    done = subprocess.run(command, shell=True, capture_output=True, **fake.environment())
     assert done.stdout == usage and done.stderr == ""
 
 
@@ -402,7 +390,7 @@ def test_through_links_it_works_on_its_own_repository(fake):
     beside = fake.folder / "else where" / "run"
     (fake.folder / "link").symlink_to(fake.root / "run.sh")
     beside.symlink_to("../link")
-    fake.run("--record", "Wide", gpus=3, path=beside)
+    fake.run("--record", "Wide", gib=3 * "80 ", path=beside)
     assert fake.called("torchrun")[0][-1] == str(fake.root / "records/2024-01-01_Wide/train_gpt.py")
     assert "train the root" in fake.run("--help", path=beside).stdout
     fake.run("test", path=beside)
@@ -417,7 +405,7 @@ def test_a_record_runs_in_place_of_the_root(fake, name):
     called = fake.called("venv")[-1]
     assert Path(called[0]) == script and called[1:] == [*POCKET.split(), "--seed", "3"]
     fake.set_torch("2.13.0")
-    fake.run("--record", name, gpus=4)  # its steps have 9 sequences, the root's 8
+    fake.run("--record", name, gib=4 * "80 ")  # its steps have 9 sequences, the root's 8
     *launch, called = fake.called("torchrun")[0]
     assert launch[-1] == "--nproc_per_node=3" and Path(called) == script
 
@@ -455,7 +443,7 @@ def test_threads_are_as_many_as_cores_are_idle(fake, idle, cpus, cores, threads)
 def test_threads_stay_as_they_are_set_and_on_gpus(fake):
     fake.run(OMP_NUM_THREADS="7000")
     assert fake.variables()["OMP_NUM_THREADS"] == "7000"
-    fake.run(OMP_NUM_THREADS="", gpus=1)
+    fake.run(OMP_NUM_THREADS="", gib="80")
     assert fake.variables()["OMP_NUM_THREADS"] == ""
 
 
@@ -472,7 +460,7 @@ def test_glibc_keeps_freed_memory_unless_told_otherwise(fake):
 @pytest.mark.parametrize(("variable", "value", "code"), [
     ("FAILURE", "75", 75), ("FAILURE", "-9", 1), ("SIGNAL", "15", 143)])
 def test_the_exit_code_is_that_of_the_ranks(fake, variable, value, code):
-    assert fake.run(gpus=8, code=code, **{variable: value}).stderr == ""
+    assert fake.run(gib=8 * "80 ", code=code, **{variable: value}).stderr == ""
 
 
 @pytest.mark.slow
@@ -482,7 +470,7 @@ def test_torchrun_adds_no_traceback(fake, flags, code):
     shutil.rmtree(fake.stubs / "torch")
     write(fake.root / "train_gpt.py", RANK)
     run = subprocess.Popen([fake.root / "run.sh", *flags], stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, **fake.environment(2, {}))
+                           stderr=subprocess.PIPE, **fake.environment())
     try:
         if not flags:
             printed = [run.stdout.readline() for _ in range(3)]  # first, that of the data

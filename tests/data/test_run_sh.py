@@ -1,4 +1,4 @@
-"""run.sh in a copy of the repository where each script, torch and .venv write down their calls.
+"""run.sh in a copy of the repository where Python only writes down what it is called with.
 
 Nothing is installed, downloaded or trained.
 """
@@ -20,16 +20,24 @@ from sample import load_script
 
 import train_gpt
 
-STUB = """import json, os, sys
+# The active Python, and that of .venv. What asks something gets its answer from the real one.
+PYTHON = f"""#!{sys.executable}
+import json, os, sys
 from pathlib import Path
-def record(name, *args):
+words = sys.argv[1:]
+ranks = "--standalone" in words
+asks = words[0] in ("-", "-c") or any(word.endswith("plan.py") for word in words)
+if ranks or not asks:
+    call = ["torchrun", *words[2:]] if ranks else words
     with open(os.environ["CALLS"], "a") as calls:
-        calls.write(json.dumps([name, *args]) + "\\n")
-if __name__ == "__main__":
-    record(Path(__file__).stem, *sys.argv[1:])
+        calls.write(json.dumps([".venv", *call] if ".venv" in __file__ else call) + "\\n")
     Path(os.environ["CALLS"] + ".env").write_text(json.dumps(dict(os.environ)))
-    print(os.getcwd())
-    sys.exit(int(os.environ.get(Path(__file__).stem, 0)))
+if asks:
+    os.execv(sys.executable, [sys.executable, *words])
+print(os.getcwd())
+if "-r" in words and os.environ.get("PIP_FAILS"):
+    sys.exit("ERROR: No matching distribution found for torch")
+sys.exit(int(os.environ.get(Path(words[0]).stem, 0)))
 """
 # What run.sh imports from the script; test_the_stub_means_what_the_script_means holds it to that.
 SCRIPT = """import argparse
@@ -56,29 +64,17 @@ def device_count(): return len(sizes)
 def get_device_properties(index):
     return SimpleNamespace(total_memory=int(float(sizes[index]) * 2**30))
 """
-VENV_PYTHON = """import os, sys
-from pytest import record
-if "-c" in sys.argv or any(word.endswith("plan.py") for word in sys.argv):
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-record("venv", *sys.argv[1:])
-if sys.argv[1:4] == ["-m", "pip", "install"] and "-r" in sys.argv:
-    if os.environ.get("PIP_FAILS"): sys.exit("ERROR: No matching distribution found for torch")
-"""
 TORCHRUN = """import os
-from pytest import record
-from torch.distributed.elastic.multiprocessing import api, errors
-def parse_args(words): return words
-def run(words):
-    record("torchrun", *words)
-    if "FAILURE" in os.environ: raise errors.ChildFailedError
-    if "SIGNAL" in os.environ: raise api.SignalException
-"""
-TORCHRUN_ERRORS = """import os
 class ChildFailedError(Exception):
     def get_first_failure(self): return 0, self
     exitcode = int(os.environ.get("FAILURE", 0))
 class SignalException(Exception):
     sigval = int(os.environ.get("SIGNAL", 0))
+def parse_args(words): return words
+def run(words):
+    from torch.distributed.elastic.multiprocessing import api, errors
+    if "FAILURE" in os.environ: raise errors.ChildFailedError
+    if "SIGNAL" in os.environ: raise api.SignalException
 """
 # Where the ranks are real: run.sh sees two GPUs, and a rank ends as its flag says, or waits.
 RANK = SCRIPT + """import sys, time, torch
@@ -93,28 +89,25 @@ if __name__ == "__main__":
 FILES = {
     "a clone/requirements.txt": "torch==2.13.0\n",
     "a clone/requirements-dev.txt": "-r requirements.txt\n",
-    "a clone/train_gpt.py": SCRIPT + STUB,
+    "a clone/train_gpt.py": SCRIPT,
     "a clone/records/README.md": "",
     "a clone/records/a_tool.py": "",
-    "a clone/records/2024-01-01_Wide/train_gpt.py": SCRIPT.replace("default=8", "default=9") + STUB,
-    "a clone/records/2024-01-02_WideHead/train_gpt.py": SCRIPT + STUB,
-    "a clone/records/2024-01-03_Twice/train_gpt.py": SCRIPT + STUB,
-    "a clone/records/2024-01-04_Twice/train_gpt.py": SCRIPT + STUB,
+    "a clone/records/2024-01-01_Wide/train_gpt.py": SCRIPT.replace("default=8", "default=9"),
+    "a clone/records/2024-01-02_WideHead/train_gpt.py": SCRIPT,
+    "a clone/records/2024-01-03_Twice/train_gpt.py": SCRIPT,
+    "a clone/records/2024-01-04_Twice/train_gpt.py": SCRIPT,
     "a clone/records/2024-01-05_Many/train_gpt.py":
-        SCRIPT.replace("49152), 1", "49152), 64").replace("508_428_288", "2_400_000_001") + STUB,
+        SCRIPT.replace("49152), 1", "49152), 64").replace("508_428_288", "2_400_000_001"),
     "a clone/records/2024-01-06_Prefixes/train_gpt.py": SCRIPT.replace(
-        "cfg.seq_lens", 'cfg.prefix_file = "data/fineweb10B/prefixes.npy"; cfg.seq_lens') + STUB,
-    **{f"a clone/data/{name}.py": STUB for name in ("pocket", "fineweb", "prefixes", "sample")},
-    "a clone/.venv/bin/python": '#!/bin/sh\nexec "$PYTHON" "$STUBS/venv_python.py" "$@"\n',
-    "stubs/pytest.py": STUB,
-    "stubs/venv_python.py": VENV_PYTHON,
+        "cfg.seq_lens", 'cfg.prefix_file = "data/fineweb10B/prefixes.npy"; cfg.seq_lens'),
+    "a clone/.venv/bin/python": PYTHON,
+    "stubs/bin/python": PYTHON,
+    "stubs/bin/python3.9": '#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.6',
+    "stubs/bin/nvidia-smi": "#!/bin/sh\n",
     "stubs/torch/__init__.py": "from torch import cuda",
     "stubs/torch/cuda.py": CUDA,
-    "stubs/torch/distributed/run.py": TORCHRUN,
-    "stubs/torch/distributed/elastic/multiprocessing/errors.py": TORCHRUN_ERRORS,
-    "stubs/torch/distributed/elastic/multiprocessing/api.py": TORCHRUN_ERRORS,
-    "stubs/bin/nvidia-smi": "#!/bin/sh\n",
-    "stubs/bin/python3.9": '#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.6',
+    **{f"stubs/torch/distributed/{name}.py": TORCHRUN
+       for name in ("run", "elastic/multiprocessing/api", "elastic/multiprocessing/errors")},
     "else where/notes": ""}
 
 
@@ -131,8 +124,8 @@ class FakeRepo:
         self.folder, self.root, self.stubs = folder, folder / "a clone", folder / "stubs"
         for name, text in FILES.items():
             write(folder / name, text)
-        shutil.copy(REPO / "run.sh", self.root)
-        shutil.copy(REPO / "data" / "plan.py", self.root / "data")
+        for name in ("run.sh", "data/plan.py"):
+            write(self.root / name, (REPO / name).read_text())
         self.set_torch("2.13.0")
 
     def set_torch(self, version):
@@ -143,17 +136,18 @@ class FakeRepo:
         """What a run has around it, as arguments of subprocess; the memory of each GPU in GiB."""
         calls = self.folder / "calls"
         calls.write_text("")
-        env = dict(PATH=f"{self.stubs / 'bin'}:{os.environ['PATH']}", PYTHON=sys.executable,
+        env = dict(PATH=f"{self.stubs / 'bin'}:{os.environ['PATH']}", PYTHON="python",
                    PYTHONPATH=self.stubs, STUBS=self.stubs, CALLS=calls, GIB=gib) | env
         return dict(cwd=self.folder / "else where", env=os.environ | env, text=True)
 
     def run(self, *args, code=0, path=None, **around):
-        """Run run.sh from another folder; its exit code is `code`, its calls are in self.calls."""
+        """Run run.sh from another folder; its exit code is `code`. self.calls are what Python was
+        called with, paths from the repository on, and .venv before them where it was that one."""
         done = subprocess.run([path or self.root / "run.sh", *args], capture_output=True,
                               timeout=60, **self.environment(**around))
         assert done.returncode == code, done.stderr
-        lines = (self.folder / "calls").read_text().splitlines()
-        self.calls = [json.loads(line) for line in lines]
+        calls = (self.folder / "calls").read_text().replace(f"{self.root}/", "").splitlines()
+        self.calls = [json.loads(call) for call in calls]
         return done
 
     def refusal(self, *args, **around):
@@ -165,14 +159,6 @@ class FakeRepo:
     def variables(self):
         """The environment that the last called script had."""
         return json.loads((self.folder / "calls.env").read_text())
-
-    def called(self, name):
-        """The arguments of each call of `name` in the last run."""
-        return [args for caller, *args in self.calls if caller == name]
-
-    def pip_installs(self):
-        """The last words of each call of pip that installs."""
-        return [args[3:] for args in self.called("venv") if args[:3] == ["-m", "pip", "install"]]
 
 
 @pytest.fixture
@@ -189,49 +175,46 @@ def flags_of(card):
 POCKET = "--preset pocket --save_every 240"
 PLANS = [  # GiB of each GPU, flags, the data that are made, processes, flags that are put first
     # Without a CUDA device
-    ("", "--run_id=ab --val_files x", "pocket", 1, POCKET),
-    ("", "--preset pocket --seed 3", "pocket", 1, ""),
-    ("", "--preset=pocket --seed 3", "pocket", 1, ""),
+    ("", "--run_id=ab --val_files x", "pocket.py", 1, POCKET),
+    ("", "--preset pocket --seed 3", "pocket.py", 1, ""),
+    ("", "--preset=pocket --seed 3", "pocket.py", 1, ""),
     ("", "--train_files mine/*.bin", "", 1, POCKET),
     # A checkpoint brings its preset and its data; a run that goes on keeps its own.
     ("", "--resume logs/x/step-000240.pt", "", 1, ""),
     ("80", "--seed 3 --resume=logs/x/step-000240.pt --val_files x", "", 1, ""),
-    ("", "--run_id x --resume auto", "pocket", 1, POCKET),
-    ("", "--run_id x --resume=auto", "pocket", 1, POCKET),
+    ("", "--run_id x --resume auto", "pocket.py", 1, POCKET),
+    ("", "--run_id x --resume=auto", "pocket.py", 1, POCKET),
     # With CUDA devices: the processes divide the sequences of a step.
-    ("80", "--seed 1", "fineweb 8", 1, ""),
-    (3 * "80 ", "", "fineweb 8", 2, ""),
-    (6 * "80 ", "", "fineweb 8", 4, ""),
-    (8 * "80 ", "", "fineweb 8", 8, ""),
-    (8 * "80 ", "--sequences_per_step 12", "fineweb 8", 6, ""),
-    (4 * "80 ", "--preset pocket", "pocket", 1, ""),
+    ("80", "--seed 1", "fineweb.py 8", 1, ""),
+    (3 * "80 ", "", "fineweb.py 8", 2, ""),
+    (6 * "80 ", "", "fineweb.py 8", 4, ""),
+    (8 * "80 ", "", "fineweb.py 8", 8, ""),
+    (8 * "80 ", "--sequences_per_step 12", "fineweb.py 8", 6, ""),
+    (4 * "80 ", "--preset pocket", "pocket.py", 1, ""),
     ("80", "--train_files mine/*.bin", "", 1, ""),
     # Wrong flags reach the script before any download.
     (8 * "80 ", "--sede 3", "", 1, ""),
     (8 * "80 ", "--num_iterations=0", "", 1, ""),
     # The smallest GPU sets the length of the sequences, unless flags do.
-    ("79.1 79.1 23.6", "", "fineweb 8", 2, ""),
-    ("22.0", "", "fineweb 8", 1, ""),
-    ("15.6", "--seed 3", "fineweb 8", 1, flags_of("16 GB")),
-    ("11.6", "", "fineweb 8", 1, flags_of("12 GB")),
-    ("9.6", "", "fineweb 8", 1, flags_of("12 GB")),
-    ("7.7", "", "fineweb 8", 1, flags_of("8 GB")),
-    ("79.1 15.6 79.1", "", "fineweb 8", 2, flags_of("16 GB")),
-    ("7.7", "--seq_lens 4096", "fineweb 8", 1, ""),
-    ("7.7", "--sequences_per_step=16", "fineweb 8", 1, ""),
+    ("79.1 79.1 23.6", "", "fineweb.py 8", 2, ""),
+    ("22.0", "", "fineweb.py 8", 1, ""),
+    ("15.6", "--seed 3", "fineweb.py 8", 1, flags_of("16 GB")),
+    ("11.6", "", "fineweb.py 8", 1, flags_of("12 GB")),
+    ("9.6", "", "fineweb.py 8", 1, flags_of("12 GB")),
+    ("7.7", "", "fineweb.py 8", 1, flags_of("8 GB")),
+    ("79.1 15.6 79.1", "", "fineweb.py 8", 2, flags_of("16 GB")),
+    ("7.7", "--seq_lens 4096", "fineweb.py 8", 1, ""),
+    ("7.7", "--sequences_per_step=16", "fineweb.py 8", 1, ""),
     ("7.7", "--resume x.pt", "", 1, ""),
-    ("5.8", "--preset pocket", "pocket", 1, "")]
+    ("5.8", "--preset pocket", "pocket.py", 1, "")]
 
 
 @pytest.mark.parametrize(("gib", "flags", "data", "processes", "first"), PLANS)
 def test_a_run_makes_its_data_and_starts_its_processes(fake, gib, flags, data, processes, first):
     said = fake.run(*flags.split(), gib=gib).stderr
-    call = ["train_gpt"]
-    if processes > 1:
-        script = str(fake.root / "train_gpt.py")
-        call = ["torchrun", "--standalone", f"--nproc_per_node={processes}", script]
-    made = [data.split()] if data else []
-    assert fake.calls == [*made, [*call, *first.split(), *flags.split()]]
+    made = [f"data/{data}".split()] if data else []
+    launch = ["torchrun", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    assert fake.calls == [*made, [*launch, "train_gpt.py", *first.split(), *flags.split()]]
     shorter, gpus = "--seq_lens" in first, len(gib.split())
     idle = 1 < processes < gpus
     assert said.count("\n") == shorter + idle
@@ -241,14 +224,14 @@ def test_a_run_makes_its_data_and_starts_its_processes(fake, gib, flags, data, p
 
 def test_the_data_are_as_many_as_the_run_takes(fake):
     fake.run("--record", "Many", gib="80")
-    assert fake.calls[0] == ["fineweb", "25"]
+    assert fake.calls[0] == ["data/fineweb.py", "25"]
     fake.run("--record", "Prefixes", gib="80")
-    assert fake.calls[:2] == [["prefixes"], ["fineweb", "8"]]
+    assert fake.calls[:2] == [["data/prefixes.py"], ["data/fineweb.py", "8"]]
     fake.run("--record", "Prefixes", gib="80", prefixes="2", code=2)
-    assert fake.calls == [["prefixes"]]
+    assert fake.calls == [["data/prefixes.py"]]
     write(fake.root / "data" / "fineweb10B" / "prefixes.npy", "")
     fake.run("--record", "Prefixes", gib="80")
-    assert fake.calls[0] == ["fineweb", "8"]
+    assert fake.calls[0] == ["data/fineweb.py", "8"]
 
 
 SCRIPTS = [REPO / "train_gpt.py", *sorted(REPO.glob("records/*_*/train_gpt.py"))]
@@ -273,25 +256,25 @@ def test_every_script_is_planned_with_its_data_and_for_a_small_gpu(script, monke
     assert plan_tool.scripts_of_data(cfg)[-1] == f"fineweb.py {shards}"
 
 
-def test_of_short_sequences_a_small_gpu_takes_fewer_at_once(fake):
+def test_a_small_gpu_takes_fewer_short_sequences_at_once_and_too_small_a_one_none(fake):
     fake.run("--record", "Many", gib="7.7")
-    assert fake.called("train_gpt") == [["--sequences_per_forward", "8"]]
-
-
-def test_a_gpu_that_is_too_small_is_told_before_anything_is_fetched(fake):
+    assert fake.calls[-1][1:] == ["--sequences_per_forward", "8"]
     assert "--preset pocket" in fake.refusal(gib="5.8")
 
 
 def test_words_the_folder_and_the_exit_code_are_handed_on(fake):
     flags = ["--val_files", "two  words", "--run_id=a b"]
     printed = fake.run(*flags, train_gpt="75", code=75).stdout
-    assert fake.called("train_gpt") == [[*POCKET.split(), *flags]]
+    assert fake.calls[-1] == ["train_gpt.py", *POCKET.split(), *flags]
     assert printed.splitlines()[-1] == str(fake.folder / "else where")
     fake.run("sample", "--prompt", "two  words")
-    assert fake.calls == [["sample", "--prompt", "two  words"]]
-    printed = fake.run("test", "-k", "muon or adam").stdout
-    words = "-n auto --maxprocesses 8 -k".split()
-    assert fake.calls == [["pocket"], ["pytest", *words, "muon or adam"]]
+    assert fake.calls == [["data/sample.py", "--prompt", "two  words"]]
+    write(fake.root / "tests" / "test_it.py", "")  # may be named
+    words = ["-k", "muon or adam", "tests/test_it.py::test_a", "--deselect=no.py",
+             "tests/test_it.py", "-k", "no.py"]
+    printed = fake.run("test", *words).stdout
+    start = "-m pytest -n auto --maxprocesses 8".split()
+    assert fake.calls == [["data/pocket.py"], [*start, *words]]
     assert printed.splitlines()[-1] == str(fake.root)
 
 
@@ -308,51 +291,47 @@ def test_the_stub_means_what_the_script_means(flags):
 
 
 def test_missing_packages_are_installed_once(fake):
+    install = [".venv", "-m", "pip", "install", "-r"]
     fake.set_torch("2.10.1")
     last = fake.run(PIP_FAILS="1", code=2).stderr.splitlines()[-1]  # and is not taken for done
     assert "No matching distribution found for torch" in last and "check the network" in last
-    assert fake.called("venv")[-1][:3] == ["-m", "pip", "install"]
     packages = fake.root / ".venv/lib/python3.11/site-packages"
     write(packages / "whole-1.dist-info" / "INSTALLER", "pip\n")
     write(packages / "cut-1.dist-info" / "METADATA", "")
-    script, data = str(fake.root / "train_gpt.py"), str(fake.root / "data" / "pocket.py")
+    run = [[".venv", "data/pocket.py"], [".venv", "train_gpt.py", *POCKET.split()]]
     fake.run()
     assert [path.name for path in packages.iterdir()] == ["whole-1.dist-info"]
-    assert fake.pip_installs()[-1] == ["-r", str(fake.root / "requirements.txt")]
-    assert fake.called("venv")[-1][0] == script
+    assert fake.calls[-3:] == [[*install, "requirements.txt"], *run]
     fake.run()
-    assert fake.called("venv") == [[data], [script, *POCKET.split()]]
+    assert fake.calls == run
     fake.run("test")  # wants those of the tests too
-    assert fake.pip_installs()[-1] == ["-r", str(fake.root / "requirements-dev.txt")]
-    assert fake.called("venv")[-1][:2] == ["-m", "pytest"]
-    for args in (["test"], []):
-        fake.run(*args)
-        assert not fake.pip_installs()
+    assert [*install, "requirements-dev.txt"] in fake.calls
+    assert fake.calls[-1][:3] == [".venv", "-m", "pytest"]
+    fake.run("test")
+    assert len(fake.calls) == 2
+    fake.run()
+    assert fake.calls == run
     write(fake.root / "requirements.txt", "torch==2.14.0\n")
     fake.run()
-    assert fake.pip_installs()
+    assert [*install, "requirements.txt"] in fake.calls
 
 
 def test_active_torch_that_is_not_the_pinned_one_is_named(fake):
     fake.set_torch("2.12.0+cu130")
     said = fake.run().stderr
-    assert "2.12.0+cu130" in said and "2.13.0" in said
-    assert fake.called("train_gpt") and not fake.called("venv")
+    assert "2.12.0+cu130" in said and "2.13.0" in said and fake.calls[-1][0] == "train_gpt.py"
     fake.set_torch("2.13.0+cpu")
     assert fake.run().stderr == ""
 
 
-def test_help_installs_nothing(fake):
+def test_help_installs_nothing_and_is_silent_into_a_closed_pipe(fake):
     fake.set_torch("2.10.1")
-    assert "./run.sh test" in fake.run("--help").stdout and not fake.calls
+    usage = fake.run("--help").stdout
+    assert "./run.sh test" in usage and not fake.calls
     fake.set_torch("2.13.0")
     fake.run("--seed", "1", "--help")
-    assert fake.calls == [["train_gpt", "--help"]]
-
-
-def test_help_into_a_closed_pipe_is_silent(fake):
-    usage = fake.run("--help").stdout.partition(str(fake.folder))[0]
-    command = f"'{fake.root}/run.sh' --help | head -n {usage.count(chr(10))}"
+    assert fake.calls == [["train_gpt.py", "--help"]]
+    command = f"'{fake.root}/run.sh' --help | head -n {len(usage.splitlines())}"
     done = subprocess.run(command, shell=True, capture_output=True, **fake.environment())
     assert done.stdout == usage and done.stderr == ""
 
@@ -378,20 +357,12 @@ def test_what_cannot_run_is_refused_in_one_line_before_the_set_up(fake, words, p
     assert said in fake.refusal(*shlex.split(words), PYTHON=python)
 
 
-def test_tests_may_be_named(fake):
-    write(fake.root / "tests" / "test_it.py", "")
-    words = ["-k", "it", "tests/test_it.py::test_a", "--deselect=no.py", "tests/test_it.py", "-k",
-             "no.py"]
-    fake.run("test", *words)
-    assert fake.called("pytest")[0][-len(words):] == words
-
-
 def test_through_links_it_works_on_its_own_repository(fake):
     beside = fake.folder / "else where" / "run"
     (fake.folder / "link").symlink_to(fake.root / "run.sh")
     beside.symlink_to("../link")
-    fake.run("--record", "Wide", gib=3 * "80 ", path=beside)
-    assert fake.called("torchrun")[0][-1] == str(fake.root / "records/2024-01-01_Wide/train_gpt.py")
+    fake.run("--record", "Wide", path=beside)
+    assert fake.calls[-1][0] == "records/2024-01-01_Wide/train_gpt.py"
     assert "train the root" in fake.run("--help", path=beside).stdout
     fake.run("test", path=beside)
     assert fake.variables()["PWD"] == str(fake.root)
@@ -399,15 +370,12 @@ def test_through_links_it_works_on_its_own_repository(fake):
 
 @pytest.mark.parametrize("name", ["Wide", "2024-01-01_Wide", "2024-01-01_Wide/"])
 def test_a_record_runs_in_place_of_the_root(fake, name):
-    script = fake.root / "records" / "2024-01-01_Wide" / "train_gpt.py"
-    fake.set_torch("2.10.1")
+    fake.run("--record", name, "--seed", "3", gib=4 * "80 ")  # 9 sequences a step, the root's 8
+    *launch, script, flag, seed = fake.calls[-1]
+    assert launch[-1] == "--nproc_per_node=3" and [flag, seed] == ["--seed", "3"]
+    assert Path(script) == Path("records/2024-01-01_Wide/train_gpt.py")
     fake.run("--record", name, "--seed", "3")
-    called = fake.called("venv")[-1]
-    assert Path(called[0]) == script and called[1:] == [*POCKET.split(), "--seed", "3"]
-    fake.set_torch("2.13.0")
-    fake.run("--record", name, gib=4 * "80 ")  # its steps have 9 sequences, the root's 8
-    *launch, called = fake.called("torchrun")[0]
-    assert launch[-1] == "--nproc_per_node=3" and Path(called) == script
+    assert fake.calls[-1][1:] == [*POCKET.split(), "--seed", "3"]
 
 
 CORES = [  # idle hundredths of a second in 0.2 s, CPUs of the process, cores, the threads
@@ -424,8 +392,7 @@ CORES = [  # idle hundredths of a second in 0.2 s, CPUs of the process, cores, t
 @pytest.mark.parametrize(("idle", "cpus", "cores", "threads"), CORES)
 def test_threads_are_as_many_as_cores_are_idle(fake, idle, cpus, cores, threads):
     for name, ticks in ("before", 70_000), ("after", 70_000 + idle):
-        line = f"cpu  11 22 33 {ticks} 44\ncpu0 1 2 3 4 5\n"
-        write(fake.stubs / name, line)
+        write(fake.stubs / name, f"cpu  11 22 33 {ticks} 44\ncpu0 1 2 3 4 5\n")
     write(fake.stubs / "siblings", "".join(f"{core},{core + cores}\n" * 2 for core in range(cores)))
     awk, sort = shutil.which("awk"), shutil.which("sort")
     programs = {
@@ -440,21 +407,15 @@ def test_threads_are_as_many_as_cores_are_idle(fake, idle, cpus, cores, threads)
     assert fake.variables()["OMP_NUM_THREADS"] == (str(threads) if linux else "")
 
 
-def test_threads_stay_as_they_are_set_and_on_gpus(fake):
-    fake.run(OMP_NUM_THREADS="7000")
-    assert fake.variables()["OMP_NUM_THREADS"] == "7000"
+def test_the_environment_is_set_unless_it_is_already(fake):
+    """glibc keeps freed memory. On GPUs the threads are torch's to choose."""
     fake.run(OMP_NUM_THREADS="", gib="80")
-    assert fake.variables()["OMP_NUM_THREADS"] == ""
-
-
-def test_glibc_keeps_freed_memory_unless_told_otherwise(fake):
-    fake.run()
-    variables = fake.variables()
-    assert int(variables["MALLOC_TRIM_THRESHOLD_"]) >= 2**30
-    assert variables["MALLOC_MMAP_MAX_"] == "0"
-    fake.run(MALLOC_TRIM_THRESHOLD_="1000", MALLOC_MMAP_MAX_="9")
-    variables = fake.variables()
-    assert (variables["MALLOC_TRIM_THRESHOLD_"], variables["MALLOC_MMAP_MAX_"]) == ("1000", "9")
+    found = fake.variables()
+    assert found["OMP_NUM_THREADS"] == "" and found["MALLOC_MMAP_MAX_"] == "0"
+    assert int(found["MALLOC_TRIM_THRESHOLD_"]) >= 2**30
+    given = dict(OMP_NUM_THREADS="7000", MALLOC_TRIM_THRESHOLD_="1000", MALLOC_MMAP_MAX_="9")
+    fake.run(**given)
+    assert given.items() <= fake.variables().items()
 
 
 @pytest.mark.parametrize(("variable", "value", "code"), [

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import plan as plan_tool
 import pytest
@@ -20,13 +21,17 @@ from sample import load_script
 
 import train_gpt
 
-# The active Python, and that of .venv. What asks something gets its answer from the real one.
+# The active Python, and that of .venv. What asks something gets its answer from the real one, but
+# for a script's plan, which stands beside the script.
 PYTHON = f"""#!{sys.executable}
 import json, os, sys
 from pathlib import Path
 words = sys.argv[1:]
+if words[0] == "-P":
+    Path(os.environ["CALLS"] + ".asked").write_text(json.dumps(words))
+    sys.exit(print(Path(os.environ["PYTHONPATH"].partition(":")[0], "plan").read_text()))
 ranks = "--standalone" in words
-asks = words[0] in ("-", "-c") or any(word.endswith("plan.py") for word in words)
+asks = words[0] in ("-", "-c")
 if ranks or not asks:
     call = ["torchrun", *words[2:]] if ranks else words
     with open(os.environ["CALLS"], "a") as calls:
@@ -38,31 +43,6 @@ print(os.getcwd())
 if "-r" in words and os.environ.get("PIP_FAILS"):
     sys.exit("ERROR: No matching distribution found for torch")
 sys.exit(int(os.environ.get(Path(words[0]).stem, 0)))
-"""
-# What run.sh imports from the script; test_the_stub_means_what_the_script_means holds it to that.
-SCRIPT = """import argparse
-class UserError(Exception): pass
-def plan(cfg): return {}, 508_428_288
-def parse_args(argv):
-    if "--num_iterations=0" in argv: raise UserError
-    if "--sede" in argv: argparse.ArgumentParser().error("unrecognized arguments: --sede")
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--preset", default="record")
-    parser.add_argument("--sequences_per_step", type=int, default=8)
-    parser.add_argument("--train_files", default="data/fineweb10B/fineweb_train_*.bin")
-    cfg, _ = parser.parse_known_args(argv)
-    if cfg.preset == "record":
-        cfg.seq_lens, cfg.sequences_per_forward = (16384, 32768, 49152), 1
-        cfg.val_seq_len = 262144
-    else: cfg.train_files = f"data/{cfg.preset}/{cfg.preset}_train_*.bin"
-    return cfg
-"""
-CUDA = """import os
-from types import SimpleNamespace
-sizes = os.environ["GIB"].split()
-def device_count(): return len(sizes)
-def get_device_properties(index):
-    return SimpleNamespace(total_memory=int(float(sizes[index]) * 2**30))
 """
 TORCHRUN = """import os
 class ChildFailedError(Exception):
@@ -76,36 +56,27 @@ def run(words):
     if "FAILURE" in os.environ: raise errors.ChildFailedError
     if "SIGNAL" in os.environ: raise api.SignalException
 """
-# Where the ranks are real: run.sh sees two GPUs, and a rank ends as its flag says, or waits.
-RANK = SCRIPT + """import sys, time, torch
-from types import SimpleNamespace
-torch.cuda.device_count = lambda: 2
-torch.cuda.get_device_properties = lambda index: SimpleNamespace(total_memory=80 * 2**30)
-if __name__ == "__main__":
-    if "--fail" in sys.argv: sys.exit(3)
-    print("a rank waits", flush=True)
-    time.sleep(60)
+# Where the ranks are real, one ends as its flag says, or waits.
+RANK = """import sys, time
+if "--fail" in sys.argv: sys.exit(3)
+print("a rank waits", flush=True)
+time.sleep(60)
 """
+NO_GPU = "0 1 0 8\nfineweb.py 8"
+RECORDS = ["2024-01-01_Wide", "2024-01-02_WideHead", "2024-01-03_Twice", "2024-01-04_Twice"]
 FILES = {
     "a clone/requirements.txt": "torch==2.13.0\n",
     "a clone/requirements-dev.txt": "-r requirements.txt\n",
-    "a clone/train_gpt.py": SCRIPT,
+    "a clone/train_gpt.py": RANK,
+    "a clone/plan": NO_GPU,
     "a clone/records/README.md": "",
     "a clone/records/a_tool.py": "",
-    "a clone/records/2024-01-01_Wide/train_gpt.py": SCRIPT.replace("default=8", "default=9"),
-    "a clone/records/2024-01-02_WideHead/train_gpt.py": SCRIPT,
-    "a clone/records/2024-01-03_Twice/train_gpt.py": SCRIPT,
-    "a clone/records/2024-01-04_Twice/train_gpt.py": SCRIPT,
-    "a clone/records/2024-01-05_Many/train_gpt.py":
-        SCRIPT.replace("49152), 1", "49152), 64").replace("508_428_288", "2_400_000_001"),
-    "a clone/records/2024-01-06_Prefixes/train_gpt.py": SCRIPT.replace(
-        "cfg.seq_lens", 'cfg.prefix_file = "data/fineweb10B/prefixes.npy"; cfg.seq_lens'),
+    **{f"a clone/records/{name}/train_gpt.py": "" for name in RECORDS},
     "a clone/.venv/bin/python": PYTHON,
     "stubs/bin/python": PYTHON,
     "stubs/bin/python3.9": '#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.6',
     "stubs/bin/nvidia-smi": "#!/bin/sh\n",
-    "stubs/torch/__init__.py": "from torch import cuda",
-    "stubs/torch/cuda.py": CUDA,
+    "stubs/torch/__init__.py": "",
     **{f"stubs/torch/distributed/{name}.py": TORCHRUN
        for name in ("run", "elastic/multiprocessing/api", "elastic/multiprocessing/errors")},
     "else where/notes": ""}
@@ -124,35 +95,38 @@ class FakeRepo:
         self.folder, self.root, self.stubs = folder, folder / "a clone", folder / "stubs"
         for name, text in FILES.items():
             write(folder / name, text)
-        for name in ("run.sh", "data/plan.py"):
-            write(self.root / name, (REPO / name).read_text())
+        shutil.copy(REPO / "run.sh", self.root)
         self.set_torch("2.13.0")
 
     def set_torch(self, version):
         """Make `version` the one that the active Python has."""
         write(self.stubs / "torch-0.dist-info" / "METADATA", f"Name: torch\nVersion: {version}\n")
 
-    def environment(self, gib="", **env):
-        """What a run has around it, as arguments of subprocess; the memory of each GPU in GiB."""
+    def plan(self, text, record=""):
+        """Make `text` what plan.py says of the root, or of a record."""
+        write(self.root / record / "plan", text)
+
+    def environment(self, env):
+        """What a run has around it, as arguments of subprocess."""
         calls = self.folder / "calls"
         calls.write_text("")
         env = dict(PATH=f"{self.stubs / 'bin'}:{os.environ['PATH']}", PYTHON="python",
-                   PYTHONPATH=self.stubs, STUBS=self.stubs, CALLS=calls, GIB=gib) | env
+                   PYTHONPATH=self.stubs, STUBS=self.stubs, CALLS=calls) | env
         return dict(cwd=self.folder / "else where", env=os.environ | env, text=True)
 
-    def run(self, *args, code=0, path=None, **around):
+    def run(self, *args, code=0, path=None, **env):
         """Run run.sh from another folder; its exit code is `code`. self.calls are what Python was
         called with, paths from the repository on, and .venv before them where it was that one."""
         done = subprocess.run([path or self.root / "run.sh", *args], capture_output=True,
-                              timeout=60, **self.environment(**around))
+                              timeout=60, **self.environment(env))
         assert done.returncode == code, done.stderr
         calls = (self.folder / "calls").read_text().replace(f"{self.root}/", "").splitlines()
         self.calls = [json.loads(call) for call in calls]
         return done
 
-    def refusal(self, *args, **around):
+    def refusal(self, *args, **env):
         """The one line with which run.sh refuses these words before it calls anything."""
-        errors = self.run(*args, code=2, **around).stderr
+        errors = self.run(*args, code=2, **env).stderr
         assert errors.count("\n") == 1 and not self.calls
         return errors
 
@@ -164,6 +138,21 @@ class FakeRepo:
 @pytest.fixture
 def fake(tmp_path):
     return FakeRepo(tmp_path)
+
+
+@pytest.fixture
+def plan_for(monkeypatch, capsys):
+    """`plan_for(gib, flags)`: what plan.py prints for the root on GPUs of so many GiB."""
+
+    def plan(gib, flags):
+        gpus = [SimpleNamespace(total_memory=int(float(size) * 2**30)) for size in gib.split()]
+        monkeypatch.setattr("torch.cuda.device_count", lambda: len(gpus))
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpus[index])
+        capsys.readouterr()
+        plan_tool.main(flags)
+        return capsys.readouterr().out
+
+    return plan
 
 
 def flags_of(card):
@@ -179,9 +168,6 @@ PLANS = [  # GiB of each GPU, flags, the data that are made, processes, flags th
     ("", "--preset pocket --seed 3", "pocket.py", 1, ""),
     ("", "--preset=pocket --seed 3", "pocket.py", 1, ""),
     ("", "--train_files mine/*.bin", "", 1, POCKET),
-    # A checkpoint brings its preset and its data; a run that goes on keeps its own.
-    ("", "--resume logs/x/step-000240.pt", "", 1, ""),
-    ("80", "--seed 3 --resume=logs/x/step-000240.pt --val_files x", "", 1, ""),
     ("", "--run_id x --resume auto", "pocket.py", 1, POCKET),
     ("", "--run_id x --resume=auto", "pocket.py", 1, POCKET),
     # With CUDA devices: the processes divide the sequences of a step.
@@ -192,9 +178,6 @@ PLANS = [  # GiB of each GPU, flags, the data that are made, processes, flags th
     (8 * "80 ", "--sequences_per_step 12", "fineweb.py 8", 6, ""),
     (4 * "80 ", "--preset pocket", "pocket.py", 1, ""),
     ("80", "--train_files mine/*.bin", "", 1, ""),
-    # Wrong flags reach the script before any download.
-    (8 * "80 ", "--sede 3", "", 1, ""),
-    (8 * "80 ", "--num_iterations=0", "", 1, ""),
     # The smallest GPU sets the length of the sequences, unless flags do.
     ("79.1 79.1 23.6", "", "fineweb.py 8", 2, ""),
     ("22.0", "", "fineweb.py 8", 1, ""),
@@ -204,17 +187,20 @@ PLANS = [  # GiB of each GPU, flags, the data that are made, processes, flags th
     ("7.7", "", "fineweb.py 8", 1, flags_of("8 GB")),
     ("79.1 15.6 79.1", "", "fineweb.py 8", 2, flags_of("16 GB")),
     ("7.7", "--seq_lens 4096", "fineweb.py 8", 1, ""),
-    ("7.7", "--sequences_per_step=16", "fineweb.py 8", 1, ""),
-    ("7.7", "--resume x.pt", "", 1, ""),
+    ("7.7", "--sequences_per_step=16", "fineweb.py 11", 1, ""),
     ("5.8", "--preset pocket", "pocket.py", 1, "")]
 
 
 @pytest.mark.parametrize(("gib", "flags", "data", "processes", "first"), PLANS)
-def test_a_run_makes_its_data_and_starts_its_processes(fake, gib, flags, data, processes, first):
-    said = fake.run(*flags.split(), gib=gib).stderr
+def test_a_run_makes_its_data_and_starts_its_processes(fake, plan_for, gib, flags, data, processes,
+                                                       first):
+    fake.plan(plan_for(gib, flags.split()))
+    said = fake.run(*flags.split()).stderr
     made = [f"data/{data}".split()] if data else []
     launch = ["torchrun", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
     assert fake.calls == [*made, [*launch, "train_gpt.py", *first.split(), *flags.split()]]
+    asked = json.loads((fake.folder / "calls.asked").read_text())
+    assert asked == ["-P", str(fake.root / "data" / "plan.py"), *flags.split()]
     shorter, gpus = "--seq_lens" in first, len(gib.split())
     idle = 1 < processes < gpus
     assert said.count("\n") == shorter + idle
@@ -222,24 +208,46 @@ def test_a_run_makes_its_data_and_starts_its_processes(fake, gib, flags, data, p
     assert not idle or f"{processes} of {gpus} GPUs" in said
 
 
-def test_the_data_are_as_many_as_the_run_takes(fake):
-    fake.run("--record", "Many", gib="80")
-    assert fake.calls[0] == ["data/fineweb.py", "25"]
-    fake.run("--record", "Prefixes", gib="80")
-    assert fake.calls[:2] == [["data/prefixes.py"], ["data/fineweb.py", "8"]]
-    fake.run("--record", "Prefixes", gib="80", prefixes="2", code=2)
+@pytest.mark.parametrize("flags", ["--resume x.pt", "--seed 3 --resume=x.pt --val_files x"])
+@pytest.mark.parametrize("plan", [NO_GPU, "1 1 1 8\nfineweb.py 8"])
+def test_a_checkpoint_brings_its_preset_and_its_data(fake, flags, plan):
+    fake.plan(plan)
+    fake.run(*flags.split())
+    assert fake.calls == [["train_gpt.py", *flags.split()]]
+
+
+@pytest.mark.parametrize("flags", [["--sede", "3"], ["--num_iterations=0"]])
+def test_wrong_flags_reach_the_script_before_any_download(fake, plan_for, flags):
+    with pytest.raises((SystemExit, train_gpt.UserError)):
+        plan_for("80", flags)
+    (fake.root / "plan").unlink()
+    fake.run(*flags)
+    assert fake.calls == [["train_gpt.py", *flags]]
+
+
+def test_the_plan_is_a_script_that_finds_the_trainer_by_its_folder():
+    env = os.environ | dict(PYTHONPATH=REPO, CUDA_VISIBLE_DEVICES="")
+    script = [sys.executable, "-P", REPO / "data" / "plan.py", "--preset", "pocket"]
+    assert subprocess.check_output(script, env=env, text=True) == "0 1 1 16 \npocket.py\n"
+
+
+def test_data_that_cannot_be_made_end_the_run(fake):
+    fake.plan("1 1 1 8\nprefixes.py\nfineweb.py 25")
+    fake.run()
+    assert fake.calls == [["data/prefixes.py"], ["data/fineweb.py", "25"], ["train_gpt.py"]]
+    fake.run(prefixes="2", code=2)
     assert fake.calls == [["data/prefixes.py"]]
-    write(fake.root / "data" / "fineweb10B" / "prefixes.npy", "")
-    fake.run("--record", "Prefixes", gib="80")
-    assert fake.calls[0] == ["data/fineweb.py", "8"]
 
 
 SCRIPTS = [REPO / "train_gpt.py", *sorted(REPO.glob("records/*_*/train_gpt.py"))]
-MANY_SHARDS = {"2024-10-14_ModernArch": 27, "2024-11-03_UntieEmbed": 25}  # steps × 524,288 tokens
+DATA = {  # of most, the first eight shards; of these all that their steps of 524,288 tokens take
+    "2024-10-14_ModernArch": ["fineweb.py 27"],
+    "2024-11-03_UntieEmbed": ["fineweb.py 25"],
+    "2026-07-13_PrefixTargets": ["prefixes.py", "fineweb.py 8"]}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
-def test_every_script_is_planned_with_its_data_and_for_a_small_gpu(script, monkeypatch):
+def test_every_script_is_planned_with_its_data_and_for_a_small_gpu(script, monkeypatch, tmp_path):
     """The tokens of its steps stay what they were."""
     real = load_script(script)
     cfg = real.parse_args([])
@@ -252,14 +260,16 @@ def test_every_script_is_planned_with_its_data_and_for_a_small_gpu(script, monke
         tokens = [length * small.sequences_per_step for length in small.seq_lens]
         assert tokens == [length * cfg.sequences_per_step for length in cfg.seq_lens]
     monkeypatch.setattr(plan_tool, "train_gpt", real)
-    shards = MANY_SHARDS.get(script.parent.name, 8)
-    assert plan_tool.scripts_of_data(cfg)[-1] == f"fineweb.py {shards}"
+    monkeypatch.setattr(plan_tool, "__file__", f"{tmp_path}/data/plan.py")
+    data = DATA.get(script.parent.name, ["fineweb.py 8"])
+    assert plan_tool.scripts_of_data(cfg) == data
+    write(tmp_path / plan_tool.PREFIXES, "")  # which are not made again
+    assert plan_tool.scripts_of_data(cfg) == data[-1:]
 
 
-def test_a_small_gpu_takes_fewer_short_sequences_at_once_and_too_small_a_one_none(fake):
-    fake.run("--record", "Many", gib="7.7")
-    assert fake.calls[-1][1:] == ["--sequences_per_forward", "8"]
-    assert "--preset pocket" in fake.refusal(gib="5.8")
+def test_a_gpu_that_is_too_small_is_told_before_anything_is_fetched(fake, plan_for):
+    fake.plan(plan_for("5.8", []))
+    assert "--preset pocket" in fake.refusal()
 
 
 def test_words_the_folder_and_the_exit_code_are_handed_on(fake):
@@ -276,18 +286,6 @@ def test_words_the_folder_and_the_exit_code_are_handed_on(fake):
     start = "-m pytest -n auto --maxprocesses 8".split()
     assert fake.calls == [["data/pocket.py"], [*start, *words]]
     assert printed.splitlines()[-1] == str(fake.root)
-
-
-@pytest.mark.parametrize("flags", ["", "--preset pocket --sequences_per_step 4"])
-def test_the_stub_means_what_the_script_means(flags):
-    stub = {"__name__": "stub"}
-    exec(SCRIPT, stub)
-    ours, real = stub["parse_args"](flags.split()), train_gpt.parse_args(flags.split())
-    assert vars(ours).items() <= vars(real).items()
-    assert flags or stub["plan"](ours)[1] == train_gpt.plan(real)[1]
-    for wrong in (["--sede", "3"], ["--num_iterations=0"]):
-        with pytest.raises((SystemExit, train_gpt.UserError)):
-            train_gpt.parse_args(wrong)
 
 
 def test_missing_packages_are_installed_once(fake):
@@ -332,11 +330,11 @@ def test_help_installs_nothing_and_is_silent_into_a_closed_pipe(fake):
     fake.run("--seed", "1", "--help")
     assert fake.calls == [["train_gpt.py", "--help"]]
     command = f"'{fake.root}/run.sh' --help | head -n {len(usage.splitlines())}"
-    done = subprocess.run(command, shell=True, capture_output=True, **fake.environment())
+    done = subprocess.run(command, shell=True, capture_output=True, **fake.environment({}))
     assert done.stdout == usage and done.stderr == ""
 
 
-RECORDS = " ".join(sorted({name.split("/")[2] for name in FILES if "/records/20" in name}))
+NAMES = " ".join(RECORDS)
 REFUSED = [  # words, the active Python, what is said
     ("", "python3.9", "needs Python 3.11 or newer, and python3.9 is Python 3.9.6: name one"),
     ("", "/no/such/python", "/no/such/python is none"),
@@ -346,8 +344,8 @@ REFUSED = [  # words, the active Python, what is said
     ("test -x tests/no.py::test_it", sys.executable, "no tests/no.py::test_it in"),
     ("--seed 3 --record Wide", sys.executable, "--record NAME comes before"),
     ("--record=Wide", sys.executable, "--record NAME comes before"),
-    ("--record", sys.executable, f"--record NAME: name one of {RECORDS}\n"),
-    *((f"--record {name} --seed 3", sys.executable, f"name one of {RECORDS}\n")
+    ("--record", sys.executable, f"--record NAME: name one of {NAMES}\n"),
+    *((f"--record {name} --seed 3", sys.executable, f"name one of {NAMES}\n")
       for name in ("Wid", "Twice", "''", "'*'", "README.md", "a_tool.py"))]
 
 
@@ -361,6 +359,7 @@ def test_through_links_it_works_on_its_own_repository(fake):
     beside = fake.folder / "else where" / "run"
     (fake.folder / "link").symlink_to(fake.root / "run.sh")
     beside.symlink_to("../link")
+    fake.plan(NO_GPU, "records/2024-01-01_Wide")
     fake.run("--record", "Wide", path=beside)
     assert fake.calls[-1][0] == "records/2024-01-01_Wide/train_gpt.py"
     assert "train the root" in fake.run("--help", path=beside).stdout
@@ -370,10 +369,12 @@ def test_through_links_it_works_on_its_own_repository(fake):
 
 @pytest.mark.parametrize("name", ["Wide", "2024-01-01_Wide", "2024-01-01_Wide/"])
 def test_a_record_runs_in_place_of_the_root(fake, name):
-    fake.run("--record", name, "--seed", "3", gib=4 * "80 ")  # 9 sequences a step, the root's 8
+    fake.plan("4 3 4 9", "records/2024-01-01_Wide")
+    fake.run("--record", name, "--seed", "3")
     *launch, script, flag, seed = fake.calls[-1]
     assert launch[-1] == "--nproc_per_node=3" and [flag, seed] == ["--seed", "3"]
     assert Path(script) == Path("records/2024-01-01_Wide/train_gpt.py")
+    fake.plan(NO_GPU, "records/2024-01-01_Wide")
     fake.run("--record", name, "--seed", "3")
     assert fake.calls[-1][1:] == [*POCKET.split(), "--seed", "3"]
 
@@ -409,7 +410,8 @@ def test_threads_are_as_many_as_cores_are_idle(fake, idle, cpus, cores, threads)
 
 def test_the_environment_is_set_unless_it_is_already(fake):
     """glibc keeps freed memory. On GPUs the threads are torch's to choose."""
-    fake.run(OMP_NUM_THREADS="", gib="80")
+    fake.plan("1 1 1 8")
+    fake.run(OMP_NUM_THREADS="")
     found = fake.variables()
     assert found["OMP_NUM_THREADS"] == "" and found["MALLOC_MMAP_MAX_"] == "0"
     assert int(found["MALLOC_TRIM_THRESHOLD_"]) >= 2**30
@@ -421,7 +423,8 @@ def test_the_environment_is_set_unless_it_is_already(fake):
 @pytest.mark.parametrize(("variable", "value", "code"), [
     ("FAILURE", "75", 75), ("FAILURE", "-9", 1), ("SIGNAL", "15", 143)])
 def test_the_exit_code_is_that_of_the_ranks(fake, variable, value, code):
-    assert fake.run(gib=8 * "80 ", code=code, **{variable: value}).stderr == ""
+    fake.plan("8 8 8 8")
+    assert fake.run(code=code, **{variable: value}).stderr == ""
 
 
 @pytest.mark.slow
@@ -429,13 +432,13 @@ def test_the_exit_code_is_that_of_the_ranks(fake, variable, value, code):
 def test_torchrun_adds_no_traceback(fake, flags, code):
     """With torch's own torchrun, and two ranks that fail or wait for a signal."""
     shutil.rmtree(fake.stubs / "torch")
-    write(fake.root / "train_gpt.py", RANK)
+    fake.plan("2 2 2 8")
     run = subprocess.Popen([fake.root / "run.sh", *flags], stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, **fake.environment())
+                           stderr=subprocess.PIPE, **fake.environment({}))
     try:
         if not flags:
-            printed = [run.stdout.readline() for _ in range(3)]  # first, that of the data
-            assert printed[1:] == ["a rank waits\n"] * 2
+            printed = [run.stdout.readline() for _ in range(2)]
+            assert printed == ["a rank waits\n"] * 2
             run.send_signal(signal.SIGTERM)
         errors = run.communicate(timeout=60)[1]
     finally:

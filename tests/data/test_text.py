@@ -134,8 +134,7 @@ NO_TEXTS = {
     "image.png": b"\x89PNG\r\n\x1a\n",
     "late.txt": b"a" * 3_000_000 + b"\xff",  # after the blocks that are read first
     "latin1.py": b"\xe9",
-    "utf16.txt": "ascii".encode("utf-16-le"),  # valid UTF-8, but for its NULs no text
-}
+    "utf16.txt": "ascii".encode("utf-16-le")}  # valid UTF-8, but for its NULs no text
 HIDDEN = dict.fromkeys([".git/config", ".hidden.txt", "src/.cache/a.py"], b"hidden")
 
 
@@ -175,8 +174,8 @@ def test_the_end_of_too_few_documents_is_held_out(run_text, tmp_path, fraction, 
                                                   one_tiny):
     """As large a part as asked for, but for what a side takes at least. One document that is too
     small to be validated on does not count."""
-    parts = ["a word " * length, "b"] if one_tiny else ["a word " * length]
-    parts[0] = parts[0][:length - 2 * len(parts[1:]) - 1]  # and an end-of-text for each
+    tiny = ["b"] * one_tiny
+    parts = [("a word " * length)[: length - 1 - 2 * one_tiny], *tiny]  # and an end-of-text each
     write(tmp_path, {"a.jsonl": to_jsonl(parts)})
     printed = run_text("--val_fraction", fraction, "a.jsonl")
     train, val = read_splits(tmp_path / "out")
@@ -250,25 +249,21 @@ def test_a_stopped_run_leaves_nothing_that_stays(run_text, tmp_path, number, cod
     ("a.txt --out a.txt", "--out a.txt: "),
     ("", "PATH")])
 def test_bad_input_is_one_line(run_text, tmp_path, args, part):
-    write(tmp_path, {"a.txt": b"text " * 1000, "late.txt": b"a" * 3_000_000 + b"\xff",
+    write(tmp_path, {"a.txt": b"text " * 1000, "late.txt": NO_TEXTS["late.txt"],
                      "latin1.jsonl": b'{"text": "\xff"}', "empty.txt": b"", "empty.jsonl": b"\n",
-                     "folder/image.png": b"\x89PNG\r\n\x1a\n"})
+                     "folder/image.png": NO_TEXTS["image.png"]})
     run_text(*args.split(), stdin=b"tenletters", refused=[part])
     assert not list(tmp_path.glob("out/*")) + list(tmp_path.glob("out/.*"))
     assert (tmp_path / "a.txt").read_bytes() == b"text " * 1000
 
 
-def test_closed_standard_input_is_refused(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None)  # what Python makes of <&-
-    with pytest.raises(text.DataError, match="standard input is closed"):
-        text.open_text("-")
-
-
-def test_tiktoken_without_its_files_is_one_line(run_text, tmp_path, monkeypatch):
+def test_closed_standard_input_and_tiktoken_without_its_files_are_refused(run_text, monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", lambda name: 1 / 0)
     run_text("--tokenizer", "gpt2", "-", stdin=b"text",
              refused=["ZeroDivisionError", "TIKTOKEN_CACHE_DIR", "--tokenizer bytes"])
-    assert not list((tmp_path / "out").iterdir())
+    monkeypatch.setattr(sys, "stdin", None)  # what Python makes of <&-
+    with pytest.raises(text.DataError, match="standard input is closed"):
+        text.open_text("-")
 
 
 @pytest.mark.parametrize(("size", "val_tokens"), [

@@ -22,7 +22,7 @@ from sample import load_script
 import train_gpt
 
 # The active Python, and that of .venv. What asks something gets its answer from the real one, but
-# for a script's plan, which stands beside the script.
+# for a script's plan, which stands beside the script. Ranks run where RANKS is set.
 PYTHON = f"""#!{sys.executable}
 import json, os, sys
 from pathlib import Path
@@ -31,35 +31,24 @@ if words[0] == "-P":
     Path(os.environ["CALLS"] + ".asked").write_text(json.dumps(words))
     sys.exit(print(Path(os.environ["PYTHONPATH"].partition(":")[0], "plan").read_text()))
 ranks = "--standalone" in words
-asks = words[0] in ("-", "-c")
-if ranks or not asks:
+asks = words[0] in ("-", "-c") and not ranks
+if not asks:
     call = ["torchrun", *words[2:]] if ranks else words
     with open(os.environ["CALLS"], "a") as calls:
         calls.write(json.dumps([".venv", *call] if ".venv" in __file__ else call) + "\\n")
     Path(os.environ["CALLS"] + ".env").write_text(json.dumps(dict(os.environ)))
-if asks:
+if asks or "RANKS" in os.environ:
     os.execv(sys.executable, [sys.executable, *words])
 print(os.getcwd())
 if "-r" in words and os.environ.get("PIP_FAILS"):
     sys.exit("ERROR: No matching distribution found for torch")
 sys.exit(int(os.environ.get(Path(words[0]).stem, 0)))
 """
-TORCHRUN = """import os
-class ChildFailedError(Exception):
-    def get_first_failure(self): return 0, self
-    exitcode = int(os.environ.get("FAILURE", 0))
-class SignalException(Exception):
-    sigval = int(os.environ.get("SIGNAL", 0))
-def parse_args(words): return words
-def run(words):
-    from torch.distributed.elastic.multiprocessing import api, errors
-    if "FAILURE" in os.environ: raise errors.ChildFailedError
-    if "SIGNAL" in os.environ: raise api.SignalException
-"""
-# Where the ranks are real, one ends as its flag says, or waits.
-RANK = """import sys, time
+# A rank ends as its flag says, or waits.
+RANK = """import os, sys, time
 if "--fail" in sys.argv: sys.exit(3)
-print("a rank waits", flush=True)
+if "--die" in sys.argv: os.abort()
+os.write(1, b"a rank waits\\n")
 time.sleep(60)
 """
 NO_GPU = "0 1 0 8\nfineweb.py 8"
@@ -76,9 +65,6 @@ FILES = {
     "stubs/bin/python": PYTHON,
     "stubs/bin/python3.9": '#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.6',
     "stubs/bin/nvidia-smi": "#!/bin/sh\n",
-    "stubs/torch/__init__.py": "",
-    **{f"stubs/torch/distributed/{name}.py": TORCHRUN
-       for name in ("run", "elastic/multiprocessing/api", "elastic/multiprocessing/errors")},
     "else where/notes": ""}
 
 
@@ -420,25 +406,18 @@ def test_the_environment_is_set_unless_it_is_already(fake):
     assert given.items() <= fake.variables().items()
 
 
-@pytest.mark.parametrize(("variable", "value", "code"), [
-    ("FAILURE", "75", 75), ("FAILURE", "-9", 1), ("SIGNAL", "15", 143)])
-def test_the_exit_code_is_that_of_the_ranks(fake, variable, value, code):
-    fake.plan("8 8 8 8")
-    assert fake.run(code=code, **{variable: value}).stderr == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("flags", "code"), [(["--fail"], 3), ([], 128 + signal.SIGTERM)])
-def test_torchrun_adds_no_traceback(fake, flags, code):
-    """With torch's own torchrun, and two ranks that fail or wait for a signal."""
-    shutil.rmtree(fake.stubs / "torch")
+@pytest.mark.parametrize(("flags", "code"), [
+    pytest.param(["--fail"], 3, marks=pytest.mark.slow),
+    pytest.param(["--die"], 1, marks=pytest.mark.slow),
+    ([], 128 + signal.SIGTERM)])
+def test_the_exit_code_is_that_of_the_ranks_without_torchruns_traceback(fake, flags, code):
+    """Of two ranks that fail or wait for a signal."""
     fake.plan("2 2 2 8")
     run = subprocess.Popen([fake.root / "run.sh", *flags], stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE, **fake.environment({}))
+                           stderr=subprocess.PIPE, **fake.environment({"RANKS": "2"}))
     try:
         if not flags:
-            printed = [run.stdout.readline() for _ in range(2)]
-            assert printed == ["a rank waits\n"] * 2
+            assert [run.stdout.readline() for _ in range(2)] == ["a rank waits\n"] * 2
             run.send_signal(signal.SIGTERM)
         errors = run.communicate(timeout=60)[1]
     finally:

@@ -78,7 +78,7 @@ limits_of_threads() {
          END { print int(idle < 30 ? 1 : idle / 20 + 0.5) }' /proc/stat <(sleep 0.2; cat /proc/stat)
 }
 
-script=$repo/train_gpt.py gpus=0 processes=1
+script=$repo/train_gpt.py gpus=0 processes=1 data=
 case ${1-} in
     test)
         cd "$repo"; shift; last=
@@ -96,7 +96,8 @@ case ${1-} in
     --record)
         script=$(cd "$repo/records" && ls -d -- "${2-}" *_"${2-}" 2>/dev/null) || true
         script=$repo/records/$script/train_gpt.py
-        [ -f "$script" ] || die "--record ${2:-NAME}: name one of $(cd "$repo/records" && echo *_*)"
+        [ -f "$script" ] || die "--record ${2:-NAME}: name one of" \
+            "$(cd "$repo/records" && echo [0-9]*_*)"
         shift 2 ;;
     [!-]*) die "$1: give test, sample, or flags of train_gpt.py; --help lists them" ;;
 esac
@@ -114,20 +115,21 @@ fi
 set_up "$repo/requirements.txt"
 if has_nvidia; then
     plan=$(PYTHONPATH=${script%/*}${PYTHONPATH:+:$PYTHONPATH} "$python" -P "$repo/data/plan.py" \
-        "$@" 2>/dev/null) || plan='1 1 1 1 own'  # the script itself says what is wrong
-    read -r gpus processes most sequences data smaller <<<"$plan"
+        "$@" 2>/dev/null) || plan='1 1 1 1'  # the script itself says what is wrong
+    { read -r gpus processes most sequences smaller; data=$(cat); } <<<"$plan"
     [ "$smaller" != none ] || die "a GPU of 8 GB is the least for the record (docs/gpus.md);" \
         "--preset pocket trains a small model on this one"
     [ -z "$smaller" ] || { say "with $smaller, for this GPU's memory;" \
         "losses of shorter sequences do not compare (docs/gpus.md)"; set -- $smaller "$@"; }
 fi
 if [ "$gpus" = 0 ]; then
-    data=pocket
+    data=pocket.py
     given --preset || resumed || set -- --preset pocket --save_every 240 "$@"
     [ ! -r /proc/stat ] || [ -n "${OMP_NUM_THREADS-}" ] ||
         OMP_NUM_THREADS=$(limits_of_threads | sort -n | grep -m 1 -v '^0$')
 fi
-given --train_files || resumed || [ "$data" = own ] || "$python" "$repo/data/$data.py"
+given --train_files || resumed || [ -z "$data" ] ||
+    while read -r name shards; do "$python" "$repo/data/$name" ${shards:+"$shards"}; done <<<"$data"
 
 # glibc keeps freed memory. Asking for new pages costs 8 % of the pocket's time.
 : "${MALLOC_TRIM_THRESHOLD_=2147483647}" "${MALLOC_MMAP_MAX_=0}"

@@ -1,10 +1,13 @@
-"""How run.sh starts a script on this machine's GPUs; it prints one line of words for it.
+"""How run.sh starts a script on this machine's GPUs, in words that it prints.
 
-The words: GPUs, processes, processes that there could be, sequences of a step, data, and the flags
-that let the script fit a GPU of little memory. docs/gpus.md has the count behind them.
+The first line: GPUs, processes, processes that there could be, sequences of a step, and the flags
+that let the script fit a GPU of little memory. docs/gpus.md has the count behind them. Each further
+line is a script of this folder that makes its data.
 """
 
+import math
 import sys
+from pathlib import Path
 
 import torch
 
@@ -13,6 +16,8 @@ import train_gpt
 # (GiB of a GPU, into how many parts its sequences are cut). What the root was counted to hold at
 # its peak, and 1.5 GiB for CUDA, gaps between tensors and a screen.
 PARTS = [(21.7, 1), (13.3, 2), (9.2, 4), (6.5, 8)]
+FEWEST_SHARDS = 8  # of FineWeb, each of 100 million tokens; enough for most records
+PREFIXES = "data/fineweb10B/prefixes.npy"
 OWN_PLAN = ("--seq_lens", "--sequences_per_step", "--sequences_per_forward", "--resume")
 
 
@@ -32,10 +37,23 @@ def flags_that_fit(cfg, gib: float) -> str:
     return flags
 
 
+def scripts_of_data(cfg) -> list[str]:
+    """The scripts that make what the run reads, with their words; none for data of one's own."""
+    if "pocket" in cfg.train_files:
+        return ["pocket.py"]
+    if "fineweb" not in cfg.train_files:
+        return []
+    _, tokens = train_gpt.plan(cfg)
+    scripts = [f"fineweb.py {max(FEWEST_SHARDS, math.ceil(tokens / 1e8))}"]
+    made = (Path(__file__).parent.parent / PREFIXES).exists()
+    if getattr(cfg, "prefix_file", "") == PREFIXES and not made:
+        scripts.insert(0, "prefixes.py")
+    return scripts
+
+
 def main(argv: list[str]):
     cfg = train_gpt.parse_args(argv)
     gpus = torch.cuda.device_count()
-    data = next((name for name in ("pocket", "fineweb") if name in cfg.train_files), "own")
     most, flags = 1, ""
     if cfg.preset == "record":
         most = gpus
@@ -45,7 +63,8 @@ def main(argv: list[str]):
     if flags != "none":
         cfg = train_gpt.parse_args([*flags.split(), *argv])
     fits = [n for n in range(1, most + 1) if cfg.sequences_per_step % n == 0]
-    print(gpus, max(fits, default=1), most, cfg.sequences_per_step, data, flags)
+    print(gpus, max(fits, default=1), most, cfg.sequences_per_step, flags)
+    print(*scripts_of_data(cfg), sep="\n")
 
 
 if __name__ == "__main__":

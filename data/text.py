@@ -277,8 +277,8 @@ def main() -> None:
 
     print(f"{args.out}: {len(train):,} training and {len(val):,} validation tokens of "
           f"{documents:,} document(s)")
-    print("Train a laptop's model on it (on CUDA devices, without --preset pocket: the record's):\n"
-          + training_command(args.out, args.tokenizer, len(val)))
+    print("Train a laptop's model on it (on CUDA devices, the record's: with --repeat_data true in "
+          "place of --preset pocket):\n" + training_command(args.out, args.tokenizer, len(val)))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,11 @@ import os
 # Before torch is imported: sums are the same on every machine, and two cores do not fight.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import fcntl
 import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import host_gpu
 import numpy as np
@@ -91,26 +89,6 @@ def pytest_runtest_protocol():
 
 
 @pytest.fixture(scope="session")
-def build_once(tmp_path_factory):
-    """`build_once(name, build)`: a folder that one worker fills by build(folder), for all."""
-    base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # that of the whole session
-
-    def folder_of(name, build):
-        folder, whole = base / "built" / name, base / "built" / f"{name}.whole"
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(f"{folder}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not whole.exists():
-                build(folder)
-                whole.touch()
-        return folder
-
-    return folder_of
-
-
-@pytest.fixture(scope="session")
 def pocket_data():
     """The folder that holds pocket_train_*.bin and pocket_val_*.bin, built where it is missing."""
     subprocess.run([sys.executable, REPO / "data" / "pocket.py"], check=True, cwd=REPO)
@@ -139,6 +117,17 @@ def read_shard(path):
     return tokens
 
 
+@pytest.fixture(scope="session")
+def gpt2():
+    """tiktoken's encoding, which reads its files where TIKTOKEN_CACHE_DIR says."""
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:
+        pytest.skip(f"no network and no TIKTOKEN_CACHE_DIR with the gpt2 files: {error!r:.60}")
+
+
 @pytest.fixture
 def tiny_shards(tmp_path, write_shard):
     """`tiny_shards(counts, ...)` writes shards of seeded noise into tmp_path, in documents."""
@@ -160,9 +149,10 @@ def tiny_shards(tmp_path, write_shard):
 
 @pytest.fixture
 def call_tool(tmp_path_factory, monkeypatch, capsys):
-    """`call_tool(module, args, cwd, stdin=b"")` runs an imported script of data/."""
+    """`call_tool(module, args, cwd)` runs an imported script of data/; what it printed. With
+    `refused`, it has to end with code 2 and one line that has these parts."""
 
-    def call(module, args, cwd, stdin=b""):
+    def call(module, args, cwd, stdin=b"", refused=()):
         given = tmp_path_factory.mktemp("stdin") / "stdin"
         given.write_bytes(stdin)
         monkeypatch.chdir(cwd)
@@ -174,8 +164,10 @@ def call_tool(tmp_path_factory, monkeypatch, capsys):
                 module.run(module.main)
             except SystemExit as exit_:
                 code = exit_.code or 0
-        out, err = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+        printed, errors = capsys.readouterr()
+        assert (code, errors.count("\n")) == ((2, 1) if refused else (0, 0)), errors
+        assert all(part in errors for part in refused), errors
+        return printed
 
     return call
 

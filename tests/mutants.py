@@ -53,6 +53,8 @@ TABLE = {  # of each part: the fault, the text that is replaced, what is put the
         ("a small GPU among larger ones is not seen", "min(memory)", "max(memory)", "data/plan.py"),
         ("a step has fewer tokens on a small GPU",
          "sequences_per_step * parts", "sequences_per_step", "data/plan.py"),
+        ("a long run has the data of a short one",
+         "max(FEWEST_SHARDS, math.ceil(tokens / 1e8))", "FEWEST_SHARDS", "data/plan.py"),
         ("a record is planned by the root",
          "PYTHONPATH=${script%/*}$", "PYTHONPATH=$repo$", "run.sh"),
         ("of two records of one name the root runs", '[ -f "$script" ] || die', ": ||", "run.sh"),

@@ -23,21 +23,20 @@ class Block(NamedTuple):
 
     def commands(self) -> list[str]:
         """The lines of a shell's block, without comments' lines."""
-        if self.language != "sh":
-            return []
-        lines = self.text.replace("\\\n", " ").splitlines()
+        lines = self.text.splitlines() if self.language == "sh" else []
         return [line for line in lines if shlex.split(line, comments=True)]
 
 
 def tracked_files() -> list[str]:
     """The project's files; of a copy without git, all that are no caches, logs or data."""
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, text=True,
-                            capture_output=True, check=False)  # fmt: skip
-    if listed.returncode == 0:
-        return [name for name in sorted(set(listed.stdout.splitlines())) if (REPO / name).is_file()]
-    left_out = {".git", ".venv", "__pycache__", "logs", "pocket", "fineweb10B"}
-    names = [path.relative_to(REPO) for path in REPO.rglob("*") if path.is_file()]
-    return sorted(str(name) for name in names if not left_out & set(name.parts))
+                            capture_output=True)
+    names = listed.stdout.splitlines()
+    if listed.returncode:
+        left_out = {".git", ".venv", "__pycache__", "logs", "pocket", "fineweb10B"}
+        paths = [path.relative_to(REPO) for path in REPO.rglob("*")]
+        names = [str(path) for path in paths if not left_out & set(path.parts)]
+    return sorted({name for name in names if (REPO / name).is_file()})
 
 
 PAGES = [name for name in tracked_files() if name.endswith(".md") and ".github/" not in name]
@@ -73,17 +72,6 @@ def headings_of(page: str) -> set[str]:
     """The headings as links name them."""
     titles = re.findall(r"^#+ (.*)$", FENCE.sub("", text_of(page)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-def tables_of(page: str) -> list[list[list[str]]]:
-    """The cells of each table, row by row, the heading first."""
-    tables = re.findall(r"(?:^\|.*\|\n)+", text_of(page), re.MULTILINE)
-    found = []
-    for table in tables:
-        rows = [[cell.strip() for cell in line.strip("|").split("|")]
-                for line in table.splitlines()]  # fmt: skip
-        found.append([rows[0], *rows[2:]])
-    return found
 
 
 def path_from(page: str, link: str) -> Path:

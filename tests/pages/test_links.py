@@ -12,56 +12,41 @@ FILES = tracked_files()
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_headings(page):
-    lost = []
     for path, heading in links_of(page):
         target = path_from(page, path).resolve() if path else REPO / page
-        if not target.exists():
-            lost.append(path)
-        elif heading:
-            assert heading in headings_of(str(target.relative_to(REPO))), f"{path}#{heading}"
-    assert lost == []
+        assert target.exists(), path
+        known = headings_of(str(target.relative_to(REPO))) if heading else {""}
+        assert heading in known, f"{path}#{heading}"
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_named_in_the_text_exist(page):
     """Paths in backticks that begin with a folder of the project, or are files of its root."""
-    named = re.findall(r"`((?:(?:data|docs|records|tests)/)[\w./]*|\.ci/run|run\.sh)`",
-                       prose_of(page))  # fmt: skip
+    named = re.findall(r"`((?:data|docs|records|tests)/[\w./]*|\.ci/run|run\.sh)`", prose_of(page))
     made = {"data/pocket/", "data/fineweb10B/", "docs/pocket/", "data/pocket", "data/fineweb10B"}
-    lost = [path for path in named if path not in made and not (REPO / path).exists()
-            and not path_from(page, path).exists()]  # fmt: skip
-    assert lost == []
+    for path in set(named) - made:
+        assert (REPO / path).exists() or path_from(page, path).exists(), path
 
 
 def test_every_page_is_reached_from_the_front_page():
-    seen, waiting = set(), ["README.md"]
-    while waiting:
-        page = waiting.pop()
-        seen.add(page)
+    reached = ["README.md"]
+    for page in reached:  # which grows meanwhile
         for path, _ in links_of(page):
             target = path_from(page, path).resolve()
             target = target / "README.md" if target.is_dir() else target
-            name = str(target.relative_to(REPO)) if path else page
-            if name in PAGES and name not in seen:
-                waiting.append(name)
-    assert sorted(set(PAGES) - seen) == []
-
-
-
-def file_tree():
-    tree = re.search(r"<!-- files: begin -->\n```text\n(.*?)```", text_of("CONTRIBUTING.md"), re.S)
-    return [line.split(None, 1)[0] for line in tree[1].splitlines()]
-
-
-@pytest.mark.parametrize("name", file_tree())
-def test_the_file_tree_names_what_is_there(name):
-    assert (REPO / name).is_dir() if name.endswith("/") else name in FILES
+            name = str(target.relative_to(REPO))
+            if name in PAGES and name not in reached:
+                reached.append(name)
+    assert sorted(reached) == PAGES
 
 
 def test_the_file_tree_has_every_folder_and_each_file_of_the_root():
-    known = [*file_tree(), "*.md", "LICENSE", ".gitignore", ".github/*", "pyproject.toml",
-             "requirements-dev.txt", "tests/conftest.py", "tests/*_baseline.py"]  # fmt: skip
-    patterns = [name + "*" if name.endswith("/") else name for name in known]
-    patterns = [name for name in patterns if name not in ("tests/*", "records/ledger/..")]
+    tree = re.search(r"<!-- files: begin -->\n```text\n(.*?)```", text_of("CONTRIBUTING.md"), re.S)
+    named = [line.split()[0] for line in tree[1].splitlines()]
+    assert all((REPO / name).is_dir() == name.endswith("/") for name in named)
+    assert {name for name in named if not name.endswith("/")} <= set(FILES)
+    known = [*named, "*.md", "LICENSE", ".gitignore", ".github/*", "pyproject.toml",
+             "requirements-dev.txt", "tests/conftest.py", "tests/*_baseline.py"]
+    patterns = {name + "*" if name.endswith("/") else name for name in known}
     lost = [name for name in FILES if not any(fnmatch.fnmatch(name, one) for one in patterns)]
     assert lost == []

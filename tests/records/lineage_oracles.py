@@ -30,6 +30,7 @@ What the records leave open, and what is done here:
   its mean loss: what 8 ranks have. That up to #42 fewer ranks had larger gradients is left out.
 """
 
+import functools
 import importlib
 import math
 from pathlib import Path
@@ -56,6 +57,7 @@ def find_stations() -> dict:
     found = {}
     for number in sorted(numbers):
         found[number] = importlib.import_module(f"stations.station_{number}").Station()
+        found[number].number = number
     return found
 
 
@@ -129,19 +131,21 @@ def matrices(name: str, p: Tensor) -> list[Tensor]:
 
 
 def turned(x: Tensor, positions: Tensor, frequencies: list[float]) -> Tensor:
-    """Rotary embedding of x (T, K): channel j turns with channel j + K / 2 by position · ω_j."""
-    angles = torch.outer(positions.to(x), torch.tensor(frequencies, dtype=x.dtype))
-    (first, second), cos, sin = x.chunk(2, dim=-1), angles.cos(), angles.sin()
+    """Rotary embedding of heads (H, T, K) at positions (T,) or (H, T): channel j turns with channel
+    j + K / 2 by position · ω_j."""
+    angles = positions.to(x)[..., None] * torch.tensor(frequencies, dtype=x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos + second * sin, -first * sin + second * cos], dim=-1)
 
 
 class Station:
     """A public record: `Station()` as it was published, `Station(model_dim=64)` in other sizes."""
 
-    number: int
-    published: dict = {}  # check values, by what test_lineage_oracles.py asks for
-    run_lengths = (5,)  # scheduled steps of the tiny runs that our script is held to
-    tiny = dict(model_dim=32, head_dim=16)  # what they have of its sizes
+    number: int  # that of its file
+    published: dict = {}  # check values, by the names that test_lineage_oracles.py gives them
+    run_length = 5  # scheduled steps of the tiny run that our script is held to
+    tiny = dict(model_dim=32, head_dim=16)  # what it has of its sizes
     changed_lines = 150  # at most, of our script against its parent's
     # Steps and data
     num_iterations: int  # N, the steps that the schedules are made for
@@ -208,9 +212,7 @@ class Station:
     momentum_cooldown = 0  # last steps, over which momentum falls again
     freeze_steps = 0  # steps from a change of window on in which the scalars rest (#53)
     summed_loss = False  # a stream's loss is the sum over its tokens, not the mean
-    # Our script: what its flags are called here, and where its scalars and weights belong
-    flags = """seq_lens val_seq_len val_tokens val_every muon_lr cooldown_frac rope_base model_dim
-        head_dim eot_token"""
+    # Where the scalars and weights of our script belong
     our_scalars = {
         "lambdas": ("a", "b"), "x_lambda": ("a",), "attn.lambdas": ("lambda0", "lambda1"),
         "skip_weights": ("skip",), "skip_lambda": ("skip",), "smear_lambda": ("smear",),
@@ -227,11 +229,10 @@ class Station:
         return self.num_iterations + self.extension
 
     def settings(self) -> dict:
-        """The flags of our script's preset `record`."""
-        found = dict(
+        """The flags of our script's preset `record` that are called, or counted, otherwise here."""
+        return dict(
             num_iterations=self.total_steps(), sequences_per_step=self.streams, vocab_size=50_257,
             sequences_per_forward=64, embed_lr=self.adam_lr * self.adam["embed"])
-        return found | {name: getattr(self, name) for name in self.flags.split()}
 
     def now(self, step: int) -> dict:
         """What our script's schedule of a step is."""
@@ -353,6 +354,7 @@ class Station:
                 shapes[f"blocks.{layer}.{name}"] = shape
         return shapes
 
+    @functools.cached_property
     def scalar_indices(self) -> dict[str, list[int]]:
         """Where `scalars` has what, in lists of indices.
 
@@ -372,7 +374,7 @@ class Station:
 
     def initial_scalars(self) -> list[float]:
         """The initial `scalars`, padded by ones to a multiple of 8; constants in #5 and #8."""
-        indices = self.scalar_indices()
+        indices = self.scalar_indices
         used = sum(len(where) for where in indices.values())
         scalars = [1.0] * (-(-used // 8) * 8)
         for name, where in indices.items():
@@ -400,7 +402,7 @@ class Station:
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
     def scalar(self, weights, name: str, index: int = 0) -> Tensor:
-        return weights["scalars"][self.scalar_indices()[name][index]]
+        return weights["scalars"][self.scalar_indices[name][index]]
 
     def projected(self, weights, layer: int, u: Tensor, value_embed):
         """q, k and v (T, D) of a layer's normed input u, and the matrix O."""
@@ -418,31 +420,32 @@ class Station:
         return torch.ones(len(u), self.model_dim // self.head_dim)
 
     def keys(self, layer: int, k: Tensor) -> Tensor:
-        """A head's keys (T, K), after they have turned."""
+        """The heads' keys (H, T, K), after they have turned."""
         return k
 
-    def heads(self, layer: int, q, k, v, seen: Tensor, step: int) -> list[Tensor]:
-        """The outputs (T, K) of the heads, of whose q, k and v there are lists; seen (T, T)."""
+    def scores(self, layer: int, q: Tensor, k: Tensor, step: int) -> Tensor:
+        """What tokens are to each other, (H, T, T), before the mask."""
         frequencies, scale = self.rotary(step)
-        positions, outputs = torch.arange(len(seen)), []
-        for q_head, k_head, v_head in zip(q, k, v):
-            q_head = turned(self.norm(q_head), positions, frequencies)
-            k_head = self.keys(layer, turned(self.norm(k_head), positions, frequencies))
-            scores = (scale * q_head @ k_head.T).masked_fill(~seen, -math.inf)
-            outputs.append(scores.softmax(-1) @ v_head)
-        return outputs
+        positions = torch.arange(q.size(1))
+        q = turned(self.norm(q), positions, frequencies)
+        k = self.keys(layer, turned(self.norm(k), positions, frequencies))
+        return scale * q @ k.mT
+
+    def heads(self, layer: int, q, k, v, seen: Tensor, step: int) -> Tensor:
+        """The outputs of the heads, which are (H, T, K) as their q, k and v; seen (T, T)."""
+        scores = self.scores(layer, q, k, step)
+        return scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
 
     def attention(self, weights, layer: int, u: Tensor, value_embed, seen, step: int) -> Tensor:
         """The attention of a layer on its normed input u (T, D); value_embed (T, D)."""
         *qkv, W_O = self.projected(weights, layer, u, value_embed)
-        q, k, v = (x.split(self.head_dim, dim=1) for x in qkv)
-        gates = self.gates(weights, layer, u)
+        q, k, v = (x.unflatten(1, (-1, self.head_dim)).transpose(0, 1) for x in qkv)
         outputs = self.heads(layer, q, k, v, seen, step)
         outputs = self.without_own(weights, layer, outputs, v)
-        gated = [gates[:, head, None] * y for head, y in enumerate(outputs)]
-        return torch.cat(gated, dim=-1) @ W_O.T
+        gates = self.gates(weights, layer, u).T[..., None]
+        return (gates * outputs).transpose(0, 1).flatten(1) @ W_O.T
 
-    def without_own(self, weights, layer: int, outputs: list, v) -> list[Tensor]:
+    def without_own(self, weights, layer: int, outputs: Tensor, v: Tensor) -> Tensor:
         """The heads' outputs, some without what lies along a token's own value (#82 on)."""
         return outputs
 
@@ -545,12 +548,12 @@ class Station:
         return torch.stack(means).mean()
 
     def gradients(self, weights, streams: list[Stream], step: int):
-        """Of each weight, by name: the mean over streams of the gradient of the loss; None of the
+        """The mean of the loss over streams, and its gradient of each weight, by name: None of the
         embedding while the head is it too."""
         leaves = {name: p.detach().clone().requires_grad_() for name, p in weights.items()}
         loss = sum(self.training_loss(leaves, stream, step) for stream in streams) / len(streams)
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        return dict(zip(leaves, grads, strict=True))
+        return loss.item(), dict(zip(leaves, grads, strict=True))
 
     # ---- Optimizers
 

@@ -6,9 +6,8 @@ from stations import station_8
 
 
 class Station(station_8.Station):
-    number = 18
     published = dict(
-        parameters=275_742_772, at_last=(14, 7),
+        parameters=275_742_772, shorts={1: 1, 14: 7}, at_last=(14, 7),
         windows=[103, 206, 309, 412, 515, 618, 721, 824, 927, 1030, 1133, 1236, 1339])
     changed_lines = 370  # two months of public records; the pocket has rows of its own
     num_iterations = 1390
@@ -28,7 +27,6 @@ class Station(station_8.Station):
     muon_lr = 0.05
     cooldown_frac = 0.4
     momentum = (0.85, 0.95)
-    flags = station_8.Station.flags + " window_tokens"
 
     def settings(self):
         first = self.layers()[0]

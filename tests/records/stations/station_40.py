@@ -6,11 +6,9 @@ from stations import station_31
 
 
 class Station(station_31.Station):
-    number = 40
-    published = dict(
-        steps=2330, tokens=610.8, windows=[764, 1528, 2330], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5}, falls=1260, last_rate=0.1002, momentum_falls=2280,
-        highest_momentum=0.949667)
+    published = station_31.Station.published | dict(
+        steps=2330, tokens=610.8, windows=[764, 1528, 2330], at_last=(20, 6), falls=1260,
+        last_rate=0.1002, momenta=[0.85, 0.9, 0.949667, 0.948, 0.852], momentum_falls=2280)
     num_iterations = 2290
     extension = 40
     seq_lens = (32_768,)
@@ -29,7 +27,6 @@ class Station(station_31.Station):
     coefficients = POLAR_EXPRESS
     cooldown_frac = 0.45
     momentum_cooldown = 50
-    flags = station_31.Station.flags.replace("mlp_pattern", "momentum_cooldown")
 
     def settings(self):
         return super().settings() | dict(

@@ -4,7 +4,6 @@ import lineage_oracles
 
 
 class Station(lineage_oracles.Station):
-    number = 5
     published = dict(parameters=123_568_128)
     num_iterations = 5100
     streams = 512

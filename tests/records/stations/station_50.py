@@ -6,11 +6,10 @@ from stations import station_40, station_43
 
 
 class Station(station_43.Station):
-    number = 50
-    published = dict(
-        steps=2090, tokens=552.992768, windows=[684, 1367, 2050], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[684, 1367], falls=923,
-        peak=1.51, rates={1367: 1.208550}, scalars=48, multipliers=(2, 2, 4), momentum_falls=2040)
+    published = station_43.Station.published | dict(
+        steps=2090, tokens=552.992768, windows=[684, 1367, 2050], jumps=[684, 1367],
+        plateaus=[1, 1.51], falls=923, rates={1367: 1.208550}, last_rate=0.1, scalars=48,
+        multipliers=[2, 2, 4], momentum_falls=2040)
     num_iterations = 2050
     seq_lens = (16_384, 32_768, 49_152)
     attention_pattern = "SSSLSS.SSSL"
@@ -74,8 +73,8 @@ class Station(station_43.Station):
         """In layers with a long window they are offset, but for the first token's."""
         if self.attention_pattern[layer] != "L":
             return k
-        previous = torch.cat([k[:1], k[:-1]])
-        return torch.where(self.shifted(torch.arange(k.size(1))), previous, k)
+        previous = torch.cat([k[:, :1], k[:, :-1]], dim=1)
+        return torch.where(self.shifted(torch.arange(self.head_dim)), previous, k)
 
     def mlp(self, c_fc, c_proj, u):
         return (u @ c_fc.T).clamp(min=0) ** 2 @ c_proj

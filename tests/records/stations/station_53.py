@@ -4,16 +4,12 @@ from stations import station_50
 
 
 class Station(station_50.Station):
-    number = 53
-    published = dict(
-        steps=1920, tokens=508.428288, windows=[627, 1254, 1880], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[627, 1254], falls=847,
-        peak=1.52, rates={1254: 1.086828}, momentum_falls=1870, tied=(1254, 1253), scalars=40,
-        multipliers=(2, 2, 4),
-        target_weights={
-            313: [1.0, 0.5, 0.25 * (1 - 939 / 1880)], 627: [1.0, 0.499734], 940: [1.0, 0.25],
-            1253: [1.0, 0.000266]})
-    run_lengths = (5, 7)
+    published = station_50.Station.published | dict(
+        steps=1920, tokens=508.428288, windows=[627, 1254, 1880], jumps=[627, 1254],
+        plateaus=[1, 1.52], falls=847, rates={1254: 1.086828}, scalars=40, momentum_falls=1870,
+        tied=(1254, 1253), frozen=[627, 667, 1254, 1294, 1880],
+        fading={313: 0.125133, 627: 0.499734, 940: 0.25, 1253: 0.000266})
+    run_length = 7
     num_iterations = 1880
     fp8_divisors = (100 / 448, 1.5 / 448, 0.75 / 448)
     layer_scalars = (("a",), ("lambda0", "lambda1"))
@@ -24,7 +20,6 @@ class Station(station_50.Station):
     betas = {"scalars": (0.9, 0.99)}
     rate_stages = (1.0, 1.52, 1.73)
     freeze_steps = 40
-    flags = station_50.Station.flags + " freeze_steps"
     our_weights = station_50.Station.our_weights | {"x0_lambda": "x0_lambdas"}
 
     def now(self, step):

@@ -5,15 +5,12 @@ from stations import station_62, station_70
 
 
 class Station(station_70.Station):
-    number = 77
-    published = dict(
-        steps=1490, tokens=395.837440, windows=[483, 967, 1450], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[483, 967], falls=581, peak=1.52, last_rate=0.15,
-        rates={581: 1.518425, 966: 0.912161, 967: 1.027172, 1449: 0.151816},
+    published = station_70.Station.published | dict(
+        steps=1490, tokens=395.837440, windows=[483, 967, 1450], jumps=[483, 967], falls=581,
+        rates={581: 1.518425, 966: 0.912161, 967: 1.027172, 1449: 0.151816}, last_rate=0.15,
         momentum_falls=1440, tied=(968, 967), adam_steps=(745, 484), scalars=32,
-        multipliers=(1, 2, 4),
-        target_weights={482: [1.0, 0.5, 5.176e-4], 966: [1.0, 1.0331e-3]})
-    run_lengths = (7,)
+        fading={482: 5.176e-4, 966: 1.0331e-3})
+    run_length = 7
     num_iterations = 1450
     first_document = 896
     cooldown_frac = 0.6

@@ -7,15 +7,11 @@ from stations import station_77
 
 
 class Station(station_77.Station):
-    number = 80
-    published = dict(
-        steps=1480, tokens=393.216, windows=[480, 960, 1440], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[480, 960], falls=577, peak=1.52, last_rate=0.15,
+    published = station_77.Station.published | dict(
+        steps=1480, tokens=393.216, windows=[480, 960, 1440], jumps=[480, 960], falls=577,
         rates={577: 1.518414, 959: 0.912697, 960: 1.027778, 1439: 0.151829},
-        momentum_falls=1430, tied=(962, 961), adam_steps=(740, 481), scalars=32,
-        multipliers=(1, 2, 4),
-        target_weights={479: [1.0, 0.5, 5.208e-4], 959: [1.0, 1.0417e-3]})
-    run_lengths = (6,)
+        momentum_falls=1430, tied=(962, 961), adam_steps=(740, 481),
+        fading={479: 5.208e-4, 959: 1.0417e-3})
     num_iterations = 1440
     second_beta = 0.9
     uniform = {"qk_w": 0.5, "vo_w": 0.5, "c_fc": 0.5}

@@ -5,14 +5,10 @@ from stations import station_85
 
 
 class Station(station_85.Station):
-    number = 88
-    published = dict(
-        steps=1285, tokens=338.821120, windows=[423, 847, 1270], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[423, 847], falls=509, peak=1.52, last_rate=0.15,
+    published = station_85.Station.published | dict(
+        steps=1285, tokens=338.821120, windows=[423, 847, 1270], jumps=[423, 847], falls=509,
         rates={507: 1.52, 509: 1.518202, 846: 0.912310, 847: 1.027087, 1269: 0.152073},
-        momentum_falls=1235, tied=(848, 847), adam_steps=(642, 424), scalars=24,
-        multipliers=(1, 2, 4), target_weights={})
-    run_lengths = (7,)
+        momentum_falls=1235, tied=(848, 847), adam_steps=(642, 424))
     num_iterations = 1270
     prefixes = None  # of each token its prefix, or -1
 

@@ -118,16 +118,14 @@ def kind_of(name: str) -> str:
     return parts[-1] if parts[0] == "blocks" else parts[0]
 
 
-def matrices(name: str, p: Tensor) -> list[Tensor]:
-    """The matrices of a parameter, as views: Q, K, V and O, each (out, in), of qkvo_w, those of a
-    bank (#80 on), or itself.
+def matrices(name: str, p: Tensor) -> Tensor:
+    """A parameter's matrices, (B, out, in), as a view: Q, K, V and O of qkvo_w, those of a bank
+    (#80 on), or itself.
     All three public shapes of qkvo_w have the same entries in the same order in memory."""
     if kind_of(name) in ("qk_w", "vo_w"):
-        return list(p.unbind(0))
-    if not name.endswith("qkvo_w"):
-        return [p]
+        return p
     width = math.isqrt(p.numel() // 4)
-    return list(p.view(4, width, width).unbind(0))
+    return p.view(4, width, width) if name.endswith("qkvo_w") else p[None]
 
 
 def turned(x: Tensor, positions: Tensor, frequencies: list[float]) -> Tensor:
@@ -137,6 +135,11 @@ def turned(x: Tensor, positions: Tensor, frequencies: list[float]) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos + second * sin, -first * sin + second * cos], dim=-1)
+
+
+def size_of(X: Tensor) -> Tensor:
+    """The Frobenius norm of each matrix, (..., 1, 1)."""
+    return X.square().sum((-2, -1), keepdim=True).sqrt()
 
 
 class Station:
@@ -372,14 +375,11 @@ class Station:
             indices[name] = [place]
         return indices
 
-    def initial_scalars(self) -> list[float]:
-        """The initial `scalars`, padded by ones to a multiple of 8; constants in #5 and #8."""
-        indices = self.scalar_indices
-        used = sum(len(where) for where in indices.values())
-        scalars = [1.0] * (-(-used // 8) * 8)
-        for name, where in indices.items():
-            for index in where:
-                scalars[index] = self.initial_values[name]
+    def initial_scalars(self) -> Tensor:
+        """The initial `scalars`; constants in #5 and #8."""
+        scalars = torch.zeros(sum(map(len, self.scalar_indices.values())))
+        for name, where in self.scalar_indices.items():
+            scalars[where] = self.initial_values[name]
         return scalars
 
     def initial_distributions(self, name: str) -> list[tuple[str, float]]:
@@ -507,7 +507,7 @@ class Station:
 
     def stream_logits(self, weights, stream: Stream, windows, step: int) -> Tensor:
         """Logits (T, V) of a stream at a step, or in its validation; windows long and short."""
-        weights = {"scalars": torch.tensor(self.initial_scalars()), **weights}
+        weights = {"scalars": self.initial_scalars(), **weights}
         seen = self.masks(np.cumsum(stream.inputs == self.eot_token), windows)
         tokens = torch.as_tensor(stream.inputs)
         x0 = self.embedded(weights, tokens, step)
@@ -573,27 +573,27 @@ class Station:
         return self.muon_lr * self.shape_factor(*shape[-2:]) * self.muon_factors.get(kind, 1)
 
     def optimizer_state(self, weights) -> dict:
-        """State before the first step, by name: of Adam a dict, of Muon a list, a dict a matrix."""
+        """State before the first step, by name."""
         state = {}
         for name, p in weights.items():
             if self.is_muon(name):
-                parts = matrices(name, p)
-                state[name] = [dict(mean=torch.zeros_like(x), second=0.0) for x in parts]
+                state[name] = dict(mean=torch.zeros_like(matrices(name, p)), second=0.0)
             else:
                 zeros = {key: torch.zeros_like(p) for key in ("sum", "mean", "square")}
                 state[name] = dict(zeros, count=0)
         return state
 
     def scaled(self, X: Tensor) -> Tensor:
-        return X / (X.norm() + 1e-7)
+        return X / (size_of(X) + 1e-7)
 
     def orthogonalize(self, u: Tensor) -> Tensor:
-        """Nearly the closest semi-orthogonal matrix to u, by Newton-Schulz iterations."""
-        X = self.scaled(u.T if u.size(0) > u.size(1) else u)
+        """Nearly the closest semi-orthogonal matrix to each u, by Newton-Schulz iterations."""
+        is_tall = u.size(-2) > u.size(-1)
+        X = self.scaled(u.mT if is_tall else u)
         for a, b, c in self.coefficients:
-            A = X @ X.T
+            A = X @ X.mT
             X = a * X + (b * A + c * A @ A) @ X
-        return X.T if u.size(0) > u.size(1) else X
+        return X.mT if is_tall else X
 
     def nesterov(self, grad: Tensor, state: dict, momentum: float) -> Tensor:
         """Muon's momentum, a sum, with one step ahead."""
@@ -601,11 +601,11 @@ class Station:
         return grad + momentum * state["mean"]
 
     def muon_change(self, U: Tensor, p: Tensor, state: dict, factor: float) -> Tensor:
-        """What is subtracted from a matrix, in units of its rate."""
+        """What is subtracted from matrices, in units of their rate."""
         return U
 
     def muon_step(self, p: Tensor, grad: Tensor, state: dict, step: int, lr: float) -> None:
-        """Move one matrix p, in place, at its rate lr; its gradient, its state."""
+        """Move matrices p (B, out, in), in place, at their rate lr; their gradients, their state."""
         factor = self.rate_factor(step)
         U = self.orthogonalize(self.nesterov(grad, state, self.muon_momentum(step)))
         p -= lr * factor * self.muon_change(U, p, state, factor)
@@ -630,9 +630,8 @@ class Station:
         for name, p in weights.items():
             lr = self.rate(name, tuple(p.shape))
             if self.is_muon(name):
-                of_grads = matrices(name, grads[name].contiguous())
-                for matrix, grad, own in zip(matrices(name, p), of_grads, state[name]):
-                    self.muon_step(matrix, grad, own, step, lr)
+                grad = matrices(name, grads[name].contiguous())
+                self.muon_step(matrices(name, p), grad, state[name], step, lr)
                 continue
             if name == "embed.weight" and self.tied(step):
                 continue

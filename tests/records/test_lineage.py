@@ -47,7 +47,7 @@ def random_shards(count, size, seed=0):
 def public(station, model, grads=False):
     """Weights, or gradients, under the public names, in float64. Our layers count from 0."""
     where, shapes = station.scalar_indices, station.parameter_shapes()
-    scalars = torch.tensor(station.initial_scalars()).double() * (not grads)
+    scalars = station.initial_scalars().double() * (not grads)
     weights = {"scalars": [scalars]} if "scalars" in shapes else {}
     for name, p in model.named_parameters():
         x = (p.grad if grads else p.detach()).double().clone()
@@ -105,7 +105,7 @@ def test_parameters_begin_as_the_published_ones(record):
     assert {k: tuple(v.shape) for k, v in found.items()} == station.parameter_shapes()
     for name, p in found.items():
         if name == "scalars":
-            assert p.float().equal(torch.tensor(station.initial_scalars()))
+            assert p.float().equal(station.initial_scalars())
             continue
         distributions = station.initial_distributions(name)
         pairs = zip(matrices(name, p), distributions, strict=True)

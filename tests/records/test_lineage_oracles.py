@@ -68,17 +68,17 @@ def figures_of_steps(station):
 
 
 def figures_of_weights(station):
-    shapes, layer = station.parameter_shapes(), station.block_shapes(3)
+    layer = station.block_shapes(3)
     attention = next(name for name in layer if name.startswith("attn.q"))
     multipliers = []
     for name in (attention, "mlp.c_fc", "mlp.c_proj"):
         multipliers.append(station.rate(f"blocks.3.{name}", layer[name]) / station.muon_lr)
     decays, published = {}, station.published.get("decays", ())
-    for name in shapes:  # by so many millionths a step of Adam decays at the full rate
+    for name in station.parameter_shapes():  # by so many millionths a step of Adam decays at the full rate
         kind = kind_of(name)
         if kind in published:
             decays[kind] = 1e6 * station.decays.get(kind, 0.0) * station.rate(name, ()) ** 2
-    return dict(scalars=shapes["scalars"][0], multipliers=multipliers, decays=decays)
+    return dict(multipliers=multipliers, decays=decays)
 
 
 @since(18)

@@ -61,7 +61,7 @@ class Station(station_8.Station):
         return torch.from_numpy(seen & self.near(i, j, window))
 
     def parameter_shapes(self):
-        shapes = super().parameter_shapes() | dict(scalars=(len(self.initial_scalars()),))
+        shapes = super().parameter_shapes() | dict(scalars=self.initial_scalars().shape)
         for table in sorted(set(self.value_embed_pattern) - {"."}):
             shapes[f"value_embeds.{table}.weight"] = (self.table_rows, self.model_dim)
         return shapes

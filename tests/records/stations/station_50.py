@@ -8,7 +8,7 @@ from stations import station_40, station_43
 class Station(station_43.Station):
     published = station_43.Station.published | dict(
         steps=2090, tokens=552.992768, windows=[684, 1367, 2050], jumps=[684, 1367],
-        plateaus=[1, 1.51], falls=923, rates={1367: 1.208550}, last_rate=0.1, scalars=48,
+        plateaus=[1, 1.51], falls=923, rates={1367: 1.208550}, last_rate=0.1,
         multipliers=[2, 2, 4], momentum_falls=2040)
     num_iterations = 2050
     seq_lens = (16_384, 32_768, 49_152)
@@ -24,7 +24,7 @@ class Station(station_43.Station):
     decays = {"embed": 0.005, "value_embeds": 0.005, "lm_head": 0.005}
     muon_lr = 0.023
     muon_factors = {"c_proj": 2}
-    second_axis = 1
+    second_axis = -1
     cooldown_frac = 0.55
     rate_stages = (1.0, 1.51, 1.93)  # factor of the rates in each third of N
 

@@ -13,7 +13,7 @@ class Station(station_58.Station):
     published = station_58.Station.published | dict(
         steps=1600, tokens=424.673280, windows=[520, 1040, 1560], jumps=[521, 1041], falls=703,
         rates={702: 1.52, 1039: 0.962261, 1040: 0.960606, 1041: 1.085979, 1559: 0.101900},
-        momentum_falls=1550, tied=(1042, 1041), scalars=51, multipliers=[1, 2, 4], fading={})
+        momentum_falls=1550, tied=(1042, 1041), multipliers=[1, 2, 4], fading={})
     num_iterations = 1560
     bf16 = station_58.Station.bf16 | {"bigram_embed"}
     layer_scalars = (("a",), ("lambda0", "lambda1"), ("bigram",))
@@ -31,12 +31,6 @@ class Station(station_58.Station):
     def parameter_shapes(self):
         return super().parameter_shapes() | {
             "bigram_embed.weight": (self.bigram_rows, self.model_dim)}
-
-    def initial_scalars(self):
-        """Padded as if the factors of the bigrams were not there."""
-        used = sum(len(where) for where in self.scalar_indices.values())
-        padding = -(used - len(self.attention_pattern)) % 8
-        return super().initial_scalars()[:used] + [1.0] * padding
 
     def rows_read(self, tokens):
         """The first token has the last row. To the second one the number of that row is the token

@@ -1,14 +1,14 @@
 """#77 SimplifyHC: factors of each half of a layer; late attention reads one saved activation;
 documents are shorter at first, and rates end higher (#72)."""
 
-from stations import station_62, station_70
+from stations import station_70
 
 
 class Station(station_70.Station):
     published = station_70.Station.published | dict(
         steps=1490, tokens=395.837440, windows=[483, 967, 1450], jumps=[483, 967], falls=581,
         rates={581: 1.518425, 966: 0.912161, 967: 1.027172, 1449: 0.151816}, last_rate=0.15,
-        momentum_falls=1440, tied=(968, 967), adam_steps=(745, 484), scalars=32,
+        momentum_falls=1440, tied=(968, 967), adam_steps=(745, 484),
         fading={482: 5.176e-4, 966: 1.0331e-3})
     run_length = 7
     num_iterations = 1450
@@ -34,10 +34,6 @@ class Station(station_70.Station):
         layers = len(self.attention_pattern)
         return super().parameter_shapes() | dict(
             resid_lambdas=(layers, 2), post_lambdas=(layers, 2), bigram_lambdas=(layers,))
-
-    def initial_scalars(self):
-        """Padded to a multiple of 8 again."""
-        return super(station_62.Station, self).initial_scalars()
 
     def bigrams(self, weights, tokens):
         return weights["bigram_embed.weight"][self.rows_read(tokens)["bigram_embed"]]

@@ -1,8 +1,7 @@
 """#80 PairedHeadMuon: queries and keys are orthogonalised by pairs of heads; moments of a wide
 matrix are by column, and shorter (#78)."""
 
-import torch
-from lineage_oracles import kind_of, matrices
+from lineage_oracles import kind_of
 from stations import station_77
 
 
@@ -35,10 +34,9 @@ class Station(station_77.Station):
         return drawn
 
     def projected(self, weights, layer, u, value_embed):
-        pairs = matrices("qk_w", weights[f"blocks.{layer}.attn.qk_w"])
-        W_V, W_O = matrices("vo_w", weights[f"blocks.{layer}.attn.vo_w"])
-        half = len(pairs) // 2
-        W_Q, W_K = torch.cat(pairs[:half]), torch.cat(pairs[half:])
+        bank = weights[f"blocks.{layer}.attn.qk_w"].flatten(0, 1)
+        W_Q, W_K = bank.chunk(2)
+        W_V, W_O = weights[f"blocks.{layer}.attn.vo_w"]
         lambda0 = self.scalar(weights, "lambda0", layer)
         q, k, v = (u @ (lambda0 * W).T for W in (W_Q, W_K, W_V))
         if value_embed is not None:
@@ -47,4 +45,4 @@ class Station(station_77.Station):
 
     def moments_axis(self, U):
         """One for each column where rows are fewer, else for each row."""
-        return 0 if U.size(0) < U.size(1) else 1
+        return -2 if U.size(-2) < U.size(-1) else -1

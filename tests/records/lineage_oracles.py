@@ -17,7 +17,7 @@ What the records leave open, and what is done here:
 - Epsilon of the norm is 2^-23, what a script in fp32 or bf16 has, also in float64. Up to #19 it is
   that of the type.
 - Weights' names and shapes follow the records, other sizes than theirs by the same rule: the
-  scalars of n layers are n entries of each kind, padded by ones to a multiple of 8.
+  scalars of n layers are n entries of each kind, without the padding at their end.
   From #50 on there is one skip, whatever the layers.
 - A long window of one block has a short one of one block, in all records.
 - A run so short that momentum's warm-up meets its cooldown: the warm-up has precedence.
@@ -605,7 +605,7 @@ class Station:
         return U
 
     def muon_step(self, p: Tensor, grad: Tensor, state: dict, step: int, lr: float) -> None:
-        """Move matrices p (B, out, in), in place, at their rate lr; their gradients, their state."""
+        """Move matrices p (B, out, in), in place, at their rate lr."""
         factor = self.rate_factor(step)
         U = self.orthogonalize(self.nesterov(grad, state, self.muon_momentum(step)))
         p -= lr * factor * self.muon_change(U, p, state, factor)

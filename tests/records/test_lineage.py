@@ -120,7 +120,7 @@ def test_parameters_begin_as_the_published_ones(record):
                 assert part.std().item() == pytest.approx(size, rel=0.02), name
 
 
-@held_since(8)
+@held_since(62)
 def test_a_stream_reads_the_published_rows_of_each_table(record):
     """Of tables as long as the record's."""
     station, script, found = record.station, load(record.folder), {}
@@ -323,7 +323,7 @@ class HeldRun:
 
 @held
 def test_a_whole_run_takes_the_published_steps(record):
-    """The loop itself, every step of it: windows, losses, gradients, both optimizers, validation."""
+    """Each step of the loop: windows, losses, gradients, both optimizers, validation."""
     steps = record.station.run_length
     with in_float64():
         run = HeldRun(record, steps)

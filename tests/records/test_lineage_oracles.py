@@ -74,7 +74,7 @@ def figures_of_weights(station):
     for name in (attention, "mlp.c_fc", "mlp.c_proj"):
         multipliers.append(station.rate(f"blocks.3.{name}", layer[name]) / station.muon_lr)
     decays, published = {}, station.published.get("decays", ())
-    for name in station.parameter_shapes():  # by so many millionths a step of Adam decays at the full rate
+    for name in station.parameter_shapes():  # of Adam at the full rate, in millionths
         kind = kind_of(name)
         if kind in published:
             decays[kind] = 1e6 * station.decays.get(kind, 0.0) * station.rate(name, ()) ** 2

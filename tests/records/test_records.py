@@ -5,7 +5,6 @@ test_lineage.py; what float64 leaves out, types, FP8 and ranks, is here. The har
 banner is the root's, and is tested there; `verify` compares its bytes, and who is whose parent.
 """
 
-import copy
 import functools
 import math
 import re
@@ -240,10 +239,9 @@ class Exchange:
         return self.collect(x, async_op, lambda parts: [r.copy_(p) for r, p in zip(rows, parts)])
 
 
-def steps_of_a_rank(script, model, grads, state=None, rank=0, dist=None):
+def steps_of_a_rank(script, cfg, grads, state=None, rank=0, dist=None):
     """Weights by name and the whole state after some steps, from a whole state if one is given."""
-    model, cfg = copy.deepcopy(model), model.cfg
-    ranks = script.Ranks(cfg)
+    model, ranks = make_model(script, cfg).double(), script.Ranks(cfg)
     if dist:
         ranks.rank, ranks.world_size, dist.mine.rank = rank, dist.world_size, rank
     optimizers = script.build_optimizers(model, cfg, ranks)
@@ -262,16 +260,16 @@ def steps_of_a_rank(script, model, grads, state=None, rank=0, dist=None):
 
 def test_ranks_together_step_as_one_does(script, monkeypatch):
     """Five, which do not divide the MLP's matrices, from the state of one."""
-    dist = Exchange(5)
+    cfg, dist = tiny_flags(script), Exchange(5)
     with in_float64():
-        model = make_model(script, tiny_flags(script)).double()
+        model = make_model(script, cfg)
         first, then = ({step: random_grads(model, step) for step in steps}
                        for steps in ((0, 1), (2, 3)))
-        _, state = steps_of_a_rank(script, model, first)
-        expected = steps_of_a_rank(script, model, then, state)
+        _, state = steps_of_a_rank(script, cfg, first)
+        expected = steps_of_a_rank(script, cfg, then, state)
         monkeypatch.setattr(script, "dist", dist)
         with ThreadPoolExecutor(5) as threads:
-            found = [threads.submit(steps_of_a_rank, script, model, then, state, rank, dist)
+            found = [threads.submit(steps_of_a_rank, script, cfg, then, state, rank, dist)
                      for rank in range(5)]
     for future in found:
         torch.testing.assert_close(future.result(), expected, rtol=1e-9, atol=1e-12)

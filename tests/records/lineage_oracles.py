@@ -17,7 +17,7 @@ What the records leave open, and what is done here:
 - Epsilon of the norm is 2^-23, what a script in fp32 or bf16 has, also in float64. Up to #19 it is
   that of the type.
 - Weights' names and shapes follow the records, other sizes than theirs by the same rule: the
-  scalars of n layers are n entries of each kind, without the padding at their end.
+  of scalars, which are one vector there, each kind has an entry a layer here, used or not.
   From #50 on there is one skip, whatever the layers.
 - A long window of one block has a short one of one block, in all records.
 - A run so short that momentum's warm-up meets its cooldown: the warm-up has precedence.
@@ -30,7 +30,6 @@ What the records leave open, and what is done here:
   its mean loss: what 8 ranks have. That up to #42 fewer ranks had larger gradients is left out.
 """
 
-import functools
 import importlib
 import math
 from pathlib import Path
@@ -80,33 +79,29 @@ def packed_streams(shards, lengths, streams: int, eot: int, max_document: dict):
     """The rule of #29 and after: whole documents one after another, each clipped, until T + 1. The
     rest of the last one is left. A step that a shard cannot fill is made of the next one.
     max_document: the tokens that a document is clipped to, by T."""
-    shards, tokens, begins, index = iter(shards), (), [], 0
-    for length in lengths:
-        rest = length, streams, max_document[length]
-        while (packed := _packed_step(tokens, begins, index, *rest)) is None:
-            tokens, index = next(shards, None), 0
-            if tokens is None:
-                return
-            begins = [i for i in range(len(tokens)) if tokens[i] == eot]
-        step, index = packed
-        yield step
+    lengths = list(lengths)
+    for tokens in shards:
+        begins = [i for i in range(len(tokens)) if tokens[i] == eot]
+        documents = zip(begins, [*begins[1:], len(tokens)])
+        while lengths:
+            step = []
+            for _ in range(streams):
+                step.append(_packed(tokens, documents, lengths[0], max_document[lengths[0]]))
+            if None in step:
+                break
+            yield step
+            lengths.pop(0)
 
 
-def _packed_step(tokens, begins, index, length, streams, max_document):
-    """A step's Streams and the next document's index, or None where the documents are used up."""
-    step = []
-    for _ in range(streams):
-        packed = []
-        while len(packed) <= length:
-            if index == len(begins):
-                return None
-            first = begins[index]
-            following = begins[index + 1] if index + 1 < len(begins) else len(tokens)
-            last = min(following, first + max_document, first + length - len(packed) + 1)
-            packed.extend(int(token) for token in tokens[first:last])
-            index += 1
-        step.append(stream_at(packed, 0, length))
-    return step, index
+def _packed(tokens, documents, length, max_document):
+    """A Stream of the next documents, or None where they are used up."""
+    packed = []
+    for first, last in documents:
+        last = min(last, first + max_document, first + length - len(packed) + 1)
+        packed.extend(int(token) for token in tokens[first:last])
+        if len(packed) > length:
+            return stream_at(packed, 0, length)
+    return None
 
 
 # ---- Parts of a model -------------------------------------------------------
@@ -143,7 +138,8 @@ def size_of(X: Tensor) -> Tensor:
 
 
 class Station:
-    """A public record: `Station()` as it was published, `Station(model_dim=64)` in other sizes."""
+    """A public record: `Station()` as it was published, `Station(model_dim=64)` in other sizes.
+    The values are those of #5."""
 
     number: int  # that of its file
     published: dict = {}  # check values, by the names that test_lineage_oracles.py gives them
@@ -151,14 +147,14 @@ class Station:
     tiny = dict(model_dim=32, head_dim=16)  # what it has of its sizes
     changed_lines = 150  # at most, of our script against its parent's
     # Steps and data
-    num_iterations: int  # N, the steps that the schedules are made for
+    num_iterations = 5100  # N, the steps that the schedules are made for
     extension = 0  # E, the steps after them
-    streams: int  # sequences of a step, one for each of the public ranks
-    seq_lens: tuple[int, ...]  # tokens of a stream, in each third of N if there are 3
+    streams = 512  # sequences of a step, one for each of the public ranks
+    seq_lens = (1024,)  # tokens of a stream, in each third of N if there are 3
     max_document = 2048  # tokens of a document that are used (#31 on)
     first_document: int | None = None  # the same in the first third, where it differs (#77 on)
     eot_token = 50_256  # opens each document
-    val_seq_len: int
+    val_seq_len = 1024
     val_tokens = 10_485_760
     val_every = 125
     # Windows, in blocks; the short one is half of the long one, rounded down
@@ -166,7 +162,7 @@ class Station:
     window_tokens = 1728  # what the long window grows to (#18 to #28)
     windows = (3, 7, 11, 13)  # long, in each third of N, and at last (#31 on)
     final_window = 13  # long, in the last validation (#31 on)
-    rope_base: int  # inverse of the lowest frequency
+    rope_base = 10_000  # inverse of the lowest frequency
     attention_scale: float | None = None  # of the scores at the beginning; else K^-½
     # Model
     model_dim = 768
@@ -179,38 +175,40 @@ class Station:
     sign_rows = 8192  # of the table of signs (#83 on)
     composed_window = 112  # tokens that composed heads see (#85 on)
     gate_inputs = 12  # channels that a gate sees
-    attention_pattern: str  # a letter a layer: long window, short, . none
+    attention_pattern = "L" * 12  # a letter a layer: long window, short, . none
     mlp_pattern = "MMMMMMMMMMMM"  # . where a layer has none; one with neither is not there
-    value_embed_pattern: str  # value table of each layer
+    value_embed_pattern = "." * 12  # value table of each layer
     skips: tuple[tuple[int, int], ...] = ()  # pairs (into, from) of layers, as their scalars are
     backout_layer: int | None = None  # whose output is taken from the last one's (#40 on)
     norm_eps: float | None = None  # else that of the type
     fp8_divisors: tuple[float, ...] = ()  # of x, w and gradient (#19 on)
     bf16 = frozenset()  # kinds of parameters that are kept in bf16
-    layer_scalars = (("skip",), ("a", "b"), ("lambda0", "lambda1"))  # one a layer, in turns
-    model_scalars: tuple[str, ...] = ()
-    initial_values = dict(skip=1.0, a=1.0, b=0.0, lambda0=1.0, lambda1=0.5, smear=0.0, backout=0.5)
+    # Scalars by their kinds, and what they begin as: weights of the skips, from #40 on before the
+    # sigmoid; of the residual stream, and of x0 (b); of values, and value embedding (lambda0 and 1;
+    # from #50 on of W_QKV and W_O); of smear, backout and bigrams. In #5 and #8 they are constants
+    scalars = dict(skip=1.0, a=1.0, b=0.0, lambda0=1.0, lambda1=0.5)
     # Uniform within √3 · this · D^-½, by kind; `normal` ones with this std; all others are zero
     uniform = {"embed": 3**-0.5, "qkvo_w": 3**-0.5, "c_fc": 3**-0.5}
     normal: dict[str, float] = {}
     constant: dict[str, float] = {}  # what all entries of a kind begin as
+    draws_output = False  # whether O is drawn as Q, K and V are; it is zero
     # Optimizers
     adam_lr = 0.008
-    adam: dict[str, float]  # factors of adam_lr by kind; what is not here, Muon steps
-    adam_betas: tuple[float, float]
+    adam = {"embed": 0.45}  # factors of adam_lr by kind; what is not here, Muon steps
+    adam_betas = (0.9, 0.95)
     betas: dict[str, tuple[float, float]] = {}  # by kind, where they are not adam_betas
     adam_eps = 1e-8
     scaled_eps = True  # it is multiplied by what corrects the root of the mean square
     decays: dict[str, float] = {}  # of Adam, by kind
     strict_decay = False  # what does not change decays not
-    muon_lr: float
+    muon_lr = 0.00036
     muon_factors: dict[str, float] = {}  # of muon_lr by kind, where they are not 1
     muon_decay = 0.0
     second_beta = 0.95  # of the second moments of NorMuon (#43 on)
     coefficients = NEWTON_SCHULZ
-    cooldown_frac: float
-    final_lr_frac: float
-    momentum: tuple[float, float]
+    cooldown_frac = 1450 / 5100
+    final_lr_frac = 0.0
+    momentum = (0.95, 0.95)  # before its warm-up and after it
     momentum_warmup = 300
     momentum_cooldown = 0  # last steps, over which momentum falls again
     freeze_steps = 0  # steps from a change of window on in which the scalars rest (#53)
@@ -236,12 +234,6 @@ class Station:
         return dict(
             num_iterations=self.total_steps(), sequences_per_step=self.streams, vocab_size=50_257,
             sequences_per_forward=64, embed_lr=self.adam_lr * self.adam["embed"])
-
-    def now(self, step: int) -> dict:
-        """What our script's schedule of a step is."""
-        return dict(
-            lr_factor=self.rate_factor(step), momentum=self.muon_momentum(step),
-            seq_len=self.seq_len(step))
 
     # ---- Data and schedules
 
@@ -357,43 +349,23 @@ class Station:
                 shapes[f"blocks.{layer}.{name}"] = shape
         return shapes
 
-    @functools.cached_property
-    def scalar_indices(self) -> dict[str, list[int]]:
-        """Where `scalars` has what, in lists of indices.
+    def initial_scalars(self) -> dict[str, Tensor]:
+        """An entry a layer of each kind."""
+        layers = len(self.attention_pattern)
+        return {name: torch.full((layers,), value) for name, value in self.scalars.items()}
 
-        skip: weights of the skips, up to #31 as they are, later before the sigmoid; a, b: of the
-        residual stream and of x0, a layer each (b of #53: x0_lambdas); lambda0, lambda1: of values
-        and value embedding, since #50 of W_QKV and W_O, a layer each; smear; backout.
-        """
-        indices, start = {}, 0
-        for group in self.layer_scalars:
-            end = start + len(group) * len(self.attention_pattern)
-            for place, name in enumerate(group):
-                indices[name] = list(range(start + place, end, len(group)))
-            start = end
-        for place, name in enumerate(self.model_scalars, start):
-            indices[name] = [place]
-        return indices
+    def kind(self, name: str) -> str:
+        """Of which kind a parameter is; the scalars are one."""
+        return "scalars" if name in self.scalars else kind_of(name)
 
-    def initial_scalars(self) -> Tensor:
-        """The initial `scalars`; constants in #5 and #8."""
-        scalars = torch.zeros(sum(map(len, self.scalar_indices.values())))
-        for name, where in self.scalar_indices.items():
-            scalars[where] = self.initial_values[name]
-        return scalars
-
-    def initial_distributions(self, name: str) -> list[tuple[str, float]]:
-        """("normal", std), ("uniform", bound), ("constant", value) or ("zero", 0.0) of each matrix
-        of a parameter."""
+    def initial_distribution(self, name: str) -> tuple[str, float]:
+        """("normal", std), ("uniform", bound), ("constant", value) or ("constant", 0.0)."""
         kind = kind_of(name)
-        if kind in self.constant:
-            return [("constant", self.constant[kind])]
         if kind in self.normal:
-            return [("normal", self.normal[kind])]
-        if kind not in self.uniform:
-            return [("zero", 0.0)]
-        drawn = "uniform", 3**0.5 * self.uniform[kind] * self.model_dim**-0.5
-        return [drawn, drawn, drawn, ("zero", 0.0)] if kind == "qkvo_w" else [drawn]
+            return "normal", self.normal[kind]
+        if kind in self.uniform:
+            return "uniform", 3**0.5 * self.uniform[kind] * self.model_dim**-0.5
+        return "constant", (self.constant | self.scalars).get(kind, 0.0)
 
     # ---- Model
 
@@ -401,14 +373,11 @@ class Station:
         eps = self.norm_eps or torch.finfo(x.dtype).eps
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
-    def scalar(self, weights, name: str, index: int = 0) -> Tensor:
-        return weights["scalars"][self.scalar_indices[name][index]]
-
     def projected(self, weights, layer: int, u: Tensor, value_embed):
         """q, k and v (T, D) of a layer's normed input u, and the matrix O."""
         W_Q, W_K, W_V, W_O = matrices("qkvo_w", weights[f"blocks.{layer}.attn.qkvo_w"])
-        lambda0 = self.scalar(weights, "lambda0", layer)
-        lambda1 = self.scalar(weights, "lambda1", layer)
+        lambda0 = weights["lambda0"][layer]
+        lambda1 = weights["lambda1"][layer]
         q, k, v = u @ W_Q.T, u @ W_K.T, u @ W_V.T
         v = lambda0 * v
         if value_embed is not None:
@@ -466,12 +435,12 @@ class Station:
         return {letter: self.mask(documents, window) for letter, window in zip("LS", windows)}
 
     def skip_weight(self, weights, index: int, x0: Tensor) -> Tensor:
-        return self.scalar(weights, "skip", index)
+        return weights["skip"][index]
 
     def injected(self, weights, layer: int, x: Tensor, x0: Tensor, tokens: Tensor) -> Tensor:
         """The residual stream as a layer begins."""
-        b = self.scalar(weights, "b", layer)
-        return self.scalar(weights, "a", layer) * x + b * x0
+        b = weights["b"][layer]
+        return weights["a"][layer] * x + b * x0
 
     def capped(self, z: Tensor) -> Tensor:
         return z
@@ -503,11 +472,11 @@ class Station:
         """The residual stream as the head gets it, before the norm."""
         if self.backout_layer is None:
             return x
-        return x - self.scalar(weights, "backout") * outputs[self.backout_layer]
+        return x - weights["backout"][0] * outputs[self.backout_layer]
 
     def stream_logits(self, weights, stream: Stream, windows, step: int) -> Tensor:
         """Logits (T, V) of a stream at a step, or in its validation; windows long and short."""
-        weights = {"scalars": self.initial_scalars(), **weights}
+        weights = self.initial_scalars() | weights
         seen = self.masks(np.cumsum(stream.inputs == self.eot_token), windows)
         tokens = torch.as_tensor(stream.inputs)
         x0 = self.embedded(weights, tokens, step)
@@ -559,7 +528,7 @@ class Station:
 
     def is_muon(self, name: str) -> bool:
         """Whether Muon, or NorMuon, steps a parameter."""
-        return kind_of(name) not in self.adam
+        return self.kind(name) not in self.adam
 
     def shape_factor(self, rows: int, columns: int) -> float:
         """Of Muon's rate."""
@@ -567,7 +536,7 @@ class Station:
 
     def rate(self, name: str, shape: tuple[int, ...]) -> float:
         """The rate of a parameter of its public shape, before the factor of the step."""
-        kind = kind_of(name)
+        kind = self.kind(name)
         if not self.is_muon(name):
             return self.adam_lr * self.adam[kind]
         return self.muon_lr * self.shape_factor(*shape[-2:]) * self.muon_factors.get(kind, 1)
@@ -612,7 +581,7 @@ class Station:
 
     def adam_step(self, name: str, p: Tensor, state: dict, step: int, lr: float) -> None:
         """Move a parameter p, in place, by the gradients summed in its state, at its rate lr."""
-        kind = kind_of(name)
+        kind = self.kind(name)
         beta1, beta2 = self.betas.get(kind, self.adam_betas)
         lr, grad = lr * self.rate_factor(step), state["sum"]
         state["count"] += 1
@@ -637,7 +606,7 @@ class Station:
                 continue
             own = state[name]
             own["sum"] = own["sum"] + grads[name]
-            frozen = name == "scalars" and self.scalars_frozen(step)
+            frozen = name in self.scalars and self.scalars_frozen(step)
             if self.adam_steps(step) and not frozen:
                 self.adam_step(name, p, own, step, lr)
             if self.adam_steps(step) or frozen:

@@ -11,15 +11,6 @@ from conftest import REPO
 from lineage import RECORDS
 
 NAME = "2099-12-31_OwnRecord"
-PAGE = """# {name}
-
-**Change.** Muon's rate is a thousandth higher.
-
-**Result.** Not measured yet.
-
-<!-- ledger: begin -->
-<!-- ledger: end -->
-"""
 
 
 @pytest.fixture
@@ -50,7 +41,8 @@ def submit(project, parent):
     source = source.replace(rate[0], higher, 1)
     source = source.replace(f"Record: {parent.name}\n", f"Record: {NAME}\n", 1)
     script.write_text(source)
-    (folder / "README.md").write_text(PAGE.format(name=NAME))
+    page = f"# {NAME}\n\n<!-- ledger: begin -->\n<!-- ledger: end -->\n"
+    (folder / "README.md").write_text(page)
     claim = json.loads((folder / "record.json").read_text())
     claim |= dict(
         change="Muon's rate is a thousandth higher",
@@ -66,7 +58,7 @@ def test_a_copy_of_the_newest_record_with_another_constant_is_a_record(project, 
     tests = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
     for command, words in (([*ledger, "list", "--write"], "OwnRecord"),
                            ([*ledger, "verify"], f"{len(RECORDS) + 1} record(s) verified"),
-                           ([*tests, "tests/records", "-k", NAME], r"\b1\d passed")):
+                           ([*tests, "tests/records", "-k", NAME], r"\b[5-9] passed")):
         done = subprocess.run(command, cwd=project, text=True, capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert re.search(words.replace("(s)", r"\(s\)"), done.stdout), done.stdout

@@ -20,7 +20,7 @@ class Station(station_8.Station):
     value_embed_pattern = "012......012"
     skips = ((6, 5), (7, 4), (8, 3), (9, 2), (10, 1), (11, 0))
     bf16 = frozenset({"embed", "value_embeds"})
-    initial_values = station_8.Station.initial_values | dict(lambda0=0.5)
+    scalars = station_8.Station.scalars | dict(lambda0=0.5)
     normal = {"embed": 1.0, "value_embeds": 1.0}
     adam = {"embed": 75, "value_embeds": 75, "lm_head": 1, "scalars": 5}
     adam_betas = (0.8, 0.95)
@@ -61,7 +61,9 @@ class Station(station_8.Station):
         return torch.from_numpy(seen & self.near(i, j, window))
 
     def parameter_shapes(self):
-        shapes = super().parameter_shapes() | dict(scalars=self.initial_scalars().shape)
+        shapes = super().parameter_shapes()
+        for name in self.scalars:
+            shapes[name] = (len(self.attention_pattern),)
         for table in sorted(set(self.value_embed_pattern) - {"."}):
             shapes[f"value_embeds.{table}.weight"] = (self.table_rows, self.model_dim)
         return shapes

@@ -19,8 +19,7 @@ class Station(station_31.Station):
     skips = ((6, 5), (7, 4), (8, 3), (9, 2), (10, 1))
     backout_layer = 8
     bf16 = frozenset({"embed", "value_embeds", "lm_head", "smear_gate", "attn_gate"})
-    model_scalars = ("smear", "backout")
-    initial_values = station_31.Station.initial_values | dict(skip=-1.5)
+    scalars = station_31.Station.scalars | dict(skip=-1.5, smear=0.0, backout=0.5)
     adam_betas = (0.65, 0.95)
     adam_eps = 1e-8
     muon_lr = 0.06
@@ -32,9 +31,6 @@ class Station(station_31.Station):
         return super().settings() | dict(
             backout_layer=self.backout_layer - self.layers()[0], extension_steps=self.extension,
             long_windows=(*self.windows, self.final_window))
-
-    def now(self, step):
-        return super().now(step) | dict(adam_rests=not self.adam_steps(step))
 
     def stage(self, step):
         return int(3 * min(step / (self.num_iterations + 1), 0.9999))
@@ -63,7 +59,7 @@ class Station(station_31.Station):
         """Each embedding but the first has a part of the one before it."""
         e = self.token_embedding(weights, step)[tokens]
         gate = torch.sigmoid(e[1:, : self.gate_inputs] @ weights["smear_gate.weight"].T)
-        mu = self.scalar(weights, "smear")
+        mu = weights["smear"][0]
         return self.norm(torch.cat([e[:1], e[1:] + mu * gate * e[:-1]]))
 
     def token_embedding(self, weights, step):

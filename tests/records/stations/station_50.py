@@ -17,9 +17,7 @@ class Station(station_43.Station):
     value_embed_pattern = "12......012"
     skips = ((6, 3),)
     backout_layer = 7
-    layer_scalars = (("a",), ("b",), ("lambda0", "lambda1"))
-    model_scalars = ("smear", "backout", "skip")
-    initial_values = station_43.Station.initial_values | dict(a=1.1, lambda1=1.0)
+    scalars = station_43.Station.scalars | dict(a=1.1, lambda1=1.0)
     normal = {"embed": 1.0}
     decays = {"embed": 0.005, "value_embeds": 0.005, "lm_head": 0.005}
     muon_lr = 0.023
@@ -55,8 +53,8 @@ class Station(station_43.Station):
 
     def projected(self, weights, layer, u, value_embed):
         W_Q, W_K, W_V, W_O = matrices("qkvo_w", weights[f"blocks.{layer}.attn.qkvo_w"])
-        lambda0 = self.scalar(weights, "lambda0", layer)
-        lambda1 = self.scalar(weights, "lambda1", layer)
+        lambda0 = weights["lambda0"][layer]
+        lambda1 = weights["lambda1"][layer]
         q, k, v = (u @ (lambda0 * W).T for W in (W_Q, W_K, W_V))
         if value_embed is not None:
             v = self.with_values(weights, layer, u, v, value_embed)

@@ -12,7 +12,7 @@ class Station(station_50.Station):
     run_length = 7
     num_iterations = 1880
     fp8_divisors = (100 / 448, 1.5 / 448, 0.75 / 448)
-    layer_scalars = (("a",), ("lambda0", "lambda1"))
+    scalars = dict(a=1.1, lambda0=0.5, lambda1=1.0, skip=-1.5, smear=0.0, backout=0.5)
     uniform = {"qkvo_w": 1.0, "c_fc": 0.5}
     normal = {"embed": 0.005, "lm_head": 0.005}
     adam = station_50.Station.adam | {"embed": 1, "smear_gate": 0.01, "x0_lambdas": 5}
@@ -21,11 +21,6 @@ class Station(station_50.Station):
     rate_stages = (1.0, 1.52, 1.73)
     freeze_steps = 40
     our_weights = station_50.Station.our_weights | {"x0_lambda": "x0_lambdas"}
-
-    def now(self, step):
-        return super().now(step) | dict(
-            target_weights=self.target_weights(step), tied=self.tied(step),
-            frozen=self.scalars_frozen(step))
 
     def target_weights(self, step):
         x = step / self.num_iterations
@@ -56,4 +51,4 @@ class Station(station_50.Station):
         return weights["lm_head.weight" if self.tied(step) else "embed.weight"]
 
     def injected(self, weights, layer, x, x0, tokens):
-        return self.scalar(weights, "a", layer) * x + weights["x0_lambdas"][layer] * x0
+        return weights["a"][layer] * x + weights["x0_lambdas"][layer] * x0

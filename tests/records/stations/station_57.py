@@ -27,11 +27,6 @@ class Station(station_53.Station):
     cooldown_frac = 0.5
     freeze_steps = 0
 
-    def now(self, step):
-        found = super().now(step)
-        found.pop("frozen")
-        return found
-
     def split_step(self):
         """The last step whose embedding is the head's matrix."""
         return super().split_step() | 1

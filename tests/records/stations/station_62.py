@@ -16,8 +16,7 @@ class Station(station_58.Station):
         momentum_falls=1550, tied=(1042, 1041), multipliers=[1, 2, 4], fading={})
     num_iterations = 1560
     bf16 = station_58.Station.bf16 | {"bigram_embed"}
-    layer_scalars = (("a",), ("lambda0", "lambda1"), ("bigram",))
-    initial_values = station_58.Station.initial_values | dict(bigram=0.1)
+    scalars = station_58.Station.scalars | dict(bigram=0.1)
     adam = station_58.Station.adam | {"bigram_embed": 75}
     betas = station_58.Station.betas | {"bigram_embed": (0.75, 0.95)}
     decays = station_58.Station.decays | {"bigram_embed": 0.025}
@@ -49,4 +48,4 @@ class Station(station_58.Station):
     def injected(self, weights, layer, x, x0, tokens):
         bigrams = weights["bigram_embed.weight"][self.rows_read(tokens)["bigram_embed"]]
         x = super().injected(weights, layer, x, x0, tokens)
-        return x + self.scalar(weights, "bigram", layer) * bigrams
+        return x + weights["bigram"][layer] * bigrams

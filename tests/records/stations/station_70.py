@@ -15,6 +15,7 @@ class Station(station_62.Station):
     num_iterations = 1507
     value_embed_pattern = ".01.....234"
     uniform = {"qkvo_w": 0.5, "c_fc": 0.5}
+    draws_output = True
     normal = station_62.Station.normal | {"value_embeds": 0.01}
 
     def borders(self):
@@ -43,11 +44,6 @@ class Station(station_62.Station):
 
     def split_step(self):
         return self.borders()[1] | 1
-
-    def initial_distributions(self, name):
-        """O is drawn as Q, K and V are."""
-        drawn = super().initial_distributions(name)
-        return [drawn[0]] * len(drawn)
 
     def value_gate_input(self, layer, u, value_embed):
         """Of heads that are not paired, half of it is the table's row."""

@@ -15,7 +15,7 @@ class Station(station_70.Station):
     first_document = 896
     cooldown_frac = 0.6
     final_lr_frac = 0.15
-    layer_scalars = (("lambda0", "lambda1"),)
+    scalars = dict(lambda0=0.5, lambda1=1.0, skip=-1.5, smear=0.0, backout=0.5)
     constant = {"resid_lambdas": 1.1**0.5, "post_lambdas": 1.0, "bigram_lambdas": 0.05}
     adam = station_70.Station.adam | {
         "resid_lambdas": 5, "post_lambdas": 1, "x0_lambdas": 1, "bigram_lambdas": 1}

@@ -1,7 +1,6 @@
 """#80 PairedHeadMuon: queries and keys are orthogonalised by pairs of heads; moments of a wide
 matrix are by column, and shorter (#78)."""
 
-from lineage_oracles import kind_of
 from stations import station_77
 
 
@@ -27,21 +26,15 @@ class Station(station_77.Station):
             shapes["attn.vo_w"] = 2, self.model_dim, self.model_dim
         return shapes
 
-    def initial_distributions(self, name):
-        drawn = super().initial_distributions(name)
-        if kind_of(name) in ("qk_w", "vo_w"):
-            drawn = drawn * self.parameter_shapes()[name][0]  # a matrix each
-        return drawn
-
     def projected(self, weights, layer, u, value_embed):
         bank = weights[f"blocks.{layer}.attn.qk_w"].flatten(0, 1)
         W_Q, W_K = bank.chunk(2)
         W_V, W_O = weights[f"blocks.{layer}.attn.vo_w"]
-        lambda0 = self.scalar(weights, "lambda0", layer)
+        lambda0 = weights["lambda0"][layer]
         q, k, v = (u @ (lambda0 * W).T for W in (W_Q, W_K, W_V))
         if value_embed is not None:
             v = self.with_values(weights, layer, u, v, value_embed)
-        return q, k, v, self.scalar(weights, "lambda1", layer) * W_O
+        return q, k, v, weights["lambda1"][layer] * W_O
 
     def moments_axis(self, U):
         """One for each column where rows are fewer, else for each row."""

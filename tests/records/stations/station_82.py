@@ -32,7 +32,7 @@ class Station(station_80.Station):
     xsa_pattern = ".X.XX..XX.X"
     mudd_biases = [0.0] * 6 + [20.0, 20.0, LAST, 10.0, 0.0, 0.5, LAST, 10.0]  # of the last layer
     mudd_biases += [0.0, -5.0, 0.0, 0.0, 0.0]  # of the head
-    model_scalars = ("smear", "skip")
+    scalars = dict(lambda0=0.5, lambda1=1.0, skip=-1.5, smear=0.0)
     constant = station_80.Station.constant | {"mudd_b2": mudd_biases}
     uniform = station_80.Station.uniform | {"mudd_w1": 3**-0.5}
     adam = station_80.Station.adam | {"mudd_w1": 0.25, "mudd_w2": 0.25, "mudd_b2": 0.25,

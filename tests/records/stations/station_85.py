@@ -102,7 +102,7 @@ class Station(station_83.Station):
         return added
 
     def skip_weight(self, weights, index, x0):
-        return self.scalar(weights, "skip").sigmoid() * self.of_tokens["skip", self.skips[0][0]]
+        return weights["skip"][0].sigmoid() * self.of_tokens["skip", self.skips[0][0]]
 
     def own_share(self, weights, layer):
         gate = self.of_tokens.get(("xsa", layer))

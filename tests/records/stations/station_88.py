@@ -12,9 +12,6 @@ class Station(station_85.Station):
     num_iterations = 1270
     prefixes = None  # of each token its prefix, or -1
 
-    def now(self, step):
-        return super().now(step) | dict(prefix_weight=self.prefix_weight(step))
-
     def prefix_weight(self, step):
         """In the loss; it fades in the second third."""
         first, second, _ = self.borders()

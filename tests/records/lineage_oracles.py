@@ -5,10 +5,10 @@ Source: the logs that the public record table links, https://github.com/KellerJo
 at f411b3d3, read as formulas; all casts to bf16, fp8 and fp32 are left out.
 
 A record is a file in stations/, found by its public number. Its class has what it changes in the
-class of the station before it: constants, formulas, and check values that were published. The
-first formulas stand here. Weights are dicts of tensors by their public names, in their public
-shapes, which `parameter_shapes` gives. What has other names up to #28, or is not merged, has those
-of #31. In the comments:
+class of the station before it, constants and formulas; the first ones stand here. published.toml
+has values that were published, to check them by. Weights are dicts of tensors by their public
+names, in their public shapes, which `parameter_shapes` gives. What has other names up to #28, or is
+not merged, has those of #31. In the comments:
 D model_dim, H heads, K head_dim, F hidden width of the MLP, V rows of the head, T tokens of a
 stream, N scheduled steps, E steps after them, s a step's index from 0, w a window in blocks.
 
@@ -30,6 +30,7 @@ What the records leave open, and what is done here:
   its mean loss: what 8 ranks have. That up to #42 fewer ranks had larger gradients is left out.
 """
 
+import copy
 import importlib
 import math
 from pathlib import Path
@@ -50,11 +51,9 @@ NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 def find_stations() -> dict:
     """The stations by their public numbers, in their order."""
-    numbers = []
-    for path in (Path(__file__).parent / "stations").glob("station_*.py"):
-        numbers.append(int(path.stem.removeprefix("station_")))
     found = {}
-    for number in sorted(numbers):
+    paths = (Path(__file__).parent / "stations").glob("station_*.py")
+    for number in sorted(int(path.stem.removeprefix("station_")) for path in paths):
         found[number] = importlib.import_module(f"stations.station_{number}").Station()
         found[number].number = number
     return found
@@ -132,6 +131,11 @@ def turned(x: Tensor, positions: Tensor, frequencies: list[float]) -> Tensor:
     return torch.cat([first * cos + second * sin, -first * sin + second * cos], dim=-1)
 
 
+def losses(z: Tensor, targets) -> Tensor:
+    """The cross-entropy of each token's logits z, (T, V), and its target."""
+    return z.logsumexp(-1) - z[range(len(z)), torch.as_tensor(targets)]
+
+
 def size_of(X: Tensor) -> Tensor:
     """The Frobenius norm of each matrix, (..., 1, 1)."""
     return X.square().sum((-2, -1), keepdim=True).sqrt()
@@ -142,7 +146,7 @@ class Station:
     The values are those of #5."""
 
     number: int  # that of its file
-    published: dict = {}  # check values, by the names that test_lineage_oracles.py gives them
+    parameters: int | None = None  # how many there are, where that was published
     run_length = 5  # scheduled steps of the tiny run that our script is held to
     tiny = dict(model_dim=32, head_dim=16)  # what it has of its sizes
     changed_lines = 150  # at most, of our script against its parent's
@@ -373,16 +377,17 @@ class Station:
         eps = self.norm_eps or torch.finfo(x.dtype).eps
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
+    def projections(self, weights, layer: int):
+        """The matrices Q, K, V and O of a layer."""
+        return matrices("qkvo_w", weights[f"blocks.{layer}.attn.qkvo_w"])
+
     def projected(self, weights, layer: int, u: Tensor, value_embed):
         """q, k and v (T, D) of a layer's normed input u, and the matrix O."""
-        W_Q, W_K, W_V, W_O = matrices("qkvo_w", weights[f"blocks.{layer}.attn.qkvo_w"])
-        lambda0 = weights["lambda0"][layer]
-        lambda1 = weights["lambda1"][layer]
-        q, k, v = u @ W_Q.T, u @ W_K.T, u @ W_V.T
-        v = lambda0 * v
+        W_Q, W_K, W_V, W_O = self.projections(weights, layer)
+        v = weights["lambda0"][layer] * u @ W_V.T
         if value_embed is not None:
-            v = v + lambda1 * value_embed
-        return q, k, v, W_O
+            v = v + weights["lambda1"][layer] * value_embed
+        return u @ W_Q.T, u @ W_K.T, v, W_O
 
     def gates(self, weights, layer: int, u: Tensor) -> Tensor:
         """Factors of each head's output, (T, H)."""
@@ -439,8 +444,7 @@ class Station:
 
     def injected(self, weights, layer: int, x: Tensor, x0: Tensor, tokens: Tensor) -> Tensor:
         """The residual stream as a layer begins."""
-        b = weights["b"][layer]
-        return weights["a"][layer] * x + b * x0
+        return weights["a"][layer] * x + weights["b"][layer] * x0
 
     def capped(self, z: Tensor) -> Tensor:
         return z
@@ -495,12 +499,10 @@ class Station:
     def training_loss(self, weights, stream: Stream, step: int) -> Tensor:
         """The loss of one stream in a training step."""
         z = self.stream_logits(weights, stream, self.training_windows(step), step)
-        targets, loss = torch.as_tensor(stream.targets), 0.0
+        loss = self.other_losses(z, stream, step)
         for ahead, weight in enumerate(self.target_weights(step)):
-            reached = range(len(z) - ahead)  # the tokens whose target is in the stream
-            right = z[reached, targets[ahead:]]
-            loss = loss + weight * (z.logsumexp(-1)[: len(right)] - right).sum()
-        loss = loss + self.other_losses(z, stream, step)
+            # Only of tokens whose target is in the stream
+            loss = loss + weight * losses(z[: len(z) - ahead], stream.targets[ahead:]).sum()
         return loss if self.summed_loss else loss / len(z)
 
     def other_losses(self, z: Tensor, stream: Stream, step: int):
@@ -509,11 +511,10 @@ class Station:
 
     def validation_loss(self, weights, streams: list[Stream], step: int) -> Tensor:
         """The mean loss of the validation before a step, or after the last one, of its streams."""
-        means = []
+        windows, means = self.validation_windows(step), []
         for stream in streams:
-            z = self.stream_logits(weights, stream, self.validation_windows(step), step)
-            right = z[range(len(z)), torch.as_tensor(stream.targets)]
-            means.append((z.logsumexp(-1) - right).mean())
+            z = self.stream_logits(weights, stream, windows, step)
+            means.append(losses(z, stream.targets).mean())
         return torch.stack(means).mean()
 
     def gradients(self, weights, streams: list[Stream], step: int):
@@ -536,10 +537,10 @@ class Station:
 
     def rate(self, name: str, shape: tuple[int, ...]) -> float:
         """The rate of a parameter of its public shape, before the factor of the step."""
-        kind = self.kind(name)
         if not self.is_muon(name):
-            return self.adam_lr * self.adam[kind]
-        return self.muon_lr * self.shape_factor(*shape[-2:]) * self.muon_factors.get(kind, 1)
+            return self.adam_lr * self.adam[self.kind(name)]
+        factor = self.shape_factor(*shape[-2:]) * self.muon_factors.get(kind_of(name), 1)
+        return self.muon_lr * factor
 
     def optimizer_state(self, weights) -> dict:
         """State before the first step, by name."""
@@ -613,6 +614,4 @@ class Station:
                 own["sum"] = torch.zeros_like(p)
         if step == self.copy_step():
             weights["embed.weight"].copy_(weights["lm_head.weight"])
-            for key in ("mean", "square", "count"):
-                value = state["lm_head.weight"][key]
-                state["embed.weight"][key] = value if key == "count" else value.clone()
+            state["embed.weight"] = copy.deepcopy(state["lm_head.weight"])

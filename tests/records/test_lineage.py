@@ -97,8 +97,8 @@ def test_the_record_preset_is_the_published_configuration(record):
         model = script.GPT(script.Hyperparameters())
     rows = len(model.embed.weight), len(model.lm_head.weight)
     assert rows == (station.table_rows, station.vocab_size)
-    if "parameters" in station.published:
-        assert sum(p.numel() for p in model.parameters()) == station.published["parameters"]
+    if station.parameters:
+        assert sum(p.numel() for p in model.parameters()) == station.parameters
 
 
 @held

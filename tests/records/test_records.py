@@ -50,6 +50,11 @@ def script(record):
     return load(record.folder)
 
 
+def takes_fp8(model):
+    """The module of a model that says whether its head takes fp8."""
+    return model.lm_head if hasattr(model.lm_head, "use_fp8") else model
+
+
 @for_each([record for record in RECORDS if record.parent])
 def test_a_step_of_the_lineage_is_small(record):
     """By `diff`, whose lines are fewest; the line with its own name is not counted."""
@@ -113,24 +118,23 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(record, scr
     scales = [script.FP8_X_SCALE, script.FP8_W_SCALE, script.FP8_GRAD_SCALE]
     assert scales == pytest.approx([1 / divisor for divisor in station.fp8_divisors])
     model = make_model(script, tiny_flags(script))
-    owner = model.lm_head if hasattr(model.lm_head, "use_fp8") else model
-    owner.use_fp8 = True
+    takes_fp8(model).use_fp8 = True
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 32, generator=generator).bfloat16().requires_grad_()
     targets = torch.randint(EOT, (64,), generator=generator)
     w = model.lm_head.weight
+    # Up to #24 the loss is the mean over a forward pass of the record, these are 64 tokens of it.
+    tokens = 1 if station.summed_loss else script.Hyperparameters().seq_lens[0]
+
+    def grads_of(logits):
+        loss = F.cross_entropy(logits, targets, reduction="sum") / tokens
+        return torch.autograd.grad(loss, [x, w])
 
     def rounded(x, scale):
         limited = (x.detach().float() * scale).clamp(-448, 448)
         return limited.to(torch.float8_e4m3fn).double() / scale
 
-    def loss(logits):  # up to #24 the mean over a forward pass of the record, these are 64 of it
-        tokens = 1 if station.summed_loss else script.Hyperparameters().seq_lens[0]
-        return F.cross_entropy(logits, targets, reduction="sum") / tokens
-
-    training = model.logits(x)
-    found = torch.autograd.grad(loss(training), [x, w])
-    plain = model.eval().logits(x)
+    training, plain = model.logits(x), model.eval().logits(x)
     products = rounded(x, scales[0]) @ rounded(w, scales[1]).T
     exact = x.double() @ w.bfloat16().double().T
     for logits, raw in ((training, products), (plain, exact)):
@@ -138,9 +142,8 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(record, scr
         bound = BF16_STEP * raw.abs() + 1e-5
         assert ((logits.double() - station.capped(raw)).abs() <= bound).all()
     assert not torch.allclose(training, plain, atol=1e-3)
-    expected = torch.autograd.grad(loss(station.capped(exact)), [x, w])
-    for grad, exact in zip(found, expected, strict=True):
-        error = (grad.double() - exact.double()).norm() / exact.double().norm()
+    for grad, expected in zip(grads_of(training), grads_of(station.capped(exact))):
+        error = (grad.double() - expected.double()).norm() / expected.double().norm()
         assert 0 < error < 2.0**-3  # largest relative error of rounding to e5m2
 
 
@@ -161,14 +164,11 @@ def test_what_a_record_asks_of_a_gpu(record, script, capability, monkeypatch):
     if record.number == 8:  # cuDNN's kernel first, then plain operations; the last one is a CPU's
         names = [kernel.name for kernel in script.KERNELS]
         assert names == ["CUDNN_ATTENTION", "MATH", "FLASH_ATTENTION"]
-    bf16 = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
-    names = (name for name, _ in model.named_parameters())
-    assert bf16 == {name for name in names if kind_of(name) in record.station.bf16}
-    takes_fp8 = bool(record.station.fp8_divisors) and capability == (9, 0)
-    assert head == ("fp8" if takes_fp8 else "bf16")
-    if record.station.fp8_divisors:
-        owner = model.lm_head if hasattr(model.lm_head, "use_fp8") else model
-        assert owner.use_fp8 == takes_fp8
+    for name, p in model.named_parameters():
+        assert (p.dtype == torch.bfloat16) == (kind_of(name) in record.station.bf16), name
+    in_fp8 = bool(record.station.fp8_divisors) and capability == (9, 0)
+    assert head == ("fp8" if in_fp8 else "bf16")
+    assert getattr(takes_fp8(model), "use_fp8", False) == in_fp8
 
 
 @for_each(RECORDS[:2])

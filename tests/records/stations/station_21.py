@@ -4,8 +4,6 @@ from stations import station_19
 
 
 class Station(station_19.Station):
-    published = station_19.Station.published | dict(
-        windows=[132, 263, 394, 525, 656, 787, 918, 1049, 1181, 1312, 1443, 1574, 1705])
     num_iterations = 1770
     seq_lens = (49_152,)
     val_seq_len = 262_144

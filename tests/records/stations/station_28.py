@@ -6,11 +6,7 @@ from stations import station_24
 
 
 class Station(station_24.Station):
-    published = dict(
-        steps=1695, tokens=666.5, shorts={1: 1, 14: 7}, at_last=(14, 7),
-        windows=[126, 252, 377, 503, 628, 754, 879, 1005, 1131, 1256, 1382, 1507, 1633],
-        jumps=[], plateaus=[1], falls=933, last_rate=0.1,
-        momenta=[0.85, 0.9, 0.95, 0.95, 0.95], momentum_falls=1694)
+    parameters = None
     num_iterations = 1695
     table_rows = 50_304
     cooldown_frac = 0.45

@@ -21,9 +21,6 @@ def yarn(frequencies: list[float], block: int, before: int, after: int) -> list[
 
 
 class Station(station_28.Station):
-    published = station_28.Station.published | dict(
-        steps=1670, tokens=656.7, windows=[557, 1114, 1670], shorts={3: 1, 7: 3, 11: 5},
-        at_last=(13, 6), falls=836, momentum_falls=1669)
     num_iterations = 1670
     attention_scale = 0.1
     mlp_pattern = ".MMMMMMMMMMM"

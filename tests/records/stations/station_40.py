@@ -6,9 +6,6 @@ from stations import station_31
 
 
 class Station(station_31.Station):
-    published = station_31.Station.published | dict(
-        steps=2330, tokens=610.8, windows=[764, 1528, 2330], at_last=(20, 6), falls=1260,
-        last_rate=0.1002, momenta=[0.85, 0.9, 0.949667, 0.948, 0.852], momentum_falls=2280)
     num_iterations = 2290
     extension = 40
     seq_lens = (32_768,)

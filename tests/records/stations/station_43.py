@@ -6,10 +6,6 @@ from stations import station_40
 
 
 class Station(station_40.Station):
-    published = station_40.Station.published | dict(
-        steps=2245, tokens=588.5, windows=[735, 1470, 2205], shorts={3: 1, 7: 3, 11: 5, 13: 6},
-        falls=1103, last_rate=0.10018, momenta=[0.85, 0.9, 0.95, 0.948, 0.852],
-        momentum_falls=2195)
     num_iterations = 2205
     muon_lr = 0.03
     muon_factors = {"c_fc": 2}

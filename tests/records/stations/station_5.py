@@ -4,4 +4,4 @@ import lineage_oracles
 
 
 class Station(lineage_oracles.Station):
-    published = dict(parameters=123_568_128)
+    parameters = 123_568_128

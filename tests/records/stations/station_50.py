@@ -1,15 +1,10 @@
 """#50 CautiousWDAdam: Adam decays too; batches grow; keys are offset; one skip; eleven layers."""
 
 import torch
-from lineage_oracles import matrices
 from stations import station_40, station_43
 
 
 class Station(station_43.Station):
-    published = station_43.Station.published | dict(
-        steps=2090, tokens=552.992768, windows=[684, 1367, 2050], jumps=[684, 1367],
-        plateaus=[1, 1.51], falls=923, rates={1367: 1.208550}, last_rate=0.1,
-        multipliers=[2, 2, 4], momentum_falls=2040)
     num_iterations = 2050
     seq_lens = (16_384, 32_768, 49_152)
     attention_pattern = "SSSLSS.SSSL"
@@ -52,13 +47,11 @@ class Station(station_43.Station):
         return shape, shape
 
     def projected(self, weights, layer, u, value_embed):
-        W_Q, W_K, W_V, W_O = matrices("qkvo_w", weights[f"blocks.{layer}.attn.qkvo_w"])
-        lambda0 = weights["lambda0"][layer]
-        lambda1 = weights["lambda1"][layer]
-        q, k, v = (u @ (lambda0 * W).T for W in (W_Q, W_K, W_V))
+        *W_QKV, W_O = self.projections(weights, layer)
+        q, k, v = (weights["lambda0"][layer] * u @ W.T for W in W_QKV)
         if value_embed is not None:
             v = self.with_values(weights, layer, u, v, value_embed)
-        return q, k, v, lambda1 * W_O
+        return q, k, v, weights["lambda1"][layer] * W_O
 
     def with_values(self, weights, layer, u, v, value_embed):
         return v + value_embed

@@ -4,11 +4,6 @@ from stations import station_50
 
 
 class Station(station_50.Station):
-    published = station_50.Station.published | dict(
-        steps=1920, tokens=508.428288, windows=[627, 1254, 1880], jumps=[627, 1254],
-        plateaus=[1, 1.52], falls=847, rates={1254: 1.086828}, momentum_falls=1870,
-        tied=(1254, 1253), frozen=[627, 667, 1254, 1294, 1880],
-        fading={313: 0.125133, 627: 0.499734, 940: 0.25, 1253: 0.000266})
     run_length = 7
     num_iterations = 1880
     fp8_divisors = (100 / 448, 1.5 / 448, 0.75 / 448)

@@ -6,11 +6,6 @@ from stations import station_53
 
 
 class Station(station_53.Station):
-    published = station_53.Station.published | dict(
-        steps=1840, tokens=487.587840, windows=[600, 1200, 1800], jumps=[601, 1201], falls=901,
-        rates={}, momentum_falls=1790, tied=(1202, 1201), frozen=[], fading={},
-        decays={"lm_head": 48, "embed": 48, "value_embeds": 9000, "attn_gate": 0.32,
-                "value_gate": 0.32, "smear_gate": 0, "skip_gate": 0, "x0_lambdas": 0})
     run_length = 6
     num_iterations = 1800
     fp8_divisors = (100 / 448, 1.6 / 448, 0.75 / 448)

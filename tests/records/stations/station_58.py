@@ -15,11 +15,6 @@ def woven(x):
 
 
 class Station(station_57.Station):
-    published = station_57.Station.published | dict(
-        steps=1775, tokens=470.417408, windows=[579, 1157, 1735], jumps=[579, 1157], falls=868,
-        rates={867: 1.52, 868: 1.519182, 1156: 1.047758, 1157: 1.186040, 1734: 0.101879},
-        momentum_falls=1725, tied=(1158, 1157), fading={578: 1.441e-4, 579: 0.499424},
-        decays={})
     tiny = dict(model_dim=48, head_dim=8)  # of two or four heads all angles would be in step
     num_iterations = 1735
     attention_pattern = "PSPLSP.SSPL"  # P: short, of paired heads

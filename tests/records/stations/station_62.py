@@ -10,10 +10,6 @@ def int32(x: np.ndarray) -> np.ndarray:
 
 
 class Station(station_58.Station):
-    published = station_58.Station.published | dict(
-        steps=1600, tokens=424.673280, windows=[520, 1040, 1560], jumps=[521, 1041], falls=703,
-        rates={702: 1.52, 1039: 0.962261, 1040: 0.960606, 1041: 1.085979, 1559: 0.101900},
-        momentum_falls=1550, tied=(1042, 1041), multipliers=[1, 2, 4], fading={})
     num_iterations = 1560
     bf16 = station_58.Station.bf16 | {"bigram_embed"}
     scalars = station_58.Station.scalars | dict(bigram=0.1)

@@ -6,11 +6,6 @@ from stations import station_62
 
 
 class Station(station_62.Station):
-    published = station_62.Station.published | dict(
-        steps=1547, tokens=410.779648, windows=[502, 1005, 1507], jumps=[502, 1005], falls=679,
-        rates={678: 1.52, 679: 1.518287, 1004: 0.961592, 1005: 1.087045, 1506: 0.101966},
-        momentum_falls=1497, tied=(1006, 1005), adam_steps=(773, 503),
-        fading={501: 4.98e-4, 1004: 9.94e-4})
     run_length = 8  # its second border is not that of #62
     num_iterations = 1507
     value_embed_pattern = ".01.....234"

@@ -5,11 +5,6 @@ from stations import station_70
 
 
 class Station(station_70.Station):
-    published = station_70.Station.published | dict(
-        steps=1490, tokens=395.837440, windows=[483, 967, 1450], jumps=[483, 967], falls=581,
-        rates={581: 1.518425, 966: 0.912161, 967: 1.027172, 1449: 0.151816}, last_rate=0.15,
-        momentum_falls=1440, tied=(968, 967), adam_steps=(745, 484),
-        fading={482: 5.176e-4, 966: 1.0331e-3})
     run_length = 7
     num_iterations = 1450
     first_document = 896

@@ -5,11 +5,6 @@ from stations import station_77
 
 
 class Station(station_77.Station):
-    published = station_77.Station.published | dict(
-        steps=1480, tokens=393.216, windows=[480, 960, 1440], jumps=[480, 960], falls=577,
-        rates={577: 1.518414, 959: 0.912697, 960: 1.027778, 1439: 0.151829},
-        momentum_falls=1430, tied=(962, 961), adam_steps=(740, 481),
-        fading={479: 5.208e-4, 959: 1.0417e-3})
     num_iterations = 1440
     second_beta = 0.9
     uniform = {"qk_w": 0.5, "vo_w": 0.5, "c_fc": 0.5}
@@ -26,15 +21,9 @@ class Station(station_77.Station):
             shapes["attn.vo_w"] = 2, self.model_dim, self.model_dim
         return shapes
 
-    def projected(self, weights, layer, u, value_embed):
-        bank = weights[f"blocks.{layer}.attn.qk_w"].flatten(0, 1)
-        W_Q, W_K = bank.chunk(2)
-        W_V, W_O = weights[f"blocks.{layer}.attn.vo_w"]
-        lambda0 = weights["lambda0"][layer]
-        q, k, v = (u @ (lambda0 * W).T for W in (W_Q, W_K, W_V))
-        if value_embed is not None:
-            v = self.with_values(weights, layer, u, v, value_embed)
-        return q, k, v, weights["lambda1"][layer] * W_O
+    def projections(self, weights, layer):
+        Q_and_K = weights[f"blocks.{layer}.attn.qk_w"].flatten(0, 1)
+        return *Q_and_K.chunk(2), *weights[f"blocks.{layer}.attn.vo_w"]
 
     def moments_axis(self, U):
         """One for each column where rows are fewer, else for each row."""

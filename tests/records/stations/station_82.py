@@ -22,10 +22,6 @@ def network(weights, x, kind, number, rows):
 
 
 class Station(station_80.Station):
-    published = station_80.Station.published | dict(
-        steps=1385, tokens=364.380160, windows=[458, 917, 1375], jumps=[458, 917], falls=551,
-        rates={549: 1.52, 551: 1.518339, 916: 0.912218, 917: 1.027139, 1374: 0.151915},
-        momentum_falls=1335, tied=(918, 917), adam_steps=(692, 459), fading={})
     num_iterations = 1375
     extension = 10
     bf16 = station_80.Station.bf16 | {"mudd_last", "mudd_output"}  # by our names

@@ -11,10 +11,6 @@ GATES = ("attn_gate", "skip_gate", "x0_lambdas", "bigram_lambdas", "xsa_alphas")
 
 
 class Station(station_83.Station):
-    published = station_83.Station.published | dict(
-        steps=1290, tokens=340.131840, windows=[425, 850, 1275], jumps=[425, 850], falls=511,
-        rates={510: 1.52, 511: 1.518209, 849: 0.912902, 850: 1.027778, 1274: 0.152065},
-        momentum_falls=1240, tied=(852, 851), adam_steps=(645, 426))
     num_iterations = 1275
     extension = 15
     bf16 = station_83.Station.bf16 | {"gates_early", "gates_late"}

@@ -16,9 +16,9 @@ What the records leave open, and what is done here:
 
 - Epsilon of the norm is 2^-23, what a script in fp32 or bf16 has, also in float64. Up to #19 it is
   that of the type.
-- Weights' names and shapes follow the records, other sizes than theirs by the same rule: the
-  of scalars, which are one vector there, each kind has an entry a layer here, used or not.
-  From #50 on there is one skip, whatever the layers.
+- Weights' names and shapes follow the records, other sizes than theirs by the same rule. But of
+  scalars, which are one vector there, each kind has an entry a layer here, used or not, and
+  qkvo_w, Q, K, V and O, has always shape (4, D, D). From #50 on there is one skip.
 - A long window of one block has a short one of one block, in all records.
 - A run so short that momentum's warm-up meets its cooldown: the warm-up has precedence.
 - A shard of #28 that is loaded where the one before has ended is not asked for its length again;
@@ -110,16 +110,6 @@ def kind_of(name: str) -> str:
     """Of which kind a parameter is: its last name in a block, or its first."""
     parts = name.removesuffix(".weight").split(".")
     return parts[-1] if parts[0] == "blocks" else parts[0]
-
-
-def matrices(name: str, p: Tensor) -> Tensor:
-    """A parameter's matrices, (B, out, in), as a view: Q, K, V and O of qkvo_w, those of a bank
-    (#80 on), or itself.
-    All three public shapes of qkvo_w have the same entries in the same order in memory."""
-    if kind_of(name) in ("qk_w", "vo_w"):
-        return p
-    width = math.isqrt(p.numel() // 4)
-    return p.view(4, width, width) if name.endswith("qkvo_w") else p[None]
 
 
 def turned(x: Tensor, positions: Tensor, frequencies: list[float]) -> Tensor:
@@ -328,9 +318,6 @@ class Station:
         pairs = zip(self.attention_pattern, self.mlp_pattern, strict=True)
         return [i for i, pair in enumerate(pairs) if pair != (".", ".")]
 
-    def qkvo_shape(self) -> tuple[int, ...]:
-        return 4, self.model_dim, self.model_dim
-
     def mlp_shapes(self) -> tuple:
         """Of c_fc and c_proj."""
         D, F = self.model_dim, self.mlp_ratio * self.model_dim
@@ -340,7 +327,7 @@ class Station:
         """The shapes of a layer's parameters, by their names in it."""
         shapes = {}
         if self.attention_pattern[layer] != ".":
-            shapes["attn.qkvo_w"] = self.qkvo_shape()
+            shapes["attn.qkvo_w"] = 4, self.model_dim, self.model_dim
         if self.mlp_pattern[layer] != ".":
             shapes["mlp.c_fc"], shapes["mlp.c_proj"] = self.mlp_shapes()
         return shapes
@@ -379,7 +366,7 @@ class Station:
 
     def projections(self, weights, layer: int):
         """The matrices Q, K, V and O of a layer."""
-        return matrices("qkvo_w", weights[f"blocks.{layer}.attn.qkvo_w"])
+        return weights[f"blocks.{layer}.attn.qkvo_w"]
 
     def projected(self, weights, layer: int, u: Tensor, value_embed):
         """q, k and v (T, D) of a layer's normed input u, and the matrix O."""
@@ -547,7 +534,7 @@ class Station:
         state = {}
         for name, p in weights.items():
             if self.is_muon(name):
-                state[name] = dict(mean=torch.zeros_like(matrices(name, p)), second=0.0)
+                state[name] = dict(mean=torch.zeros_like(p), second=0.0)
             else:
                 zeros = {key: torch.zeros_like(p) for key in ("sum", "mean", "square")}
                 state[name] = dict(zeros, count=0)
@@ -575,7 +562,7 @@ class Station:
         return U
 
     def muon_step(self, p: Tensor, grad: Tensor, state: dict, step: int, lr: float) -> None:
-        """Move matrices p (B, out, in), in place, at their rate lr."""
+        """Move a matrix p (out, in), or several (B, out, in), in place, at their rate lr."""
         factor = self.rate_factor(step)
         U = self.orthogonalize(self.nesterov(grad, state, self.muon_momentum(step)))
         p -= lr * factor * self.muon_change(U, p, state, factor)
@@ -600,8 +587,7 @@ class Station:
         for name, p in weights.items():
             lr = self.rate(name, tuple(p.shape))
             if self.is_muon(name):
-                grad = matrices(name, grads[name].contiguous())
-                self.muon_step(matrices(name, p), grad, state[name], step, lr)
+                self.muon_step(p, grads[name], state[name], step, lr)
                 continue
             if name == "embed.weight" and self.tied(step):
                 continue

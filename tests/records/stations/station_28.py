@@ -29,17 +29,14 @@ class Station(station_24.Station):
                 tokens, position = next(shards, None), 0
                 if tokens is None:
                     return
-            starts, start = [], None
+            starts, start = [], -1
             for here in range(position, min(position + reach, len(tokens))):
-                if tokens[here] != self.eot_token:
-                    continue
-                if start is None:
-                    start = here
-                elif here - start >= length:
+                if tokens[here] == self.eot_token and (start < 0 or here - start >= length):
                     starts.append(start)
                     start = here
-                    if len(starts) == self.streams:
+                    if len(starts) > self.streams:
                         break
+            starts = starts[1:]
             if len(starts) < self.streams:
                 raise ValueError(f"{len(starts)} beginnings in {reach} tokens")
             position = start

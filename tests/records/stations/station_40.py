@@ -46,9 +46,6 @@ class Station(station_31.Station):
         """At odd steps, by the sum of two steps' gradients."""
         return step % 2 == 1
 
-    def qkvo_shape(self):
-        return self.model_dim, 4 * self.model_dim
-
     def parameter_shapes(self):
         return super().parameter_shapes() | {"smear_gate.weight": (1, self.gate_inputs)}
 

@@ -16,7 +16,7 @@ class Station(station_43.Station):
     normal = {"embed": 1.0}
     decays = {"embed": 0.005, "value_embeds": 0.005, "lm_head": 0.005}
     muon_lr = 0.023
-    muon_factors = {"c_proj": 2}
+    muon_factors = {"qkvo_w": 2, "c_proj": 2}
     second_axis = -1
     cooldown_frac = 0.55
     rate_stages = (1.0, 1.51, 1.93)  # factor of the rates in each third of N
@@ -38,9 +38,6 @@ class Station(station_43.Station):
 
     def rate_factor(self, step):
         return self.final_lr_frac if step > self.num_iterations else super().rate_factor(step)
-
-    def qkvo_shape(self):
-        return 4 * self.model_dim, self.model_dim
 
     def mlp_shapes(self):
         shape = self.mlp_ratio * self.model_dim, self.model_dim

@@ -29,15 +29,16 @@ class Station(station_50.Station):
         changes = self.window_changes
         return any(change <= step < change + self.freeze_steps for change, _, _ in changes)
 
-    def split_step(self):
+    def untied_step(self):
         """The first step whose embedding is not the head's matrix."""
         return -(-2 * self.num_iterations // 3)
 
     def tied(self, step):
-        return step < self.split_step()
+        return step < self.untied_step()
 
     def copy_step(self):
-        return (self.split_step() - 2) | 1
+        """The last one before at which Adam steps."""
+        return (self.untied_step() - 2) | 1
 
     def parameter_shapes(self):
         return super().parameter_shapes() | dict(x0_lambdas=(len(self.attention_pattern),))

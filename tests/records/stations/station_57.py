@@ -22,15 +22,9 @@ class Station(station_53.Station):
     cooldown_frac = 0.5
     freeze_steps = 0
 
-    def split_step(self):
-        """The last step whose embedding is the head's matrix."""
-        return super().split_step() | 1
-
-    def tied(self, step):
-        return step <= self.split_step()
-
-    def copy_step(self):
-        return self.split_step()
+    def untied_step(self):
+        """Adam has stepped in the one before."""
+        return (super().untied_step() | 1) + 1
 
     def block_shapes(self, layer):
         shapes = super().block_shapes(layer)

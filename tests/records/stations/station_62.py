@@ -16,12 +16,9 @@ class Station(station_58.Station):
     adam = station_58.Station.adam | {"bigram_embed": 75}
     betas = station_58.Station.betas | {"bigram_embed": (0.75, 0.95)}
     decays = station_58.Station.decays | {"bigram_embed": 0.025}
+    muon_factors = {"c_proj": 2}
     cooldown_frac = 0.55
     our_scalars = station_58.Station.our_scalars | {"bigram_lambda": ("bigram",)}
-
-    def qkvo_shape(self):
-        """Four matrices to Muon's rate, so that their factor is 1."""
-        return 4, self.model_dim, self.model_dim
 
     def parameter_shapes(self):
         return super().parameter_shapes() | {

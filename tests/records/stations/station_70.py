@@ -37,8 +37,8 @@ class Station(station_62.Station):
         fading = 0.5 ** (2 - stage) * (1 - (step - begin) / (end - begin))
         return [1.0, 0.5, fading] if stage == 0 else [1.0, fading]
 
-    def split_step(self):
-        return self.borders()[1] | 1
+    def untied_step(self):
+        return (self.borders()[1] | 1) + 1
 
     def value_gate_input(self, layer, u, value_embed):
         """Of heads that are not paired, half of it is the table's row."""

@@ -64,9 +64,6 @@ def held_since(first):
     return for_each([record for record in HELD if record.number >= first])
 
 
-held = for_each(HELD)
-
-
 @functools.cache
 def load(path, block=BLOCK):
     """The script of a folder, as a module with blocks of so many tokens."""

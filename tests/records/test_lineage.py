@@ -16,9 +16,7 @@ import torch
 from lineage import (
     BLOCK,
     EOT,
-    EXTENSION,
     LENGTH,
-    held,
     held_since,
     in_float64,
     load,
@@ -27,6 +25,7 @@ from lineage import (
     tiny_flags,
     tiny_station,
 )
+from torch.nn.attention.flex_attention import BlockMask
 
 EXACT = 1e-9  # of a step or gradient, relative: float64 through some ten matrix products and back
 
@@ -72,17 +71,10 @@ def public(station, model, grads=False):
     return weights
 
 
-def batch_of(streams):
-    """Inputs and targets, a row a stream, as a loader gives them."""
-    inputs = np.stack([stream.inputs for stream in streams]).astype(np.int32)
-    targets = np.stack([stream.targets for stream in streams])
-    return torch.from_numpy(inputs), torch.from_numpy(targets)
-
-
 # What a run begins with
 
 
-@held
+@held_since(5)
 def test_the_record_preset_is_the_published_configuration(record):
     """In each flag that the station has by the same name, or in settings()."""
     station, script = record.station, load(record.folder)
@@ -101,7 +93,7 @@ def test_the_record_preset_is_the_published_configuration(record):
         assert sum(p.numel() for p in model.parameters()) == station.parameters
 
 
-@held
+@held_since(5)
 def test_parameters_begin_as_the_published_ones(record):
     station, script = tiny_station(record.station, model_dim=64), load(record.folder)
     model = script.GPT(tiny_flags(script, model_dim=64))
@@ -144,22 +136,18 @@ def test_a_stream_reads_the_published_rows_of_each_table(record):
 # Schedules
 
 
-def windows_of(script, cfg, now):
-    """Long and short window of our schedule, which has the first one or the number of a stage."""
-    if hasattr(now, "window"):
-        return now.window, max(1, now.window // 2)
-    return tuple(script.at_stage(x, now.stage) for x in (cfg.long_windows, cfg.short_windows))
-
-
-@held
+@held_since(5)
 def test_schedules_are_the_published_ones_at_every_step(record):
     script, station = load(record.folder, block=128), record.station
     cfg = script.Hyperparameters()
     for step in range(cfg.num_iterations + 1):
         now, is_last = script.schedule(step, cfg), step == cfg.num_iterations
         expected = (station.validation_windows if is_last else station.training_windows)(step)
-        if expected[0]:
-            assert windows_of(script, cfg, now) == expected, step
+        if hasattr(now, "window"):  # the long one
+            assert (now.window, max(1, now.window // 2)) == expected, step
+        elif expected[0]:
+            windows = cfg.long_windows, cfg.short_windows
+            assert tuple(script.at_stage(x, now.stage) for x in windows) == expected, step
         if is_last:
             break
         for name, value in vars(now).items():
@@ -224,9 +212,7 @@ def test_masks_see_what_the_published_ones_do(record, window):
     S = docs.numel()
     i, j = torch.meshgrid(torch.arange(S), torch.arange(S), indexing="ij")
     blocks = flex.to_dense()[0, 0].bool()
-    full = torch.zeros_like(blocks)
-    for row, count in enumerate(flex.full_kv_num_blocks[0, 0]):
-        full[row, flex.full_kv_indices[0, 0, row, :count].long()] = True
+    full = BlockMask.from_kv_blocks(flex.full_kv_num_blocks, flex.full_kv_indices).to_dense()[0, 0]
     blocks, full = (torch.kron(x, torch.ones(BLOCK, BLOCK)).bool() for x in (blocks, full))
     assert torch.equal(blocks & (full | flex.mask_mod(0, 0, i, j)), expected)
     dense = script.dense_mask(docs, reach)[:, 0] == 0
@@ -262,7 +248,7 @@ class HeldRun:
                 optimizer.updates = optimizer.updates.double()
         self.weights = public(self.station, self.model)
         self.state = self.station.optimizer_state(self.weights)
-        lengths = [self.station.seq_len(step) for step in range(steps + EXTENSION)]
+        lengths = map(self.station.seq_len, range(self.station.total_steps()))
         self.steps = self.station.streams_of(random_shards(3, 8_000), lengths)
         self.val_tokens = random_shards(1, 2_000, seed=5)[0]
         self.loader = self.health = self
@@ -281,11 +267,9 @@ class HeldRun:
     def pause(self, step, complete):
         """Validates in two places, and holds that a save would lose no gradients."""
         assert complete == self.begins_anew(step)
-        if step in (4, self.cfg.num_iterations):
-            self.validate(step)
-        return step == self.cfg.num_iterations
-
-    def validate(self, step):
+        is_last = step == self.cfg.num_iterations
+        if step != 4 and not is_last:
+            return False
         self.hold(self.weights)
         streams = self.station.validation_streams(self.val_tokens)
         expected = self.station.validation_loss(self.weights, streams, step).item()
@@ -293,6 +277,7 @@ class HeldRun:
         found = self.script.validate(self.model, tokens, self.cfg, self.ranks)
         assert found == pytest.approx(expected, rel=1e-12)
         self.validated.append(step)
+        return is_last
 
     def begins_anew(self, step):
         """Whether no gradients are left over, as they are where Adam has not stepped."""
@@ -307,7 +292,8 @@ class HeldRun:
         parts = [self.streams] if together else [[stream] for stream in self.streams]
         # Sums of all streams' gradients, up to #24 of means over each pass
         self.factor = len(self.streams) if self.station.summed_loss else len(parts)
-        return [batch_of(part) for part in parts]
+        # Inputs and targets, a row a stream
+        return [[torch.from_numpy(np.stack(rows)) for rows in zip(*part)] for part in parts]
 
     def check(self, step, losses):
         assert step == self.step
@@ -324,7 +310,7 @@ class HeldRun:
         self.step += 1
 
 
-@held
+@held_since(5)
 def test_a_whole_run_takes_the_published_steps(record):
     """Each step of the loop: windows, losses, gradients, both optimizers, validation."""
     steps = record.station.run_length

@@ -94,18 +94,6 @@ def test_a_step_of_adam_decays_as_published():
     assert {kind: found[kind] for kind in published} == pytest.approx(published)
 
 
-@since(50)
-def test_batches_and_targets_change_where_windows_do(number):
-    station = STATIONS[number]
-    first, second, _ = PUBLISHED[number]["windows"]
-    lengths = changes_of(at_all_steps(station, station.seq_len))
-    assert lengths == list(zip((first, second), station.seq_lens[1:]))
-    targets = [len(weights) for weights in at_all_steps(station, station.target_weights)]
-    if number >= 53:
-        assert station.target_weights(0) == [1.0, 0.5, 0.25]
-        assert changes_of(targets) == [(first, 2), (second, 1)]
-
-
 @since(31)
 def test_yarn_gives_the_published_frequencies_and_scales(number):
     station = STATIONS[number]
@@ -123,17 +111,6 @@ def test_yarn_gives_the_published_frequencies_and_scales(number):
         assert all(before[j] > frequencies[j] for j in expected)
         assert frequencies[:3] == initial[:3] and frequencies[32:] == [0.0] * 32
         assert scale == pytest.approx(expected_scale, abs=5e-7)
-
-
-def test_the_keys_of_58_are_offset_in_other_channels_than_before_and_after():
-    k = torch.arange(256.0).view(1, 2, 128)
-    offset = {}
-    for number in (57, 58, 62):
-        first, second = STATIONS[number].keys(3, k)[0]
-        assert first.equal(k[0, 0])
-        offset[number] = (second == first).nonzero().flatten().tolist()
-    assert offset[57] == offset[62] == [*range(32, 64), *range(96, 128)]
-    assert offset[58] == [*range(16, 32), *range(48, 64), *range(80, 96), *range(112, 128)]
 
 
 def test_pairs_of_tokens_have_the_published_rows():

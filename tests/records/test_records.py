@@ -18,17 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import REPO
-from lineage import (
-    EOT,
-    RECORDS,
-    for_each,
-    held,
-    held_since,
-    in_float64,
-    load,
-    make_model,
-    tiny_flags,
-)
+from lineage import EOT, RECORDS, for_each, held_since, in_float64, load, make_model, tiny_flags
 from lineage_oracles import kind_of
 
 sys.path.insert(0, str(REPO / "tests" / "script"))
@@ -96,7 +86,7 @@ def test_the_pocket_presets_have_one_width_depth_and_number_of_tokens(script):
         assert sequences % 8 == 0, "for 1, 2, 4 or 8 ranks"
 
 
-@held
+@held_since(5)
 def test_the_norm_adds_the_epsilon_of_its_day(record, script):
     """To the mean square of bf16 2^-7, to that of fp32 2^-23; since #21 to both."""
     generator = torch.Generator().manual_seed(0)
@@ -149,7 +139,7 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(record, scr
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["A100", "H100"])
-@held
+@held_since(5)
 def test_what_a_record_asks_of_a_gpu(record, script, capability, monkeypatch):
     """Types, FP8 and attention kernels, of a GPU that torch.cuda pretends to have."""
     properties, calls = SimpleNamespace(shared_memory_per_block_optin=227 * 1024), {}
@@ -180,11 +170,7 @@ def test_the_first_records_run_in_bf16_by_autocast(record, script, monkeypatch):
     model.compile = lambda **kwargs: None
     seen, rotate = set(), script.rotate
 
-    def noted(x, *angles):
-        seen.add(x.dtype)
-        return rotate(x, *angles)
-
-    monkeypatch.setattr(script, "rotate", noted)
+    monkeypatch.setattr(script, "rotate", lambda *args: seen.add(args[0].dtype) or rotate(*args))
     tokens = torch.arange(128)[None]
     before = model(tokens.int(), tokens)
     assert script.prepare_for_cuda(model, cfg, torch.device("cpu")) == "bf16"

@@ -11,11 +11,9 @@ class Station(station_24.Station):
     table_rows = 50_304
     cooldown_frac = 0.45
     fp8_divisors = (768**0.5 / 448, 2.0**-9, 1 / 448)
+    align_documents = True
     scaled_eps = False
     summed_loss = True
-
-    def settings(self):
-        return super().settings() | dict(align_documents=True)
 
     def streams_of(self, shards, lengths):
         """Each stream begins where a document does, T or more after the one before. Before a step,

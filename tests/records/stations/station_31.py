@@ -28,7 +28,7 @@ class Station(station_28.Station):
 
     def settings(self):
         shorts = tuple(max(1, window // 2) for window in self.windows)
-        return super(station_28.Station, self).settings() | dict(
+        return super().settings() | dict(
             long_windows=self.windows, short_windows=shorts, max_document_tokens=self.max_document)
 
     def streams_of(self, shards, lengths):

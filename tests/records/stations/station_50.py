@@ -11,6 +11,7 @@ class Station(station_43.Station):
     mlp_pattern = "MMMMMMMMMMM"
     value_embed_pattern = "12......012"
     skips = ((6, 3),)
+    skip_layer = 3
     backout_layer = 7
     scalars = station_43.Station.scalars | dict(a=1.1, lambda1=1.0)
     normal = {"embed": 1.0}
@@ -19,11 +20,7 @@ class Station(station_43.Station):
     muon_factors = {"qkvo_w": 2, "c_proj": 2}
     second_axis = -1
     cooldown_frac = 0.55
-    rate_stages = (1.0, 1.51, 1.93)  # factor of the rates in each third of N
-
-    def settings(self):
-        skip_layer = self.skips[0][1]
-        return super().settings() | dict(skip_layer=skip_layer, lr_factors=self.rate_stages)
+    lr_factors = (1.0, 1.51, 1.93)  # factor of the rates in each third of N
 
     def seq_len(self, step):
         return self.seq_lens[min(self.stage(step), 2)]
@@ -34,7 +31,7 @@ class Station(station_43.Station):
     def peak(self, step):
         """It changes where the third begins, or a step later if it begins at N / 3."""
         x = self.progress(step)
-        return self.rate_stages[(x > 1 / 3) + (x > 2 / 3)]
+        return self.lr_factors[(x > 1 / 3) + (x > 2 / 3)]
 
     def rate_factor(self, step):
         return self.final_lr_frac if step > self.num_iterations else super().rate_factor(step)

@@ -13,7 +13,7 @@ class Station(station_50.Station):
     adam = station_50.Station.adam | {"embed": 1, "smear_gate": 0.01, "x0_lambdas": 5}
     strict_decay = True
     betas = {"scalars": (0.9, 0.99)}
-    rate_stages = (1.0, 1.52, 1.73)
+    lr_factors = (1.0, 1.52, 1.73)
     freeze_steps = 40
     our_weights = station_50.Station.our_weights | {"x0_lambda": "x0_lambdas"}
 

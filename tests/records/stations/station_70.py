@@ -26,7 +26,7 @@ class Station(station_62.Station):
         N, stage = self.num_iterations, self.stage(step)
         begins = int(N * (1 - self.cooldown_frac))
         fallen = min(1.0, max(0, step - begins) / (N - begins))
-        peak = self.rate_stages[stage] if stage < 3 else 1.0
+        peak = self.lr_factors[stage] if stage < 3 else 1.0
         return peak * (1 - fallen) + self.final_lr_frac * fallen
 
     def target_weights(self, step):

@@ -169,7 +169,6 @@ def test_the_first_records_run_in_bf16_by_autocast(record, script, monkeypatch):
     model.init_weights(torch.Generator().manual_seed(0))
     model.compile = lambda **kwargs: None
     seen, rotate = set(), script.rotate
-
     monkeypatch.setattr(script, "rotate", lambda *args: seen.add(args[0].dtype) or rotate(*args))
     tokens = torch.arange(128)[None]
     before = model(tokens.int(), tokens)
@@ -225,7 +224,7 @@ class Exchange:
         return self.collect(x, async_op, lambda parts: [r.copy_(p) for r, p in zip(rows, parts)])
 
 
-def steps_of_a_rank(script, cfg, grads, state=None, rank=0, dist=None):
+def steps_of_a_rank(script, cfg, grads, steps, state=None, rank=0, dist=None):
     """Weights by name and the whole state after some steps, from a whole state if one is given."""
     model, ranks = make_model(script, cfg).double(), script.Ranks(cfg)
     if dist:
@@ -235,8 +234,8 @@ def steps_of_a_rank(script, cfg, grads, state=None, rank=0, dist=None):
         optimizer.dtype = torch.float64
         if state:
             optimizer.load_full_state(state[optimizer.name])
-    for step, grads_of_step in grads.items():
-        for name, grad in grads_of_step.items():
+    for step in steps:
+        for name, grad in grads[step].items():
             # An eighth of each entry from a rank, from one a half: no rounding.
             most = torch.arange(grad.numel()).view_as(grad) % 5 == rank
             model.get_parameter(name).grad += grad * (1 / 8 + 3 / 8 * most if dist else 1)
@@ -249,14 +248,13 @@ def test_ranks_together_step_as_one_does(script, monkeypatch):
     cfg, dist = tiny_flags(script), Exchange(5)
     with in_float64():
         model = make_model(script, cfg)
-        first, then = ({step: random_grads(model, step) for step in steps}
-                       for steps in ((0, 1), (2, 3)))
-        _, state = steps_of_a_rank(script, cfg, first)
-        expected = steps_of_a_rank(script, cfg, then, state)
+        grads = [random_grads(model, seed) for seed in range(4)]
+        _, state = steps_of_a_rank(script, cfg, grads, [0, 1])
+        then = script, cfg, grads, [2, 3], state
+        expected = steps_of_a_rank(*then)
         monkeypatch.setattr(script, "dist", dist)
         with ThreadPoolExecutor(5) as threads:
-            found = [threads.submit(steps_of_a_rank, script, cfg, then, state, rank, dist)
-                     for rank in range(5)]
+            found = [threads.submit(steps_of_a_rank, *then, rank, dist) for rank in range(5)]
     for future in found:
         torch.testing.assert_close(future.result(), expected, rtol=1e-9, atol=1e-12)
 

@@ -90,6 +90,8 @@ def packed_streams(shards, lengths, streams: int, eot: int, max_document: dict):
                 break
             yield step
             lengths.pop(0)
+        if not lengths:
+            return
 
 
 def _packed(tokens, documents, length, max_document):

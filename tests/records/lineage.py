@@ -16,9 +16,9 @@ from conftest import REPO
 
 STATIONS = lineage_oracles.find_stations()
 EOT = 256
-BLOCK = 16  # instead of the scripts' 128: as many blocks of fewer tokens
+BLOCK = 8  # instead of the scripts' 128: as many blocks of fewer tokens
 LENGTH = 6 * BLOCK
-EXTENSION = 3  # steps of a tiny run after the schedules
+EXTENSION = 2  # steps of a tiny run after the schedules
 
 
 class Record(NamedTuple):
@@ -64,9 +64,6 @@ def held_since(first):
     return for_each([record for record in HELD if record.number >= first])
 
 
-held = for_each(HELD)
-
-
 @functools.cache
 def load(path, block=BLOCK):
     """The script of a folder, as a module with blocks of so many tokens."""
@@ -104,7 +101,7 @@ def tiny_sizes(published):
     lengths = tuple(LENGTH * length // published.seq_lens[-1] for length in published.seq_lens)
     sizes = dict(
         seq_lens=lengths, model_dim=32, head_dim=16, eot_token=EOT, val_seq_len=LENGTH,
-        val_tokens=3 * LENGTH, window_tokens=3 * BLOCK, bigram_rows=97, bigram_width=20,
+        val_tokens=2 * LENGTH, window_tokens=3 * BLOCK, bigram_rows=97, bigram_width=20,
         sign_rows=32, composed_window=14)
     for name in ("momentum_cooldown", "freeze_steps"):
         sizes[name] = min(2, getattr(published, name, 0))

@@ -5,10 +5,10 @@ Source: the logs that the public record table links, https://github.com/KellerJo
 at f411b3d3, read as formulas; all casts to bf16, fp8 and fp32 are left out.
 
 A record is a file in stations/, found by its public number. Its class has what it changes in the
-class of the station before it: constants, formulas, and check values that were published. The
-first formulas stand here. Weights are dicts of tensors by their public names, in their public
-shapes, which `parameter_shapes` gives. What has other names up to #28, or is not merged, has those
-of #31. In the comments:
+class of the station before it, constants and formulas; the first ones stand here. published.toml
+has values that were published, to check them by. Weights are dicts of tensors by their public
+names, in their public shapes, which `parameter_shapes` gives. What has other names up to #28, or is
+not merged, has those of #31. In the comments:
 D model_dim, H heads, K head_dim, F hidden width of the MLP, V rows of the head, T tokens of a
 stream, N scheduled steps, E steps after them, s a step's index from 0, w a window in blocks.
 
@@ -16,9 +16,9 @@ What the records leave open, and what is done here:
 
 - Epsilon of the norm is 2^-23, what a script in fp32 or bf16 has, also in float64. Up to #19 it is
   that of the type.
-- Weights' names and shapes follow the records, other sizes than theirs by the same rule: the
-  scalars of n layers are n entries of each kind, padded by ones to a multiple of 8.
-  From #50 on there is one skip, whatever the layers.
+- Weights' names and shapes follow the records, other sizes than theirs by the same rule. But of
+  scalars, which are one vector there, each kind has an entry a layer here, used or not, and
+  qkvo_w, Q, K, V and O, has always shape (4, D, D). From #50 on there is one skip.
 - A long window of one block has a short one of one block, in all records.
 - A run so short that momentum's warm-up meets its cooldown: the warm-up has precedence.
 - A shard of #28 that is loaded where the one before has ended is not asked for its length again;
@@ -30,6 +30,7 @@ What the records leave open, and what is done here:
   its mean loss: what 8 ranks have. That up to #42 fewer ranks had larger gradients is left out.
 """
 
+import copy
 import importlib
 import math
 from pathlib import Path
@@ -50,12 +51,11 @@ NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 def find_stations() -> dict:
     """The stations by their public numbers, in their order."""
-    numbers = []
-    for path in (Path(__file__).parent / "stations").glob("station_*.py"):
-        numbers.append(int(path.stem.removeprefix("station_")))
     found = {}
-    for number in sorted(numbers):
+    paths = (Path(__file__).parent / "stations").glob("station_*.py")
+    for number in sorted(int(path.stem.removeprefix("station_")) for path in paths):
         found[number] = importlib.import_module(f"stations.station_{number}").Station()
+        found[number].number = number
     return found
 
 
@@ -78,33 +78,31 @@ def packed_streams(shards, lengths, streams: int, eot: int, max_document: dict):
     """The rule of #29 and after: whole documents one after another, each clipped, until T + 1. The
     rest of the last one is left. A step that a shard cannot fill is made of the next one.
     max_document: the tokens that a document is clipped to, by T."""
-    shards, tokens, begins, index = iter(shards), (), [], 0
-    for length in lengths:
-        rest = length, streams, max_document[length]
-        while (packed := _packed_step(tokens, begins, index, *rest)) is None:
-            tokens, index = next(shards, None), 0
-            if tokens is None:
-                return
-            begins = [i for i in range(len(tokens)) if tokens[i] == eot]
-        step, index = packed
-        yield step
+    lengths = list(lengths)
+    for tokens in shards:
+        begins = [i for i in range(len(tokens)) if tokens[i] == eot]
+        documents = zip(begins, [*begins[1:], len(tokens)])
+        while lengths:
+            step = []
+            for _ in range(streams):
+                step.append(_packed(tokens, documents, lengths[0], max_document[lengths[0]]))
+            if None in step:
+                break
+            yield step
+            lengths.pop(0)
+        if not lengths:
+            return
 
 
-def _packed_step(tokens, begins, index, length, streams, max_document):
-    """A step's Streams and the next document's index, or None where the documents are used up."""
-    step = []
-    for _ in range(streams):
-        packed = []
-        while len(packed) <= length:
-            if index == len(begins):
-                return None
-            first = begins[index]
-            following = begins[index + 1] if index + 1 < len(begins) else len(tokens)
-            last = min(following, first + max_document, first + length - len(packed) + 1)
-            packed.extend(int(token) for token in tokens[first:last])
-            index += 1
-        step.append(stream_at(packed, 0, length))
-    return step, index
+def _packed(tokens, documents, length, max_document):
+    """A Stream of the next documents, or None where they are used up."""
+    packed = []
+    for first, last in documents:
+        last = min(last, first + max_document, first + length - len(packed) + 1)
+        packed.extend(int(token) for token in tokens[first:last])
+        if len(packed) > length:
+            return stream_at(packed, 0, length)
+    return None
 
 
 # ---- Parts of a model -------------------------------------------------------
@@ -116,42 +114,43 @@ def kind_of(name: str) -> str:
     return parts[-1] if parts[0] == "blocks" else parts[0]
 
 
-def matrices(name: str, p: Tensor) -> list[Tensor]:
-    """The matrices of a parameter, as views: Q, K, V and O, each (out, in), of qkvo_w, those of a
-    bank (#80 on), or itself.
-    All three public shapes of qkvo_w have the same entries in the same order in memory."""
-    if kind_of(name) in ("qk_w", "vo_w"):
-        return list(p.unbind(0))
-    if not name.endswith("qkvo_w"):
-        return [p]
-    width = math.isqrt(p.numel() // 4)
-    return list(p.view(4, width, width).unbind(0))
-
-
 def turned(x: Tensor, positions: Tensor, frequencies: list[float]) -> Tensor:
-    """Rotary embedding of x (T, K): channel j turns with channel j + K / 2 by position · ω_j."""
-    angles = torch.outer(positions.to(x), torch.tensor(frequencies, dtype=x.dtype))
-    (first, second), cos, sin = x.chunk(2, dim=-1), angles.cos(), angles.sin()
+    """Rotary embedding of heads (H, T, K) at positions (T,) or (H, T): channel j turns with channel
+    j + K / 2 by position · ω_j."""
+    angles = positions.to(x)[..., None] * torch.tensor(frequencies, dtype=x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos + second * sin, -first * sin + second * cos], dim=-1)
 
 
-class Station:
-    """A public record: `Station()` as it was published, `Station(model_dim=64)` in other sizes."""
+def losses(z: Tensor, targets) -> Tensor:
+    """The cross-entropy of each token's logits z, (T, V), and its target."""
+    return z.logsumexp(-1) - z[range(len(z)), torch.as_tensor(targets)]
 
-    number: int
-    published: dict = {}  # check values, by what test_lineage_oracles.py asks for
-    run_lengths = (5,)  # scheduled steps of the tiny runs that our script is held to
-    tiny = dict(model_dim=32, head_dim=16)  # what they have of its sizes
+
+def size_of(X: Tensor) -> Tensor:
+    """The Frobenius norm of each matrix, (..., 1, 1)."""
+    return X.square().sum((-2, -1), keepdim=True).sqrt()
+
+
+class Station:
+    """A public record: `Station()` as it was published, `Station(model_dim=64)` in other sizes.
+    The values are those of #5."""
+
+    number: int  # that of its file
+    parameters: int | None = None  # how many there are, where that was published
+    run_length = 5  # scheduled steps of the tiny run that our script is held to
+    tiny = dict(model_dim=32, head_dim=16)  # what it has of its sizes
     changed_lines = 150  # at most, of our script against its parent's
     # Steps and data
-    num_iterations: int  # N, the steps that the schedules are made for
+    num_iterations = 5100  # N, the steps that the schedules are made for
     extension = 0  # E, the steps after them
-    streams: int  # sequences of a step, one for each of the public ranks
-    seq_lens: tuple[int, ...]  # tokens of a stream, in each third of N if there are 3
+    streams = 512  # sequences of a step, one for each of the public ranks
+    seq_lens = (1024,)  # tokens of a stream, in each third of N if there are 3
     max_document = 2048  # tokens of a document that are used (#31 on)
     first_document: int | None = None  # the same in the first third, where it differs (#77 on)
     eot_token = 50_256  # opens each document
-    val_seq_len: int
+    val_seq_len = 1024
     val_tokens = 10_485_760
     val_every = 125
     # Windows, in blocks; the short one is half of the long one, rounded down
@@ -159,7 +158,7 @@ class Station:
     window_tokens = 1728  # what the long window grows to (#18 to #28)
     windows = (3, 7, 11, 13)  # long, in each third of N, and at last (#31 on)
     final_window = 13  # long, in the last validation (#31 on)
-    rope_base: int  # inverse of the lowest frequency
+    rope_base = 10_000  # inverse of the lowest frequency
     attention_scale: float | None = None  # of the scores at the beginning; else K^-½
     # Model
     model_dim = 768
@@ -172,45 +171,45 @@ class Station:
     sign_rows = 8192  # of the table of signs (#83 on)
     composed_window = 112  # tokens that composed heads see (#85 on)
     gate_inputs = 12  # channels that a gate sees
-    attention_pattern: str  # a letter a layer: long window, short, . none
+    attention_pattern = "L" * 12  # a letter a layer: long window, short, . none
     mlp_pattern = "MMMMMMMMMMMM"  # . where a layer has none; one with neither is not there
-    value_embed_pattern: str  # value table of each layer
+    value_embed_pattern = "." * 12  # value table of each layer
     skips: tuple[tuple[int, int], ...] = ()  # pairs (into, from) of layers, as their scalars are
     backout_layer: int | None = None  # whose output is taken from the last one's (#40 on)
     norm_eps: float | None = None  # else that of the type
     fp8_divisors: tuple[float, ...] = ()  # of x, w and gradient (#19 on)
     bf16 = frozenset()  # kinds of parameters that are kept in bf16
-    layer_scalars = (("skip",), ("a", "b"), ("lambda0", "lambda1"))  # one a layer, in turns
-    model_scalars: tuple[str, ...] = ()
-    initial_values = dict(skip=1.0, a=1.0, b=0.0, lambda0=1.0, lambda1=0.5, smear=0.0, backout=0.5)
+    # Scalars by their kinds, and what they begin as: weights of the skips, from #40 on before the
+    # sigmoid; of the residual stream, and of x0 (b); of values, and value embedding (lambda0 and 1;
+    # from #50 on of W_QKV and W_O); of smear, backout and bigrams. In #5 and #8 they are constants
+    scalars = dict(skip=1.0, a=1.0, b=0.0, lambda0=1.0, lambda1=0.5)
     # Uniform within √3 · this · D^-½, by kind; `normal` ones with this std; all others are zero
     uniform = {"embed": 3**-0.5, "qkvo_w": 3**-0.5, "c_fc": 3**-0.5}
     normal: dict[str, float] = {}
     constant: dict[str, float] = {}  # what all entries of a kind begin as
+    draws_output = False  # whether O is drawn as Q, K and V are; it is zero
     # Optimizers
     adam_lr = 0.008
-    adam: dict[str, float]  # factors of adam_lr by kind; what is not here, Muon steps
-    adam_betas: tuple[float, float]
+    adam = {"embed": 0.45}  # factors of adam_lr by kind; what is not here, Muon steps
+    adam_betas = (0.9, 0.95)
     betas: dict[str, tuple[float, float]] = {}  # by kind, where they are not adam_betas
     adam_eps = 1e-8
     scaled_eps = True  # it is multiplied by what corrects the root of the mean square
     decays: dict[str, float] = {}  # of Adam, by kind
     strict_decay = False  # what does not change decays not
-    muon_lr: float
+    muon_lr = 0.00036
     muon_factors: dict[str, float] = {}  # of muon_lr by kind, where they are not 1
     muon_decay = 0.0
     second_beta = 0.95  # of the second moments of NorMuon (#43 on)
     coefficients = NEWTON_SCHULZ
-    cooldown_frac: float
-    final_lr_frac: float
-    momentum: tuple[float, float]
+    cooldown_frac = 1450 / 5100
+    final_lr_frac = 0.0
+    momentum = (0.95, 0.95)  # before its warm-up and after it
     momentum_warmup = 300
     momentum_cooldown = 0  # last steps, over which momentum falls again
     freeze_steps = 0  # steps from a change of window on in which the scalars rest (#53)
     summed_loss = False  # a stream's loss is the sum over its tokens, not the mean
-    # Our script: what its flags are called here, and where its scalars and weights belong
-    flags = """seq_lens val_seq_len val_tokens val_every muon_lr cooldown_frac rope_base model_dim
-        head_dim eot_token"""
+    # Where the scalars and weights of our script belong
     our_scalars = {
         "lambdas": ("a", "b"), "x_lambda": ("a",), "attn.lambdas": ("lambda0", "lambda1"),
         "skip_weights": ("skip",), "skip_lambda": ("skip",), "smear_lambda": ("smear",),
@@ -227,17 +226,10 @@ class Station:
         return self.num_iterations + self.extension
 
     def settings(self) -> dict:
-        """The flags of our script's preset `record`."""
-        found = dict(
+        """The flags of our script's preset `record` that are called, or counted, otherwise here."""
+        return dict(
             num_iterations=self.total_steps(), sequences_per_step=self.streams, vocab_size=50_257,
             sequences_per_forward=64, embed_lr=self.adam_lr * self.adam["embed"])
-        return found | {name: getattr(self, name) for name in self.flags.split()}
-
-    def now(self, step: int) -> dict:
-        """What our script's schedule of a step is."""
-        return dict(
-            lr_factor=self.rate_factor(step), momentum=self.muon_momentum(step),
-            seq_len=self.seq_len(step))
 
     # ---- Data and schedules
 
@@ -328,9 +320,6 @@ class Station:
         pairs = zip(self.attention_pattern, self.mlp_pattern, strict=True)
         return [i for i, pair in enumerate(pairs) if pair != (".", ".")]
 
-    def qkvo_shape(self) -> tuple[int, ...]:
-        return 4, self.model_dim, self.model_dim
-
     def mlp_shapes(self) -> tuple:
         """Of c_fc and c_proj."""
         D, F = self.model_dim, self.mlp_ratio * self.model_dim
@@ -340,7 +329,7 @@ class Station:
         """The shapes of a layer's parameters, by their names in it."""
         shapes = {}
         if self.attention_pattern[layer] != ".":
-            shapes["attn.qkvo_w"] = self.qkvo_shape()
+            shapes["attn.qkvo_w"] = 4, self.model_dim, self.model_dim
         if self.mlp_pattern[layer] != ".":
             shapes["mlp.c_fc"], shapes["mlp.c_proj"] = self.mlp_shapes()
         return shapes
@@ -353,45 +342,23 @@ class Station:
                 shapes[f"blocks.{layer}.{name}"] = shape
         return shapes
 
-    def scalar_indices(self) -> dict[str, list[int]]:
-        """Where `scalars` has what, in lists of indices.
+    def initial_scalars(self) -> dict[str, Tensor]:
+        """An entry a layer of each kind."""
+        layers = len(self.attention_pattern)
+        return {name: torch.full((layers,), value) for name, value in self.scalars.items()}
 
-        skip: weights of the skips, up to #31 as they are, later before the sigmoid; a, b: of the
-        residual stream and of x0, a layer each (b of #53: x0_lambdas); lambda0, lambda1: of values
-        and value embedding, since #50 of W_QKV and W_O, a layer each; smear; backout.
-        """
-        indices, start = {}, 0
-        for group in self.layer_scalars:
-            end = start + len(group) * len(self.attention_pattern)
-            for place, name in enumerate(group):
-                indices[name] = list(range(start + place, end, len(group)))
-            start = end
-        for place, name in enumerate(self.model_scalars, start):
-            indices[name] = [place]
-        return indices
+    def kind(self, name: str) -> str:
+        """Of which kind a parameter is; the scalars are one."""
+        return "scalars" if name in self.scalars else kind_of(name)
 
-    def initial_scalars(self) -> list[float]:
-        """The initial `scalars`, padded by ones to a multiple of 8; constants in #5 and #8."""
-        indices = self.scalar_indices()
-        used = sum(len(where) for where in indices.values())
-        scalars = [1.0] * (-(-used // 8) * 8)
-        for name, where in indices.items():
-            for index in where:
-                scalars[index] = self.initial_values[name]
-        return scalars
-
-    def initial_distributions(self, name: str) -> list[tuple[str, float]]:
-        """("normal", std), ("uniform", bound), ("constant", value) or ("zero", 0.0) of each matrix
-        of a parameter."""
+    def initial_distribution(self, name: str) -> tuple[str, float]:
+        """("normal", std), ("uniform", bound), ("constant", value) or ("constant", 0.0)."""
         kind = kind_of(name)
-        if kind in self.constant:
-            return [("constant", self.constant[kind])]
         if kind in self.normal:
-            return [("normal", self.normal[kind])]
-        if kind not in self.uniform:
-            return [("zero", 0.0)]
-        drawn = "uniform", 3**0.5 * self.uniform[kind] * self.model_dim**-0.5
-        return [drawn, drawn, drawn, ("zero", 0.0)] if kind == "qkvo_w" else [drawn]
+            return "normal", self.normal[kind]
+        if kind in self.uniform:
+            return "uniform", 3**0.5 * self.uniform[kind] * self.model_dim**-0.5
+        return "constant", (self.constant | self.scalars).get(kind, 0.0)
 
     # ---- Model
 
@@ -399,50 +366,49 @@ class Station:
         eps = self.norm_eps or torch.finfo(x.dtype).eps
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
-    def scalar(self, weights, name: str, index: int = 0) -> Tensor:
-        return weights["scalars"][self.scalar_indices()[name][index]]
+    def projections(self, weights, layer: int):
+        """The matrices Q, K, V and O of a layer."""
+        return weights[f"blocks.{layer}.attn.qkvo_w"]
 
     def projected(self, weights, layer: int, u: Tensor, value_embed):
         """q, k and v (T, D) of a layer's normed input u, and the matrix O."""
-        W_Q, W_K, W_V, W_O = matrices("qkvo_w", weights[f"blocks.{layer}.attn.qkvo_w"])
-        lambda0 = self.scalar(weights, "lambda0", layer)
-        lambda1 = self.scalar(weights, "lambda1", layer)
-        q, k, v = u @ W_Q.T, u @ W_K.T, u @ W_V.T
-        v = lambda0 * v
+        W_Q, W_K, W_V, W_O = self.projections(weights, layer)
+        v = weights["lambda0"][layer] * u @ W_V.T
         if value_embed is not None:
-            v = v + lambda1 * value_embed
-        return q, k, v, W_O
+            v = v + weights["lambda1"][layer] * value_embed
+        return u @ W_Q.T, u @ W_K.T, v, W_O
 
     def gates(self, weights, layer: int, u: Tensor) -> Tensor:
         """Factors of each head's output, (T, H)."""
         return torch.ones(len(u), self.model_dim // self.head_dim)
 
     def keys(self, layer: int, k: Tensor) -> Tensor:
-        """A head's keys (T, K), after they have turned."""
+        """The heads' keys (H, T, K), after they have turned."""
         return k
 
-    def heads(self, layer: int, q, k, v, seen: Tensor, step: int) -> list[Tensor]:
-        """The outputs (T, K) of the heads, of whose q, k and v there are lists; seen (T, T)."""
+    def scores(self, layer: int, q: Tensor, k: Tensor, step: int) -> Tensor:
+        """What tokens are to each other, (H, T, T), before the mask."""
         frequencies, scale = self.rotary(step)
-        positions, outputs = torch.arange(len(seen)), []
-        for q_head, k_head, v_head in zip(q, k, v):
-            q_head = turned(self.norm(q_head), positions, frequencies)
-            k_head = self.keys(layer, turned(self.norm(k_head), positions, frequencies))
-            scores = (scale * q_head @ k_head.T).masked_fill(~seen, -math.inf)
-            outputs.append(scores.softmax(-1) @ v_head)
-        return outputs
+        positions = torch.arange(q.size(1))
+        q = turned(self.norm(q), positions, frequencies)
+        k = self.keys(layer, turned(self.norm(k), positions, frequencies))
+        return scale * q @ k.mT
+
+    def heads(self, layer: int, q, k, v, seen: Tensor, step: int) -> Tensor:
+        """The outputs of the heads, which are (H, T, K) as their q, k and v; seen (T, T)."""
+        scores = self.scores(layer, q, k, step)
+        return scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
 
     def attention(self, weights, layer: int, u: Tensor, value_embed, seen, step: int) -> Tensor:
         """The attention of a layer on its normed input u (T, D); value_embed (T, D)."""
         *qkv, W_O = self.projected(weights, layer, u, value_embed)
-        q, k, v = (x.split(self.head_dim, dim=1) for x in qkv)
-        gates = self.gates(weights, layer, u)
+        q, k, v = (x.unflatten(1, (-1, self.head_dim)).transpose(0, 1) for x in qkv)
         outputs = self.heads(layer, q, k, v, seen, step)
         outputs = self.without_own(weights, layer, outputs, v)
-        gated = [gates[:, head, None] * y for head, y in enumerate(outputs)]
-        return torch.cat(gated, dim=-1) @ W_O.T
+        gates = self.gates(weights, layer, u).T[..., None]
+        return (gates * outputs).transpose(0, 1).flatten(1) @ W_O.T
 
-    def without_own(self, weights, layer: int, outputs: list, v) -> list[Tensor]:
+    def without_own(self, weights, layer: int, outputs: Tensor, v: Tensor) -> Tensor:
         """The heads' outputs, some without what lies along a token's own value (#82 on)."""
         return outputs
 
@@ -463,12 +429,11 @@ class Station:
         return {letter: self.mask(documents, window) for letter, window in zip("LS", windows)}
 
     def skip_weight(self, weights, index: int, x0: Tensor) -> Tensor:
-        return self.scalar(weights, "skip", index)
+        return weights["skip"][index]
 
     def injected(self, weights, layer: int, x: Tensor, x0: Tensor, tokens: Tensor) -> Tensor:
         """The residual stream as a layer begins."""
-        b = self.scalar(weights, "b", layer)
-        return self.scalar(weights, "a", layer) * x + b * x0
+        return weights["a"][layer] * x + weights["b"][layer] * x0
 
     def capped(self, z: Tensor) -> Tensor:
         return z
@@ -500,11 +465,11 @@ class Station:
         """The residual stream as the head gets it, before the norm."""
         if self.backout_layer is None:
             return x
-        return x - self.scalar(weights, "backout") * outputs[self.backout_layer]
+        return x - weights["backout"][0] * outputs[self.backout_layer]
 
     def stream_logits(self, weights, stream: Stream, windows, step: int) -> Tensor:
         """Logits (T, V) of a stream at a step, or in its validation; windows long and short."""
-        weights = {"scalars": torch.tensor(self.initial_scalars()), **weights}
+        weights = self.initial_scalars() | weights
         seen = self.masks(np.cumsum(stream.inputs == self.eot_token), windows)
         tokens = torch.as_tensor(stream.inputs)
         x0 = self.embedded(weights, tokens, step)
@@ -523,12 +488,10 @@ class Station:
     def training_loss(self, weights, stream: Stream, step: int) -> Tensor:
         """The loss of one stream in a training step."""
         z = self.stream_logits(weights, stream, self.training_windows(step), step)
-        targets, loss = torch.as_tensor(stream.targets), 0.0
+        loss = self.other_losses(z, stream, step)
         for ahead, weight in enumerate(self.target_weights(step)):
-            reached = range(len(z) - ahead)  # the tokens whose target is in the stream
-            right = z[reached, targets[ahead:]]
-            loss = loss + weight * (z.logsumexp(-1)[: len(right)] - right).sum()
-        loss = loss + self.other_losses(z, stream, step)
+            # Only of tokens whose target is in the stream
+            loss = loss + weight * losses(z[: len(z) - ahead], stream.targets[ahead:]).sum()
         return loss if self.summed_loss else loss / len(z)
 
     def other_losses(self, z: Tensor, stream: Stream, step: int):
@@ -537,26 +500,25 @@ class Station:
 
     def validation_loss(self, weights, streams: list[Stream], step: int) -> Tensor:
         """The mean loss of the validation before a step, or after the last one, of its streams."""
-        means = []
+        windows, means = self.validation_windows(step), []
         for stream in streams:
-            z = self.stream_logits(weights, stream, self.validation_windows(step), step)
-            right = z[range(len(z)), torch.as_tensor(stream.targets)]
-            means.append((z.logsumexp(-1) - right).mean())
+            z = self.stream_logits(weights, stream, windows, step)
+            means.append(losses(z, stream.targets).mean())
         return torch.stack(means).mean()
 
     def gradients(self, weights, streams: list[Stream], step: int):
-        """Of each weight, by name: the mean over streams of the gradient of the loss; None of the
+        """The mean of the loss over streams, and its gradient of each weight, by name: None of the
         embedding while the head is it too."""
         leaves = {name: p.detach().clone().requires_grad_() for name, p in weights.items()}
         loss = sum(self.training_loss(leaves, stream, step) for stream in streams) / len(streams)
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        return dict(zip(leaves, grads, strict=True))
+        return loss.item(), dict(zip(leaves, grads, strict=True))
 
     # ---- Optimizers
 
     def is_muon(self, name: str) -> bool:
         """Whether Muon, or NorMuon, steps a parameter."""
-        return kind_of(name) not in self.adam
+        return self.kind(name) not in self.adam
 
     def shape_factor(self, rows: int, columns: int) -> float:
         """Of Muon's rate."""
@@ -564,33 +526,33 @@ class Station:
 
     def rate(self, name: str, shape: tuple[int, ...]) -> float:
         """The rate of a parameter of its public shape, before the factor of the step."""
-        kind = kind_of(name)
         if not self.is_muon(name):
-            return self.adam_lr * self.adam[kind]
-        return self.muon_lr * self.shape_factor(*shape[-2:]) * self.muon_factors.get(kind, 1)
+            return self.adam_lr * self.adam[self.kind(name)]
+        factor = self.shape_factor(*shape[-2:]) * self.muon_factors.get(kind_of(name), 1)
+        return self.muon_lr * factor
 
     def optimizer_state(self, weights) -> dict:
-        """State before the first step, by name: of Adam a dict, of Muon a list, a dict a matrix."""
+        """State before the first step, by name."""
         state = {}
         for name, p in weights.items():
             if self.is_muon(name):
-                parts = matrices(name, p)
-                state[name] = [dict(mean=torch.zeros_like(x), second=0.0) for x in parts]
+                state[name] = dict(mean=torch.zeros_like(p), second=0.0)
             else:
                 zeros = {key: torch.zeros_like(p) for key in ("sum", "mean", "square")}
                 state[name] = dict(zeros, count=0)
         return state
 
     def scaled(self, X: Tensor) -> Tensor:
-        return X / (X.norm() + 1e-7)
+        return X / (size_of(X) + 1e-7)
 
     def orthogonalize(self, u: Tensor) -> Tensor:
-        """Nearly the closest semi-orthogonal matrix to u, by Newton-Schulz iterations."""
-        X = self.scaled(u.T if u.size(0) > u.size(1) else u)
+        """Nearly the closest semi-orthogonal matrix to each u, by Newton-Schulz iterations."""
+        is_tall = u.size(-2) > u.size(-1)
+        X = self.scaled(u.mT if is_tall else u)
         for a, b, c in self.coefficients:
-            A = X @ X.T
+            A = X @ X.mT
             X = a * X + (b * A + c * A @ A) @ X
-        return X.T if u.size(0) > u.size(1) else X
+        return X.mT if is_tall else X
 
     def nesterov(self, grad: Tensor, state: dict, momentum: float) -> Tensor:
         """Muon's momentum, a sum, with one step ahead."""
@@ -598,18 +560,18 @@ class Station:
         return grad + momentum * state["mean"]
 
     def muon_change(self, U: Tensor, p: Tensor, state: dict, factor: float) -> Tensor:
-        """What is subtracted from a matrix, in units of its rate."""
+        """What is subtracted from matrices, in units of their rate."""
         return U
 
     def muon_step(self, p: Tensor, grad: Tensor, state: dict, step: int, lr: float) -> None:
-        """Move one matrix p, in place, at its rate lr; its gradient, its state."""
+        """Move a matrix p (out, in), or several (B, out, in), in place, at their rate lr."""
         factor = self.rate_factor(step)
         U = self.orthogonalize(self.nesterov(grad, state, self.muon_momentum(step)))
         p -= lr * factor * self.muon_change(U, p, state, factor)
 
     def adam_step(self, name: str, p: Tensor, state: dict, step: int, lr: float) -> None:
         """Move a parameter p, in place, by the gradients summed in its state, at its rate lr."""
-        kind = kind_of(name)
+        kind = self.kind(name)
         beta1, beta2 = self.betas.get(kind, self.adam_betas)
         lr, grad = lr * self.rate_factor(step), state["sum"]
         state["count"] += 1
@@ -627,21 +589,17 @@ class Station:
         for name, p in weights.items():
             lr = self.rate(name, tuple(p.shape))
             if self.is_muon(name):
-                of_grads = matrices(name, grads[name].contiguous())
-                for matrix, grad, own in zip(matrices(name, p), of_grads, state[name]):
-                    self.muon_step(matrix, grad, own, step, lr)
+                self.muon_step(p, grads[name], state[name], step, lr)
                 continue
             if name == "embed.weight" and self.tied(step):
                 continue
             own = state[name]
             own["sum"] = own["sum"] + grads[name]
-            frozen = name == "scalars" and self.scalars_frozen(step)
+            frozen = name in self.scalars and self.scalars_frozen(step)
             if self.adam_steps(step) and not frozen:
                 self.adam_step(name, p, own, step, lr)
             if self.adam_steps(step) or frozen:
                 own["sum"] = torch.zeros_like(p)
         if step == self.copy_step():
             weights["embed.weight"].copy_(weights["lm_head.weight"])
-            for key in ("mean", "square", "count"):
-                value = state["lm_head.weight"][key]
-                state["embed.weight"][key] = value if key == "count" else value.clone()
+            state["embed.weight"] = copy.deepcopy(state["lm_head.weight"])

@@ -7,33 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPO
 from lineage import RECORDS
+from mutants import copy_project
 
 NAME = "2099-12-31_OwnRecord"
-PAGE = """# {name}
-
-**Change.** Muon's rate is a thousandth higher.
-
-**Result.** Not measured yet.
-
-<!-- ledger: begin -->
-<!-- ledger: end -->
-"""
-
-
-@pytest.fixture
-def project(tmp_path):
-    """A copy of the repository; the pocket's data, which nothing writes, are linked."""
-    def left_out(folder, names):
-        skipped = {name for name in names if name[0] == "." or name == "__pycache__"}
-        if folder in (str(REPO), str(REPO / "data")):
-            skipped |= {"logs", "pocket", "fineweb10B"}
-        return skipped
-
-    folder = shutil.copytree(REPO, tmp_path / "project", ignore=left_out)
-    (folder / "data" / "pocket").symlink_to(REPO / "data" / "pocket")
-    return folder
 
 
 def submit(project, parent):
@@ -43,14 +20,14 @@ def submit(project, parent):
     script = folder / "train_gpt.py"
     source = script.read_text()
     words = f"Parent: {parent.name}. Change: Muon's rate is a thousandth higher."
-    old = re.search(r"^Parent: .*?\n\n", source, re.M | re.S)
-    source = source.replace(old[0], f"{words}\n\n", 1)
+    source = re.sub(r"^Parent: .*?\n\n", f"{words}\n\n", source, count=1, flags=re.M | re.S)
     rate = re.search(r"    muon_lr: float = ([\d.]+)", source)
     higher = f"    muon_lr: float = {1.001 * float(rate[1])}"
     source = source.replace(rate[0], higher, 1)
     source = source.replace(f"Record: {parent.name}\n", f"Record: {NAME}\n", 1)
     script.write_text(source)
-    (folder / "README.md").write_text(PAGE.format(name=NAME))
+    page = f"# {NAME}\n\n<!-- ledger: begin -->\n<!-- ledger: end -->\n"
+    (folder / "README.md").write_text(page)
     claim = json.loads((folder / "record.json").read_text())
     claim |= dict(
         change="Muon's rate is a thousandth higher",
@@ -59,14 +36,15 @@ def submit(project, parent):
 
 
 @pytest.mark.slow
-def test_a_copy_of_the_newest_record_with_another_constant_is_a_record(project, pocket_data):
+def test_a_copy_of_the_newest_record_with_another_constant_is_a_record(tmp_path, pocket_data):
     """Its tests and `verify` pass with nothing changed but what the page says."""
-    submit(project, RECORDS[-1])
+    copy_project(tmp_path)
+    submit(tmp_path, RECORDS[-1])
     ledger = [sys.executable, "records/ledger"]
     tests = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
     for command, words in (([*ledger, "list", "--write"], "OwnRecord"),
                            ([*ledger, "verify"], f"{len(RECORDS) + 1} record(s) verified"),
-                           ([*tests, "tests/records", "-k", NAME], r"\b1\d passed")):
-        done = subprocess.run(command, cwd=project, text=True, capture_output=True)
+                           ([*tests, "tests/records", "-k", NAME], r"\b[5-9] passed")):
+        done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert re.search(words.replace("(s)", r"\(s\)"), done.stdout), done.stdout

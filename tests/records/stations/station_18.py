@@ -6,10 +6,7 @@ from stations import station_8
 
 
 class Station(station_8.Station):
-    number = 18
-    published = dict(
-        parameters=275_742_772, at_last=(14, 7),
-        windows=[103, 206, 309, 412, 515, 618, 721, 824, 927, 1030, 1133, 1236, 1339])
+    parameters = 275_742_772
     changed_lines = 370  # two months of public records; the pocket has rows of its own
     num_iterations = 1390
     streams = 8
@@ -21,14 +18,13 @@ class Station(station_8.Station):
     value_embed_pattern = "012......012"
     skips = ((6, 5), (7, 4), (8, 3), (9, 2), (10, 1), (11, 0))
     bf16 = frozenset({"embed", "value_embeds"})
-    initial_values = station_8.Station.initial_values | dict(lambda0=0.5)
+    scalars = station_8.Station.scalars | dict(lambda0=0.5)
     normal = {"embed": 1.0, "value_embeds": 1.0}
     adam = {"embed": 75, "value_embeds": 75, "lm_head": 1, "scalars": 5}
     adam_betas = (0.8, 0.95)
     muon_lr = 0.05
     cooldown_frac = 0.4
     momentum = (0.85, 0.95)
-    flags = station_8.Station.flags + " window_tokens"
 
     def settings(self):
         first = self.layers()[0]
@@ -63,7 +59,9 @@ class Station(station_8.Station):
         return torch.from_numpy(seen & self.near(i, j, window))
 
     def parameter_shapes(self):
-        shapes = super().parameter_shapes() | dict(scalars=(len(self.initial_scalars()),))
+        shapes = super().parameter_shapes()
+        for name in self.scalars:
+            shapes[name] = (len(self.attention_pattern),)
         for table in sorted(set(self.value_embed_pattern) - {"."}):
             shapes[f"value_embeds.{table}.weight"] = (self.table_rows, self.model_dim)
         return shapes

@@ -5,10 +5,7 @@ from stations import station_18
 
 
 class Station(station_18.Station):
-    number = 19
-    published = dict(
-        parameters=275_598_388, at_last=(14, 7),
-        windows=[104, 207, 311, 414, 517, 621, 724, 827, 931, 1034, 1137, 1241, 1344])
+    parameters = 275_598_388
     changed_lines = 150
     num_iterations = 1395
     window_tokens = 1728

@@ -4,10 +4,6 @@ from stations import station_19
 
 
 class Station(station_19.Station):
-    number = 21
-    published = dict(
-        parameters=275_598_388, at_last=(14, 7),
-        windows=[132, 263, 394, 525, 656, 787, 918, 1049, 1181, 1312, 1443, 1574, 1705])
     num_iterations = 1770
     seq_lens = (49_152,)
     val_seq_len = 262_144
@@ -16,4 +12,3 @@ class Station(station_19.Station):
     norm_eps = 2.0**-23
     fp8_divisors = (0.5, 2.0**-9, 2.0**-19)
     adam_eps = 1e-10
-    flags = station_19.Station.flags + " attention_scale"

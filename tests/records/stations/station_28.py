@@ -6,19 +6,14 @@ from stations import station_24
 
 
 class Station(station_24.Station):
-    number = 28
-    published = dict(
-        steps=1695, scalars=64, tokens=666.5, at_last=(14, 7), falls=933, momentum_falls=1694,
-        windows=[126, 252, 377, 503, 628, 754, 879, 1005, 1131, 1256, 1382, 1507, 1633])
+    parameters = None
     num_iterations = 1695
     table_rows = 50_304
     cooldown_frac = 0.45
     fp8_divisors = (768**0.5 / 448, 2.0**-9, 1 / 448)
+    align_documents = True
     scaled_eps = False
     summed_loss = True
-
-    def settings(self):
-        return super().settings() | dict(align_documents=True)
 
     def streams_of(self, shards, lengths):
         """Each stream begins where a document does, T or more after the one before. Before a step,
@@ -32,17 +27,14 @@ class Station(station_24.Station):
                 tokens, position = next(shards, None), 0
                 if tokens is None:
                     return
-            starts, start = [], None
+            starts, start = [], -1
             for here in range(position, min(position + reach, len(tokens))):
-                if tokens[here] != self.eot_token:
-                    continue
-                if start is None:
-                    start = here
-                elif here - start >= length:
+                if tokens[here] == self.eot_token and (start < 0 or here - start >= length):
                     starts.append(start)
                     start = here
-                    if len(starts) == self.streams:
+                    if len(starts) > self.streams:
                         break
+            starts = starts[1:]
             if len(starts) < self.streams:
                 raise ValueError(f"{len(starts)} beginnings in {reach} tokens")
             position = start

@@ -21,19 +21,14 @@ def yarn(frequencies: list[float], block: int, before: int, after: int) -> list[
 
 
 class Station(station_28.Station):
-    number = 31
-    published = dict(
-        steps=1670, tokens=656.7, windows=[557, 1114, 1670], at_last=(13, 6),
-        shorts={3: 1, 7: 3, 11: 5}, falls=836, momentum_falls=1669)
     num_iterations = 1670
     attention_scale = 0.1
     mlp_pattern = ".MMMMMMMMMMM"
     cooldown_frac = 0.5
-    flags = station_28.Station.flags.replace("window_tokens", "mlp_pattern")
 
     def settings(self):
         shorts = tuple(max(1, window // 2) for window in self.windows)
-        return super(station_28.Station, self).settings() | dict(
+        return super().settings() | dict(
             long_windows=self.windows, short_windows=shorts, max_document_tokens=self.max_document)
 
     def streams_of(self, shards, lengths):

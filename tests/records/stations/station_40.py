@@ -1,16 +1,11 @@
 """#40 Backout: an early output is taken away at the end; Adam steps every other time."""
 
 import torch
-from lineage_oracles import POLAR_EXPRESS
+from lineage_oracles import POLAR_EXPRESS, size_of
 from stations import station_31
 
 
 class Station(station_31.Station):
-    number = 40
-    published = dict(
-        steps=2330, tokens=610.8, windows=[764, 1528, 2330], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5}, falls=1260, last_rate=0.1002, momentum_falls=2280,
-        highest_momentum=0.949667)
     num_iterations = 2290
     extension = 40
     seq_lens = (32_768,)
@@ -21,23 +16,18 @@ class Station(station_31.Station):
     skips = ((6, 5), (7, 4), (8, 3), (9, 2), (10, 1))
     backout_layer = 8
     bf16 = frozenset({"embed", "value_embeds", "lm_head", "smear_gate", "attn_gate"})
-    model_scalars = ("smear", "backout")
-    initial_values = station_31.Station.initial_values | dict(skip=-1.5)
+    scalars = station_31.Station.scalars | dict(skip=-1.5, smear=0.0, backout=0.5)
     adam_betas = (0.65, 0.95)
     adam_eps = 1e-8
     muon_lr = 0.06
     coefficients = POLAR_EXPRESS
     cooldown_frac = 0.45
     momentum_cooldown = 50
-    flags = station_31.Station.flags.replace("mlp_pattern", "momentum_cooldown")
 
     def settings(self):
         return super().settings() | dict(
             backout_layer=self.backout_layer - self.layers()[0], extension_steps=self.extension,
             long_windows=(*self.windows, self.final_window))
-
-    def now(self, step):
-        return super().now(step) | dict(adam_rests=not self.adam_steps(step))
 
     def stage(self, step):
         return int(3 * min(step / (self.num_iterations + 1), 0.9999))
@@ -56,9 +46,6 @@ class Station(station_31.Station):
         """At odd steps, by the sum of two steps' gradients."""
         return step % 2 == 1
 
-    def qkvo_shape(self):
-        return self.model_dim, 4 * self.model_dim
-
     def parameter_shapes(self):
         return super().parameter_shapes() | {"smear_gate.weight": (1, self.gate_inputs)}
 
@@ -66,7 +53,7 @@ class Station(station_31.Station):
         """Each embedding but the first has a part of the one before it."""
         e = self.token_embedding(weights, step)[tokens]
         gate = torch.sigmoid(e[1:, : self.gate_inputs] @ weights["smear_gate.weight"].T)
-        mu = self.scalar(weights, "smear")
+        mu = weights["smear"][0]
         return self.norm(torch.cat([e[:1], e[1:] + mu * gate * e[:-1]]))
 
     def token_embedding(self, weights, step):
@@ -76,4 +63,4 @@ class Station(station_31.Station):
         return torch.sigmoid(super().skip_weight(weights, index, x0))
 
     def scaled(self, X):
-        return X / (1.02 * X.norm() + 1e-6)
+        return X / (1.02 * size_of(X) + 1e-6)

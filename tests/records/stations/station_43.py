@@ -1,19 +1,16 @@
 """#43 CautiousWD: NorMuon, whose weights decay where the step shrinks them."""
 
 import torch
+from lineage_oracles import size_of
 from stations import station_40
 
 
 class Station(station_40.Station):
-    number = 43
-    published = dict(
-        steps=2245, tokens=588.5, windows=[735, 1470, 2205], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, falls=1103, last_rate=0.10018, momentum_falls=2195)
     num_iterations = 2205
     muon_lr = 0.03
     muon_factors = {"c_fc": 2}
     muon_decay = 1.2
-    second_axis = 0  # of a matrix, along which second moments are averaged
+    second_axis = -2  # of a matrix, along which second moments are averaged
     cooldown_frac = 0.5
 
     def stage(self, step):
@@ -31,6 +28,6 @@ class Station(station_40.Station):
         moments = (U**2).mean(self.moments_axis(U), keepdim=True)
         state["second"] = state["second"] + (1 - self.second_beta) * (moments - state["second"])
         scaled = U / state["second"].clamp(min=1e-10).sqrt()
-        U = scaled * (U.norm() / scaled.norm().clamp(min=1e-10))
+        U = scaled * (size_of(U) / size_of(scaled).clamp(min=1e-10))
         decayed = torch.where(U * p >= 0, p, 0.0)
         return U + self.muon_lr * factor * self.muon_decay * decayed

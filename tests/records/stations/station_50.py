@@ -1,37 +1,26 @@
 """#50 CautiousWDAdam: Adam decays too; batches grow; keys are offset; one skip; eleven layers."""
 
 import torch
-from lineage_oracles import matrices
 from stations import station_40, station_43
 
 
 class Station(station_43.Station):
-    number = 50
-    published = dict(
-        steps=2090, tokens=552.992768, windows=[684, 1367, 2050], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[684, 1367], falls=923,
-        peak=1.51, rates={1367: 1.208550}, scalars=48, multipliers=(2, 2, 4), momentum_falls=2040)
     num_iterations = 2050
     seq_lens = (16_384, 32_768, 49_152)
     attention_pattern = "SSSLSS.SSSL"
     mlp_pattern = "MMMMMMMMMMM"
     value_embed_pattern = "12......012"
     skips = ((6, 3),)
+    skip_layer = 3
     backout_layer = 7
-    layer_scalars = (("a",), ("b",), ("lambda0", "lambda1"))
-    model_scalars = ("smear", "backout", "skip")
-    initial_values = station_43.Station.initial_values | dict(a=1.1, lambda1=1.0)
+    scalars = station_43.Station.scalars | dict(a=1.1, lambda1=1.0)
     normal = {"embed": 1.0}
     decays = {"embed": 0.005, "value_embeds": 0.005, "lm_head": 0.005}
     muon_lr = 0.023
-    muon_factors = {"c_proj": 2}
-    second_axis = 1
+    muon_factors = {"qkvo_w": 2, "c_proj": 2}
+    second_axis = -1
     cooldown_frac = 0.55
-    rate_stages = (1.0, 1.51, 1.93)  # factor of the rates in each third of N
-
-    def settings(self):
-        skip_layer = self.skips[0][1]
-        return super().settings() | dict(skip_layer=skip_layer, lr_factors=self.rate_stages)
+    lr_factors = (1.0, 1.51, 1.93)  # factor of the rates in each third of N
 
     def seq_len(self, step):
         return self.seq_lens[min(self.stage(step), 2)]
@@ -42,26 +31,21 @@ class Station(station_43.Station):
     def peak(self, step):
         """It changes where the third begins, or a step later if it begins at N / 3."""
         x = self.progress(step)
-        return self.rate_stages[(x > 1 / 3) + (x > 2 / 3)]
+        return self.lr_factors[(x > 1 / 3) + (x > 2 / 3)]
 
     def rate_factor(self, step):
         return self.final_lr_frac if step > self.num_iterations else super().rate_factor(step)
-
-    def qkvo_shape(self):
-        return 4 * self.model_dim, self.model_dim
 
     def mlp_shapes(self):
         shape = self.mlp_ratio * self.model_dim, self.model_dim
         return shape, shape
 
     def projected(self, weights, layer, u, value_embed):
-        W_Q, W_K, W_V, W_O = matrices("qkvo_w", weights[f"blocks.{layer}.attn.qkvo_w"])
-        lambda0 = self.scalar(weights, "lambda0", layer)
-        lambda1 = self.scalar(weights, "lambda1", layer)
-        q, k, v = (u @ (lambda0 * W).T for W in (W_Q, W_K, W_V))
+        *W_QKV, W_O = self.projections(weights, layer)
+        q, k, v = (weights["lambda0"][layer] * u @ W.T for W in W_QKV)
         if value_embed is not None:
             v = self.with_values(weights, layer, u, v, value_embed)
-        return q, k, v, lambda1 * W_O
+        return q, k, v, weights["lambda1"][layer] * W_O
 
     def with_values(self, weights, layer, u, v, value_embed):
         return v + value_embed
@@ -74,8 +58,8 @@ class Station(station_43.Station):
         """In layers with a long window they are offset, but for the first token's."""
         if self.attention_pattern[layer] != "L":
             return k
-        previous = torch.cat([k[:1], k[:-1]])
-        return torch.where(self.shifted(torch.arange(k.size(1))), previous, k)
+        previous = torch.cat([k[:, :1], k[:, :-1]], dim=1)
+        return torch.where(self.shifted(torch.arange(self.head_dim)), previous, k)
 
     def mlp(self, c_fc, c_proj, u):
         return (u @ c_fc.T).clamp(min=0) ** 2 @ c_proj

@@ -4,33 +4,18 @@ from stations import station_50
 
 
 class Station(station_50.Station):
-    number = 53
-    published = dict(
-        steps=1920, tokens=508.428288, windows=[627, 1254, 1880], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[627, 1254], falls=847,
-        peak=1.52, rates={1254: 1.086828}, momentum_falls=1870, tied=(1254, 1253), scalars=40,
-        multipliers=(2, 2, 4),
-        target_weights={
-            313: [1.0, 0.5, 0.25 * (1 - 939 / 1880)], 627: [1.0, 0.499734], 940: [1.0, 0.25],
-            1253: [1.0, 0.000266]})
-    run_lengths = (5, 7)
+    run_length = 7
     num_iterations = 1880
     fp8_divisors = (100 / 448, 1.5 / 448, 0.75 / 448)
-    layer_scalars = (("a",), ("lambda0", "lambda1"))
+    scalars = dict(a=1.1, lambda0=0.5, lambda1=1.0, skip=-1.5, smear=0.0, backout=0.5)
     uniform = {"qkvo_w": 1.0, "c_fc": 0.5}
     normal = {"embed": 0.005, "lm_head": 0.005}
     adam = station_50.Station.adam | {"embed": 1, "smear_gate": 0.01, "x0_lambdas": 5}
     strict_decay = True
     betas = {"scalars": (0.9, 0.99)}
-    rate_stages = (1.0, 1.52, 1.73)
+    lr_factors = (1.0, 1.52, 1.73)
     freeze_steps = 40
-    flags = station_50.Station.flags + " freeze_steps"
     our_weights = station_50.Station.our_weights | {"x0_lambda": "x0_lambdas"}
-
-    def now(self, step):
-        return super().now(step) | dict(
-            target_weights=self.target_weights(step), tied=self.tied(step),
-            frozen=self.scalars_frozen(step))
 
     def target_weights(self, step):
         x = step / self.num_iterations
@@ -44,15 +29,16 @@ class Station(station_50.Station):
         changes = self.window_changes
         return any(change <= step < change + self.freeze_steps for change, _, _ in changes)
 
-    def split_step(self):
+    def untied_step(self):
         """The first step whose embedding is not the head's matrix."""
         return -(-2 * self.num_iterations // 3)
 
     def tied(self, step):
-        return step < self.split_step()
+        return step < self.untied_step()
 
     def copy_step(self):
-        return (self.split_step() - 2) | 1
+        """The last one before at which Adam steps."""
+        return (self.untied_step() - 2) | 1
 
     def parameter_shapes(self):
         return super().parameter_shapes() | dict(x0_lambdas=(len(self.attention_pattern),))
@@ -61,4 +47,4 @@ class Station(station_50.Station):
         return weights["lm_head.weight" if self.tied(step) else "embed.weight"]
 
     def injected(self, weights, layer, x, x0, tokens):
-        return self.scalar(weights, "a", layer) * x + weights["x0_lambdas"][layer] * x0
+        return weights["a"][layer] * x + weights["x0_lambdas"][layer] * x0

@@ -6,15 +6,7 @@ from stations import station_53
 
 
 class Station(station_53.Station):
-    number = 57
-    published = dict(
-        steps=1840, tokens=487.587840, windows=[600, 1200, 1800], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[601, 1201], falls=901, peak=1.52,
-        momentum_falls=1790, target_weights={}, tied=(1202, 1201), scalars=40,
-        multipliers=(2, 2, 4),
-        decays={"lm_head": 4.8e-5, "embed": 4.8e-5, "value_embeds": 9e-3, "attn_gate": 3.2e-7,
-                "value_gate": 3.2e-7, "smear_gate": 0, "skip_gate": 0, "x0_lambdas": 0})
-    run_lengths = (6,)
+    run_length = 6
     num_iterations = 1800
     fp8_divisors = (100 / 448, 1.6 / 448, 0.75 / 448)
     bf16 = station_53.Station.bf16 | {"value_gate", "skip_gate"}
@@ -29,22 +21,10 @@ class Station(station_53.Station):
         "value_gate": 0.005}
     cooldown_frac = 0.5
     freeze_steps = 0
-    flags = station_53.Station.flags.replace(" freeze_steps", "")
 
-    def now(self, step):
-        found = super().now(step)
-        found.pop("frozen")
-        return found
-
-    def split_step(self):
-        """The last step whose embedding is the head's matrix."""
-        return super().split_step() | 1
-
-    def tied(self, step):
-        return step <= self.split_step()
-
-    def copy_step(self):
-        return self.split_step()
+    def untied_step(self):
+        """Adam has stepped in the one before."""
+        return (super().untied_step() | 1) + 1
 
     def block_shapes(self, layer):
         shapes = super().block_shapes(layer)

@@ -10,38 +10,19 @@ def int32(x: np.ndarray) -> np.ndarray:
 
 
 class Station(station_58.Station):
-    number = 62
-    published = dict(
-        steps=1600, tokens=424.673280, windows=[520, 1040, 1560], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[521, 1041], falls=703, peak=1.52,
-        rates={702: 1.52, 1039: 0.962261, 1040: 0.960606, 1041: 1.085979, 1559: 0.101900},
-        momentum_falls=1550, tied=(1042, 1041), scalars=51, multipliers=(1, 2, 4),
-        target_weights={})
-    run_lengths = (6,)
     num_iterations = 1560
     bf16 = station_58.Station.bf16 | {"bigram_embed"}
-    layer_scalars = (("a",), ("lambda0", "lambda1"), ("bigram",))
-    initial_values = station_58.Station.initial_values | dict(bigram=0.1)
+    scalars = station_58.Station.scalars | dict(bigram=0.1)
     adam = station_58.Station.adam | {"bigram_embed": 75}
     betas = station_58.Station.betas | {"bigram_embed": (0.75, 0.95)}
     decays = station_58.Station.decays | {"bigram_embed": 0.025}
+    muon_factors = {"c_proj": 2}
     cooldown_frac = 0.55
-    flags = station_58.Station.flags + " bigram_rows"
     our_scalars = station_58.Station.our_scalars | {"bigram_lambda": ("bigram",)}
-
-    def qkvo_shape(self):
-        """Four matrices to Muon's rate, so that their factor is 1."""
-        return 4, self.model_dim, self.model_dim
 
     def parameter_shapes(self):
         return super().parameter_shapes() | {
             "bigram_embed.weight": (self.bigram_rows, self.model_dim)}
-
-    def initial_scalars(self):
-        """Padded as if the factors of the bigrams were not there."""
-        used = sum(len(where) for where in self.scalar_indices().values())
-        padding = -(used - len(self.attention_pattern)) % 8
-        return super().initial_scalars()[:used] + [1.0] * padding
 
     def rows_read(self, tokens):
         """The first token has the last row. To the second one the number of that row is the token
@@ -60,4 +41,4 @@ class Station(station_58.Station):
     def injected(self, weights, layer, x, x0, tokens):
         bigrams = weights["bigram_embed.weight"][self.rows_read(tokens)["bigram_embed"]]
         x = super().injected(weights, layer, x, x0, tokens)
-        return x + self.scalar(weights, "bigram", layer) * bigrams
+        return x + weights["bigram"][layer] * bigrams

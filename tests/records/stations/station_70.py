@@ -6,18 +6,11 @@ from stations import station_62
 
 
 class Station(station_62.Station):
-    number = 70
-    published = dict(
-        steps=1547, tokens=410.779648, windows=[502, 1005, 1507], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[502, 1005], falls=679, peak=1.52,
-        rates={678: 1.52, 679: 1.518287, 1004: 0.961592, 1005: 1.087045, 1506: 0.101966},
-        momentum_falls=1497, tied=(1006, 1005), adam_steps=(773, 503), scalars=51,
-        multipliers=(1, 2, 4),
-        target_weights={501: [1.0, 0.5, 4.98e-4], 1004: [1.0, 9.94e-4]})
-    run_lengths = (8,)  # its second border is not that of #62
+    run_length = 8  # its second border is not that of #62
     num_iterations = 1507
     value_embed_pattern = ".01.....234"
     uniform = {"qkvo_w": 0.5, "c_fc": 0.5}
+    draws_output = True
     normal = station_62.Station.normal | {"value_embeds": 0.01}
 
     def borders(self):
@@ -33,7 +26,7 @@ class Station(station_62.Station):
         N, stage = self.num_iterations, self.stage(step)
         begins = int(N * (1 - self.cooldown_frac))
         fallen = min(1.0, max(0, step - begins) / (N - begins))
-        peak = self.rate_stages[stage] if stage < 3 else 1.0
+        peak = self.lr_factors[stage] if stage < 3 else 1.0
         return peak * (1 - fallen) + self.final_lr_frac * fallen
 
     def target_weights(self, step):
@@ -44,13 +37,8 @@ class Station(station_62.Station):
         fading = 0.5 ** (2 - stage) * (1 - (step - begin) / (end - begin))
         return [1.0, 0.5, fading] if stage == 0 else [1.0, fading]
 
-    def split_step(self):
-        return self.borders()[1] | 1
-
-    def initial_distributions(self, name):
-        """O is drawn as Q, K and V are."""
-        drawn = super().initial_distributions(name)
-        return [drawn[0]] * len(drawn)
+    def untied_step(self):
+        return (self.borders()[1] | 1) + 1
 
     def value_gate_input(self, layer, u, value_embed):
         """Of heads that are not paired, half of it is the table's row."""

@@ -1,24 +1,16 @@
 """#77 SimplifyHC: factors of each half of a layer; late attention reads one saved activation;
 documents are shorter at first, and rates end higher (#72)."""
 
-from stations import station_62, station_70
+from stations import station_70
 
 
 class Station(station_70.Station):
-    number = 77
-    published = dict(
-        steps=1490, tokens=395.837440, windows=[483, 967, 1450], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[483, 967], falls=581, peak=1.52, last_rate=0.15,
-        rates={581: 1.518425, 966: 0.912161, 967: 1.027172, 1449: 0.151816},
-        momentum_falls=1440, tied=(968, 967), adam_steps=(745, 484), scalars=32,
-        multipliers=(1, 2, 4),
-        target_weights={482: [1.0, 0.5, 5.176e-4], 966: [1.0, 1.0331e-3]})
-    run_lengths = (7,)
+    run_length = 7
     num_iterations = 1450
     first_document = 896
     cooldown_frac = 0.6
     final_lr_frac = 0.15
-    layer_scalars = (("lambda0", "lambda1"),)
+    scalars = dict(lambda0=0.5, lambda1=1.0, skip=-1.5, smear=0.0, backout=0.5)
     constant = {"resid_lambdas": 1.1**0.5, "post_lambdas": 1.0, "bigram_lambdas": 0.05}
     adam = station_70.Station.adam | {
         "resid_lambdas": 5, "post_lambdas": 1, "x0_lambdas": 1, "bigram_lambdas": 1}
@@ -37,10 +29,6 @@ class Station(station_70.Station):
         layers = len(self.attention_pattern)
         return super().parameter_shapes() | dict(
             resid_lambdas=(layers, 2), post_lambdas=(layers, 2), bigram_lambdas=(layers,))
-
-    def initial_scalars(self):
-        """Padded to a multiple of 8 again."""
-        return super(station_62.Station, self).initial_scalars()
 
     def bigrams(self, weights, tokens):
         return weights["bigram_embed.weight"][self.rows_read(tokens)["bigram_embed"]]

@@ -4,8 +4,7 @@ from stations import station_5
 
 
 class Station(station_5.Station):
-    number = 8
-    published = dict(parameters=162_201_600)
+    parameters = 162_201_600
     num_iterations = 4578
     uniform = {"qkvo_w": 3**-0.5, "c_fc": 3**-0.5}
     normal = {"embed": 1.0}

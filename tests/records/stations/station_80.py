@@ -1,21 +1,10 @@
 """#80 PairedHeadMuon: queries and keys are orthogonalised by pairs of heads; moments of a wide
 matrix are by column, and shorter (#78)."""
 
-import torch
-from lineage_oracles import kind_of, matrices
 from stations import station_77
 
 
 class Station(station_77.Station):
-    number = 80
-    published = dict(
-        steps=1480, tokens=393.216, windows=[480, 960, 1440], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[480, 960], falls=577, peak=1.52, last_rate=0.15,
-        rates={577: 1.518414, 959: 0.912697, 960: 1.027778, 1439: 0.151829},
-        momentum_falls=1430, tied=(962, 961), adam_steps=(740, 481), scalars=32,
-        multipliers=(1, 2, 4),
-        target_weights={479: [1.0, 0.5, 5.208e-4], 959: [1.0, 1.0417e-3]})
-    run_lengths = (6,)
     num_iterations = 1440
     second_beta = 0.9
     uniform = {"qk_w": 0.5, "vo_w": 0.5, "c_fc": 0.5}
@@ -32,23 +21,10 @@ class Station(station_77.Station):
             shapes["attn.vo_w"] = 2, self.model_dim, self.model_dim
         return shapes
 
-    def initial_distributions(self, name):
-        drawn = super().initial_distributions(name)
-        if kind_of(name) in ("qk_w", "vo_w"):
-            drawn = drawn * self.parameter_shapes()[name][0]  # a matrix each
-        return drawn
-
-    def projected(self, weights, layer, u, value_embed):
-        pairs = matrices("qk_w", weights[f"blocks.{layer}.attn.qk_w"])
-        W_V, W_O = matrices("vo_w", weights[f"blocks.{layer}.attn.vo_w"])
-        half = len(pairs) // 2
-        W_Q, W_K = torch.cat(pairs[:half]), torch.cat(pairs[half:])
-        lambda0 = self.scalar(weights, "lambda0", layer)
-        q, k, v = (u @ (lambda0 * W).T for W in (W_Q, W_K, W_V))
-        if value_embed is not None:
-            v = self.with_values(weights, layer, u, v, value_embed)
-        return q, k, v, self.scalar(weights, "lambda1", layer) * W_O
+    def projections(self, weights, layer):
+        Q_and_K = weights[f"blocks.{layer}.attn.qk_w"].flatten(0, 1)
+        return *Q_and_K.chunk(2), *weights[f"blocks.{layer}.attn.vo_w"]
 
     def moments_axis(self, U):
         """One for each column where rows are fewer, else for each row."""
-        return 0 if U.size(0) < U.size(1) else 1
+        return -2 if U.size(-2) < U.size(-1) else -1

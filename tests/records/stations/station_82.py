@@ -22,21 +22,13 @@ def network(weights, x, kind, number, rows):
 
 
 class Station(station_80.Station):
-    number = 82
-    published = dict(
-        steps=1385, tokens=364.380160, windows=[458, 917, 1375], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[458, 917], falls=551, peak=1.52, last_rate=0.15,
-        rates={549: 1.52, 551: 1.518339, 916: 0.912218, 917: 1.027139, 1374: 0.151915},
-        momentum_falls=1335, tied=(918, 917), adam_steps=(692, 459), scalars=24,
-        multipliers=(1, 2, 4), target_weights={})
-    run_lengths = (7,)
     num_iterations = 1375
     extension = 10
     bf16 = station_80.Station.bf16 | {"mudd_last", "mudd_output"}  # by our names
     xsa_pattern = ".X.XX..XX.X"
     mudd_biases = [0.0] * 6 + [20.0, 20.0, LAST, 10.0, 0.0, 0.5, LAST, 10.0]  # of the last layer
     mudd_biases += [0.0, -5.0, 0.0, 0.0, 0.0]  # of the head
-    model_scalars = ("smear", "skip")
+    scalars = dict(lambda0=0.5, lambda1=1.0, skip=-1.5, smear=0.0)
     constant = station_80.Station.constant | {"mudd_b2": mudd_biases}
     uniform = station_80.Station.uniform | {"mudd_w1": 3**-0.5}
     adam = station_80.Station.adam | {"mudd_w1": 0.25, "mudd_w2": 0.25, "mudd_b2": 0.25,
@@ -84,12 +76,9 @@ class Station(station_80.Station):
         shares = self.own_share(weights, layer)
         if shares is None:
             return outputs
-        purged = []
-        for head, (y, value) in enumerate(zip(outputs, v)):
-            unit = value / value.norm(dim=1, keepdim=True).clamp(min=1e-4)
-            own = (y * unit).sum(1, keepdim=True) * unit
-            purged.append(y - shares[..., head].reshape(-1, 1) * own)
-        return purged
+        unit = v / v.norm(dim=-1, keepdim=True).clamp(min=1e-4)
+        own = (outputs * unit).sum(-1, keepdim=True) * unit
+        return outputs - shares.expand(v.size(1), -1).T[..., None] * own
 
     def layer_output(self, weights, layer, x, x0, tokens, outputs, seen, step):
         if layer != self.last_layer():

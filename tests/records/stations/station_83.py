@@ -6,11 +6,8 @@ from stations import station_82
 
 
 class Station(station_82.Station):
-    number = 83
-    run_lengths = (8,)
     bigram_rows = 754_560
     bigram_width = 192
-    flags = station_82.Station.flags + " bigram_width sign_rows"
     signs = None  # (sign_rows, bigram_width), drawn once; not a parameter
 
     def parameter_shapes(self):

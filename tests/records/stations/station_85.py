@@ -5,21 +5,12 @@ import math
 
 import numpy as np
 import torch
-from lineage_oracles import turned
 from stations import station_82, station_83
 
 GATES = ("attn_gate", "skip_gate", "x0_lambdas", "bigram_lambdas", "xsa_alphas")
 
 
 class Station(station_83.Station):
-    number = 85
-    published = dict(
-        steps=1290, tokens=340.131840, windows=[425, 850, 1275], at_last=(20, 6),
-        shorts={3: 1, 7: 3, 11: 5, 13: 6}, jumps=[425, 850], falls=511, peak=1.52, last_rate=0.15,
-        rates={510: 1.52, 511: 1.518209, 849: 0.912902, 850: 1.027778, 1274: 0.152065},
-        momentum_falls=1240, tied=(852, 851), adam_steps=(645, 426), scalars=24,
-        multipliers=(1, 2, 4), target_weights={})
-    run_lengths = (6,)
     num_iterations = 1275
     extension = 15
     bf16 = station_83.Station.bf16 | {"gates_early", "gates_late"}
@@ -27,7 +18,6 @@ class Station(station_83.Station):
     bigram_width = 768
     xsa_pattern = ".X.XX..X..."
     gate_pattern = "...G......G"
-    flags = station_83.Station.flags + " xsa_pattern gate_pattern composed_window"
     adam = {kind: of for kind, of in station_83.Station.adam.items() if kind not in GATES}
     adam |= dict.fromkeys(("mudd_gate_w1", "mudd_gate_w2", "mudd_gate_b2", "mudd_gate_scale"), 0.1)
     decays = station_83.Station.decays | {"mudd_gate_w1": 0.005, "mudd_gate_w2": 0.005}
@@ -108,7 +98,7 @@ class Station(station_83.Station):
         return added
 
     def skip_weight(self, weights, index, x0):
-        return self.scalar(weights, "skip").sigmoid() * self.of_tokens["skip", self.skips[0][0]]
+        return weights["skip"][0].sigmoid() * self.of_tokens["skip", self.skips[0][0]]
 
     def own_share(self, weights, layer):
         gate = self.of_tokens.get(("xsa", layer))
@@ -124,13 +114,8 @@ class Station(station_83.Station):
         outputs = super().heads(layer, q, k, v, seen, step)
         if layer != self.last_layer():
             return outputs
-        frequencies, scale = self.rotary(step)
         w1, w2 = self.of_tokens["w1", layer], self.of_tokens["w2", layer]
         w1 = w1 / ((w1**2).mean(1, keepdim=True) + 1e-6).sqrt()
-        positions, mixed = torch.arange(len(seen)), 0.0
-        for head, (q_head, k_head) in enumerate(zip(q, k)):
-            q_head = turned(self.norm(q_head), positions, frequencies)
-            k_head = self.keys(layer, turned(self.norm(k_head), positions, frequencies))
-            scores = (scale * q_head @ k_head.T).masked_fill(~self.composed, -math.inf)
-            mixed = mixed + w1[:, head, None] * scores.softmax(-1)
-        return [y + w2[:, h, None] * (mixed @ v[h]) for h, y in enumerate(outputs)]
+        scores = self.scores(layer, q, k, step).masked_fill(~self.composed, -math.inf)
+        mixed = (w1.T[..., None] * scores.softmax(-1)).sum(0)
+        return outputs + w2.T[..., None] * (mixed @ v)

@@ -1543,8 +1543,8 @@ def machine_facts(device: torch.device) -> dict:
 class Log:
     """Rank 0's log file and console. The other ranks write nothing.
 
-    A resumed run adds to its log. For any other run a log of the same name is a UserError, unless it
-    `goes_on`: then it was killed before it saved anything, and begins anew.
+    A resumed run adds to its log. For any other run a log of the same name is a UserError, unless
+    it `goes_on`: then it was killed before it saved anything, and begins anew.
     """
 
     def __init__(self, cfg, ranks, goes_on=False):

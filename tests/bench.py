@@ -8,7 +8,8 @@
     python tests/bench.py turns --script FILE           a step's time, FILE's beside train_gpt.py's
     python tests/bench.py gpu                           steps, memory, kernels, tests on this GPU
     python tests/bench.py kernels [--card rtx4090]      the same modelled, without a GPU
-    python tests/bench.py memory [--script FILE]        a GPU's memory, counted without one
+    python tests/bench.py memory [--script FILE]        a GPU's memory and a step's bytes on the
+                                                        wire, counted without one
 
 Any other flag goes to train_gpt.py or FILE. Numbers are medians, with (lowest-highest) beside them.
 
@@ -46,7 +47,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
-from host_gpu.trace import document_starts, trace, two_layers_of  # noqa: E402
+from host_gpu.trace import document_starts, trace  # noqa: E402
 from sample import load_script  # noqa: E402
 from shards import DataError, write_shard  # noqa: E402
 
@@ -67,8 +68,7 @@ KERNELS = {"attention": "flex_attention|flash",  # kinds, by names; the first th
            "copies and fills": "memcpy|memset|copy|fill",
            "fused elementwise and reductions": "triton"}
 GPU_SECONDS = 580  # of `gpu`, at most: its tests get what the measurements leave
-LAST_STEP = ["--phases", "train,optimizers", "--binaries", "--ranks", "8", "--stage", "-1"]
-LAST_MEMORY = ["--phases", "train,validation", "--stage", "-1"]
+ON_EIGHT = ["--ranks", "8", "--phases"]  # of a trace, of a run's last stage if not told another
 MEASURED = 99  # exit code of a run whose training loop was replaced
 
 
@@ -471,8 +471,9 @@ def kernels(args, flags):
     """
     card = args.card or "h200"
     say("compiling for a GPU that is not there: minutes for each stage ...")
-    last = trace_here(args.script, *LAST_STEP, *flags)
-    traces = [trace_here(args.script, *LAST_STEP, *flags, "--stage", str(stage))
+    counted = [*ON_EIGHT, "train,optimizers", "--binaries", "--instructions", *flags]
+    last = trace_here(args.script, *counted)
+    traces = [trace_here(args.script, *counted, "--stage", str(stage))
               for stage in range(last.facts["stage"])]
     say(f"{cost.HEADLINE}\n{args.script}: forward and backward pass of {last.facts['tokens']:,} "
         f"tokens in the last stage, on one {card.upper()}\n")
@@ -498,27 +499,19 @@ def kernels(args, flags):
 
 
 def memory(args, flags):
-    """Count what the script's training holds at once in the last stage, by pieces of the head.
-
-    At the peak, in the head's backward pass, everything else is there whatever the pieces. So they
-    are compiled with two layers, and what the others add is counted once.
-    """
+    """Count what the script holds at once in the last stage, and what a step sends."""
     say("compiling for a GPU that is not there: minutes ...")
-    whole = trace_here(args.script, *LAST_MEMORY, *flags).memory
-    peaks = {}
-    for head_chunks in (1, 2, 4, 8, 16):
-        two_layers = trace_here(args.script, "--phases", "train", *flags,
-                                *two_layers_of(args.script), "--head_chunks", str(head_chunks))
-        peaks[head_chunks] = two_layers.memory["peak of backward"]
-    say("counted in generated code, not measured; one GPU, without CUDA's own and gaps\n")
-    others = whole["peak of backward"] - peaks[1]
-    print_table(["head_chunks", "GiB at the peak"],
-                [[f"{n}", f"{(others + peak) / 2**30:.1f}"] for n, peak in peaks.items()])
-    state, kept = (whole[key] / 2**30 for key in ("state", "kept"))
-    say(f"\nof them, GiB: {state:.1f} weights, gradients and the optimizers' state; {kept:.1f} "
-        "kept by the forward pass for the backward pass, logits included, in one piece\n"
-        f"at the peak of a validation: {whole['peak of validation'] / 2**30:.1f} GiB; "
-        "--val_seq_len lowers it")
+    found = trace_here(args.script, *ON_EIGHT, "train,validation,optimizers", *flags)
+    gib = {name: size / 2**30 for name, size in found.memory.items()}
+    sent = [size / 1e9 for size in found.facts["wire"]]
+    say("counted in generated code, not measured; without CUDA's own and gaps\n"
+        f"on one GPU, head in {found.facts['head_chunks']} piece(s), GiB at the peak: "
+        f"{gib['peak of backward']:.1f} of training, {gib['peak of validation']:.1f} of "
+        "validation, which --val_seq_len lowers\n"
+        f"of training's, GiB: {gib['state']:.1f} weights, gradients and the optimizers' state; "
+        f"{gib['kept']:.1f} kept by the forward for the backward pass, logits included\n"
+        f"on eight, GB that each hands to collectives: {sent[0]:.2f} in a step without Adam, "
+        f"{sent[1]:.2f} in one with it")
 
 
 def main():

@@ -10,7 +10,6 @@ import importlib.metadata
 import math
 import re
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,48 +53,65 @@ def one_rank(device):
     return ranks
 
 
-def build(device, cfg=SMALL):
-    """Model and optimizers, with the same weights on every device, none of them zero."""
-    torch._dynamo.reset()
-    model, optimizers = train_gpt.build(cfg, one_rank(device))
+def make_model(cfg):
+    """On the CPU, in fp32, no weight zero, so that each has a gradient."""
+    model = train_gpt.GPT(cfg)
     generator = torch.Generator().manual_seed(0)
+    model.init_weights(generator)
     with torch.no_grad():
-        for param in model.parameters():
-            noise = 0.02 * torch.randn(param.shape, generator=generator)
-            param.copy_(noise if param.ndim >= 2 else param.cpu() + noise)
-    return model, optimizers
+        for name, param in model.named_parameters():
+            if param.ndim < 2:
+                param.uniform_(0.3, 1.2, generator=generator)
+            elif name in ("embed.weight", "lm_head.weight"):
+                param.mul_(20)
+            elif not param.any():
+                size = param.size(0) if name.endswith("mlp.c_proj") else param.size(1)
+                param.normal_(std=size**-0.5, generator=generator)
+    return model
 
 
-def make_batch(device):
-    """One sequence of documents of some 300 tokens, as inputs and targets."""
-    random = np.random.default_rng(0)
-    tokens = random.integers(SMALL.eot_token, size=(1, max(SMALL.seq_lens) + 1))
-    tokens[random.random(tokens.shape) < 1 / 300] = SMALL.eot_token
-    return train_gpt.to_batch(tokens, torch.device(device))
+def on_the_gpu(model, cfg):
+    """The same weights, prepared as the script does."""
+    torch._dynamo.reset()
+    twin = train_gpt.GPT(cfg).to("cuda")
+    twin.load_state_dict(model.state_dict())
+    train_gpt.prepare_for_cuda(twin, cfg, torch.device("cuda", 0))
+    return twin
 
 
-def losses_and_gradients(device, cfg):
-    """Of three targets a token."""
-    model, _ = build(device, cfg)
-    now = train_gpt.schedule(0, cfg)
-    model.set_stage(now.stage)
-    losses = train_gpt.accumulate_gradients(model, [make_batch(device)], now)
-    return losses.cpu(), {name: param.grad for name, param in model.named_parameters()}
+def make_batch(cfg, rows=1):
+    """Of the first three blocks, the last has the begin of two documents, the others see one."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(cfg.eot_token, (rows, max(cfg.seq_lens) + 1), generator=generator)
+    tokens[:, [300, 340, *range(1000, max(cfg.seq_lens), 300)]] = cfg.eot_token
+    targets = tokens[:, 1:].clone()
+    targets[:, -3:] = -1
+    return tokens[:, :-1].int(), targets
+
+
+def losses_and_gradients(model, batch, window):
+    """Of three targets a token, with a long window of so many blocks."""
+    model.windows.copy_(torch.tensor([window, max(1, window // 2)]))
+    model.zero_grad()
+    batch = [x.to(model.windows.device) for x in batch]
+    losses = train_gpt.accumulate_gradients(model, [batch], train_gpt.schedule(0, model.cfg))
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return losses.cpu(), {name: grad.cpu().clone() for name, grad in grads.items()}
 
 
 @pytest.mark.parametrize("window", [1, 2, 13, 20])
 def test_compiled_flex_attention_equals_the_dense_formula(window):
     if ON_HOST and window > 2:
         pytest.skip("sequences on the host have three blocks")
-    model, _ = build("cuda")  # it has the options that this GPU gets
+    model = on_the_gpu(make_model(SMALL), SMALL)  # it has the options that this GPU gets
     options = model.blocks[0].attn.kernel_options
     generator = torch.Generator("cuda").manual_seed(0)
     length = max(SMALL.seq_lens)
     shape = (1, length, SMALL.model_dim // SMALL.head_dim, SMALL.head_dim)
     tensors = [torch.randn(shape, generator=generator, device="cuda") for _ in range(4)]
     *qkv, gradient = [x.bfloat16() for x in tensors]
-    inputs, _ = make_batch("cuda")
-    docs = (inputs == SMALL.eot_token).cumsum(1, dtype=torch.int32) + 1
+    inputs, _ = make_batch(SMALL)
+    docs = (inputs.cuda() == SMALL.eot_token).cumsum(1, dtype=torch.int32) + 1
     position = torch.arange(length, device="cuda")
     distance = position[:, None] - position
     seen = (docs[0, :, None] == docs[0]) & (distance >= 0) & (distance <= window * BLOCK)
@@ -123,9 +139,12 @@ def test_compiled_flex_attention_equals_the_dense_formula(window):
 @pytest.mark.parametrize("head_chunks", [1, 4])
 def test_one_step_is_nearly_that_of_the_cpu(head_chunks):
     """bf16, FlexAttention and the compiler against fp32 and dense masks."""
-    cfg = dataclasses.replace(SMALL, fp8_head=False, head_chunks=head_chunks)
-    losses, grads = losses_and_gradients("cuda", cfg)
-    cpu_losses, cpu_grads = losses_and_gradients("cpu", SMALL)
+    cpu = make_model(SMALL)
+    gpu = on_the_gpu(cpu, dataclasses.replace(SMALL, fp8_head=False))
+    gpu.tokens_per_piece = max(SMALL.seq_lens) // head_chunks
+    batch = make_batch(SMALL)
+    losses, grads = losses_and_gradients(gpu, batch, window=3)
+    cpu_losses, cpu_grads = losses_and_gradients(cpu, batch, window=3)
     torch.testing.assert_close(losses, cpu_losses, rtol=2e-3, atol=0)
     for name, grad in cpu_grads.items():
         if grad.ndim >= 2:  # lambdas have gradients that are small sums of large terms
@@ -137,8 +156,10 @@ def test_one_step_is_nearly_that_of_the_cpu(head_chunks):
 def test_the_fp8_head_is_near_the_bf16_head():
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8")
-    losses, grads = losses_and_gradients("cuda", SMALL)
-    bf16_losses, _ = losses_and_gradients("cuda", dataclasses.replace(SMALL, fp8_head=False))
+    models = [on_the_gpu(make_model(SMALL), dataclasses.replace(SMALL, fp8_head=fp8))
+              for fp8 in (True, False)]
+    (losses, grads), (bf16_losses, _) = (
+        losses_and_gradients(model, make_batch(SMALL), window=3) for model in models)
     torch.testing.assert_close(losses, bf16_losses, rtol=5e-3, atol=0)
     assert all(grad.isfinite().all() for grad in grads.values())
     # The published scales are those of the record's width.
@@ -149,7 +170,8 @@ def test_the_fp8_head_is_near_the_bf16_head():
 
 
 def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path, tiny_shards):
-    """The script's own loop, through all stages, with validations between the steps."""
+    """The script's own loop, through all stages, with validations between the steps. What the
+    log's header tells of CUDA, its driver and its libraries is asked here a second time."""
     monkeypatch.chdir(tmp_path)
     tokens = 2 * SMALL.num_iterations * SMALL.sequences_per_step * max(SMALL.seq_lens)
     cfg = dataclasses.replace(
@@ -180,25 +202,10 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path,
         torch.cuda.set_sync_debug_mode("default")
     assert not run.stopped
     run.finish()
-    steps = run.log.path.read_text().count(" train_loss:")
+    text = run.log.path.read_text()
+    steps = text.count(" train_loss:")
     assert steps == cfg.num_iterations - 1, "all but the first, which is told one step late"
-
-
-def test_the_header_names_the_gpu_and_its_software(monkeypatch, tmp_path, tiny_shards):
-    """What CUDA, its driver and its libraries say of themselves, asked here a second time."""
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_gpt.Run, "warm_up", lambda run: None)  # it compiles
-    tokens = SMALL.num_iterations * SMALL.sequences_per_step * max(SMALL.seq_lens)
-    cfg = dataclasses.replace(
-        SMALL,
-        repeat_data=True,
-        train_files=tiny_shards([tokens], eot=SMALL.eot_token),
-        val_files=tiny_shards([SMALL.val_tokens + 1], name="tiny_val", eot=SMALL.eot_token))
-    ranks = one_rank("cuda")
-    run = train_gpt.Run(cfg, ranks, train_gpt.Log(cfg, ranks), train_gpt.NEW_RUN)
-    rule = "=" * 100
-    _, header, _ = run.log.path.read_text().split(f"\n{rule}\n", 2)
+    header = text.split("\n" + "=" * 100 + "\n", 2)[1]
     facts = dict(line.split(": ", 1) for line in header.splitlines())
     assert facts["device"] == torch.cuda.get_device_name()
     assert facts["gpus"] == str(torch.cuda.device_count())
@@ -239,14 +246,9 @@ def changes_by_noise(model, cfg, dtype=torch.float32):
 
 
 def test_a_step_of_the_optimizers_is_as_near_to_fp32_as_the_cpus_in_bf16():
-    weights = {name: x.clone() for name, x in build("cpu")[0].state_dict().items()}
     runs = [("cuda", torch.bfloat16), ("cpu", torch.bfloat16), ("cpu", torch.float32)]
-    changes = []
-    for device, dtype in runs:
-        model = train_gpt.GPT(SMALL).to(device)
-        model.load_state_dict(weights)
-        changes.append(changes_by_noise(model, SMALL, dtype))
-    cuda, low, reference = changes
+    cuda, low, reference = (
+        changes_by_noise(make_model(SMALL).to(device), SMALL, dtype) for device, dtype in runs)
     for name, change in reference.items():
         # Small matrices have small singular values, which bf16 moves most.
         allowed = max(2 * BF16_ERROR, 1.5 * relative_error(low[name], change))

@@ -18,7 +18,17 @@ import host_gpu
 import pytest
 import torch
 from conftest import REPO
-from test_gpu import ON_HOST, changes_by_noise, one_rank, relative_error, step_by_noise
+from test_gpu import (
+    ON_HOST,
+    changes_by_noise,
+    losses_and_gradients,
+    make_batch,
+    make_model,
+    on_the_gpu,
+    one_rank,
+    relative_error,
+    step_by_noise,
+)
 
 import train_gpt
 
@@ -47,31 +57,6 @@ def on_the_host():
 # ---- a step: loss, gradients, optimizers ------------------------------------
 
 
-def make_model(cfg):
-    """On the CPU, in fp32, no weight zero, so that each has a gradient."""
-    model = train_gpt.GPT(cfg)
-    generator = torch.Generator().manual_seed(0)
-    model.init_weights(generator)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if param.ndim < 2:
-                param.uniform_(0.3, 1.2, generator=generator)
-            elif name in ("embed.weight", "lm_head.weight"):
-                param.mul_(20)
-            elif not param.any():
-                size = param.size(0) if name.endswith("mlp.c_proj") else param.size(1)
-                param.normal_(std=size**-0.5, generator=generator)
-    return model
-
-
-def on_the_gpu(model, cfg):
-    """The same weights, prepared as the script does."""
-    twin = train_gpt.GPT(cfg).to("cuda")
-    twin.load_state_dict(model.state_dict())
-    train_gpt.prepare_for_cuda(twin, cfg, torch.device("cuda", 0))
-    return twin
-
-
 def in_fp32(model, cfg):
     """`on_the_gpu`, in fp32 throughout: what remains is the order of sums."""
     twin = on_the_gpu(model, cfg).float()
@@ -80,26 +65,6 @@ def in_fp32(model, cfg):
         if block.attn is not None:
             block.attn.kernel_options = block.attn.kernel_options or BLOCKS
     return twin
-
-
-def make_batch(cfg, rows=1):
-    """Two documents begin within the last block; those before it are of one, and seen whole."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(cfg.eot_token, (rows, max(cfg.seq_lens) + 1), generator=generator)
-    tokens[:, [300, 340]] = cfg.eot_token
-    targets = tokens[:, 1:].clone()
-    targets[:, -3:] = -1
-    return tokens[:, :-1].int(), targets
-
-
-def losses_and_gradients(model, batch, window):
-    """Of three targets a token, with a long window of so many blocks."""
-    model.windows.copy_(torch.tensor([window, max(1, window // 2)]))
-    model.zero_grad()
-    batch = [x.to(model.windows.device) for x in batch]
-    losses = train_gpt.accumulate_gradients(model, [batch], train_gpt.schedule(0, TINY))
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return losses.cpu(), {name: grad.cpu().clone() for name, grad in grads.items()}
 
 
 def errors_of(grads, reference):
@@ -122,16 +87,20 @@ def assert_same_step(gpu, cpu, batch, window):
     return losses
 
 
+def assert_same_update(gpu, cpu, cfg):
+    changes = changes_by_noise(gpu, cfg)
+    for name, change in changes_by_noise(cpu, cfg).items():
+        rtol = MUON_RTOL if name.startswith("blocks") and change.ndim >= 2 else FP32_RTOL
+        assert change.any(), name
+        assert relative_error(changes[name], change) < rtol, name
+
+
 def test_a_step_in_fp32_is_that_of_the_cpu():
     """Forward, backward and both optimizers: attention, norms, embeddings, head and loss."""
     cpu = make_model(TINY)
     gpu = in_fp32(cpu, TINY)
     assert_same_step(gpu, cpu, make_batch(TINY), window=2)
-    changes = changes_by_noise(gpu, TINY)
-    for name, change in changes_by_noise(cpu, TINY).items():
-        rtol = MUON_RTOL if name.startswith("blocks") and change.ndim >= 2 else FP32_RTOL
-        assert change.any(), name
-        assert relative_error(changes[name], change) < rtol, name
+    assert_same_update(gpu, cpu, TINY)
 
 
 def test_windows_chunks_rows_and_a_small_card_change_nothing():

@@ -8,8 +8,7 @@
     python tests/bench.py turns --script FILE           a step's time, FILE's beside train_gpt.py's
     python tests/bench.py gpu                           steps, memory, tests on this GPU
     python tests/bench.py kernels [--card rtx4090]      the same modelled, without a GPU
-    python tests/bench.py memory [--script FILE]        a GPU's memory and a step's bytes on the
-                                                        wire, counted without one
+    python tests/bench.py memory [--script FILE]        memory and bytes sent, counted without one
 
 Any other flag goes to train_gpt.py or FILE. Numbers are medians, with (lowest-highest) beside them.
 
@@ -57,16 +56,13 @@ YARDSTICK = ["tests/plain_baseline.py", "--train", "data/pocket/pocket_train_*.b
 COUNTED_STEPS = (240, 2442)  # of the pocket: 0.49 and 5.0 million tokens
 EVERY = {"pocket": ["--val_every", "20"], "against": ["--eval_every", "50"]}  # validations to draw
 VALIDATION = r"^step:\d+/\d+ val_loss:([\d.]+) train_time:(\d+)ms"  # as both print it
-LABELS = {"pocket": ("train_gpt.py\n--preset pocket", "tab:blue", "right", "top"),
-          "against": ("plain GPT, settings of\nnanoGPT's CPU quickstart", "dimgray", "left",
-                      "bottom")}
-MIDDLE = 2.2  # a loss in the middle of the picture, beside which the curves have their names
+LABELS = {"pocket": ("train_gpt.py --preset pocket", "tab:blue"),
+          "against": ("plain GPT, settings of nanoGPT's CPU quickstart", "dimgray")}
 SPEC_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "4090": 165.2, "3090": 71.0}  # bf16
 GPU_SECONDS = 580  # of `gpu`, at most: its tests get what the measurements leave
-ON_EIGHT = ["--ranks", "8", "--phases"]  # of a trace, of a run's last stage if not told another
 STAGE_STEPS = 10  # of each of the record's three stages, in the run that `gpu` measures
 SHORT_RUN = ["--num_iterations", str(3 * STAGE_STEPS), "--val_every", str(STAGE_STEPS),
-             "--extension_steps", "0", "--save_every", "0", "--repeat_data", "true"]
+             "--extension_steps", "0", "--repeat_data", "true"]
 
 say = functools.partial(print, flush=True)
 
@@ -165,17 +161,15 @@ def draw(folder, picture):
         axes.axhline(target, color="black", linestyle="--", linewidth=1)
         axes.annotate(f"target: {target}", (0, target), (6, 4), xycoords=("axes fraction", "data"),
                       textcoords="offset points", va="bottom")
-        for name, (label, color, side, edge) in LABELS.items():
-            times = []  # to a loss in the middle of the picture, and to the target, of each run
+        for name, (label, color) in LABELS.items():
+            times = []  # to the target, of each run
             for file in kept[name]:
                 found = re.findall(VALIDATION, file.read_text(), re.M)
                 losses, ms = np.array(found, float)[1:].T  # the first is before the first step
-                axes.plot(ms / 1000, losses, color=color, linewidth=1.6, alpha=0.7)
-                times.append([seconds_to(loss, losses, ms) for loss in (MIDDLE, target)])
-            middle, reached = np.median(times, axis=0)
-            away = -10 if side == "right" else 10
-            axes.annotate(label, (middle, MIDDLE), (away, away), textcoords="offset points",
-                          color=color, ha=side, va=edge)
+                axes.plot(ms / 1000, losses, color=color, linewidth=1.6, alpha=0.7, label=label)
+                times.append(seconds_to(target, losses, ms))
+                label = None  # one of them is named
+            reached = np.median(times)
             if math.isfinite(reached):
                 axes.plot(reached, target, "o", color=color, markersize=8)
                 axes.annotate(f"{reached:.0f} s", (reached, target), (-6, -6), color=color,
@@ -185,6 +179,7 @@ def draw(folder, picture):
         axes.set_xticks([1, 2, 5, 10, 20, 50, 100])
         axes.xaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
+        axes.legend(frameon=False)
         facts = final_values(kept["pocket"][0].read_text())
         axes.set_xlabel(f"seconds of training (logarithmic), {facts['threads']} threads, "
                         f"{facts['device']}")
@@ -317,10 +312,12 @@ def gpu(args, flags):
     folder = REPO / "logs" / time.strftime("gpu-%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     say(f"measuring, then testing, in {GPU_SECONDS} s at most; kept in {folder}")
+    sizes = dict(train=16 * cfg.sequences_per_step * cfg.seq_lens[-1], val=cfg.val_seq_len + 1)
     with tempfile.TemporaryDirectory() as data:
-        train_tokens = 16 * cfg.sequences_per_step * cfg.seq_lens[-1]
-        write_documents(Path(data, "train_0.bin"), train_tokens, cfg)
-        write_documents(Path(data, "val_0.bin"), cfg.val_seq_len + 1, cfg)
+        for name, size in sizes.items():  # random tokens, in documents as long as FineWeb's
+            tokens = np.random.default_rng(0).integers(cfg.eot_token, size=size)
+            tokens[[0, *document_starts(size)]] = cfg.eot_token
+            write_shard(Path(data, f"{name}_0.bin"), tokens)
         files = ["--train_files", f"{data}/train_*.bin", "--val_files", f"{data}/val_*.bin",
                  "--val_tokens", str(cfg.val_seq_len), "--run_id", folder.name]
         run = kept_run(["train_gpt.py", *flags, *SHORT_RUN, *files], folder / "run.txt", end)
@@ -334,13 +331,6 @@ def gpu(args, flags):
     failed = [each.failed for each in (run, tests) if each.failed]
     if failed:
         raise RunFailed("; ".join(failed))
-
-
-def write_documents(path, num_tokens, cfg):
-    """Write a shard of random tokens in documents as long as FineWeb's."""
-    tokens = np.random.default_rng(0).integers(cfg.eot_token, size=num_tokens)
-    tokens[[0, *document_starts(num_tokens)]] = cfg.eot_token
-    write_shard(path, tokens)
 
 
 def kept_run(words, path, end):
@@ -362,8 +352,7 @@ def print_steps(text, cfg):
     spec = next((tflops for part, tflops in SPEC_TFLOPS.items() if part in name), None)
     with torch.device("meta"):
         model = train_gpt.GPT(cfg)
-    matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
-    matrices.append(model.lm_head.weight)
+    matrices = [model.lm_head.weight, *(p for p in model.blocks.parameters() if p.ndim >= 2)]
     multiplied = sum(p.numel() for p in matrices)
     rows = []
     times = [int(ms) for _, ms in re.findall(VALIDATION, text, re.M)]  # at each stage's begin
@@ -397,12 +386,13 @@ def kernels(args, flags):
     """
     card = args.card or "h200"
     say("compiling for a GPU that is not there: minutes for each stage ...")
-    counted = [*ON_EIGHT, "train,optimizers", "--binaries", "--instructions", *flags]
-    last = trace_here(args.script, *counted)
-    traces = [trace_here(args.script, *counted, "--stage", str(stage))
+    counted = ["--phases", "train,optimizers", "--ranks", "8", "--binaries", "--instructions"]
+    last = trace_here(args.script, *counted, *flags)
+    traces = [trace_here(args.script, *counted, *flags, "--stage", str(stage))
               for stage in range(last.facts["stage"])]
-    say(f"{cost.HEADLINE}\n{args.script}: forward and backward pass of {last.facts['tokens']:,} "
-        f"tokens in the last stage, on one {card.upper()}\n")
+    say("modelled from generated code, not measured\n"
+        f"{args.script}: forward and backward pass of {last.facts['tokens']:,} tokens in the "
+        f"last stage, on one {card.upper()}\n")
     groups = cost.by_group(cost.price(last, cost.RATES[card]), ("forward", "backward"))
     total = sum(groups.values(), Counter())
     print_table(["group", "launches", "GB", "TFLOP", "ms", "share"], [
@@ -427,7 +417,8 @@ def kernels(args, flags):
 def memory(args, flags):
     """Count what the script holds at once in the last stage, and what a step sends."""
     say("compiling for a GPU that is not there: minutes ...")
-    found = trace_here(args.script, *ON_EIGHT, "train,validation,optimizers", *flags)
+    phases = "train,validation,optimizers"
+    found = trace_here(args.script, "--phases", phases, "--ranks", "8", *flags)
     gib = {name: size / 2**30 for name, size in found.memory.items()}
     sent = [size / 1e9 for size in found.facts["wire"]]
     say("counted in generated code, not measured; without CUDA's own and gaps\n"

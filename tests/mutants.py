@@ -83,19 +83,15 @@ def run_tests(part: str, fault: Fault | None = None) -> tuple[bool, str]:
     runs = [TESTS[part]]
     if part == "gpu":
         runs.append(["tests/gpu", "-m", "gpu"])
-    failed = []
+    if part == "records" and fault:
+        runs[0] = [*runs[0], "-k", fault.file.split("/")[1]]
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = Path(name)
         copy_project(folder)
         if fault:
-            sound = (folder / fault.file).read_text()
-            if sound.count(fault.old) != 1:
-                return False, f"its text stands {sound.count(fault.old)} times"
             # In the records too, or it would be found by their bytes alone.
             for path in [folder / fault.file, *folder.glob(f"records/*/{fault.file}")]:
                 path.write_text(path.read_text().replace(fault.old, fault.new))
-        if part == "records" and fault:
-            runs[0] = [*runs[0], "-k", fault.file.split("/")[1]]
         for tests in runs:
             try:
                 done = subprocess.run([*pytest, *tests], cwd=folder, text=True, timeout=TIMEOUT,
@@ -106,8 +102,8 @@ def run_tests(part: str, fault: Fault | None = None) -> tuple[bool, str]:
                 return True, f"nothing ended within {TIMEOUT} s"
             failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
             if failed:
-                break
-    return bool(failed), failed[0] if failed else done.stdout.strip().rpartition("\n")[2]
+                return True, failed[0]
+    return False, done.stdout.strip().rpartition("\n")[2]
 
 
 def main() -> int:

@@ -5,6 +5,7 @@
 Without a GPU most run smaller on a host that stands in for one (host_gpu/), if asked for slow ones.
 """
 
+import copy
 import dataclasses
 import importlib.metadata
 import math
@@ -12,7 +13,6 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils import collect_env
 
 import train_gpt
@@ -26,18 +26,14 @@ SMALL = dataclasses.replace(
     attention_pattern="LS.L", value_embed_pattern="0..0", skip_layer=0, backout_layer=2,
     seq_lens=(3072,), val_seq_len=4096, val_tokens=8192, val_every=3, num_iterations=16,
     extension_steps=1, sequences_per_step=2, head_chunks=1,
-    warmup_steps=2,  # Adam steps at the second
-)
+    warmup_steps=2)  # Adam steps at the second
 if ON_HOST:  # its kernels are interpreted
     SMALL = dataclasses.replace(
-        SMALL, model_dim=64, head_dim=32, attention_pattern="L.S", value_embed_pattern="0..",
-        backout_layer=0, seq_lens=(384,), val_seq_len=256, val_tokens=256, num_iterations=5,
-        sequences_per_step=1)
-held_to_more = pytest.mark.skipif(ON_HOST, reason="test_host_gpu.py holds the host to more")
+        SMALL, vocab_size=257, eot_token=256, vocab_multiple=16, model_dim=32, head_dim=16,
+        attention_pattern="L.S", value_embed_pattern="0..", backout_layer=0, seq_lens=(384,),
+        val_seq_len=256, val_tokens=256, num_iterations=5, sequences_per_step=1)
 # Relative error of a norm. bf16 keeps 8 bits: 0.4 % a rounding, some ten of which add up in a row.
-# e5m2 keeps 3 bits of a gradient: 12 % a rounding, which average out over a sum of many.
 BF16_ERROR = 0.03
-FP8_ERROR = 0.1
 
 
 def relative_error(x, reference):
@@ -99,10 +95,8 @@ def losses_and_gradients(model, batch, window):
     return losses.cpu(), {name: grad.cpu().clone() for name, grad in grads.items()}
 
 
-@pytest.mark.parametrize("window", [1, 2, 13, 20])
+@pytest.mark.parametrize("window", [1, 2] if ON_HOST else [1, 2, 13, 20])
 def test_compiled_flex_attention_equals_the_dense_formula(window):
-    if ON_HOST and window > 2:
-        pytest.skip("sequences on the host have three blocks")
     model = on_the_gpu(make_model(SMALL), SMALL)  # it has the options that this GPU gets
     options = model.blocks[0].attn.kernel_options
     generator = torch.Generator("cuda").manual_seed(0)
@@ -135,38 +129,47 @@ def test_compiled_flex_attention_equals_the_dense_formula(window):
         assert relative_error(x, reference) < BF16_ERROR
 
 
-@held_to_more
-@pytest.mark.parametrize("head_chunks", [1, 4])
-def test_one_step_is_nearly_that_of_the_cpu(head_chunks):
-    """bf16, FlexAttention and the compiler against fp32 and dense masks."""
-    cpu = make_model(SMALL)
-    gpu = on_the_gpu(cpu, dataclasses.replace(SMALL, fp8_head=False))
-    gpu.tokens_per_piece = max(SMALL.seq_lens) // head_chunks
-    batch = make_batch(SMALL)
-    losses, grads = losses_and_gradients(gpu, batch, window=3)
-    cpu_losses, cpu_grads = losses_and_gradients(cpu, batch, window=3)
-    torch.testing.assert_close(losses, cpu_losses, rtol=2e-3, atol=0)
-    for name, grad in cpu_grads.items():
-        if grad.ndim >= 2:  # lambdas have gradients that are small sums of large terms
-            # Errors of the layers above add up.
-            assert relative_error(grads[name], grad) < 3 * BF16_ERROR, name
+def errors_of(grads, reference):
+    """Relative, by name. A scalar's is of the largest scalar's: its sum's terms may cancel."""
+    of_scalars = max(x.norm() for x in reference.values() if x.ndim < 2)
+    errors = {}
+    for name, x in reference.items():
+        error = (grads[name].double() - x.double()).norm()
+        errors[name] = (error / (x.norm() if x.ndim >= 2 else of_scalars)).item()
+    return errors
 
 
-@held_to_more
-def test_the_fp8_head_is_near_the_bf16_head():
-    if torch.cuda.get_device_capability() < (8, 9):
+@pytest.mark.parametrize("fp8, pieces", [(False, 1), (False, 4), (True, 1)])
+def test_a_step_in_few_bits_is_as_near_to_fp32_as_the_cpus_in_the_same(fp8, pieces, monkeypatch):
+    """FlexAttention and compiled kernels may round elsewhere than the CPU's operators do, but no
+    more often."""
+    # The script's are those of the record's width.
+    monkeypatch.setattr(train_gpt, "FP8_X_SCALE", 16.0)
+    monkeypatch.setattr(train_gpt, "FP8_W_SCALE", 64.0)
+    if fp8 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8")
-    models = [on_the_gpu(make_model(SMALL), dataclasses.replace(SMALL, fp8_head=fp8))
-              for fp8 in (True, False)]
-    (losses, grads), (bf16_losses, _) = (
-        losses_and_gradients(model, make_batch(SMALL), window=3) for model in models)
-    torch.testing.assert_close(losses, bf16_losses, rtol=5e-3, atol=0)
-    assert all(grad.isfinite().all() for grad in grads.values())
-    # The published scales are those of the record's width.
-    x = torch.randn(256, 768, device="cuda").bfloat16()
-    w = torch.randn(1024, 768, device="cuda") * 0.02
-    out = train_gpt.FP8Product.apply(x, w)
-    assert relative_error(out, F.linear(x.float(), w)) < FP8_ERROR
+    cpu = make_model(SMALL)
+    gpu = on_the_gpu(cpu, dataclasses.replace(SMALL, fp8_head=fp8))
+    gpu.tokens_per_piece = train_gpt.round_up(max(SMALL.seq_lens) // pieces, 128)
+    assert gpu.lm_head.use_fp8 == fp8
+    same_types = copy.deepcopy(cpu)
+    same_types.lm_head.use_fp8 = fp8
+    types = {name: p.dtype for name, p in gpu.named_parameters()}
+    for (name, low), reference in zip(same_types.named_parameters(), cpu.parameters()):
+        low.data = low.data.to(types[name])
+        reference.data = low.data.float()  # as the GPU has them
+    batch = make_batch(SMALL)
+    losses, grads = losses_and_gradients(gpu, batch, 2)
+    low_losses, low_grads = losses_and_gradients(same_types, batch, 2)
+    cpu_losses, cpu_grads = losses_and_gradients(cpu, batch, 2)
+    allowed = 2 * (low_losses - cpu_losses).abs() + 1e-3 * cpu_losses
+    assert ((losses - cpu_losses).abs() < allowed).all()
+    errors = errors_of(grads, cpu_grads)
+    low_errors = errors_of(low_grads, cpu_grads)
+    for of_matrices in (True, False):
+        names = [name for name, x in cpu_grads.items() if (x.ndim >= 2) == of_matrices]
+        worst, low_worst = (max(each[name] for name in names) for each in (errors, low_errors))
+        assert worst < 1.5 * low_worst, (errors, low_errors)
 
 
 def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path, tiny_shards):

@@ -1,7 +1,7 @@
 """The records after #53 on the GPU path without a GPU: loss, gradients and steps are the CPU's.
 
 As in test_host_gpu.py, whose models and tolerances these are, kernels are interpreted. Each thing
-that a record brought is in one of the models: what the others brought, these four have too.
+that a record brought is in one of the models: what the others brought, these three have too.
 """
 
 import dataclasses
@@ -18,8 +18,6 @@ on_the_host = host.on_the_host  # a fixture
 # What differs from the sizes of the root's models.
 SIZES = {
     "2026-01-07_PairedHeads": dict(attention_pattern="PL."),
-    "2026-02-03_ValueTables": dict(
-        attention_pattern="PL.", value_embed_pattern="01.", bigram_rows=97),
     "2026-04-08_HeadPairMuon": dict(
         attention_pattern="P.L", value_embed_pattern="0.1", bigram_rows=97,
         max_document_tokens=(0,)),

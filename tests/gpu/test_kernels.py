@@ -54,10 +54,7 @@ def first_stage(card: str, script=ROOT) -> Trace:
     return few_layers(card, "--stage", "0", "--phases", phases, "--binaries", script=script)
 
 
-def last_stage() -> Trace:
-    return few_layers("sm_90", "--phases", "train,stages")
-
-
+last_stage = functools.partial(few_layers, "sm_90", "--phases", "train,stages")
 FIRST_STAGES = [
     pytest.param(functools.partial(first_stage, card), id=f"first-stage-{card}",
                  marks=pytest.mark.slow if card == "sm_90" else pytest.mark.cards)

@@ -6,9 +6,9 @@
     python tests/bench.py baselines [--seeds 5]         losses of a small plain GPT, of counting
     python tests/bench.py busy [--num_iterations 100]   times by threads, idle and with a core taken
     python tests/bench.py turns --script FILE           a step's time, FILE's beside train_gpt.py's
-    python tests/bench.py gpu                           steps, memory, kernels, tests on this GPU
+    python tests/bench.py gpu                           steps, memory, tests on this GPU
     python tests/bench.py kernels [--card rtx4090]      the same modelled, without a GPU
-    python tests/bench.py memory [--script FILE]        a GPU's memory, counted without one
+    python tests/bench.py memory [--script FILE]        memory and bytes sent, counted without one
 
 Any other flag goes to train_gpt.py or FILE. Numbers are medians, with (lowest-highest) beside them.
 
@@ -29,15 +29,14 @@ import multiprocessing
 import os
 import re
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
-from host_gpu.trace import document_starts, trace, two_layers_of  # noqa: E402
+from host_gpu.trace import document_starts, trace  # noqa: E402
 from sample import load_script  # noqa: E402
 from shards import DataError, write_shard  # noqa: E402
 
@@ -57,20 +56,13 @@ YARDSTICK = ["tests/plain_baseline.py", "--train", "data/pocket/pocket_train_*.b
 COUNTED_STEPS = (240, 2442)  # of the pocket: 0.49 and 5.0 million tokens
 EVERY = {"pocket": ["--val_every", "20"], "against": ["--eval_every", "50"]}  # validations to draw
 VALIDATION = r"^step:\d+/\d+ val_loss:([\d.]+) train_time:(\d+)ms"  # as both print it
-LABELS = {"pocket": ("train_gpt.py\n--preset pocket", "tab:blue", "right", "top"),
-          "against": ("plain GPT, settings of\nnanoGPT's CPU quickstart", "dimgray", "left",
-                      "bottom")}
-MIDDLE = 2.2  # a loss in the middle of the picture, beside which the curves have their names
+LABELS = {"pocket": ("train_gpt.py --preset pocket", "tab:blue"),
+          "against": ("plain GPT, settings of nanoGPT's CPU quickstart", "dimgray")}
 SPEC_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "4090": 165.2, "3090": 71.0}  # bf16
-KERNELS = {"attention": "flex_attention|flash",  # kinds, by names; the first that fits
-           "matrix products": "gemm|nvjet|cutlass|xmma|_mm|matmul|cublas",
-           "copies and fills": "memcpy|memset|copy|fill",
-           "fused elementwise and reductions": "triton"}
 GPU_SECONDS = 580  # of `gpu`, at most: its tests get what the measurements leave
-LAST_STEP = ["--phases", "train,optimizers", "--binaries", "--ranks", "8", "--stage", "-1"]
-LAST_MEMORY = ["--phases", "train,validation", "--stage", "-1"]
-MEASURED = 99  # exit code of a run whose training loop was replaced
-
+STAGE_STEPS = 10  # of each of the record's three stages, in the run that `gpu` measures
+SHORT_RUN = ["--num_iterations", str(3 * STAGE_STEPS), "--val_every", str(STAGE_STEPS),
+             "--extension_steps", "0", "--repeat_data", "true"]
 
 say = functools.partial(print, flush=True)
 
@@ -169,17 +161,15 @@ def draw(folder, picture):
         axes.axhline(target, color="black", linestyle="--", linewidth=1)
         axes.annotate(f"target: {target}", (0, target), (6, 4), xycoords=("axes fraction", "data"),
                       textcoords="offset points", va="bottom")
-        for name, (label, color, side, edge) in LABELS.items():
-            times = []  # to a loss in the middle of the picture, and to the target, of each run
+        for name, (label, color) in LABELS.items():
+            times = []  # to the target, of each run
             for file in kept[name]:
                 found = re.findall(VALIDATION, file.read_text(), re.M)
                 losses, ms = np.array(found, float)[1:].T  # the first is before the first step
-                axes.plot(ms / 1000, losses, color=color, linewidth=1.6, alpha=0.7)
-                times.append([seconds_to(loss, losses, ms) for loss in (MIDDLE, target)])
-            middle, reached = np.median(times, axis=0)
-            away = -10 if side == "right" else 10
-            axes.annotate(label, (middle, MIDDLE), (away, away), textcoords="offset points",
-                          color=color, ha=side, va=edge)
+                axes.plot(ms / 1000, losses, color=color, linewidth=1.6, alpha=0.7, label=label)
+                times.append(seconds_to(target, losses, ms))
+                label = None  # one of them is named
+            reached = np.median(times)
             if math.isfinite(reached):
                 axes.plot(reached, target, "o", color=color, markersize=8)
                 axes.annotate(f"{reached:.0f} s", (reached, target), (-6, -6), color=color,
@@ -189,6 +179,7 @@ def draw(folder, picture):
         axes.set_xticks([1, 2, 5, 10, 20, 50, 100])
         axes.xaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
+        axes.legend(frameon=False)
         facts = final_values(kept["pocket"][0].read_text())
         axes.set_xlabel(f"seconds of training (logarithmic), {facts['threads']} threads, "
                         f"{facts['device']}")
@@ -312,146 +303,70 @@ def turns(args, flags):
 
 
 # ---- gpu: the record's step on synthetic documents ----
-class Both(io.TextIOBase):
-    """A stream that is kept in a file too."""
-
-    def __init__(self, *files):
-        self.files = files
-
-    def reconfigure(self, **options):
-        """As the files are already."""
-
-    def write(self, text):
-        for file in self.files:
-            file.write(text)
-            file.flush()
-        return len(text)
-
-
 def gpu(args, flags):
-    """Measure the record on this GPU, then run its tests. A part that fails stops no other."""
+    """Measure the record on this GPU, then run its tests, which a failure does not stop."""
     if not torch.cuda.is_available():
         raise train_gpt.UserError("torch finds no CUDA device; `kernels` and `memory` model one")
     end = time.monotonic() + GPU_SECONDS
-    train_gpt.parse_args(flags)  # a wrong flag ends here
-    folder = Path("logs", time.strftime("gpu-%Y%m%d-%H%M%S"))
+    cfg = train_gpt.parse_args([*flags, *SHORT_RUN])
+    folder = REPO / "logs" / time.strftime("gpu-%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
-    failed = []
-    with (
-        (folder / "bench.txt").open("a") as kept,
-        contextlib.redirect_stdout(Both(sys.stdout, kept)),
-        contextlib.redirect_stderr(Both(sys.stderr, kept)),
-    ):
-        say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
-            f"CUDA {torch.version.cuda}, Python {sys.version.split()[0]}")
-        for part, given in ((measure_gpu, flags), (run_tests, end)):
-            try:
-                part(folder, given)
-            except Exception as error:  # whatever it is, it is kept, and the rest goes on
-                failed.append(str(error).partition("\n")[0])
-                traceback.print_exc()
-        say(f"kept in {folder.resolve()}; a run's log is filed with its record by\n"
-            "    python records/ledger file logs/RUN_ID/log.txt")
+    say(f"measuring, then testing, in {GPU_SECONDS} s at most; kept in {folder}")
+    sizes = dict(train=16 * cfg.sequences_per_step * cfg.seq_lens[-1], val=cfg.val_seq_len + 1)
+    with tempfile.TemporaryDirectory() as data:
+        for name, size in sizes.items():  # random tokens, in documents as long as FineWeb's
+            tokens = np.random.default_rng(0).integers(cfg.eot_token, size=size)
+            tokens[[0, *document_starts(size)]] = cfg.eot_token
+            write_shard(Path(data, f"{name}_0.bin"), tokens)
+        files = ["--train_files", f"{data}/train_*.bin", "--val_files", f"{data}/val_*.bin",
+                 "--val_tokens", str(cfg.val_seq_len), "--run_id", folder.name]
+        run = kept_run(["train_gpt.py", *flags, *SHORT_RUN, *files], folder / "run.txt", end)
+    if not run.failed:
+        with (folder / "steps.txt").open("w") as file, contextlib.redirect_stdout(file):
+            print_steps(run.text, cfg)
+        say((folder / "steps.txt").read_text())
+    tests = kept_run(["-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu",
+                      "tests/gpu/test_gpu.py"], folder / "tests.txt", end)
+    say("tests: " + (tests.text.strip().splitlines() or ["nothing printed"])[-1])
+    failed = [each.failed for each in (run, tests) if each.failed]
     if failed:
         raise RunFailed("; ".join(failed))
 
 
-def measure_gpu(folder, flags):
-    """Measure on documents as long as FineWeb's, of random tokens, in the script's own set-up."""
-    cfg = train_gpt.parse_args(flags)
-    train = train_gpt.train
-    train_gpt.train = measure_run  # in the place of the training loop
-    with tempfile.TemporaryDirectory() as data:
-        step_tokens = cfg.sequences_per_step * max(cfg.seq_lens)
-        write_documents(Path(data, "train_000000.bin"), 16 * step_tokens, cfg)
-        write_documents(Path(data, "val_000000.bin"), cfg.val_seq_len + 1, cfg)
+def kept_run(words, path, end):
+    """Run Python until that time at most. What it prints is in the file, and in the result."""
+    with path.open("w") as file:
         try:
-            code = train_gpt.main([
-                "--train_files", f"{data}/train_*.bin", "--val_files", f"{data}/val_*.bin",
-                "--val_tokens", str(cfg.val_seq_len), "--run_id", folder.name, *flags])
-        finally:
-            train_gpt.train = train
-    torch.cuda.empty_cache()
-    if code != MEASURED:
-        raise RunFailed("the measurement ended early, see above")
-
-
-def write_documents(path, num_tokens, cfg):
-    """Write a shard of random tokens in documents as long as FineWeb's."""
-    tokens = np.random.default_rng(0).integers(cfg.eot_token, size=num_tokens)
-    tokens[[0, *document_starts(num_tokens)]] = cfg.eot_token
-    write_shard(path, tokens)
-
-
-def measure_run(run, cfg):
-    """Print a step's time in each stage, memory and kernels, of a run that has warmed up."""
-    run.exit_code = MEASURED
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the run has taken it over
-
-    def time_step(now):
-        """Milliseconds, waiting for the GPU before and after."""
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        train_gpt.accumulate_gradients(run.model, batches, now)
-        train_gpt.step_optimizers(run.optimizers, now, cfg.sequences_per_step)
-        torch.cuda.synchronize()
-        return 1000 * (time.perf_counter() - start)
-
-    name = torch.cuda.get_device_name()
-    spec = next((tflops for part, tflops in SPEC_TFLOPS.items() if part in name), None)
-    matrices = [p for p in run.model.blocks.parameters() if p.ndim >= 2]
-    matrices.append(run.model.lm_head.weight)
-    multiplied = sum(p.numel() for p in matrices)
-    rows = []
-    by_stage = itertools.groupby(range(cfg.num_iterations),
-                                 lambda step: train_gpt.schedule(step, cfg).stage)
-    for steps in (list(steps) for _, steps in by_stage):
-        middle = steps[len(steps) // 2]
-        now = train_gpt.schedule(middle, cfg)
-        run.model.set_stage(now.stage)
-        batches = run.loader.next_step(now.seq_len)
-        time_step(now)
-        nearby = [min(middle + n, steps[-1]) for n in range(5)]  # with and without Adam
-        ms = [time_step(train_gpt.schedule(each, cfg)) for each in nearby]
-        tokens = cfg.sequences_per_step * now.seq_len
-        median = statistics.median(ms)
-        flop = 6 * tokens * multiplied
-        rows.append([
-            f"{len(steps)}", f"{now.seq_len:,}", f"{len(now.target_weights)}",
-            f"{train_gpt.BLOCK * int(run.model.windows[0])}", spread(ms),
-            f"{1000 * tokens / median:,.0f}",
-            f"{flop / median / spec / 1e9:.1%}" if spec else "unknown peak"])
-    print_table(["steps", "tokens a sequence", "targets", "window", "ms a step", "tokens/s", "MFU"],
-                rows)
-    say(f"memory at the peak: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, "
-        f"head in {run.model.head_chunks} piece(s)")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        time_step(now)
-    shares = Counter()
-    for event in profiler.key_averages():
-        kinds = (kind for kind, names in KERNELS.items() if re.search(names, event.key, re.I))
-        shares[next(kinds, "other")] += event.self_device_time_total / 1000
-    print_table(["kernels, in the last stage", "ms a step"],
-                [[kind, f"{each:.1f}"] for kind, each in shares.most_common()])
-
-
-def run_tests(folder, end):
-    """Run the tests that are a GPU's until that time, and print how they ended."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu",
-               "tests/gpu/test_gpu.py"]
-    log = folder.resolve() / "tests.txt"
-    seconds = max(60, end - time.monotonic())
-    say(f"tests: {seconds:.0f} s at most; {log}")
-    with log.open("w") as file:
-        try:
-            code = subprocess.run(command, cwd=REPO, stdout=file, stderr=file, timeout=seconds,
-                                  stdin=subprocess.DEVNULL).returncode
+            code = subprocess.run([sys.executable, *words], cwd=REPO, stdout=file, stderr=file,
+                                  timeout=max(60, end - time.monotonic())).returncode
         except subprocess.TimeoutExpired:
             code = "out of time"
-    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    say(f"tests: {said[-1] if said else 'nothing printed'}")
-    if code:
-        raise RunFailed(f"tests: {code}, see {log}")
+    return SimpleNamespace(text=path.read_text(errors="replace"),
+                           failed=code and f"{path}: {code}")
+
+
+def print_steps(text, cfg):
+    """Print the time of a step in each stage, and memory, by what a run has printed."""
+    final = final_values(text)
+    name = final["device"]
+    spec = next((tflops for part, tflops in SPEC_TFLOPS.items() if part in name), None)
+    with torch.device("meta"):
+        model = train_gpt.GPT(cfg)
+    matrices = [model.lm_head.weight, *(p for p in model.blocks.parameters() if p.ndim >= 2)]
+    multiplied = sum(p.numel() for p in matrices)
+    rows = []
+    times = [int(ms) for _, ms in re.findall(VALIDATION, text, re.M)]  # at each stage's begin
+    for stage, (begin, end) in enumerate(itertools.pairwise(times)):
+        now = train_gpt.schedule(stage * STAGE_STEPS, cfg)
+        tokens = cfg.sequences_per_step * now.seq_len
+        ms = (end - begin) / STAGE_STEPS
+        mfu = f"{6 * tokens * multiplied / ms / spec / 1e9:.1%}" if spec else "unknown peak"
+        window = train_gpt.BLOCK * train_gpt.at_stage(cfg.long_windows, now.stage)
+        rows.append([f"{now.seq_len:,}", f"{len(now.target_weights)}", f"{window}", f"{ms:.1f}",
+                     f"{1000 * tokens / ms:,.0f}", mfu])
+    say(f"{name}, torch {final['torch']}: the mean of {STAGE_STEPS} steps of each stage")
+    print_table(["tokens a sequence", "targets", "window", "ms a step", "tokens/s", "MFU"], rows)
+    say(f"memory at the peak: {int(final['peak_memory_mib']) / 2**10:.1f} GiB")
 
 
 # ---- kernels and memory: what the compiler makes of the step, on a stand-in for a GPU ----
@@ -471,11 +386,13 @@ def kernels(args, flags):
     """
     card = args.card or "h200"
     say("compiling for a GPU that is not there: minutes for each stage ...")
-    last = trace_here(args.script, *LAST_STEP, *flags)
-    traces = [trace_here(args.script, *LAST_STEP, *flags, "--stage", str(stage))
+    counted = ["--phases", "train,optimizers", "--ranks", "8", "--binaries", "--instructions"]
+    last = trace_here(args.script, *counted, *flags)
+    traces = [trace_here(args.script, *counted, *flags, "--stage", str(stage))
               for stage in range(last.facts["stage"])]
-    say(f"{cost.HEADLINE}\n{args.script}: forward and backward pass of {last.facts['tokens']:,} "
-        f"tokens in the last stage, on one {card.upper()}\n")
+    say("modelled from generated code, not measured\n"
+        f"{args.script}: forward and backward pass of {last.facts['tokens']:,} tokens in the "
+        f"last stage, on one {card.upper()}\n")
     groups = cost.by_group(cost.price(last, cost.RATES[card]), ("forward", "backward"))
     total = sum(groups.values(), Counter())
     print_table(["group", "launches", "GB", "TFLOP", "ms", "share"], [
@@ -498,27 +415,20 @@ def kernels(args, flags):
 
 
 def memory(args, flags):
-    """Count what the script's training holds at once in the last stage, by pieces of the head.
-
-    At the peak, in the head's backward pass, everything else is there whatever the pieces. So they
-    are compiled with two layers, and what the others add is counted once.
-    """
+    """Count what the script holds at once in the last stage, and what a step sends."""
     say("compiling for a GPU that is not there: minutes ...")
-    whole = trace_here(args.script, *LAST_MEMORY, *flags).memory
-    peaks = {}
-    for head_chunks in (1, 2, 4, 8, 16):
-        two_layers = trace_here(args.script, "--phases", "train", *flags,
-                                *two_layers_of(args.script), "--head_chunks", str(head_chunks))
-        peaks[head_chunks] = two_layers.memory["peak of backward"]
-    say("counted in generated code, not measured; one GPU, without CUDA's own and gaps\n")
-    others = whole["peak of backward"] - peaks[1]
-    print_table(["head_chunks", "GiB at the peak"],
-                [[f"{n}", f"{(others + peak) / 2**30:.1f}"] for n, peak in peaks.items()])
-    state, kept = (whole[key] / 2**30 for key in ("state", "kept"))
-    say(f"\nof them, GiB: {state:.1f} weights, gradients and the optimizers' state; {kept:.1f} "
-        "kept by the forward pass for the backward pass, logits included, in one piece\n"
-        f"at the peak of a validation: {whole['peak of validation'] / 2**30:.1f} GiB; "
-        "--val_seq_len lowers it")
+    phases = "train,validation,optimizers"
+    found = trace_here(args.script, "--phases", phases, "--ranks", "8", *flags)
+    gib = {name: size / 2**30 for name, size in found.memory.items()}
+    sent = [size / 1e9 for size in found.facts["wire"]]
+    say("counted in generated code, not measured; without CUDA's own and gaps\n"
+        f"on one GPU, head in {found.facts['head_chunks']} piece(s), GiB at the peak: "
+        f"{gib['peak of backward']:.1f} of training, {gib['peak of validation']:.1f} of "
+        "validation, which --val_seq_len lowers\n"
+        f"of training's, GiB: {gib['state']:.1f} weights, gradients and the optimizers' state; "
+        f"{gib['kept']:.1f} kept by the forward for the backward pass, logits included\n"
+        f"on eight, GB that each hands to collectives: {sent[0]:.2f} in a step without Adam, "
+        f"{sent[1]:.2f} in one with it")
 
 
 def main():

@@ -1,9 +1,9 @@
 """The GPU path at the record's width, compiled for each card and counted where there is no GPU.
 
-host_gpu/trace.py says how. Two layers, one of the long and one of the short window, have every
-kind of kernel that the record's eleven have; the first stage has the most targets and the shortest
-sequences, the last the least of the one and the most of the other. One trace, of the first stage on
-sm_90, takes a minute of one core and is marked `slow`. All others are marked `cards`:
+host_gpu/trace.py says how. Three layers have every kind of kernel that the record's eleven have;
+the first stage has the most targets and the shortest sequences, the last the least of the one and
+the most of the other. The first stage on sm_90 takes two minutes of one core and is marked `slow`.
+All other traces are marked `cards`, those of the records after #53 among them:
 
     ./run.sh test -m cards
 """
@@ -11,25 +11,22 @@ sm_90, takes a minute of one core and is marked `slow`. All others are marked `c
 import functools
 import math
 import re
+from pathlib import Path
 
 import host_gpu
 import pytest
 import torch
 from conftest import REPO
 from host_gpu import cost
-from host_gpu.trace import Trace, trace, two_layers_of
+from host_gpu.trace import Trace, trace
 
 import train_gpt
 
 pytestmark = pytest.mark.skipif(host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle()))
 
-TWO_LAYERS = two_layers_of(train_gpt.SCRIPT)
-NEWEST = max(REPO.glob("records/*/train_gpt.py"))
-THREE_LAYERS = [  # of the newest record: paired heads, composed attention, XSA, both value tables
-    "--attention_pattern", "P.L", "--value_embed_pattern", "0.1", "--xsa_pattern", "..X",
-    "--gate_pattern", "G.G", "--skip_layer", "0", "--backout_layer", "0"]
-FIRST_STAGE = ("--stage", "0", "--phases", "train,validation,optimizers")
-ALL_STAGES = ("--phases", "train,stages")  # the last is noted
+ROOT = Path(train_gpt.SCRIPT)
+LATER = [path for path in sorted(REPO.glob("records/*/train_gpt.py"))
+         if path.parent.name > "2025-12-22_MultiTokenPrediction"]
 TRAINING = ("forward", "backward")
 
 # Bytes of a thread's stack that a kernel spills, at most: one of attention's backward pass, and any
@@ -38,26 +35,34 @@ SPILLED = dict(sm_80=424, sm_86=24, sm_89=24, sm_90=48, sm_100=864, sm_120=200)
 SPILLED_BY_OTHERS = dict(sm_90=5552)
 
 
-traced = functools.cache(trace)
+def few_layers_of(script: Path) -> list[str]:
+    """The flags that leave a script three layers, with each kind of heads, tables and gates."""
+    source = script.read_text()
+    values = dict(
+        attention_pattern="P.L" if "[LPS.]" in source else "S.L", value_embed_pattern="0.1",
+        xsa_pattern="..X", gate_pattern="G.G", skip_layer="0", backout_layer="0")
+    return [x for k, v in values.items() if f"\n    {k}: " in source for x in (f"--{k}", v)]
 
 
-def two_layers(card: str) -> Trace:
-    """The first stage. Without machine code for sm_90, whose tests would take twice as long."""
-    return traced(card, *FIRST_STAGE, *TWO_LAYERS) if card == "sm_90" else compiled(card)
+@functools.cache
+def few_layers(card: str, *flags: str, script=ROOT) -> Trace:
+    return trace(card, *flags, *few_layers_of(script), script=script)
 
 
-def compiled(card: str) -> Trace:
-    return traced(card, *FIRST_STAGE, "--binaries", *TWO_LAYERS)
+def first_stage(card: str, script=ROOT) -> Trace:
+    phases = "train,validation,optimizers"
+    return few_layers(card, "--stage", "0", "--phases", phases, "--binaries", script=script)
 
 
-def last_stage() -> Trace:
-    return traced("sm_90", *ALL_STAGES, *TWO_LAYERS)
-
-
+last_stage = functools.partial(few_layers, "sm_90", "--phases", "train,stages")
 FIRST_STAGES = [
-    pytest.param(functools.partial(two_layers, card), id=f"first-stage-{card}",
+    pytest.param(functools.partial(first_stage, card), id=f"first-stage-{card}",
                  marks=pytest.mark.slow if card == "sm_90" else pytest.mark.cards)
     for card in host_gpu.CARDS]
+FIRST_STAGES_LATER = [
+    pytest.param(functools.partial(first_stage, card, script), marks=pytest.mark.cards,
+                 id=f"{script.parent.name}-{card}")
+    for script in LATER for card in host_gpu.CARDS]
 LAST_STAGE = pytest.param(last_stage, id="last-stage-sm_90", marks=pytest.mark.cards)
 every_stage = pytest.mark.parametrize("get_trace", [*FIRST_STAGES, LAST_STAGE])
 
@@ -74,13 +79,25 @@ def touching_logits(found: Trace, *phases: str) -> list[dict]:
 # ---- graphs and kernels -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("get_trace", FIRST_STAGES)
-def test_a_stage_and_validation_take_one_graph_each(get_trace):
-    """Training's has two parts, forward and backward."""
+def assert_all_compile_and_fit(found: Trace):
+    assert {x["name"] for x in found.binaries} == set(found.kernels)
+    assert [x for x in found.binaries if "error" in x] == []
+    limit = host_gpu.CARDS[found.card].shared_memory_per_block
+    assert [x for x in found.binaries if x["shared"] > limit] == []
+
+
+@pytest.mark.parametrize("get_trace", [*FIRST_STAGES, *FIRST_STAGES_LATER])
+def test_a_script_takes_one_graph_a_stage_and_fits_each_card(get_trace):
+    """Training's graph has two parts, forward and backward. Spills are no more than today's."""
     found = get_trace()
     assert found.breaks == []
     graphs = {part: n for part, n in found.graphs.items() if part != "optimizers"}
     assert graphs == {"stage 0": 2, "within stages": 0, "validation": 1}
+    assert_all_compile_and_fit(found)
+    for x in found.binaries:
+        is_attention = ":triton_tem" in x["name"] and "backward" in x["name"]
+        most = SPILLED if is_attention else SPILLED_BY_OTHERS
+        assert x["spilled"] <= most.get(found.card, math.inf), x
 
 
 @pytest.mark.cards
@@ -93,33 +110,6 @@ def test_stages_of_another_shape_take_a_graph_each_and_windows_none():
     shapes = {(now.seq_len, len(now.target_weights)) for now in steps}
     expected = {f"stage {n}": 2 for n in range(len(shapes))} | {"within stages": 0}
     assert len(shapes) > 1 and found.graphs == expected
-
-
-def assert_all_compile_and_fit(found: Trace):
-    assert {x["name"] for x in found.binaries} == set(found.kernels)
-    assert [x for x in found.binaries if "error" in x] == []
-    limit = host_gpu.CARDS[found.card].shared_memory_per_block
-    assert [x for x in found.binaries if x["shared"] > limit] == []
-
-
-@pytest.mark.cards
-@pytest.mark.parametrize("card", host_gpu.CARDS)
-def test_every_kernel_compiles_fits_and_spills_no_more_than_today(card):
-    found = compiled(card)
-    assert_all_compile_and_fit(found)
-    for x in found.binaries:
-        is_attention = ":triton_tem" in x["name"] and "backward" in x["name"]
-        most = SPILLED[card] if is_attention else SPILLED_BY_OTHERS.get(card, math.inf)
-        assert x["spilled"] <= most, x
-
-@pytest.mark.cards
-@pytest.mark.parametrize("card", host_gpu.CARDS)
-def test_the_newest_record_takes_one_graph_a_stage_and_fits_each_card(card):
-    """It refuses to start without the table that data/prefixes.py makes."""
-    found = traced(card, *FIRST_STAGE, "--binaries", *THREE_LAYERS, script=NEWEST)
-    assert found.breaks == []
-    assert [found.graphs[part] for part in ("stage 0", "within stages", "validation")] == [2, 0, 1]
-    assert_all_compile_and_fit(found)
 
 
 # ---- logits -------------------------------------------------------------------------------------
@@ -149,8 +139,8 @@ def test_logits_are_read_once_in_few_bits_and_by_compiled_kernels_alone(get_trac
 @pytest.mark.cards
 @pytest.mark.parametrize("head_chunks", [2, 4, 8, 16])
 def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
-    flags = ("--phases", "train", *TWO_LAYERS)
-    found, whole = (traced("sm_90", *flags, "--head_chunks", str(n)) for n in (head_chunks, 1))
+    found, whole = (few_layers("sm_90", "--phases", "train", "--head_chunks", str(n))
+                    for n in (head_chunks, 1))
     assert found.breaks == []
     assert found.graphs == whole.graphs == {"stage 2": 2, "within stages": 0}
     assert found.facts["head_chunks"] == head_chunks
@@ -160,7 +150,7 @@ def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
     logits = found.facts["tokens"] * found.facts["padded_vocab"]
     assert found.memory["kept"] < whole.memory["kept"] - 1.9 * logits
     saved = whole.memory["peak of backward"] - found.memory["peak of backward"]
-    # Of two layers; from some pieces on, their peak lies elsewhere than in the head.
+    # Of few layers; from some pieces on, their peak lies elsewhere than in the head.
     assert saved >= min(4 * logits * (1 - 1.5 / head_chunks), 2.5 * logits)
 
 
@@ -169,14 +159,14 @@ def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
 
 def weights_model() -> train_gpt.GPT:
     with torch.device("meta"):
-        return train_gpt.GPT(train_gpt.parse_args(TWO_LAYERS))
+        return train_gpt.GPT(train_gpt.parse_args(few_layers_of(ROOT)))
 
 
 @pytest.mark.slow
 def test_products_are_those_that_the_weights_ask_for():
     """For each token and weight 2 FLOP forward, and 4 backward, for the gradients of both; and of
     the smear's gate, 4 a token but the first. The rest of it is no product."""
-    found = two_layers("sm_90")
+    found = first_stage("sm_90")
     model = weights_model()
     products = sum(x["flop"] for x in launches(found, *TRAINING))
     tokens = found.facts["tokens"]
@@ -187,7 +177,7 @@ def test_products_are_those_that_the_weights_ask_for():
 
 @pytest.mark.slow
 def test_newton_schulz_multiplies_in_bf16():
-    products = [x for x in launches(two_layers("sm_90"), "optimizers") if x["flop"]]
+    products = [x for x in launches(first_stage("sm_90"), "optimizers") if x["flop"]]
     assert {dtype for x in products for dtype, _ in x["tensors"]} == {"bfloat16"}
 
 
@@ -203,7 +193,7 @@ def test_state_is_weights_gradients_and_moments():
         elif p.ndim >= 2:
             expected += itemsize * 4 * p.numel()
     expected += sum(x.nbytes for x in model.buffers())
-    assert two_layers("sm_90").memory["state"] == pytest.approx(expected, abs=1e4)  # the scalars
+    assert first_stage("sm_90").memory["state"] == pytest.approx(expected, abs=1e4)  # the scalars
 
 
 # What the passes of one sequence launch and move (GB) outside matrix products and attention, and
@@ -228,8 +218,8 @@ def test_launches_and_bytes_stay_within_todays(get_trace):
 
 @pytest.mark.cards
 def test_the_records_eleven_layers():
-    """Graphs, kernels and what a sequence takes, as of the two."""
-    found = traced("sm_90", "--phases", "train,validation", "--binaries")
+    """Graphs, kernels and what a sequence takes, as of the few."""
+    found = trace("sm_90", "--phases", "train,validation", "--binaries")
     assert found.breaks == []
     assert found.graphs == {"stage 2": 2, "within stages": 0, "validation": 1}
     assert_all_compile_and_fit(found)

@@ -11,10 +11,7 @@ card would get, and Triton's interpreter, made fit for them, executes these (int
     host_gpu.install("sm_90", execute=False) # kernels shall be compiled only: no interpreter
     host_gpu.use_card("sm_86")               # from here on the device is that card
 
-As it cannot be undone, it lives in processes of its own:
-
-    python tests/gpu/host_gpu train_gpt.py --preset pocket --device cuda …
-    python -m pytest -m gpu
+As it cannot be undone, it lives in processes of its own, as those of `pytest -m gpu`.
 
 What it shows: that the path runs, what it computes, in which graphs and kernels, and where the host
 would wait. What it does not: any time, a GPU's rounding of matrix products, races, streams, shared

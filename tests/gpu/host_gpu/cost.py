@@ -13,8 +13,6 @@ from collections import Counter, defaultdict
 
 from host_gpu.trace import Trace
 
-HEADLINE = "modelled from generated code, not measured"
-
 
 @dataclasses.dataclass(frozen=True)
 class Rates:

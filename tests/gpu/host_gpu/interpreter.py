@@ -2,9 +2,10 @@
 
 What it lacks, and what is put in its place:
 
-- bf16 is cut off instead of rounded, products of bf16 and FP8 multiply the bits: torch converts;
+- bf16 is cut off instead of rounded, products of bf16 and FP8 multiply the bits: torch converts
+  (other arithmetic on them is Inductor's in fp32, or it would be on the bits, too);
 - libdevice, the maths that Inductor calls, is empty: NumPy's functions;
-- a reduction or scan with a combine function of its own goes element by element: by halves;
+- a reduction with a combine function of its own goes element by element: by halves;
 - arguments are copied to the host and back, the language is patched at every launch: neither.
 
 And what a GPU would not tell: a kernel that reads or writes outside of the memory it was given
@@ -28,12 +29,10 @@ NARROW = {  # floats that NumPy has not: their bits, in the interpreter's arrays
     tl.bfloat16: (torch.bfloat16, torch.uint16),
     tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
     tl.float8e5: (torch.float8_e5m2, torch.uint8)}
-LIBDEVICE = dict(
-    abs=np.abs, ceil=np.ceil, cos=np.cos, erf=lambda x: torch.from_numpy(x).erf().numpy(),
-    exp=np.exp, exp2=np.exp2, expm1=np.expm1, floor=np.floor,
-    isinf=np.isinf, isnan=np.isnan, log=np.log, log1p=np.log1p, log2=np.log2, nearbyint=np.rint,
-    pow=np.power, rint=np.rint, rsqrt=lambda x: 1 / np.sqrt(x), sin=np.sin, sqrt=np.sqrt,
-    tanh=np.tanh, trunc=np.trunc)
+LIBDEVICE = dict(  # what our kernels call
+    abs=np.abs, cos=np.cos, erf=lambda x: torch.from_numpy(x).erf().numpy(), exp=np.exp,
+    floor=np.floor, isinf=np.isinf, isnan=np.isnan, log=np.log, pow=np.power,
+    rsqrt=lambda x: 1 / np.sqrt(x), sin=np.sin, sqrt=np.sqrt, tanh=np.tanh)
 
 MOST_ROWS, MOST_ELEMENTS = 2**7, 2**14  # of a block, with and without a reduction of its rows
 
@@ -43,13 +42,10 @@ def install() -> None:
     InterpreterBuilder.cast_impl = cast
     InterpreterBuilder.create_fp_to_fp = lambda self, x, type, rounding: cast(self, x, type)
     InterpreterBuilder.create_dot = dot
-    InterpreterBuilder.binary_op = no_arithmetic_on_bits(InterpreterBuilder.binary_op)
-    InterpreterBuilder.unary_op = no_arithmetic_on_bits(InterpreterBuilder.unary_op)
     InterpreterBuilder.create_masked_load = checked(InterpreterBuilder.create_masked_load, "reads")
     InterpreterBuilder.create_masked_store = checked(
         InterpreterBuilder.create_masked_store, "writes")
     interpreter.ReduceOps.generic_reduce = reduce_by_halves
-    interpreter.ScanOps.generic_scan = scan_by_doubling
     interpreter.GridExecutor.__call__ = launch
     for name, function in LIBDEVICE.items():
         setattr(libdevice, name, elementwise(function))
@@ -90,17 +86,6 @@ def dot(self, a, b, accumulator, input_precision, max_num_imprecise_acc) -> Tens
     return TensorHandle(total, accumulator.dtype.scalar)
 
 
-def no_arithmetic_on_bits(operation):
-    """Inductor computes in fp32. Were that to change, the interpreter would add the bits."""
-
-    def guarded(self, x, *rest):
-        if x.dtype.scalar in NARROW:
-            raise NotImplementedError(f"arithmetic on {x.dtype}: unpack, compute and pack it here")
-        return operation(self, x, *rest)
-
-    return guarded
-
-
 def elementwise(function):
     """A function of libdevice by NumPy's. Booleans are its int32, as in CUDA's C."""
 
@@ -121,15 +106,7 @@ def as_tensor(handle: TensorHandle) -> tl.tensor:
     return tl.tensor(handle, tl.block_type(handle.dtype, list(handle.data.shape)))
 
 
-# ---- Reductions and scans ---------------------------------------------------
-
-
-def combine(operator, left: list, right: list, dtypes: list) -> list[np.ndarray]:
-    """The combine function of a kernel, on whole arrays at once."""
-    handles = (TensorHandle(np.ascontiguousarray(x), t) for x, t in zip(left + right, 2 * dtypes))
-    results = operator.combine_fn.fn(*map(as_tensor, handles))
-    results = results if isinstance(results, tuple) else (results,)
-    return [result.handle.data.astype(x.dtype) for result, x in zip(results, left)]
+# ---- Reductions -------------------------------------------------------------
 
 
 def reduce_by_halves(self, inputs) -> list[tl.tensor]:
@@ -137,26 +114,13 @@ def reduce_by_halves(self, inputs) -> list[tl.tensor]:
     dtypes = [x.dtype.scalar for x in inputs]
     arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
     while (size := len(arrays[0])) > 1:
-        left = [x[: size // 2] for x in arrays]  # sizes are powers of two in Triton
-        right = [x[size // 2 :] for x in arrays]
-        arrays = combine(self, left, right, dtypes)
+        halves = [x[: size // 2] for x in arrays] + [x[size // 2 :] for x in arrays]
+        handles = (TensorHandle(np.ascontiguousarray(x), t) for x, t in zip(halves, 2 * dtypes))
+        combined = self.combine_fn.fn(*map(as_tensor, handles))  # on whole arrays at once
+        combined = combined if isinstance(combined, tuple) else (combined,)
+        arrays = [y.handle.data.astype(x.dtype) for x, y in zip(arrays, combined)]
     arrays = [np.moveaxis(x, 0, self.axis) if self.keep_dims else x[0] for x in arrays]
     return [as_tensor(TensorHandle(np.asarray(x), t)) for x, t in zip(arrays, dtypes)]
-
-
-def scan_by_doubling(self, inputs) -> list[tl.tensor]:
-    """All prefixes: each with that which ends 1 before it, then 2, 4, …"""
-    dtypes = [x.dtype.scalar for x in inputs]
-    arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
-    distance = 1
-    while distance < len(arrays[0]):
-        left = [np.roll(x, distance, axis=0) for x in arrays]  # its first ones are of no use
-        combined = combine(self, left, arrays, dtypes)
-        whole = [x[:distance] for x in arrays]
-        arrays = [np.concatenate([x, y[distance:]]) for x, y in zip(whole, combined)]
-        distance *= 2
-    arrays = [np.moveaxis(x, 0, self.axis) for x in arrays]
-    return [as_tensor(TensorHandle(x, t)) for x, t in zip(arrays, dtypes)]
 
 
 # ---- Launches ---------------------------------------------------------------

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("device.cpp")
+COMPILER = os.environ.get("CXX", "g++")
 TRITON = "3.7.1"  # what torch 2.13 pins for CUDA; requirements-dev.txt has the same
 
 
@@ -41,13 +42,9 @@ def obstacle() -> str | None:
         found = "none"
     if found != TRITON:
         return f"no host GPU: pip install --no-deps triton=={TRITON} (found {found})"
-    if not shutil.which(compiler()):
-        return f"no host GPU: no C++ compiler ({compiler()}); install g++ or set CXX"
+    if not shutil.which(COMPILER):
+        return f"no host GPU: no C++ compiler ({COMPILER}); install g++ or set CXX"
     return None
-
-
-def compiler() -> str:
-    return os.environ.get("CXX", "g++")
 
 
 def build() -> Path:
@@ -67,7 +64,7 @@ def build() -> Path:
         includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
         libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
         flags = ["-shared", "-fPIC", "-O1", "-std=c++20"]
-        command = [compiler(), *flags, *includes, SOURCE, "-o", built, *libraries]
+        command = [COMPILER, *flags, *includes, SOURCE, "-o", built, *libraries]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{SOURCE.name} does not compile:\n{done.stderr[-4000:]}")

@@ -89,13 +89,6 @@ class Event:
         pass
 
 
-class DeviceContext(contextlib.nullcontext):
-    """torch.cuda.device(…): the one device is current always."""
-
-    def __init__(self, device=None):
-        super().__init__()
-
-
 def stand_in_for_torch_cuda(device) -> None:
     """What the script, torch's own Python and Inductor ask of torch.cuda. device: device.cpp's."""
     import torch
@@ -116,8 +109,8 @@ def stand_in_for_torch_cuda(device) -> None:
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
     cuda.set_device = nothing()
-    cuda.device = DeviceContext
-    cuda._DeviceGuard = type("DeviceGuard", (DeviceContext,), {})
+    cuda.device = type("device", (contextlib.nullcontext,), {})  # the one is current always
+    cuda._DeviceGuard = type("DeviceGuard", (contextlib.nullcontext,), {})
     cuda._exchange_device = lambda index: 0
     cuda._maybe_exchange_device = lambda index: 0
     # What it is: prepare_for_cuda, machine_facts, Inductor's choice of kernels and their shapes.
@@ -132,7 +125,6 @@ def stand_in_for_torch_cuda(device) -> None:
     cuda.Stream, cuda.Event = Stream, Event
     cuda.current_stream = lambda device=None: stream
     cuda.synchronize = nothing()
-    cuda.empty_cache = nothing()
     cuda.set_sync_debug_mode = set_sync_debug_mode
     # Random numbers are the CPU's (device.cpp), which torch saves, restores and seeds by itself.
     cuda.manual_seed_all = nothing()

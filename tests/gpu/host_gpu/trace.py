@@ -1,11 +1,12 @@
 """A script's step and validation at full size, compiled for a card and counted, without data.
 
     python tests/gpu/host_gpu/trace.py OUT.json [--card sm_90] [--script FILE] [--phases train,…]
-        [--stage 0] [--binaries] [--ranks 8] [--FLAG_OF_THE_SCRIPT VALUE …]
+        [--stage 0] [--binaries] [--instructions] [--ranks 8] [--FLAG_OF_THE_SCRIPT VALUE …]
 
 All tensors are fake, so that 48K tokens cost nothing. Inductor makes the graphs and the kernels.
 The wrapper code that it generates then runs, but what it would launch is noted, not launched. With
---binaries, Triton and ptxas make each kernel's machine code. Of a run in stages, which differ in
+--binaries, Triton and ptxas make each kernel's machine code, whose instructions --instructions
+counts, in as much time again. Of a run in stages, which differ in
 their sequences' length or number of targets, the last is noted, or that of --stage. OUT.json is
 what `Trace` describes. FILE has windows by stage, as the records from 2025-09-10 on.
 """
@@ -49,7 +50,8 @@ class Trace:
     """What a script does on one GPU of a card. Sizes in bytes.
 
     facts: stages, the number of steps in each; of the noted one head_tokens of a piece of the head,
-        and block_pairs that attention visits in a forward pass, the mean of the stage's steps.
+        block_pairs that attention visits in a forward pass, the mean of the stage's steps, and
+        wire, the bytes that a rank hands to collectives in a step without Adam and in one with it.
     memory: state (weights, their gradients, the optimizers'), kept (from the forward for the
         backward pass, and no state), and peak by phase, the state included.
     launches: in order: phase (forward, backward, validation, optimizers, optimizers of N ranks),
@@ -57,7 +59,7 @@ class Trace:
         flop, tensors ([type, shape]) and sizes (of a triton kernel: its integers by name).
     binaries: with --binaries, of each kernel in each configuration that it may run in: name,
         config, warps, and error or else spilled (bytes of a thread's stack), shared (bytes of a
-        block), instructions (all, in_loops).
+        block) and, with --instructions, instructions (all, in_loops).
     """
 
     card: str
@@ -81,14 +83,6 @@ def trace(card: str, *arguments: str, script=REPO / "train_gpt.py") -> Trace:
         if done.returncode:
             raise RuntimeError(f"{command}:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
         return Trace(**json.loads(out.read_text()))
-
-
-def two_layers_of(script) -> list[str]:
-    """The flags that leave a script two layers, one of each window."""
-    values = dict(attention_pattern="LS", value_embed_pattern="0.", mlp_pattern="MM",
-                  xsa_pattern="..", gate_pattern="..", skip_layer="0", backout_layer="0")
-    source = Path(script).read_text()
-    return [x for k, v in values.items() if f"\n    {k}: " in source for x in (f"--{k}", v)]
 
 
 # ---- What is noted --------------------------------------------------------------------------
@@ -293,12 +287,14 @@ class Tracer:
     """A script on fake tensors: each part runs once to be compiled, and once to be noted."""
 
     def __init__(self, path: str, flags: list[str], stage: int):
-        self.notes, self.graphs, self.memory = Notes(), {}, {}
+        self.notes, self.graphs, self.memory, self.wire = Notes(), {}, {}, []
         stand_in_for_launches(self.notes)
         stand_in_for_tensors(self.notes)
         spec = importlib.util.spec_from_file_location("traced_script", path)
         self.script = sys.modules["traced_script"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.script)
+        if hasattr(self.script, "read_prefixes"):  # a table that data/prefixes.py makes
+            self.script.read_prefixes = lambda cfg: torch.zeros(cfg.vocab_size, dtype=torch.int64)
         self.cfg = self.script.parse_args(flags)
         self.stages = stages(self.script, self.cfg)
         self.stage = stage % len(self.stages)
@@ -394,11 +390,15 @@ class Tracer:
         first = steps[len(steps) // 2]  # amid the stage
 
         def two_steps():
+            self.wire = []
             for step in range(first, first + OPTIMIZER_STEPS):
+                before = len(self.notes.launches)
                 now = self.script.schedule(step, self.cfg)
                 tied = getattr(now, "tied", False)  # as of #53
                 update = self.script.step_tied if tied else self.script.step_optimizers
                 update(optimizers, now, divisor=1)
+                sent = [x["bytes"] for x in self.notes.launches[before:] if x["kind"] == "wire"]
+                self.wire.append(sum(sent))
 
         self.compiled(phase, two_steps)
         self.noted(phase, two_steps)
@@ -414,7 +414,7 @@ class Tracer:
             stage=self.stage, targets=targets, tokens=tokens,
             head_tokens=min(model.tokens_per_piece, tokens),
             step_tokens=cfg.sequences_per_step * length,
-            block_pairs=block_pairs(self.script, cfg, steps))
+            block_pairs=block_pairs(self.script, cfg, steps), wire=sorted(self.wire))
 
 
 def shapes(now) -> tuple[int, int]:
@@ -485,7 +485,7 @@ def inspect_binary(tool: str, flag: str, file: str) -> str:
     return subprocess.run([path, flag, file], capture_output=True, text=True, check=True).stdout
 
 
-def make_binaries(kernels: dict[str, str]) -> list[dict]:
+def make_binaries(kernels: dict[str, str], instructions: bool) -> list[dict]:
     """Each distinct kernel in each of its configurations, compiled for the card at hand."""
     from torch._inductor import config
     from torch._inductor.codecache import PyCodeCache
@@ -497,12 +497,12 @@ def make_binaries(kernels: dict[str, str]) -> list[dict]:
         body = source.replace(name, "kernel")
         if body not in seen:
             autotuner = getattr(PyCodeCache.load(source), name)
-            seen[body] = [binary_row(autotuner, choice) for choice in autotuner.configs]
+            seen[body] = [binary_row(autotuner, x, instructions) for x in autotuner.configs]
         rows += [row | dict(name=key) for row in seen[body]]
     return rows
 
 
-def binary_row(autotuner, choice) -> dict:
+def binary_row(autotuner, choice, instructions: bool) -> dict:
     row = dict(config=dict(choice.kwargs), warps=choice.num_warps)
     try:
         binary = autotuner._precompile_config(choice).kernel
@@ -512,10 +512,11 @@ def binary_row(autotuner, choice) -> dict:
         file.write(binary.asm["cubin"])
         file.flush()
         usage = inspect_binary("cuobjdump", "--dump-resource-usage", file.name)
-        code = inspect_binary("nvdisasm", "-c", file.name)
+        if instructions:
+            code = inspect_binary("nvdisasm", "-c", file.name)
+            row["instructions"] = count_instructions(code)
     spilled = int(re.search(r"STACK:(\d+)", usage)[1])
-    return row | dict(spilled=spilled, shared=binary.metadata.shared,
-                      instructions=count_instructions(code))
+    return row | dict(spilled=spilled, shared=binary.metadata.shared)
 
 
 def count_instructions(code: str) -> dict:
@@ -540,6 +541,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--phases", default="train,stages,validation,optimizers")
     parser.add_argument("--stage", type=int, default=-1)
     parser.add_argument("--binaries", action="store_true")
+    parser.add_argument("--instructions", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     args, flags = parser.parse_known_args(argv)
     host_gpu.use_card(args.card)
@@ -559,7 +561,8 @@ def main(argv: list[str]) -> None:
     notes = tracer.notes
     found = Trace(
         args.card, tracer.facts(), tracer.graphs, list(counters["graph_break"]), tracer.memory,
-        notes.launches, notes.kernels, make_binaries(notes.kernels) if args.binaries else [])
+        notes.launches, notes.kernels,
+        make_binaries(notes.kernels, args.instructions) if args.binaries else [])
     args.out.write_text(json.dumps(dataclasses.asdict(found)))
 
 

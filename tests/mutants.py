@@ -82,7 +82,7 @@ def run_tests(part: str, fault: Fault | None = None) -> tuple[bool, str]:
               "-p", "no:cacheprovider"]
     runs = [TESTS[part]]
     if part == "gpu":
-        runs.append(["tests/gpu", "-m", "gpu"])
+        runs += [["tests/gpu", "-m", "gpu"], ["tests/gpu/test_kernels.py", "-m", "slow"]]
     if part == "records" and fault:
         runs[0] = [*runs[0], "-k", fault.file.split("/")[1]]
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:

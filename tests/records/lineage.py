@@ -1,6 +1,7 @@
 """The records, found by their folders; their scripts as modules, and small models of them."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -96,11 +97,34 @@ def in_float64():
             torch.set_default_dtype(before)
 
 
+def columns_of(script, cfg):
+    """What a script says a layer or a stage a row, as stations have it: a column a name."""
+    columns = {}
+    if hasattr(cfg, "layers"):
+        layers = [script.read_layer(word) for word in cfg.layers]
+        letters = dict(window="attention", table="value_embed", mlp="mlp", xsa="xsa", gate="gate")
+        for field, name in letters.items():
+            values = [getattr(layer, field, None) for layer in layers]
+            if None not in values:
+                marks = [dict(mlp="M", xsa="X", gate="G").get(field) if value is True else value
+                         for value in values]
+                columns[f"{name}_pattern"] = "".join(mark or "." for mark in marks)
+        for field, name in dict(skip="skip", backout="backout", saved="backout").items():
+            for index, layer in enumerate(layers):
+                if getattr(layer, field, False):
+                    columns[f"{name}_layer"] = index
+    if hasattr(cfg, "stages"):
+        names = dict(lr_factor="lr_factors", max_document_tokens="max_document_tokens")
+        for field, name in names.items():
+            if hasattr(cfg.stages[0], field):
+                columns[name] = tuple(getattr(row, field) for row in cfg.stages[:-2])
+    return columns
+
+
 def tiny_sizes(published):
     """What station and script call by one name, in a tiny run of either."""
-    lengths = tuple(LENGTH * length // published.seq_lens[-1] for length in published.seq_lens)
     sizes = dict(
-        seq_lens=lengths, model_dim=32, head_dim=16, eot_token=EOT, val_seq_len=LENGTH,
+        model_dim=32, head_dim=16, eot_token=EOT, val_seq_len=LENGTH,
         val_tokens=2 * LENGTH, window_tokens=3 * BLOCK, bigram_rows=97, bigram_width=20,
         sign_rows=32, composed_window=14)
     for name in ("momentum_cooldown", "freeze_steps"):
@@ -111,8 +135,9 @@ def tiny_sizes(published):
 def tiny_station(station, steps=5, **changes):
     """A station of a tiny run of so many scheduled steps. Windows of 1, 2 and 3 blocks, 4 at the
     end and 5 in the last validation, of sequences of 6, or of 2, 4 and 6 where batches grow."""
+    lengths = tuple(LENGTH * length // station.seq_lens[-1] for length in station.seq_lens)
     sizes = tiny_sizes(station) | dict(
-        num_iterations=steps, extension=EXTENSION if station.extension else 0, vocab_size=272,
+        seq_lens=lengths, num_iterations=steps, extension=EXTENSION if station.extension else 0, vocab_size=272,
         block=BLOCK, max_document=3 * BLOCK // 2, windows=(1, 2, 3, 4),
         first_document=station.first_document and BLOCK,
         table_rows=EOT + 1 if station.table_rows % 128 else 272,
@@ -125,14 +150,25 @@ def tiny_flags(script, steps=5, **changes):
     cfg = script.Hyperparameters()
     extension = EXTENSION if getattr(cfg, "extension_steps", 0) else 0
     documents = 3 * BLOCK // 2
-    if isinstance(getattr(cfg, "max_document_tokens", 0), tuple):
-        documents = (BLOCK, documents)  # of the first stage, of the others
     flags = tiny_sizes(cfg) | dict(
         num_iterations=steps + extension, extension_steps=extension, vocab_size=EOT + 1,
-        vocab_multiple=16, max_document_tokens=documents, long_windows=(1, 2, 3, 4, 5),
-        short_windows=(1, 1, 1, 2), sequences_per_forward=2, device="cpu")
+        vocab_multiple=16, max_document_tokens=documents, seq_len=LENGTH,
+        sequences_per_forward=2, device="cpu", head_chunks=1)
+    if hasattr(cfg, "stages"):
+        flags["stages"] = tuple(tiny_stages(cfg.stages, documents))
     flags = {k: v for k, v in (flags | changes).items() if hasattr(cfg, k)}
-    return script.Hyperparameters(**flags)
+    return dataclasses.replace(cfg, **flags)
+
+
+def tiny_stages(rows, documents):
+    """The rows of a tiny run: windows of 1 to 5 blocks, lengths in the record's proportions."""
+    longest = max(row.seq_len for row in rows)
+    for index, row in enumerate(rows):
+        changes = dict(
+            seq_len=LENGTH * row.seq_len // longest, long_window=index + 1,
+            short_window=1 if index < 3 else 2,
+            max_document_tokens=documents if index else BLOCK)
+        yield dataclasses.replace(row, **{k: v for k, v in changes.items() if hasattr(row, k)})
 
 
 def make_model(script, cfg):

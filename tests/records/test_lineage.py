@@ -17,6 +17,7 @@ from lineage import (
     BLOCK,
     EOT,
     LENGTH,
+    columns_of,
     held_since,
     in_float64,
     load,
@@ -76,7 +77,8 @@ def public(station, model, grads=False):
 def test_the_record_preset_is_the_published_configuration(record):
     """In each flag that the station has by the same name, or in settings()."""
     station, script = record.station, load(record.folder)
-    for name, found in vars(script.Hyperparameters()).items():
+    cfg = script.Hyperparameters()
+    for name, found in (vars(cfg) | columns_of(script, cfg)).items():
         expected = station.settings().get(name, getattr(station, name, None))
         if expected is None or callable(expected):
             continue  # ours alone, or what the station computes of each step
@@ -123,7 +125,7 @@ def test_a_stream_reads_the_published_rows_of_each_table(record):
         found[name] = args[0]
 
     for name, table in model.named_modules():
-        if isinstance(table, torch.nn.Embedding):
+        if isinstance(table, script.Table):
             table.register_forward_pre_hook(functools.partial(note, name))
     tokens = np.random.default_rng(0).integers(0, 50_257, size=4 * BLOCK)
     tokens[[1, 5, 9]] = station.eot_token
@@ -145,16 +147,15 @@ def test_schedules_are_the_published_ones_at_every_step(record):
         if hasattr(now, "window"):  # the long one
             assert (now.window, max(1, now.window // 2)) == expected, step
         elif expected[0]:
-            windows = cfg.long_windows, cfg.short_windows
-            assert tuple(script.at_stage(x, now.stage) for x in windows) == expected, step
+            assert (now.long_window, now.short_window) == expected, step
         if is_last:
             break
         for name, value in vars(now).items():
             if name in SCHEDULES:
                 expected = getattr(station, SCHEDULES[name])(step)
                 assert value == pytest.approx(expected, rel=1e-12), (step, name)
-        if hasattr(now, "adam_rests"):
-            assert now.adam_rests != station.adam_steps(step)
+        if hasattr(now, "adam_steps"):
+            assert now.adam_steps == station.adam_steps(step)
 
 
 @held_since(31)
@@ -188,8 +189,9 @@ def test_the_sequences_of_each_step_are_the_published_ones(record, tmp_path, wri
     assert len(expected) > 12
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     loader = script.TokenLoader(cfg, ranks)
-    for step, (length, streams) in enumerate(zip(lengths, expected)):
-        for (inputs, targets), stream in zip(loader.next_step(length), streams, strict=True):
+    for step, streams in enumerate(expected):
+        now = script.schedule(step // 6, cfg)
+        for (inputs, targets), stream in zip(loader.next_step(now), streams, strict=True):
             assert inputs[0].tolist() == stream.inputs.tolist(), step
             assert targets[0].tolist() == stream.targets.tolist(), step
 
@@ -205,7 +207,7 @@ def test_masks_see_what_the_published_ones_do(record, window):
     docs = torch.from_numpy((tokens == EOT).cumsum().reshape(2, -1).astype(np.int32))
     expected = torch.block_diag(*(station.mask(row.numpy(), window) for row in docs)).bool()
     reach = torch.tensor(window, dtype=torch.int32)
-    if "reach" in inspect.signature(script.flex_mask).parameters:  # in tokens, from #58 on
+    if "reach" in inspect.signature(script.flex_mask).parameters:  # in tokens
         reach = BLOCK * reach
     flex = script.flex_mask(docs, reach)
     S = docs.numel()
@@ -282,10 +284,10 @@ class HeldRun:
         """Whether no gradients are left over, as they are where Adam has not stepped."""
         return self.station.adam_steps(step - 1)
 
-    def next_step(self, length):
+    def next_step(self, now):
         self.hold(self.weights)
-        assert length == self.station.seq_len(self.step)
-        self.model.tokens_per_piece = 64 if self.step % 4 < 2 else 2 * LENGTH
+        assert now.seq_len == self.station.seq_len(self.step)
+        self.model.tokens_per_chunk = 64 if self.step % 4 < 2 else 2 * LENGTH
         self.streams = next(self.steps)
         together = self.step % 2 == 0  # in one forward pass
         parts = [self.streams] if together else [[stream] for stream in self.streams]

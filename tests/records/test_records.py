@@ -77,10 +77,10 @@ def test_each_place_of_a_docstrings_map_is_there(script):
 
 def test_the_pocket_presets_have_one_width_depth_and_number_of_tokens(script):
     cfg, root = (x.parse_args(["--preset", "pocket"]) for x in (script, load(REPO)))
-    depth = getattr(cfg, "num_layers", None) or len(cfg.attention_pattern)
-    assert depth == len(root.attention_pattern)
+    depth = getattr(cfg, "num_layers", None) or len(cfg.layers)
+    assert depth == len(root.layers)
     same = """model_dim head_dim vocab_size eot_token val_tokens val_files train_files target_loss
-        num_iterations sequences_per_step seq_lens""".split()
+        num_iterations sequences_per_step""".split()
     assert [getattr(cfg, x) for x in same] == [getattr(root, x) for x in same]
     for sequences in (cfg.sequences_per_step, script.Hyperparameters().sequences_per_step):
         assert sequences % 8 == 0, "for 1, 2, 4 or 8 ranks"
@@ -114,7 +114,7 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(record, scr
     targets = torch.randint(EOT, (64,), generator=generator)
     w = model.lm_head.weight
     # Up to #24 the loss is the mean over a forward pass of the record, these are 64 tokens of it.
-    tokens = 1 if station.summed_loss else script.Hyperparameters().seq_lens[0]
+    tokens = 1 if station.summed_loss else script.plan(script.Hyperparameters()).longest
 
     def grads_of(logits):
         loss = F.cross_entropy(logits, targets, reduction="sum") / tokens
@@ -149,7 +149,7 @@ def test_what_a_record_asks_of_a_gpu(record, script, capability, monkeypatch):
     with torch.device("meta"):
         model = script.GPT(cfg)
     model.compile = lambda **kwargs: calls.update(kwargs)
-    head = script.prepare_for_cuda(model, cfg, torch.device("cuda", 0))
+    script.prepare_for_cuda(model, cfg, torch.device("cuda", 0))
     assert calls == dict(dynamic=False)
     if record.number == 8:  # cuDNN's kernel first, then plain operations; the last one is a CPU's
         names = [kernel.name for kernel in script.KERNELS]
@@ -157,8 +157,7 @@ def test_what_a_record_asks_of_a_gpu(record, script, capability, monkeypatch):
     for name, p in model.named_parameters():
         assert (p.dtype == torch.bfloat16) == (kind_of(name) in record.station.bf16), name
     in_fp8 = bool(record.station.fp8_divisors) and capability == (9, 0)
-    assert head == ("fp8" if in_fp8 else "bf16")
-    assert getattr(takes_fp8(model), "use_fp8", False) == in_fp8
+    assert getattr(model.lm_head, "use_fp8", False) == in_fp8
 
 
 @for_each(RECORDS[:2])

@@ -1,7 +1,8 @@
-"""The shard format of the token files, and how the scripts of this folder begin and end.
+"""What the scripts of this folder share: shards, how they load a training script, how they end.
 
 A shard is a header of 256 little-endian int32 (magic, version, token count, zeros) and then
-the tokens, each a little-endian uint16.
+the tokens, each a little-endian uint16. train_gpt.py reads shards as well, but it imports torch,
+which takes seconds. The scripts that make data do not wait for it.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -18,6 +20,7 @@ VERSION = 1
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 TOKEN_DTYPE = np.dtype("<u2")
+END_OF_SOURCE = "\n" + "=" * 100 + "\n"  # of a script, in the log of its run
 
 
 class DataError(Exception):
@@ -61,6 +64,23 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_source(path: Path) -> str:
+    """Return the source at path, which may be a log that begins with it."""
+    return path.read_text("utf-8", errors="replace").partition(END_OF_SOURCE)[0]
+
+
+def load_script(path: Path) -> ModuleType:
+    """Run the training script at path, or at the beginning of a log, and return its module.
+
+    Whatever the script raises is raised. Each call returns a new module.
+    """
+    script = ModuleType(f"script_{len(sys.modules)}")
+    script.__file__ = str(path)
+    sys.modules[script.__name__] = script  # where dataclasses look for it
+    exec(compile(read_source(path), path, "exec"), vars(script))
+    return script
 
 
 class Parser(argparse.ArgumentParser):

@@ -9,6 +9,7 @@ import os
 # Before torch is imported: sums are the same on every machine, and two cores do not fight.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import functools
 import random
 import shutil
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 import host_gpu
 import numpy as np
 import pytest
+import shards
 
 REPO = Path(__file__).resolve().parent.parent
 SCRIPTS = ["train_gpt.py", *sorted(str(path.relative_to(REPO))
@@ -181,6 +183,14 @@ def tiny_shards(tmp_path, write_shard):
 
 
 # ---- Scripts ----
+
+
+@functools.cache
+def script_module(name, block=128):
+    """The script of this name among SCRIPTS as a module, with blocks of so many tokens."""
+    module = shards.load_script(REPO / name)
+    module.BLOCK = block
+    return module
 
 
 @pytest.fixture

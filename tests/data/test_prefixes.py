@@ -6,7 +6,7 @@ import importlib
 import numpy as np
 import pytest
 from conftest import REPO
-from sample import load_script
+from shards import load_script
 
 prefixes = importlib.import_module("prefixes")
 

@@ -16,8 +16,7 @@ from types import SimpleNamespace
 
 import plan as plan_tool
 import pytest
-from conftest import REPO
-from sample import load_script
+from conftest import REPO, SCRIPTS, script_module
 
 import train_gpt
 
@@ -225,17 +224,16 @@ def test_data_that_cannot_be_made_end_the_run(fake):
     assert fake.calls == [["data/prefixes.py"]]
 
 
-SCRIPTS = [REPO / "train_gpt.py", *sorted(REPO.glob("records/*_*/train_gpt.py"))]
 DATA = {  # of most, the first eight shards; of these all that their steps of 524,288 tokens take
-    "2024-10-14_ModernArch": ["fineweb.py 27"],
-    "2024-11-03_UntieEmbed": ["fineweb.py 25"],
-    "2026-07-13_PrefixTargets": ["prefixes.py", "fineweb.py 8"]}
+    "records/2024-10-14_ModernArch/train_gpt.py": ["fineweb.py 27"],
+    "records/2024-11-03_UntieEmbed/train_gpt.py": ["fineweb.py 25"],
+    "records/2026-07-13_PrefixTargets/train_gpt.py": ["prefixes.py", "fineweb.py 8"]}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_is_planned_with_its_data_and_for_a_small_gpu(script, monkeypatch, tmp_path):
     """The tokens of its steps stay what they were."""
-    real = load_script(script)
+    real = script_module(script)
     cfg = real.parse_args([])
     for gib, parts in (79.1, 1), (15.6, 2), (11.6, 4), (7.7, 8):
         flags = plan_tool.flags_that_fit(cfg, gib)
@@ -247,7 +245,7 @@ def test_every_script_is_planned_with_its_data_and_for_a_small_gpu(script, monke
         assert tokens == [length * cfg.sequences_per_step for length in cfg.seq_lens]
     monkeypatch.setattr(plan_tool, "train_gpt", real)
     monkeypatch.setattr(plan_tool, "__file__", f"{tmp_path}/data/plan.py")
-    data = DATA.get(script.parent.name, ["fineweb.py 8"])
+    data = DATA.get(script, ["fineweb.py 8"])
     assert plan_tool.scripts_of_data(cfg) == data
     write(tmp_path / plan_tool.PREFIXES, "")  # which are not made again
     assert plan_tool.scripts_of_data(cfg) == data[-1:]

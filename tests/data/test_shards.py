@@ -1,11 +1,12 @@
-"""data/shards.py: the shard format, written whole or not at all, and its checks."""
+"""data/shards.py: shards written whole or not at all, their checks, and how its scripts end."""
 
-import importlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-
-shards = importlib.import_module("shards")
+import shards
+from conftest import REPO
 
 
 def test_a_shard_is_header_and_little_endian_tokens(tmp_path):
@@ -34,3 +35,12 @@ def test_a_wrong_header_and_a_cut_file_are_named(tmp_path, write_shard, changes,
     path.write_bytes(path.read_bytes()[:num_bytes])
     with pytest.raises(shards.DataError, match="wrong.bin"):
         shards.read_header(path)
+
+
+def test_who_stops_reading_ends_a_script_without_a_word():
+    code = "import shards; shards.run(lambda: print(10**6 * 'many words '))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPO / "data", stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

@@ -20,6 +20,7 @@ def test_a_shard_is_header_and_little_endian_tokens(tmp_path):
 def test_a_failed_write_leaves_the_earlier_shard(tmp_path, monkeypatch, write_shard):
     path = write_shard(tmp_path / "a.bin", range(5))
     earlier = path.read_bytes()
+    (tmp_path / ".a.bin.partial").write_bytes(b"of a run that was killed")
     monkeypatch.setattr(shards, "TOKEN_DTYPE", "no type")  # fails once the header is written
     with pytest.raises(TypeError):
         shards.write_shard(path, np.arange(9))
@@ -28,7 +29,7 @@ def test_a_failed_write_leaves_the_earlier_shard(tmp_path, monkeypatch, write_sh
 
 @pytest.mark.parametrize(("changes", "num_bytes"), [
     ({"magic": 20240521}, 1044), ({"version": 2}, 1044), ({"count": 9}, 1044),
-    ({"count": 11}, 1044), ({"count": -1}, 1044), ({}, 0), ({}, 1023), ({}, 1043)])
+    ({"count": -1}, 1044), ({}, 0), ({}, 1023), ({}, 1043)])
 def test_a_wrong_header_and_a_cut_file_are_named(tmp_path, write_shard, changes, num_bytes):
     assert shards.read_header(write_shard(tmp_path / "right.bin", range(10))) == 10
     path = write_shard(tmp_path / "wrong.bin", range(10), **changes)

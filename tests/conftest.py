@@ -26,8 +26,6 @@ REPO = Path(__file__).resolve().parent.parent
 SCRIPTS = ["train_gpt.py", *sorted(str(path.relative_to(REPO))
                                     for path in REPO.glob("records/20*/train_gpt.py"))]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TINY_MODEL = dict(  # of bytes, for any number of layers
-    vocab_size=257, eot_token=256, model_dim=32, head_dim=16, backout_layer=0)
 
 # Whoever starts the tests may ignore these, as nohup does; what the tests start does not.
 signal.signal(signal.SIGINT, signal.default_int_handler)

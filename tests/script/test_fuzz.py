@@ -12,7 +12,7 @@ from test_checkpoints import TINY, equal, make_state
 
 import train_gpt
 
-FUZZ = settings(max_examples=300, deadline=None, derandomize=True, database=None,
+FUZZ = settings(max_examples=200, deadline=None, derandomize=True, database=None,
                 suppress_health_check=[HealthCheck.function_scoped_fixture])
 VOCAB = 257
 HEADER = struct.Struct("<3i1012x")  # magic, version, number of tokens

@@ -12,14 +12,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from tiny_runs import tiny
 
 import train_gpt
 
 RECORD = train_gpt.Hyperparameters()
-TINY = dataclasses.replace(
-    RECORD, device="cpu", vocab_size=257, eot_token=256, model_dim=32, head_dim=16,
-    attention_pattern="LS.", value_embed_pattern="0.1", skip_layer=0, backout_layer=1,
-    seq_lens=(256,), val_seq_len=256)
+TINY = tiny()
 # Steps of the record, and the groups at rest in each: Adam steps at odd ones, the embedding is the
 # head until step 1254, and most lambdas rest as the stages from 627, 1254 and 1880 begin.
 ADAM = {"embed", "head", "value embeds", "smear gate", "x0 lambdas", "lambdas"}

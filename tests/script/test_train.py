@@ -13,14 +13,12 @@ import pytest
 import tiny_runs
 import torch
 from test_loader import read_tokens, steps_of
-from tiny_runs import FLAGS, STEPS, one_error, to_argv
+from tiny_runs import FLAGS, GROWING, STEPS, one_error, to_argv
 
 import train_gpt
 from train_gpt import Hyperparameters, parse_args, schedule
 
 run, data_flags = tiny_runs.run, tiny_runs.data_flags  # fixtures
-
-GROWING = dict(seq_lens="128,256")  # from step 2 on
 
 
 @torch.no_grad()
@@ -63,10 +61,6 @@ def test_each_steps_line_has_the_losses_of_its_tokens(run, tmp_path, tiny_shards
     assert [float(loss) for *_, loss in logged] == pytest.approx(next_token, abs=6e-5)
     assert next_token[0] < expected[0] and next_token[-1] == expected[-1]
     assert result.values["tokens"] == str(4 * sum(lengths))
-
-
-# Warm-up and clock
-
 
 def test_warm_up_leaves_no_trace_in_a_run_which_its_seed_decides(run):
     """Losses, weights and state are equal to the bit."""
@@ -119,10 +113,6 @@ def test_the_clock_stops_for_validation_and_checkpoints(run, monkeypatch):
     result = run(save_every=2)
     assert STEPS * 1000 <= int(result.values["train_time_ms"]) < 100 * 1000
     assert now[0] > 6 * 10_000
-
-
-# Log and console
-
 
 def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     result = run(muon_lr=0.125, seed=7)

@@ -78,10 +78,6 @@ def padded_bytes(model, world_size):
         total[group] += math.ceil(count / world_size) * world_size * nbytes
     return total
 
-
-# Bytes on the wire
-
-
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_a_step_reduces_gradients_once_and_gathers_parameters_once(monkeypatch, world_size, step):
@@ -121,22 +117,17 @@ def test_a_step_reduces_gradients_once_and_gathers_parameters_once(monkeypatch, 
         assert tensor.untyped_storage().data_ptr() in owned, "a temporary tensor was sent"
 
 
-# What is chosen for a GPU
-
-
 H100 = ((9, 0), 227, 84)  # compute capability, KiB of shared memory, GB of memory
 
 
 @pytest.mark.parametrize("card, flags, chunks, head", [
     (H100, {}, 1, "fp8"), (H100, dict(head_chunks=3, fp8_head=False), 3, "bf16"),
-    (((10, 0), 227, 192), {}, 1, "fp8"), (((8, 0), 163, 41.5), {}, 2, "bf16"),
-    (((8, 6), 99, 24.8), {}, 3, "bf16"), (((8, 9), 99, 16), {}, 5, "fp8"),
-    (((8, 6), 99, 12), {}, 6, "bf16"),
-], ids=["H100", "flags", "B200", "A100", "3090", "4080", "3060"])
+    (((8, 0), 163, 41.5), {}, 2, "bf16"), (((8, 9), 99, 16), {}, 5, "fp8"),
+], ids=["H100", "flags", "A100", "4080"])
 def test_what_a_card_gets(monkeypatch, card, flags, chunks, head):
     """Logits of 80 GB cards are one piece, as published. A smaller card takes as many as needed,
-    one with little shared memory small blocks in the backward pass. Flags go before.
-    """
+    one with little shared memory small blocks in the backward pass. Flags go before. The records'
+    tests hold the types of the weights."""
     capability, shared_kib, memory_gb = card
     properties = types.SimpleNamespace(
         shared_memory_per_block_optin=shared_kib * 1024, total_memory=int(memory_gb * 1e9))
@@ -159,7 +150,3 @@ def test_what_a_card_gets(monkeypatch, card, flags, chunks, head):
     assert (model.lm_head.use_fp8, model.head_type) == (head == "fp8", head)
     options = train_gpt.SMALL_TILES if shared_kib == 99 else None
     assert all(block.attn.kernel_options == options for block in model.blocks if block.attn)
-    in_bf16 = {name for name, param in model.named_parameters() if param.dtype == torch.bfloat16}
-    assert in_bf16 == {
-        "embed.weight", *(f"value_embeds.{i}.weight" for i in range(3)), "lm_head.weight",
-        "smear_gate.weight", *(f"blocks.{i}.attn.attn_gate.weight" for i in range(11) if i != 6)}

@@ -102,6 +102,7 @@ def test_memory_that_runs_out_ends_in_a_line_and_faults_in_a_traceback(
         with pytest.raises(RuntimeError, match="shapes"):
             run()
 
+
 def test_a_run_tells_its_threads_and_a_resumed_one_takes_its_checkpoints(run, monkeypatch):
     """The number alone is looked at here: two real threads may share a core with other tests."""
     chosen = [2]
@@ -113,6 +114,7 @@ def test_a_run_tells_its_threads_and_a_resumed_one_takes_its_checkpoints(run, mo
     chosen.append(1)
     assert run(["--resume", "logs/x/step-000004.pt"]).values["threads"] == "2"
     assert chosen == [2, 1, 2], "a new run obeys the environment and sets nothing"
+
 
 @pytest.fixture
 def checkpoint(run):
@@ -136,6 +138,7 @@ def test_resume_of_a_whole_file_that_does_not_fit_says_what(run, checkpoint):
     torch.save(state, checkpoint)
     line = one_error(run(["--resume", str(checkpoint), "--num_iterations", "3"]))
     assert f"--num_iterations 3: {checkpoint} is of a later step" in line
+
 
 def test_init_takes_weights_and_nothing_else(run, checkpoint, data_flags):
     """Moments and schedules begin anew, and an untied head stays untied."""

@@ -130,6 +130,7 @@ def test_a_stride_deals_the_sequences_of_a_shard_each_once(tiny_shards, tmp_path
         order += starts
     assert sorted(order) == sorted([index * 128 for index in range(count)] * 2)
 
+
 def test_a_glob_is_looked_for_here_then_in_the_repository_and_sorted(
     tmp_path, monkeypatch, write_shard
 ):

@@ -103,6 +103,7 @@ def send_self(numbers, *_):
 def signalled(step, *numbers, rank=0):
     return partial(at_step, step, rank, partial(send_self, numbers))
 
+
 def test_resumed_run_is_the_same_to_the_bit(start, whole, tmp_path):
     """From within a shard, from the end of one, from the middle of an epoch; from the beginning of
     each stage and after it. The loader does not begin again, the first step has its own learning
@@ -145,6 +146,7 @@ def test_two_ranks_resume_as_two_or_four(start, tmp_path):
         assert "resumed at step:8 from logs/x/step-000008.pt" in run.out()
         rtol = 0 if nproc == 2 else 1e-5  # more ranks sum in another order
         np.testing.assert_allclose(run.mean_losses(), first.mean_losses()[8:], rtol=rtol)
+
 
 def killed_in_second_save(moment, rank):
     """SIGKILL, in or around a function that does not come to its end."""
@@ -220,6 +222,7 @@ def test_rank_told_to_stop_because_another_died_does_not_hang(start):
     codes = run.wait()
     assert codes[0] != 0 and codes[1] == -signal.SIGKILL
     assert run.saved() == [2, 4] and "Connection " in run.err(), run.err()
+
 
 def minus_infinity(losses):
     losses[0] = -torch.inf

@@ -62,6 +62,7 @@ def test_each_steps_line_has_the_losses_of_its_tokens(run, tmp_path, tiny_shards
     assert next_token[0] < expected[0] and next_token[-1] == expected[-1]
     assert result.values["tokens"] == str(4 * sum(lengths))
 
+
 def test_warm_up_leaves_no_trace_in_a_run_which_its_seed_decides(run):
     """Losses, weights and state are equal to the bit."""
     result, other = run(warmup_steps=3, **GROWING), run(warmup_steps=0, run_id="y", **GROWING)
@@ -113,6 +114,7 @@ def test_the_clock_stops_for_validation_and_checkpoints(run, monkeypatch):
     result = run(save_every=2)
     assert STEPS * 1000 <= int(result.values["train_time_ms"]) < 100 * 1000
     assert now[0] > 6 * 10_000
+
 
 def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     result = run(muon_lr=0.125, seed=7)

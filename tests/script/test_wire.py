@@ -78,6 +78,7 @@ def padded_bytes(model, world_size):
         total[group] += math.ceil(count / world_size) * world_size * nbytes
     return total
 
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_a_step_reduces_gradients_once_and_gathers_parameters_once(monkeypatch, world_size, step):

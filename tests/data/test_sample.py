@@ -1,10 +1,8 @@
 """data/sample.py: what it draws from, from which checkpoint, by which script; bad input."""
 
 import contextlib
-import io
 import math
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -35,8 +33,7 @@ def letter_after(token):
     return logits
 
 
-@pytest.mark.parametrize(("most", "seen", "drawn"), [
-    (9, 1024, b"cde"), (9, 3, b"cde"), (2, 3, b"cd")])
+@pytest.mark.parametrize(("most", "seen", "drawn"), [(9, 3, b"cde"), (2, 1024, b"cd")])
 def test_sampling_follows_the_model_token_by_token_to_the_documents_end(most, seen, drawn):
     """The model sees as many tokens as a validation sequence has."""
     model = model_of(letter_after, val_seq_len=seen)
@@ -130,26 +127,14 @@ def test_several_samples_differ_and_the_prompt_may_be_a_file(runs, run, tmp_path
     flags = ["--tokens", 30]
     given = run(runs.folder, *flags, "--prompt", "naïve\n")
     assert run(runs.folder, *flags, "--prompt_file", "-", stdin="naïve\n".encode()) == given
-    flags += ["--prompt_file", tmp_path / "prompt.txt", "--num_samples", 3]
-    texts = run(runs.folder, *flags).split(sample_tool.BETWEEN_SAMPLES + "\n")
-    assert texts[0] == given and len(set(texts)) == 3
-    assert all(text.startswith("naïve\n") for text in texts)
+    flags += ["--prompt_file", tmp_path / "prompt.txt", "--num_samples", 2]
+    first, second = run(runs.folder, *flags).split(sample_tool.BETWEEN_SAMPLES + "\n")
+    assert first == given != second and second.startswith("naïve\n")
 
 
-def test_text_comes_token_by_token_and_letters_whole(runs, run, monkeypatch):
-    """What is on the screen when the model is asked for the next token."""
-    shown = []
-    def draw_text(model, ids, *_):
-        assert ids == [256, *b"> "]
-        for byte in "aé…".encode():
-            shown.append(sys.stdout.getvalue())
-            yield byte
-    monkeypatch.setattr(sample_tool, "draw_tokens", draw_text)
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    sys.stdout.reconfigure = lambda **_: None
-    run(runs.folder, "--prompt", "> ")
-    assert shown == ["> ", "> a", "> a", "> aé", "> aé", "> aé"]
-    assert sys.stdout.getvalue() == "> aé…\n"
+def test_letters_come_whole(runs, run, monkeypatch):
+    monkeypatch.setattr(sample_tool, "draw_tokens", lambda *_: iter("aé…".encode()))
+    assert run(runs.folder, "--prompt", "> ") == "> aé…\n"
 
 
 @pytest.mark.parametrize(("args", "part"), [
@@ -172,8 +157,3 @@ def test_bad_input_is_one_line(runs, run, tmp_path, args, part):
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     names = {"SCRIPT": REPO / "train_gpt.py", "OLDEST": runs.oldest, "ROOT": runs.root}
     run(tmp_path, *(names.get(arg, arg) for arg in args), stdin=b"\xff", refused=[part])
-
-
-def test_a_vocabulary_without_a_tokenizer_is_said():
-    with pytest.raises(sample_tool.DataError, match="eot_token 7: of no tokenizer known, gpt2, by"):
-        sample_tool.find_tokenizer(7)

@@ -187,6 +187,7 @@ FIRST, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val
 
 @pytest.mark.parametrize(("name", "how", "named"), [
     (FIRST, dict(magic=20240801), NO_SHARD), (SECOND, dict(count=2001), NO_SHARD),
+    (FIRST, dict(count=-1), NO_SHARD), (SECOND, dict(count=2000 - 2**31), NO_SHARD),
     (VAL, 5023, NO_SHARD), (VAL, 8, NO_SHARD),
     (FIRST, dict(tokens=FOREIGN), "has token 400; raise --vocab_size 257"),
     (VAL, dict(tokens=FOREIGN), "has token 400; raise --vocab_size 257")])

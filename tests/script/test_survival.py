@@ -31,6 +31,7 @@ STEPS = 10
 MODEL = FLAGS | GROWING | dict(
     num_iterations=STEPS, extension_steps=4, val_every=2, val_tokens=1000)
 AUTO = ("--save_every", 2, "--resume", "auto")
+TERM, INT = signal.SIGTERM, signal.SIGINT
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,7 @@ def killed_in_second_save(moment, rank):
         if moment == "half-written":
             args[1].write(os.urandom(100_000))
             args[1].flush()
-        if moment == "after rename":
+        else:
             function(*args)
         send_self([signal.SIGKILL])
 
@@ -186,8 +187,6 @@ def test_killed_in_a_save(start, whole, final_values, moment):
     times = [saved["train_time_ms"] // 1, *(int(ms) for _, ms in lines),
              int(final_values(run.log())["train_time_ms"])]
     assert times == sorted(times)
-
-TERM, INT = signal.SIGTERM, signal.SIGINT
 
 
 @pytest.mark.parametrize("nproc, fault, every, code, saved, stopped", [

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_runs
 import torch
+from conftest import read_shard
 from lineage_oracles import packed_streams
 from tiny_runs import one_error
 
@@ -74,9 +75,7 @@ def steps_of(shards, sequences, lengths, max_document_tokens=0):
 
 
 def read_tokens(folder):
-    """The shards' tokens by the format's description alone."""
-    paths = sorted(folder.glob("tiny_train_*.bin"))
-    return [np.frombuffer(path.read_bytes()[1024:], "<u2").astype(np.int64) for path in paths]
+    return [read_shard(path).astype(np.int64) for path in sorted(folder.glob("tiny_train_*.bin"))]
 
 
 @pytest.mark.parametrize(("world_size", "per_forward", "later", "document"), [  # tokens, at most

@@ -97,6 +97,8 @@ def test_tokens_of_the_parts_are_those_of_the_whole(tokenizer, tmp_path, string,
     texts = ((part, number == 0) for number, part in enumerate(parts))
     assert text.write_tokens(texts, tokenizer.name, 1e-9, tmp_path) == 1
     assert "".join(parts) == string and (len(parts) > 9 or string != PAIRS)
+    for before, after in itertools.pairwise(filter(None, parts)):
+        assert not before[-1].isspace() and after[0] in " \n"
     tokens = np.fromfile(tmp_path / "train", "<u2").tolist()
     assert tokens == [tokenizer.end_of_text, *tokenizer.encode(string)]
     assert (tmp_path / "val").stat().st_size == 0

@@ -2,10 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +10,7 @@ import lineage_oracles
 import numpy as np
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, script_module
 
 STATIONS = lineage_oracles.find_stations()
 EOT = 256
@@ -65,13 +62,9 @@ def held_since(first):
     return for_each([record for record in HELD if record.number >= first])
 
 
-@functools.cache
 def load(path, block=BLOCK):
     """The script of a folder, as a module with blocks of so many tokens."""
-    spec = importlib.util.spec_from_file_location(f"{path.name}_{block}", path / "train_gpt.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its source is
-    spec.loader.exec_module(module)
-    module.BLOCK = block
+    module = script_module(str((path / "train_gpt.py").relative_to(REPO)), block)
     if hasattr(module, "read_prefixes"):  # without the vocabulary that they are made from
         module.read_prefixes = lambda cfg: torch.from_numpy(some_prefixes(cfg.vocab_size))
     return module

@@ -9,7 +9,6 @@ import functools
 import math
 import re
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -20,10 +19,6 @@ import torch.nn.functional as F
 from conftest import REPO
 from lineage import EOT, RECORDS, for_each, held_since, in_float64, load, make_model, tiny_flags
 from lineage_oracles import kind_of
-
-sys.path.insert(0, str(REPO / "tests" / "script"))
-
-import test_style
 
 FP32_EPS = 2.0**-23  # what the norm adds to the mean square of fp32
 BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significant bits
@@ -52,19 +47,6 @@ def test_a_step_of_the_lineage_is_small(record):
     lines = subprocess.run(["diff", *pair], text=True, capture_output=True).stdout
     most = record.station.changed_lines if record.station else 150
     assert 0 < len(re.findall("^[<>] (?!Record: )", lines, re.M)) <= most
-
-
-def test_no_record_is_dense(record, monkeypatch):
-    """By the measures of the root, but for its tokens above the banner."""
-    tree = test_style.ast.parse(record.source)
-    nodes = list(test_style.ast.walk(tree))
-    for name, value in dict(SOURCE=record.source, TREE=tree, NODES=nodes).items():
-        monkeypatch.setattr(test_style, name, value)
-    found = test_style.measures.__wrapped__()  # not the root's, which are kept
-    found.pop("record")
-    for name, value in found.items():
-        least, most = test_style.LEAST.get(name, 0), test_style.MOST.get(name, value)
-        assert least <= value <= most, name
 
 
 def test_each_place_of_a_docstrings_map_is_there(script):

@@ -22,11 +22,13 @@ EXTENSION = 2  # steps of a tiny run after the schedules
 
 
 class Record(NamedTuple):
-    """A record's folder, the name of its parent's or None, its public number or None."""
+    """A record's folder, the name of its parent's or None, its public number or None, and the key
+    of its station, which is that number if record.json names no other."""
 
     folder: Path
     parent: str | None
     number: int | None
+    key: int | str | None
 
     @property
     def name(self):
@@ -39,7 +41,7 @@ class Record(NamedTuple):
     @property
     def station(self):
         """The oracle that it is held to, or None: it is not public, or has none yet."""
-        return STATIONS.get(self.number)
+        return STATIONS.get(self.key)
 
 
 def find_records():
@@ -47,7 +49,8 @@ def find_records():
     for path in sorted((REPO / "records").glob("20*/record.json")):
         claim = json.loads(path.read_text())
         number = claim["published"] and claim["published"]["number"]
-        records.append(Record(path.parent, claim["parent"], number))
+        key = claim.get("station", number)
+        records.append(Record(path.parent, claim["parent"], number, key))
     return records
 
 
@@ -61,7 +64,7 @@ def for_each(records):
 
 def held_since(first):
     """For each record from a public number on that is held to an oracle."""
-    return for_each([record for record in HELD if record.number >= first])
+    return for_each([record for record in HELD if record.station.place >= first])
 
 
 @functools.cache

@@ -30,7 +30,8 @@ def some_vocabulary(letters, size, generator):
     tokens = [letters[i : i + 1] for i in range(len(letters))]
     for _ in range(20 * size):
         token = b"".join(tokens[i] for i in generator.integers(len(tokens), size=2))
-        if len(tokens) < size and token not in tokens and encode(token, [*tokens, token]) == [token]:
+        is_own = token not in tokens and encode(token, [*tokens, token]) == [token]
+        if is_own and len(tokens) < size:
             tokens.append(token)
     return tokens
 

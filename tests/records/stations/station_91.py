@@ -7,7 +7,7 @@ from stations import station_88
 
 
 class Station(station_88.Station):
-    forbidden = None  # (V, V), bool: whether the tokenizer never emits a column's token after a row's
+    forbidden = None  # (V, V), bool: whether a column's token never comes after a row's
 
     def validation_loss(self, weights, streams, step):
         """The last one masked. The row is that of the input, not of the target."""

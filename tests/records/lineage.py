@@ -76,7 +76,16 @@ def load(path, block=BLOCK):
     module.BLOCK = block
     if hasattr(module, "read_prefixes"):  # without the vocabulary that they are made from
         module.read_prefixes = lambda cfg: torch.from_numpy(some_prefixes(cfg.vocab_size))
+    if hasattr(module, "read_forbidden"):  # bits of each pair of tokens, a row for each first one
+        module.read_forbidden = lambda cfg: torch.from_numpy(
+            np.packbits(some_forbidden(EOT + 16), axis=1, bitorder="little"))
     return module
+
+
+def some_forbidden(vocab_size):
+    """(V, V): some tokens are not followed by some. What the tests read does not keep to it."""
+    i, j = np.indices((vocab_size, vocab_size))
+    return (i * 31 + j * 17) % 7 == 0
 
 
 def some_prefixes(vocab_size):

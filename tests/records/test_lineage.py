@@ -21,6 +21,7 @@ from lineage import (
     in_float64,
     load,
     make_model,
+    some_forbidden,
     some_prefixes,
     tiny_flags,
     tiny_station,
@@ -30,7 +31,8 @@ from torch.nn.attention.flex_attention import BlockMask
 EXACT = 1e-9  # of a step or gradient, relative: float64 through some ten matrix products and back
 SCHEDULES = dict(  # methods of a station, by the names of ours
     lr_factor="rate_factor", momentum="muon_momentum", seq_len="seq_len", tied="tied",
-    target_weights="target_weights", frozen="scalars_frozen", prefix_weight="prefix_weight")
+    target_weights="target_weights", frozen="scalars_frozen", prefix_weight="prefix_weight",
+    event="event", classes="num_classes")
 
 
 def random_shards(count, size, seed=0):
@@ -183,8 +185,9 @@ def test_the_sequences_of_each_step_are_the_published_ones(record, tmp_path, wri
         write_shard(tmp_path / f"train_{index}.bin", tokens)
     files = str(tmp_path / "train_*.bin")
     cfg = tiny_flags(script, sequences_per_forward=1, train_files=files)
-    lengths = [station.seq_len(step // 6) for step in range(40)]
-    expected = list(station.streams_of(shards, lengths))
+    steps = [step // 6 for step in range(40)]
+    lengths = map(station.seq_len, steps)
+    expected = list(station.streams_of_steps(shards, steps))
     assert len(expected) > 12
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     loader = script.TokenLoader(cfg, ranks)
@@ -237,8 +240,10 @@ class HeldRun:
         self.cfg = tiny_flags(self.script, steps, sequences_per_step=2, **sizes)
         self.model = make_model(self.script, self.cfg)
         self.station.prefixes = some_prefixes(self.station.vocab_size)
-        if hasattr(self.model, "bigram_signs"):
-            self.station.signs = self.model.bigram_signs
+        self.station.forbidden = some_forbidden(self.station.vocab_size)
+        for name in ("bigram_signs", "ngram_signs"):
+            if hasattr(self.model, name):
+                self.station.signs = getattr(self.model, name)
         self.ranks = self.script.Ranks(self.cfg)
         self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks)
         for optimizer in self.optimizers:
@@ -247,8 +252,8 @@ class HeldRun:
                 optimizer.updates = optimizer.updates.double()
         self.weights = public(self.station, self.model)
         self.state = self.station.optimizer_state(self.weights)
-        lengths = map(self.station.seq_len, range(self.station.total_steps()))
-        self.steps = self.station.streams_of(random_shards(3, 8_000), lengths)
+        steps = range(self.station.total_steps())
+        self.steps = self.station.streams_of_steps(random_shards(3, 8_000), steps)
         self.val_tokens = random_shards(1, 2_000, seed=5)[0]
         self.loader = self.health = self
 
@@ -269,6 +274,8 @@ class HeldRun:
         is_last = step == self.cfg.num_iterations
         if step != 4 and not is_last:
             return False
+        if is_last:
+            self.station.finish(self.weights, self.state)
         self.hold(self.weights)
         streams = self.station.validation_streams(self.val_tokens)
         expected = self.station.validation_loss(self.weights, streams, step).item()
@@ -280,7 +287,7 @@ class HeldRun:
 
     def begins_anew(self, step):
         """Whether no gradients are left over, as they are where Adam has not stepped."""
-        return self.station.adam_steps(step - 1)
+        return self.station.complete(step)
 
     def next_step(self, length):
         self.hold(self.weights)

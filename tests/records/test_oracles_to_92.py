@@ -148,7 +148,7 @@ def test_stages_and_rates_are_the_published_ones_at_all_steps(key):
     shares = [share / (0.2854 + 0.3209 + 0.3931) for share in (0.2854, 0.3209, 0.3931)]
     ends = [round(sum(shares[:2]) * N) if n == 2 else round(shares[0] * N) for n in (1, 2)]
     ends += [round((1 - 0.06) * N) + 52, N + 52, N + 72]
-    assert [row.end for row in station.stages] == ends == [320, 681, 1107, 1174, 1194]
+    assert [row.end for row in station.stage_rows] == ends == [320, 681, 1107, 1174, 1194]
     steps = range(1194)
     assert station.total_steps() == 1194
     assert 8 * sum(map(station.seq_len, steps)) == 328_663_040
@@ -156,7 +156,7 @@ def test_stages_and_rates_are_the_published_ones_at_all_steps(key):
     expected = [(896, 3, 1), (2048, 7, 3), (3072, 11, 5), (3072, 11, 5), (3072, 13, 6)]
     for step in steps:
         stage = max(n for n, begin in enumerate(begins) if begin <= step)
-        row, done = station.stages[stage], step - begins[stage]
+        row, done = station.stage_rows[stage], step - begins[stage]
         assert station.training_windows(step) == (row.long, row.short) == expected[stage][1:]
         assert row.max_document == expected[stage][0]
         fading = [[1, 0.5, 0.25 * (1 - done / 320)], [1, 0.5 * (1 - done / 361)], [1], [1], [1]]

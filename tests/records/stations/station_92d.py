@@ -24,13 +24,13 @@ class Stage(NamedTuple):
 class Station(station_92c.Station):
     run_length = 24
     tiny = station_92c.Station.tiny | dict(
-        period_from=8, attention_cut=20, blend_from=15, stages=(
+        period_from=8, attention_cut=20, blend_from=15, stage_rows=(
             Stage(6, 16, 12, 2, 1, 1.0), Stage(12, 32, 20, 4, 2, 1.52),
             Stage(21, 48, 24, 6, 3, 1.73), Stage(24, 40, 24, 6, 3, 1.6),
             Stage(26, 16, 24, 8, 4, 1.0)))
     num_iterations = 1174
     extension = 20
-    stages = (
+    stage_rows = (
         Stage(320, 16_384, 896, 3, 1, 1.0), Stage(681, 32_768, 2048, 7, 3, 1.52),
         Stage(1107, 49_152, 3072, 11, 5, 1.73),
         Stage(1174, 40_960, 3072, 11, 5, 1.73 * (20 / 24) ** 0.5),
@@ -44,26 +44,26 @@ class Station(station_92c.Station):
     adam = station_92c.Station.adam | {"value_embeds": 70, "bigram_embed": 70}
 
     def stage(self, step):
-        return min(sum(step >= row.end for row in self.stages), 4)
+        return min(sum(step >= row.end for row in self.stage_rows), 4)
 
     def within(self, step):
         """The share of its stage that is done before a step."""
         stage = self.stage(step)
-        begin = self.stages[stage - 1].end if stage else 0
-        return (step - begin) / (self.stages[stage].end - begin)
+        begin = self.stage_rows[stage - 1].end if stage else 0
+        return (step - begin) / (self.stage_rows[stage].end - begin)
 
     def seq_len(self, step):
-        return self.stages[self.stage(step)].seq_len
+        return self.stage_rows[self.stage(step)].seq_len
 
     def long_window(self, step):
-        return self.stages[self.stage(step)].long
+        return self.stage_rows[self.stage(step)].long
 
     def training_windows(self, step):
-        return self.long_window(step), self.stages[self.stage(step)].short
+        return self.long_window(step), self.stage_rows[self.stage(step)].short
 
     def rate_factor(self, step):
         """From a peak of the stage to an end that is the same for all."""
-        N, peak = self.num_iterations, self.stages[self.stage(step)].peak
+        N, peak = self.num_iterations, self.stage_rows[self.stage(step)].peak
         begins = int(N * (1 - 0.80))
         fallen = min(1.0, max(0, step - begins) / (N - begins))
         return peak * (1 - fallen) + self.last_rate * fallen
@@ -93,7 +93,7 @@ class Station(station_92c.Station):
     # ---- Data and model
 
     def streams_of_steps(self, shards, steps):
-        rows = [self.stages[self.stage(step)] for step in steps]
+        rows = [self.stage_rows[self.stage(step)] for step in steps]
         lengths, limits = ([getattr(row, of) for row in rows] for of in ("seq_len", "max_document"))
         return packed_streams(shards, lengths, self.streams, self.eot_token, limits)
 

@@ -421,7 +421,8 @@ class Station:
     def attention(self, weights, layer: int, u: Tensor, value_embed, seen, step: int) -> Tensor:
         """The attention of a layer on its normed input u (T, D); value_embed (T, D)."""
         *qkv, W_O = self.projected(weights, layer, u, value_embed)
-        q, k, v = (x.unflatten(1, (-1, self.head_dim)).transpose(0, 1) for x in qkv)
+        heads = self.model_dim // self.head_dim
+        q, k, v = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in qkv)
         outputs = self.heads(layer, q, k, v, seen, step)
         outputs = self.without_own(weights, layer, outputs, v)
         gates = self.gates(weights, layer, u).T[..., None]
@@ -595,10 +596,16 @@ class Station:
         U = self.orthogonalize(self.nesterov(grad, state, self.muon_momentum(step)))
         p -= lr * factor * self.muon_change(U, p, state, factor)
 
+    def betas_at(self, kind: str, step: int) -> tuple[float, float]:
+        return self.betas.get(kind, self.adam_betas)
+
+    def decay_at(self, kind: str, step: int) -> float:
+        return self.decays.get(kind, 0.0)
+
     def adam_step(self, name: str, p: Tensor, state: dict, step: int, lr: float) -> None:
         """Move a parameter p, in place, by the gradients summed in its state, at its rate lr."""
         kind = self.kind(name)
-        beta1, beta2 = self.betas.get(kind, self.adam_betas)
+        beta1, beta2 = self.betas_at(kind, step)
         lr, grad = lr * self.rate_factor(step), state["sum"]
         state["count"] += 1
         state["mean"] = beta1 * state["mean"] + (1 - beta1) * grad
@@ -608,7 +615,7 @@ class Station:
         change = lr * unbias2 / unbias1 * state["mean"] / (state["square"].sqrt() + eps)
         shrinks = change * p > 0 if self.strict_decay else change * p >= 0
         decayed = torch.where(shrinks, p, 0.0)
-        p -= change + lr**2 * self.decays.get(kind, 0.0) * decayed
+        p -= change + lr**2 * self.decay_at(kind, step) * decayed
 
     def optimizer_step(self, weights, grads, state, step: int) -> None:
         """Move all weights, and the state, in place, by the gradients of a step."""

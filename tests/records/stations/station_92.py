@@ -3,11 +3,7 @@ moment a row."""
 
 from lineage_oracles import kind_of
 from stations import station_92f
-
-
-def int32(x: int) -> int:
-    """What is left of a whole number in 32 bits with a sign."""
-    return (x + 2**31) % 2**32 - 2**31
+from stations.station_62 import int32
 
 
 class Station(station_92f.Station):
@@ -58,8 +54,7 @@ class Station(station_92f.Station):
         if kind_of(name) != "ngram_embed":
             return super().adam_step(name, p, state, step, lr)
         later, lr, g = step >= self.period_from, lr * self.rate_factor(step), state["sum"]
-        beta2 = 0.95**2 if later else 0.95
-        state["count"] += 1
+        beta2, state["count"] = 0.95**2 if later else 0.95, state["count"] + 1
         v = beta2 * state["square"] + (1 - beta2) * (g**2).mean(1, keepdim=True)
         u = lr * (1 - beta2 ** state["count"]) ** 0.5 * g / (v.sqrt() + 1e-10)
         p -= u + lr**2 * 0.005 * (10 if later else 5) * p * (u * p > 0)

@@ -47,8 +47,6 @@ class Station(station_91.Station):
     scales = dict(L=0.085, S=0.13, P=0.13)  # of attention, in the first stage
     our_weights = station_91.Station.our_weights | {r"mlp_2\.(c_.*)": r"second_mlp.\1"}
 
-    # ---- Schedules
-
     def rotary(self, step, letter="L"):
         """Frequencies and scale follow the long windows in layers with long ones, else the short
         ones; not what only the last validation sees. Half-wide heads turn wholly."""
@@ -62,8 +60,6 @@ class Station(station_91.Station):
                 frequencies = yarn(frequencies, self.block, before, after)
                 scale *= 1 + 0.2 * math.log(after / before)
         return frequencies + [0.0] * turning * (letter == "L"), scale
-
-    # ---- Parameters
 
     def gate_rows(self):
         """(kind, layer, rows, first value) of the gates that are made from x0, and from h3."""
@@ -92,13 +88,11 @@ class Station(station_91.Station):
         tokens = torch.as_tensor(stream.inputs)
         seen = self.seen(self.documents(stream.inputs, step), *windows)
         b = self.bigrams(weights, tokens)
-        e = {}
-        for layer, table in enumerate(self.value_embed_pattern):
-            if table != ".":
-                e[layer] = weights[f"value_embeds.{table}.weight"][tokens]
+        e = {layer: weights[f"value_embeds.{table}.weight"][tokens]
+             for layer, table in enumerate(self.value_embed_pattern) if table != "."}
         x0 = self.embedded(weights, tokens, step)
         gates = self.gates_of(weights, 0, x0)
-        h0 = x = x0 + gates["bigram", 0] * b
+        h0 = x = x0 + gates.pop(("bigram", 0)) * b
         after = {}  # the stream after each layer
         for layer in range(10):
             if layer == 4:
@@ -115,12 +109,10 @@ class Station(station_91.Station):
                 x = keep[0] * x + y
                 if ("x0", layer) in gates:
                     x = x + gates["x0", layer] * x0
-                if ("bigram", layer) in gates and layer > 0:
+                if ("bigram", layer) in gates:
                     x = x + gates["bigram", layer] * b
-            y = 0.0
-            if layer != 7:
-                y = add[1] * self.mlp_of(weights, layer, self.norm(x))
-            after[layer] = x = keep[1] * x + y
+            x = keep[1] * x + add[1] * self.mlp_of(weights, layer, self.norm(x))
+            after[layer] = x
 
         # The last layer. Its factors, and those of the mixture after it, are made from the stream.
         m = self.mixture(weights, 0, x)
@@ -162,17 +154,16 @@ class Station(station_91.Station):
 
     def attended(self, weights, layer, u, values, gates, seen, step):
         """The attention of a layer on u (T, D), head by head."""
-        letter, K, T = self.attention_pattern[layer], self.head_dim, len(u)
-        H = self.model_dim // K
+        letter, K = self.attention_pattern[layer], self.head_dim
         qk_width = K if letter == "L" else K // 2
         v_width = K // 2 if layer in self.half_values else K
         W_Q, W_K = weights[f"blocks.{layer}.attn.qk_w"].flatten(0, 1).chunk(2)
         W_V, W_O = weights[f"blocks.{layer}.attn.vo_w"]
         frequencies, scale = self.rotary(step, letter)
         queries, keys, heads_values = [], [], []
-        for head in range(H):
+        for head in range(self.model_dim // K):
             rows = slice(K * head, K * head + qk_width)
-            positions = torch.arange(T)
+            positions = torch.arange(len(u))
             if letter == "P":  # the second of a token's two positions for odd heads
                 positions = 2 * positions + head % 2
             q, k = (weights["lambda0"][layer] * u @ W[rows].T for W in (W_Q, W_K))
@@ -199,7 +190,7 @@ class Station(station_91.Station):
         return out
 
     def mlp_of(self, weights, layer, u):
-        """The MLPs of a layer on its normed input: their sum, where there are two."""
+        """The sum of a layer's MLPs on its normed input: of one, of two, of none."""
         total = 0.0
         for name in ("mlp", "second_mlp"):
             if f"blocks.{layer}.{name}.c_fc" in weights:

@@ -18,9 +18,8 @@ class Station(station_92a.Station):
         return before | {"mudd_b2": before["mudd_b2"] + [0.0] * 5}
 
     def parameter_shapes(self):
-        rows = 14 + 10
         return super().parameter_shapes() | dict(
-            mudd_w2=(rows, 64), mudd_b2=(rows,), mudd_w2g=(10, self.groups, 64))
+            mudd_w2=(14 + 10, 64), mudd_b2=(14 + 10,), mudd_w2g=(10, self.groups, 64))
 
     def mixed(self, weights, x, sources):
         """All factors are made from the stream before. Those of groups have no bias."""

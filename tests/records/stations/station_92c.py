@@ -50,8 +50,7 @@ class Station(station_92b.Station):
         state = super().optimizer_state(weights)
         for name, p in weights.items():
             if self.is_muon(name):
-                matrices = p.view(-1, *p.shape[-2:])
-                zeros = [torch.zeros_like(W) for W in matrices]
+                zeros = [torch.zeros_like(W) for W in p.view(-1, *p.shape[-2:])]
                 state[name] = dict(fast=zeros, slow=list(zeros), second=[0.0] * len(zeros))
         return state
 

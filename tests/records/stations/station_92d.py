@@ -1,9 +1,8 @@
-"""The fourth of seven steps to #92: a schedule of five stages and 1,194 steps. It has no public
-number.
+"""The fourth of seven steps to #92: five stages, 1,194 steps. It has no public number.
 
-Rates fall over four fifths of it, to a higher end. Documents are longer, but attention is cut
-within them. Head and embedding part at the end, the prefixes' weight falls in steps, and the tables
-are stepped at fewer steps later on, at events. That of bigrams is too, as in the public #349.
+Rates fall over four fifths of it. Documents are longer, but attention is cut within them. Head and
+embedding part at the end, the prefixes' weight falls in steps. Tables are stepped at events, fewer
+later on; that of bigrams is one of them, as in the public #349.
 """
 
 from typing import NamedTuple
@@ -90,11 +89,9 @@ class Station(station_92c.Station):
     def complete(self, step):
         return self.event(step - 1)
 
-    # ---- Data and model
-
     def streams_of_steps(self, shards, steps):
         rows = [self.stage_rows[self.stage(step)] for step in steps]
-        lengths, limits = ([getattr(row, of) for row in rows] for of in ("seq_len", "max_document"))
+        lengths, limits = zip(*[(row.seq_len, row.max_document) for row in rows])
         return packed_streams(shards, lengths, self.streams, self.eot_token, limits)
 
     def training_logits(self, weights, stream, step):
@@ -113,18 +110,12 @@ class Station(station_92c.Station):
             length += 1
         return numbers
 
-    # ---- Optimizers
-
-    def adam_step(self, name, p, state, step, lr):
+    def powers(self, kind, step):
         """Tables that wait for four steps forget and decay as in two steps of before."""
-        kind = self.kind(name)
-        powers = 2 if kind in self.tables and step >= self.period_from else 1
-        beta1, beta2 = (beta**powers for beta in self.betas.get(kind, self.adam_betas))
-        lr, g = lr * self.rate_factor(step), state["sum"]
-        state["count"] += 1
-        state["mean"] = beta1 * state["mean"] + (1 - beta1) * g
-        state["square"] = beta2 * state["square"] + (1 - beta2) * g**2
-        unbias1, unbias2 = 1 - beta1 ** state["count"], (1 - beta2 ** state["count"]) ** 0.5
-        u = lr * unbias2 / unbias1 * state["mean"] / (state["square"].sqrt() + 1e-10)
-        decay = lr**2 * powers * self.decays.get(kind, 0.0)
-        p -= u + decay * p * (u * p > 0)
+        return 2 if kind in self.tables and step >= self.period_from else 1
+
+    def betas_at(self, kind, step):
+        return tuple(beta ** self.powers(kind, step) for beta in super().betas_at(kind, step))
+
+    def decay_at(self, kind, step):
+        return self.powers(kind, step) * super().decay_at(kind, step)

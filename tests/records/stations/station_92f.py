@@ -1,5 +1,5 @@
-"""The sixth of seven steps to #92: until the batch gets smaller again, the softmax is over some
-classes alone, those of a stream: its targets, and others by a sweep. It has no public number."""
+"""The sixth of seven steps to #92: until the batch gets smaller again, a stream's softmax is over
+its targets and some other classes, by a sweep. It has no public number."""
 
 from stations import station_92e
 

@@ -27,6 +27,10 @@ def test_90_has_the_published_scales_and_frequencies():
     found = [station.rotary(step)[1] for step in (0, 423, 847, 1270, 1314, 1315)]
     published = [0.1154700538, 0.1350375597, 0.1472445534, *[0.1521641142] * 3]
     assert found == pytest.approx(published, abs=5e-11)
+    steps = range(station.total_steps())
+    assert (len(steps), 8 * sum(map(station.seq_len, steps))) == (1315, 350_617_600)
+    assert [station.muon_momentum(s) for s in (1265, 1314)] == pytest.approx([0.95, 0.852])
+    assert (station.copy_step(), sum(map(station.adam_steps, steps))) == (847, 657)
     assert station.parameter_shapes()["blocks.0.attn.qk_w"] == (6, 192, 768)
     assert station.moments_axis(torch.ones(768, 768)) == -1  # of the stored, transposed matrix
 
@@ -138,6 +142,21 @@ def in_double():
     torch.set_default_dtype(torch.float32)
 
 
+def test_a_factor_of_a_group_moves_its_neighbouring_channels_alone(in_double):
+    station = tiny("92b")
+    weights, x = some_weights(station), torch.randn(5, 48)
+    sources = torch.randn(10, 5, 48)
+    before = station.mixed(weights, x, sources)
+    for k, group in ((0, 3), (7, 11)):
+        weights["mudd_w2g"][k, group] += 1.0
+        after = station.mixed(weights, x, sources)
+        moved = (after != before).any(0).nonzero().flatten().tolist()
+        assert moved == list(range(4 * group, 4 * group + 4))
+        before = after
+    weights["mudd_gate_scale"] *= 2  # of the gates alone
+    torch.testing.assert_close(station.mixed(weights, x, sources), before, rtol=0, atol=0)
+
+
 # ---- The schedule
 
 
@@ -237,28 +256,29 @@ def test_six_maps_have_the_published_envelope(in_double):
         torch.testing.assert_close(station_92c.mapped(V), mapped, rtol=1e-9, atol=1e-12)
 
 
-def test_anvil_moves_a_number_by_its_rule(in_double):
-    """A matrix of one entry, whose update is its sign but for the maps and the equalizer."""
-    station, state = STATIONS["92c"], None
-    p = torch.tensor([[[0.5]]])
+@pytest.mark.parametrize("first", [100, 512])
+def test_anvil_moves_a_number_by_its_rule(first, monkeypatch, in_double):
+    """A matrix of one entry: its update is the sign of what the maps are given. The slow mean's
+    sign is another one at times, and the means are blended from 514 on."""
+    given = []
+    monkeypatch.setattr(station_92c, "mapped", lambda V: given.append(V.item()) or V.sign())
+    station, p = STATIONS["92c"], torch.tensor([[[0.5]]])
     state = station.optimizer_state({"blocks.0.attn.qk_w": p})["blocks.0.attn.qk_w"]
-    fast = slow = second = 0.0
-    size = math.prod([1.0])
-    for a, b, c in station_92c.MAPS:
-        x = 1 / 1.05 if size == 1.0 else size
-        size = a * x + b * x**3 + c * x**5
-    for step, g in enumerate((1.0, -0.3, -2.0, 0.2)):
-        expected = p.item()
-        beta = 0.85 + 0.08 * (400 + step) / 240 if 400 + step < 240 else 0.93
-        fast, slow = fast + (1 - beta) * (g - fast), slow + 0.02 * (g - slow)
-        V = g + beta * (fast - g)
-        c = station.rate_factor(400 + step)
-        second = second + 0.1 * (size**2 - second)
-        shrinks = slow * expected >= 0
-        expected -= 0.023 * c * (math.copysign(size, V) + 2.25 * 0.023 * c * expected * shrinks)
-        station.muon_step(p, torch.tensor([[[g]]]), state, 400 + step, 0.023)
-        assert p.item() == pytest.approx(expected, rel=1e-4)  # of the 1e-6 beside the norm
-    assert station.muon_decay == 2.25 and station.blend_from == 514
+    fast = slow = 0.0
+    signs = set()
+    for step, g in enumerate((1.0, -0.5, -2.0, 0.2, 3.0), first):
+        beta = 0.85 + 0.08 * step / 240 if step < 240 else 0.93
+        beta_fast = beta if step < 514 else 0.85
+        fast, slow = fast + (1 - beta_fast) * (g - fast), slow + 0.02 * (g - slow)
+        M = fast if step < 514 else 0.4385 * fast + 0.5615 * slow
+        V = g + beta * (M - g)
+        c, W = station.rate_factor(step), p.item()
+        expected = W - 0.023 * c * (math.copysign(1, V) + 2.25 * 0.023 * c * W * (slow * W >= 0))
+        station.muon_step(p, torch.tensor([[[g]]]), state, step, 0.023)
+        assert given[-1] == pytest.approx(V, rel=1e-12)
+        assert p.item() == pytest.approx(expected, rel=1e-12)
+        signs.add(slow * V > 0)
+    assert signs == {True, False}
 
 
 def test_unused_rows_decay_over_a_run_as_published():

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -62,9 +63,9 @@ def for_each(records):
     return pytest.mark.parametrize("record", records, ids=[record.name for record in records])
 
 
-def held_since(first):
-    """For each record from a public number on that is held to an oracle."""
-    return for_each([record for record in HELD if record.station.place >= first])
+def held_since(first, before=math.inf):
+    """For each record from a public number on, or a place, that is held to an oracle."""
+    return for_each([record for record in HELD if first <= record.station.place < before])
 
 
 @functools.cache

@@ -171,20 +171,23 @@ class RankRun:
 class Ranks8(Exchange):
     """With what a table of rows needs besides, for ranks that send each other unlike numbers."""
 
+    def __init__(self, world_size):
+        super().__init__(world_size)
+        self.sizes = [None] * world_size
+
     def all_to_all_single(self, out, x, output_split_sizes=None, input_split_sizes=None,
                           async_op=False):
         rank, ranks = self.mine.rank, self.world_size
-        sizes = input_split_sizes or [len(x) // ranks] * ranks
-        self.sizes = getattr(self, "sizes", None) or [None] * ranks
-        self.sizes[rank] = list(sizes)
+        self.barrier.wait()
+        self.sizes[rank] = input_split_sizes or [len(x) // ranks] * ranks
+        self.barrier.wait()
+        sizes = list(self.sizes)
 
         def put(parts):
-            mine = [p.split(of)[rank] for p, of in zip(parts, list(self.sizes))]
+            mine = [part.split(of)[rank] for part, of in zip(parts, sizes)]
             out.copy_(torch.cat(mine))
 
-        handle = self.collect(x, async_op, put)
-        self.barrier.wait()  # sizes are of this call until all have taken theirs
-        return handle
+        return self.collect(x, async_op, put)
 
 
 @held_since(88)

@@ -209,6 +209,13 @@ def test_events_and_split_are_the_published_ones(key):
         assert [step for step in steps if station.due(name, step)] == events
     adam = [step for step in steps if station.due("lm_head.weight", step)]
     assert adam == list(range(1, 1194, 2)) and len(adam) == 597
+    for kind in (name.split(".")[0] for name in tables):
+        betas, later = ((0.0 if kind == "ngram_embed" else 0.75), 0.95), station.period_from
+        assert station.betas_at(kind, later - 1) == betas
+        assert station.betas_at(kind, later) == pytest.approx([beta**2 for beta in betas])
+        assert [station.decay_at(kind, s) for s in (later - 1, later)] == [0.025, 0.05]
+        assert station.adam[kind] == 70
+    assert station.betas_at("lm_head", 400) == (0.5, 0.95)
     assert station.copy_step() == 1175
     assert [step for step in adam if station.tied(step)] == list(range(1, 1176, 2))
     assert [step for step in adam if not station.tied(step)] == list(range(1177, 1194, 2))

@@ -153,8 +153,16 @@ def test_a_factor_of_a_group_moves_its_neighbouring_channels_alone(in_double):
         moved = (after != before).any(0).nonzero().flatten().tolist()
         assert moved == list(range(4 * group, 4 * group + 4))
         before = after
+    hidden = torch.nn.functional.gelu(x @ weights["mudd_w1"][1].T)
+    of_tokens = hidden @ weights["mudd_w2"][14:].T + weights["mudd_b2"][14:]
+    of_groups = torch.einsum("tz,kgz->tkg", hidden, weights["mudd_w2g"])
+    factors = 0.1 * (of_tokens[:, :, None] + of_groups).repeat_interleave(4, dim=2)
+    expected = x + torch.einsum("tkc,ktc->tc", factors, sources)
+    torch.testing.assert_close(before, expected, rtol=1e-12, atol=1e-12)
+    before = station.mixture(weights, 0, x)
     weights["mudd_gate_scale"] *= 2  # of the gates alone
-    torch.testing.assert_close(station.mixed(weights, x, sources), before, rtol=0, atol=0)
+    torch.testing.assert_close(station.mixed(weights, x, sources), expected)
+    torch.testing.assert_close(station.mixture(weights, 0, x), before, rtol=0, atol=0)
 
 
 # ---- The schedule

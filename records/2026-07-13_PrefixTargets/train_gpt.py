@@ -77,7 +77,7 @@ from torch.utils.checkpoint import checkpoint
 class Layer(NamedTuple):
     """A layer of the model, in --layers a word such as P1, ., Lxg:skip, Sx:saved or L4g."""
 
-    window: str  # L: long, S: short, P: short of paired heads, .: no attention
+    window: str  # L: long, S: short, P: short, of paired heads, .: no attention
     table: str  # which value embeddings it has, or nothing
     xsa: bool  # its heads drop their own token's value
     gate: bool  # its heads are gated
@@ -293,10 +293,8 @@ def schedule(step: int, cfg) -> Schedule:
         target_weights[-1] *= 1 - done
 
     # Prefix targets: @jvarho, #88, 15 steps. They fade in the second stage.
-    prefix_weight = 0.0
-    if cfg.prefix_file:
-        fade = stage_starts(cfg)[1:3]
-        prefix_weight = float(np.interp(step, fade, [cfg.prefix_weight, 0.0]))
+    fade = [cfg.prefix_weight if cfg.prefix_file else 0.0, 0.0]
+    prefix_weight = float(np.interp(step, stage_starts(cfg)[1:3], fade))
     if prefix_weight:
         target_weights.append(prefix_weight)
 
@@ -600,15 +598,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
     return y.transpose(1, 2).reshape(shape)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, https://arxiv.org/abs/2104.09864, by angles (T, 1, P, K / 2).
 
-    x: (B, T, H / P, P, K) with P positions of a token, 1 or 2, which its heads have in turns.
+    A token has P positions, one or two, and its heads have them in turns.
     Entry i and entry i + K / 2 are a pair.
     """
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = x_BTHK.float().unflatten(2, (-1, cos.size(-2))).chunk(2, dim=-1)
     turned = [first * cos + second * sin, second * cos - first * sin]
-    return torch.cat(turned, dim=-1).type_as(x)
+    return torch.cat(turned, dim=-1).type_as(x_BTHK).view_as(x_BTHK)
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:
@@ -629,7 +627,8 @@ class View(NamedTuple):
 
     rotary: Tensor  # cosines and sines
     mask: object  # a BlockMask, or a dense mask
-    composed_mask: object  # of composed attention
+    positions: int  # of a token
+    composed_mask: object  # the same of composed attention
 
 
 class CausalSelfAttention(nn.Module):
@@ -640,7 +639,6 @@ class CausalSelfAttention(nn.Module):
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
         self.offsets_keys = layer.window == "L"
-        self.positions = 2 if layer.window == "P" else 1  # of a token
         self.kernel_options = None  # of FlexAttention
         # Uniform: @YouJiacheng; the output, too: @srashedll, #64, 20 steps
         first = uniform(0.5 * dim**-0.5)
@@ -664,8 +662,7 @@ class CausalSelfAttention(nn.Module):
         qkv = F.linear(x, qkv_w.type_as(x))
         qkv = qkv.unflatten(-1, (3 * self.num_heads, -1))  # (B, T, 3 H, K)
         qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
-        qk = norm(qk).unflatten(2, (-1, self.positions))  # QK-norm: @Grad62304977
-        q, k = rotate(qk, *view.rotary).flatten(2, 3).chunk(2, dim=2)
+        q, k = rotate(norm(qk), *view.rotary).chunk(2, dim=2)  # QK-norm: @Grad62304977
         if self.offsets_keys:
             k = offset_keys(k)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
@@ -681,10 +678,8 @@ class CausalSelfAttention(nn.Module):
         # Paired heads: @classiclarryd, #58, 65 steps. Heads h and h + H / 2 of a token stand side
         # by side in one sequence of 2 T positions, and share its softmax. Odd heads were turned as
         # if they stood second, wherever they stand.
-        shape = (len(x), -1, self.num_heads // self.positions, q.size(-1))
-        q = q.reshape(shape)
-        k = k.reshape(shape)
-        v = v.reshape(shape)
+        woven = (len(x), -1, self.num_heads // view.positions, q.size(-1))
+        q, k, v = (each.reshape(woven) for each in (q, k, v))
         y = attend(q, k, v, view.mask, self.kernel_options)
         y = y.view(*x.shape[:2], self.num_heads, -1)
         # Exclusive self-attention: what points along a token's own value is taken away:
@@ -725,10 +720,9 @@ def hash_bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
     It is a hash of the token and the one before it. The first token has the last row alone.
     """
     last = rows - 1
-    # To the second token the one before is `last`. The published product, an int32, overflows.
-    to_second = (27191 * last + 2**31) % 2**32 - 2**31
-    previous = F.pad(27191 * tokens_BT[:, 1:-1], (1, 0), value=to_second)
-    mixed = (36313 * tokens_BT[:, 1:]) ^ previous
+    tokens_BT = tokens_BT.int()  # as published; the product of `last` overflows
+    previous = F.pad(tokens_BT[:, 1:-1], (1, 0), value=last)
+    mixed = (36313 * tokens_BT[:, 1:]) ^ (27191 * previous)
     return F.pad(mixed % last, (1, 0), value=last)
 
 
@@ -782,7 +776,7 @@ class Block(nn.Module):
         # #73. The stream grows by 1.1 a layer at first.
         first = constant(1.1**0.5, 1.1**0.5)
         self.resid_lambdas = weight(2, group="residual lambdas", first=first)
-        self.post_lambdas = weight(2, group="post lambdas", first=constant(1.0, 1.0))
+        self.post_lambdas = weight(2, group="injection lambdas", first=constant(1.0, 1.0))
 
     def factors(self, x) -> dict:
         """Its own factors by name. They are numbers, whatever its input x."""
@@ -978,10 +972,11 @@ class GPT(nn.Module):
         views = {}
         for letter, reach in dict(L=long, S=short, P=short).items():
             if any(block.layer.window == letter for block in self.blocks):
-                positions = 2 if letter == "P" else 1  # of a token
+                positions = 2 if letter == "P" else 1
                 rotary = self.rotary[:, : positions * T].view(2, T, 1, positions, -1)
+                # The reach counts positions: where heads are paired, half as many tokens.
                 mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), reach)
-                views[letter] = View(rotary, mask, composed_mask)
+                views[letter] = View(rotary, mask, positions, composed_mask)
         return views
 
     def hidden(self, inputs_BT):
@@ -997,9 +992,9 @@ class GPT(nn.Module):
         x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
         bigram = self.bigrams(inputs_BT)
         gates = self.gates_early(x0, self.gates_lambda)
-        x = x0 + gates.pop(("bigram", 0)) * bigram  # not again in the first layer
+        x = x0 + gates["bigram", 0] * bigram
         first_values = next(iter(values.values()))
-        stream = dict(x0=x0, bigram=bigram, first=x, values=first_values)  # what is read again
+        stream = dict(x0=x0, first=x, values=first_values)  # what is read again
         for index, block in enumerate(self.blocks):
             layer = block.layer
             factors = block.factors(x)
@@ -1012,6 +1007,7 @@ class GPT(nn.Module):
             stream["entry"] = x  # in the end, of the last layer
             value_embed = values.get(layer.table)
             x = block(x, read, stream, value_embed, views.get(layer.window), factors)
+            stream["bigram"] = bigram  # the first layer has its bigrams already
             if layer.skip:
                 stream["skip"] = x
                 gates |= self.gates_late(x, self.gates_lambda)
@@ -1183,7 +1179,7 @@ def parameter_groups(cfg) -> dict[str, Group]:
         "bigrams": Group(Adam, cfg.embed_lr, (0.75, 0.95), decay=0.025),
         "smear gate": Group(Adam, 8e-5),
         "residual lambdas": Group(Adam, 0.04, (0.9, 0.95)),
-        "post lambdas": Group(Adam, 0.008, (0.9, 0.95)),
+        "injection lambdas": Group(Adam, 0.008, (0.9, 0.95)),
         "lambdas": Group(Adam, 0.04),
         "dense connections": Group(Adam, 0.002, decay=0.005),
         # In bf16, so on a GPU, biases of 2.5 and more never move: half of their last digit is more

@@ -183,7 +183,7 @@ POCKET = dict(
 )
 
 # Whole numbers that may be 0; all others are at least 1.
-MAY_BE_ZERO = """seed eot_token share max_document_tokens""".split()
+MAY_BE_ZERO = "seed eot_token share max_document_tokens".split()
 
 
 def check_flags(cfg) -> dict:

@@ -61,7 +61,7 @@ from torch.utils.checkpoint import checkpoint
 
 # ---- Hyperparameters --------------------------------------------------------
 class Layer(NamedTuple):
-    """A layer of the model, in --layers a word such as L0, S or .."""
+    """A layer of the model, in --layers a word such as L, . or S1."""
 
     window: str  # L: long, S: short, .: no attention
     table: str  # which value embeddings it has, or nothing
@@ -171,7 +171,7 @@ def check_flags(cfg) -> dict:
         "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
         "model_dim must be a multiple of head_dim": cfg.model_dim % cfg.head_dim == 0,
         "model_dim must be at least 12": cfg.model_dim >= GATE_CHANNELS,
-        "layers must be at most 99 words such as L, S0 or .": are_words and len(cfg.layers) <= 99,
+        "layers must be at most 99 words such as L, . or S0": are_words and len(cfg.layers) <= 99,
         "seq_len must be a multiple of 128": cfg.seq_len % BLOCK == 0,
         "cooldown_frac must be above 0, at most 1": 0 < cfg.cooldown_frac <= 1,
     }
@@ -603,12 +603,13 @@ class GPT(nn.Module):
         """Fill in the rotary embedding, the same in all steps."""
         exponent = torch.linspace(0, 1, steps=self.cfg.head_dim // 4, device=self.rotary.device)
         frequency = (1 / self.cfg.rope_base) ** exponent
+        attention_scale = self.cfg.attention_scale
         # Half-truncated: half of the pairs do not rotate at all: @YouJiacheng
         frequency = F.pad(frequency, (0, self.cfg.head_dim // 4))  # (K / 2,)
         position = torch.arange(self.rotary.size(1), device=frequency.device)
         theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
         # Queries and keys each carry the root of the attention scale.
-        scale = self.cfg.attention_scale**0.5
+        scale = attention_scale**0.5
         self.rotary[0] = scale * theta.cos()
         self.rotary[1] = scale * theta.sin()
 

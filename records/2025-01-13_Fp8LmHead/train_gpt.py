@@ -857,7 +857,8 @@ class Muon(Optimizer):
     def begin_update(self, now):
         self.momentum.fill_(now.momentum)
         share = self.updates[self.mine]
-        for update, grad, mean in zip(share.view_as(self.my_grad), self.my_grad, self.state["mean"]):
+        updates = share.view_as(self.my_grad)
+        for update, grad, mean in zip(updates, self.my_grad, self.state["mean"]):
             self.step_fn(update, grad, mean, momentum=self.momentum)
         if self.owners > 1:
             self.handle = dist.all_gather_into_tensor(self.updates, share, async_op=True)

@@ -3,8 +3,8 @@
 
     python tests/ngram_baseline.py [--num_iterations 120] [any other flag of train_gpt.py]
 
-It counts the very sequences on which the pocket trains in so many steps, documents cut and packed as
-there, and predicts the pocket's validation tokens. The probability of a token w after a context h of n tokens is
+It counts the very sequences on which the pocket trains in so many steps, and predicts the pocket's
+validation tokens. The probability of a token w after a context h of n tokens is
 
     p(w | h) = (count(h w) + strength · kinds(h) · p(w | h')) / (count(h) + strength · kinds(h))
 

@@ -4,9 +4,9 @@
     python tests/plain_baseline.py --train GLOB --val GLOB [--size quickstart] [--seed 0]
 
 --size quickstart is the setting of nanoGPT's CPU quickstart (README of karpathy/nanoGPT) in code of
-its own, without dropout. --size pocket has the pocket's layers, width, batch, steps and its median length of
-sequences.
-Its rate was the best of eight from 0.001 to 0.03 on the validation set, on seeds 10 and 11.
+its own, without dropout. --size pocket has the pocket's layers, width, batch and steps, and the
+mean length of its sequences. Its rate was the best of eight from 0.002 to 0.03 on the validation
+set, on seeds 10 and 11.
 
 `python tests/bench.py pocket` runs the first in turns with the preset, since seconds on a shared
 machine mean little by themselves; `python tests/bench.py baselines` runs the second. Prints a line

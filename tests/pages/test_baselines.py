@@ -1,6 +1,5 @@
 """The two baselines beside the pocket: n-gram counts, and a plain GPT with AdamW."""
 
-import math
 import re
 from collections import Counter
 

@@ -36,7 +36,7 @@ class Size:
 
 
 SIZES = dict(quickstart=Size(4, 4, 128, 64, 12, 2000, 1e-3),
-             pocket=Size(4, 4, 64, 256, 8, 120, 4e-3))
+             pocket=Size(4, 4, 64, 256, 8, 120, 3e-3))
 
 
 def read_tokens(pattern, context):

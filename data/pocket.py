@@ -1,7 +1,9 @@
 """Write the pocket corpus: the Python source of the installed torch, a token for each byte.
 
-Each file is a document: the end-of-text token, then its bytes. The order of the files and the
-split follow from the sha256 of their paths, so that one release of torch gives one corpus.
+Each paragraph, the lines between two blank ones, is a document: the end-of-text token, then its
+bytes. Half of them are shorter than 200, so a sequence of the pocket holds whole documents. Files
+are held out by the sha256 of their paths, paragraphs are shuffled by that of path and number, so
+that one release of torch gives one corpus.
 
     python data/pocket.py
 """
@@ -9,6 +11,7 @@ split follow from the sha256 of their paths, so that one release of torch gives 
 import hashlib
 import importlib.metadata
 import importlib.util
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from shards import DataError, Parser, read_header, run, write_shard
 END_OF_TEXT = 256
 VALIDATION_ONE_IN = 20
 REFERENCE_TORCH = "2.13.0"
-REFERENCE_SHA256 = "0a3c0c471066299fd17d8835a19e78bb6322350b2ab9ded5a2c9cdf139fa0f4c"
+REFERENCE_SHA256 = "71e41ec6b2241c92068cb1df058f6e4faf9b8ce7f808b1abbc6bc5a619675fae"
 
 
 def find_torch() -> Path:
@@ -28,18 +31,19 @@ def find_torch() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def read_files(package: Path) -> tuple[list[bytes], list[bytes]]:
-    """Return the package's Python files for training and for validation, in their order."""
-    digests = {}
+def read_paragraphs(package: Path) -> tuple[list[bytes], list[bytes]]:
+    """Return the package's paragraphs for training and for validation, in their order."""
+    train, val = {}, {}  # paragraphs by the digest that says their place
     for path in package.rglob("*.py"):
         name = path.relative_to(package).as_posix()
-        if name != "version.py":  # written by the build, so that builds of one release differ in it
-            digests[path] = hashlib.sha256(name.encode()).digest()
-    train, val = [], []
-    for path in sorted(digests, key=digests.get):
-        split = train if digests[path][0] % VALIDATION_ONE_IN else val
-        split.append(path.read_bytes())
-    return train, val
+        if name == "version.py":  # written by the build, so that builds of one release differ in it
+            continue
+        digest = hashlib.sha256(name.encode()).digest()
+        split = train if digest[0] % VALIDATION_ONE_IN else val
+        for number, paragraph in enumerate(re.findall(rb"(?:.+\n?)+", path.read_bytes())):
+            place = hashlib.sha256(f"{name} {number}".encode()).digest()
+            split[place] = paragraph
+    return [train[place] for place in sorted(train)], [val[place] for place in sorted(val)]
 
 
 def join_documents(documents: list[bytes]) -> np.ndarray:
@@ -72,11 +76,11 @@ def main() -> None:
     if sha256 == REFERENCE_SHA256:
         made = "found whole"
     else:
-        train, val = read_files(find_torch())
+        train, val = read_paragraphs(find_torch())
         for path, documents in zip(shards, (train, val)):
             write_shard(path, join_documents(documents))
         sha256 = hash_shards(shards)
-        made = f"written from {len(train) + len(val):,} files"
+        made = f"written, {len(train) + len(val):,} documents"
     num_train, num_val = map(read_header, shards)
     print(f"{out}: {num_train:,} training and {num_val:,} validation tokens, {made}")
     print(f"sha256 {sha256}")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Counting, beside the pocket preset: the loss of interpolated n-grams of the same bytes.
 
-    python tests/ngram_baseline.py [--num_iterations 240] [any other flag of train_gpt.py]
+    python tests/ngram_baseline.py [--num_iterations 120] [any other flag of train_gpt.py]
 
 It counts the very sequences on which the pocket trains in so many steps, and predicts the pocket's
 validation tokens. The probability of a token w after a context h of n tokens is
@@ -24,24 +24,29 @@ import train_gpt
 
 STRENGTHS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 MOST_CONTEXT = 12  # tokens, the longest that is tried
-START = 2**16 - 1  # stands before the first token of a row; no token of the pocket has this number
+START = 2**16 - 1  # stands where a row has no token; no token of the pocket has this number
 HASH_FACTOR = np.uint64(6364136223846793005)  # of Knuth's MMIX generator
 
 
 def training_rows(cfg):
-    """The pocket's training sequences, (N, T + 1), in the order of the text."""
+    """The pocket's training sequences, (N, T + 1), in the order of the text.
+
+    T is the longest. Before the first token of a shorter one stands START.
+    """
     tokens = train_gpt.read_shard(train_gpt.find_shards(cfg.train_files)[0], cfg.vocab_size)
-    places = np.arange(len(tokens))
+    documents = np.flatnonzero(tokens == cfg.eot_token)
+    longest = max(stage.seq_len for stage in cfg.stages)
     taken, position = [], 0
-    for _ in range(cfg.num_iterations):
-        step = train_gpt.cut_rows(places, None, position, cfg.seq_lens[0], cfg)
-        if step is None:
+    for step in range(cfg.num_iterations):
+        now = train_gpt.schedule(step, cfg)
+        cut = train_gpt.cut_rows(tokens, documents, position, now, cfg)
+        if cut is None:
             raise train_gpt.UserError(f"--num_iterations {cfg.num_iterations}: the first shard "
                                       f"has {len(taken)} steps")
-        rows, position = step
-        taken.append(rows)
-    rows = np.concatenate(taken)
-    return tokens[rows[np.argsort(rows[:, 0])]].astype(np.uint64)
+        rows, position = cut
+        padding = [(0, 0), (longest - now.seq_len, 0)]
+        taken.append(np.pad(rows, padding, constant_values=START))
+    return np.concatenate(taken).astype(np.uint64)
 
 
 def hash_ngrams(rows, length):
@@ -63,7 +68,8 @@ def look_up(keys, values, wanted):
 
 def count(rows, tokens, length):
     """count(h w), count(h), kinds(h) in the rows, for each of the tokens (N, T) but the first."""
-    contexts, ngrams = (each.ravel() for each in hash_ngrams(rows, length))
+    is_target = rows[:, :-1] != START  # neither padding nor a row's first token
+    contexts, ngrams = (each[is_target] for each in hash_ngrams(rows, length))
     ngrams, first, ngram_counts = np.unique(ngrams, return_index=True, return_counts=True)
     kinds = np.unique(contexts[first], return_counts=True)[1]
     contexts, context_counts = np.unique(contexts, return_counts=True)
@@ -83,10 +89,13 @@ def interpolate(counts, strength, shorter):
 def choose_strengths(rows, vocab_size):
     """The strengths of the contexts of 0, 1, 2, … tokens, by the last tenth of the rows."""
     cut = len(rows) * 9 // 10
+    is_target = rows[cut:, :-1] != START
     p, chosen, best_loss = 1 / vocab_size, [], np.inf
     for length in range(MOST_CONTEXT + 1):
         counts = count(rows[:cut], rows[cut:], length)
-        losses = [-np.log(interpolate(counts, strength, p)).mean() for strength in STRENGTHS]
+        losses = []
+        for strength in STRENGTHS:
+            losses.append(-np.log(interpolate(counts, strength, p)[is_target]).mean())
         if min(losses) >= best_loss:
             break
         best_loss = min(losses)
@@ -113,7 +122,7 @@ def main(argv):
         return 2
     strengths = choose_strengths(rows, cfg.vocab_size)
     p = probabilities(rows, val_tokens, strengths, cfg.vocab_size)
-    print(f"strengths: {' '.join(map(str, strengths))}\ntokens: {rows[:, 1:].size}\n"
+    print(f"strengths: {' '.join(map(str, strengths))}\ntokens: {(rows[:, :-1] != START).sum()}\n"
           f"context: {len(strengths) - 1}\nval_tokens: {p.size}\n"
           f"val_loss: {-np.log(p).mean():.6f}")
     return 0

@@ -90,7 +90,7 @@ class Stage:
 
     share: float  # of the scheduled steps, beside the shares of the other stages
     seq_len: int  # tokens of a training sequence
-    long_window: int  # blocks of 128 tokens seen
+    long_window: int  # tokens seen back
     short_window: int  # the same of layers with short windows
     lr_factor: float  # of all rates
     num_targets: int  # tokens predicted at each position
@@ -128,11 +128,11 @@ class Hyperparameters:
     extension_steps: int = 40  # last steps, at the lowest rates
     # The last two rows, without a share, are the extension and the last validation.
     stages: tuple = (  # a row a stage: share:seq_len:long_window:short_window:lr_factor:num_targets
-        Stage(1.0, 16384, 3, 1, 1.0, 3),
-        Stage(1.0, 32768, 7, 3, 1.52, 2),
-        Stage(1.0, 49152, 11, 5, 1.73, 1),
-        Stage(0.0, 49152, 13, 6, 1.73, 1),
-        Stage(0.0, 49152, 20, 6, 1.73, 1),
+        Stage(1.0, 16384, 384, 128, 1.0, 3),
+        Stage(1.0, 32768, 896, 384, 1.52, 2),
+        Stage(1.0, 49152, 1408, 640, 1.73, 1),
+        Stage(0.0, 49152, 1664, 768, 1.73, 1),
+        Stage(0.0, 49152, 2560, 768, 1.73, 1),
     )
     cooldown_frac: float = 0.55  # last share of the schedule, in which rates fall
     momentum_warmup: int = 300  # first steps, in which Muon's momentum rises
@@ -167,35 +167,33 @@ POCKET = dict(
     eot_token=256,
     model_dim=64,
     head_dim=16,
-    layers=("L0:skip:backout", "."),
+    layers=("L0:skip", "P:backout", ".", "L0"),
     bigram_rows=8192,
     attention_scale=0.5,
     rope_base=32,
     embed_lr=0.5,
-    head_lr=0.045,
+    head_lr=0.03,
     muon_lr=0.08,
     muon_momentum=0.85,
-    num_iterations=240,
-    extension_steps=4,
+    num_iterations=120,
+    extension_steps=5,
     stages=(
-        Stage(1.0, 128, 1, 1, 1.0, 3),
-        Stage(1.0, 128, 1, 1, 1.0, 2),
-        Stage(1.0, 128, 1, 1, 1.0, 1),
-        Stage(0.0, 128, 1, 1, 1.0, 1),
-        Stage(0.0, 128, 1, 1, 1.0, 1),
+        Stage(1.0, 128, 64, 32, 1.0, 3),
+        Stage(1.0, 256, 128, 64, 1.52, 2),
+        Stage(1.0, 384, 192, 96, 1.73, 1),
+        Stage(0.0, 384, 224, 96, 1.73, 1),
+        Stage(0.0, 384, 256, 96, 1.73, 1),
     ),
-    cooldown_frac=0.7,
     momentum_cooldown=5,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
-    sequences_per_step=16,
-    sequences_per_forward=32,
-    max_document_tokens=0,
-    sequence_stride=1_000_003,
+    sequences_per_step=8,
+    sequences_per_forward=8,
+    max_document_tokens=256,
     val_seq_len=4096,
-    val_tokens=262_144,
+    val_tokens=65_536,
     val_every=0,
-    target_loss=1.64,
+    target_loss=1.78,
     warmup_steps=1,
 )
 
@@ -311,7 +309,7 @@ def yarn(stage: int, cfg, device=None):
     scale = cfg.attention_scale
     windows = [row.long_window for row in cfg.stages[:-1]]  # the last validation extrapolates
     for old, new in itertools.pairwise(windows[: stage + 1]):
-        turns = BLOCK * old * frequency / (2 * math.pi)
+        turns = old * frequency / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of 32 turns and more, none of one
         frequency = frequency * (old / new + kept * (1 - old / new))
         scale *= 1 + 0.2 * math.log(new / old)
@@ -524,23 +522,24 @@ def order_blocks(seen_QK: Tensor):
 
 
 def dense_mask(docs_BT: Tensor, reach) -> Tensor:
-    """An additive mask for each block of queries, (blocks, 1, 128, keys), of 0 and -inf.
+    """An additive mask for each block of 32 queries, (blocks, 1, 32, keys), of 0 and -inf.
 
     It is used where FlexAttention is not compiled. The keys are those of the block and of the
     blocks before it within reach, so the cost grows with the window, not with the sequence.
     """
     first_S = first_keys(docs_BT, reach)
-    blocks_before = min(-(-int(reach) // BLOCK), docs_BT.size(1) // BLOCK - 1)
-    query = torch.arange(len(first_S), device=first_S.device).view(-1, BLOCK, 1)
+    size = BLOCK // 4  # of a block: the smaller it is, the fewer of its keys are masked
+    blocks_before = min(-(-int(reach) // size), docs_BT.size(1) // size - 1)
+    query = torch.arange(len(first_S), device=first_S.device).view(-1, size, 1)
     # The keys of a block of queries end with it.
-    offset = torch.arange(-blocks_before * BLOCK, BLOCK, device=first_S.device)
+    offset = torch.arange(-blocks_before * size, size, device=first_S.device)
     key = query[:, :1] + offset  # (blocks, 1, keys)
     seen = (first_S.view_as(query) <= key) & (key <= query)
     return torch.where(seen, 0.0, -math.inf)[:, None]
 
 
 def gather_window(blocks: Tensor, window: int) -> Tensor:
-    """Put each block behind those before it: (blocks, 128, …) to (blocks, window · 128, …)."""
+    """Put each block behind those before it: (blocks, 32, …) to (blocks, window · 32, …)."""
     if window == 1:
         return blocks
     padding = blocks.new_zeros(window - 1, *blocks.shape[1:])
@@ -559,9 +558,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
         q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))  # (1, H, S, K)
         y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=kernel_options)
     else:
-        window = mask.size(-1) // BLOCK
-        q = q.reshape(-1, BLOCK, *shape[2:])  # (blocks, 128, H, K)
-        k = gather_window(k.reshape(q.shape), window)  # (blocks, window · 128, H, K)
+        size, keys = mask.shape[-2:]
+        window = keys // size  # blocks
+        q = q.reshape(-1, size, *shape[2:])  # (blocks, 32, H, K)
+        k = gather_window(k.reshape(q.shape), window)  # (blocks, window · 32, H, K)
         v = gather_window(v.reshape(q.shape), window)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (blocks, H, tokens, K)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=1.0)
@@ -745,8 +745,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def set_stage(self, now):
         """Set the windows and the rotary embedding for a stage."""
-        self.reach[0] = BLOCK * now.long_window
-        self.reach[1] = BLOCK * now.short_window
+        self.reach[0] = now.long_window
+        self.reach[1] = now.short_window
         frequency, attention_scale = yarn(now.stage, self.cfg, self.rotary.device)
         # Half-truncated: half of the pairs do not rotate at all: @YouJiacheng
         frequency = F.pad(frequency, (0, self.cfg.head_dim // 4))  # (K / 2,)

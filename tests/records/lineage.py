@@ -170,10 +170,12 @@ def tiny_flags(script, steps=5, **changes):
 def tiny_stages(rows, documents):
     """The rows of a tiny run: windows of 1 to 5 blocks, lengths in the record's proportions."""
     longest = max(row.seq_len for row in rows)
+    windows = sorted({row.long_window for row in rows})
     for index, row in enumerate(rows):
         changes = dict(
-            seq_len=LENGTH * row.seq_len // longest, long_window=index + 1,
-            short_window=1 if index < 3 else 2,
+            seq_len=LENGTH * row.seq_len // longest,
+            long_window=BLOCK * (windows.index(row.long_window) + 1),
+            short_window=BLOCK * (1 if index < 3 else 2),
             max_document_tokens=documents if index else BLOCK)
         yield dataclasses.replace(row, **{k: v for k, v in changes.items() if hasattr(row, k)})
 

@@ -969,23 +969,23 @@ class TokenLoader:
         self.tokens, self.documents = self.ahead.result()
         self.ahead = self.reader.submit(self.read, shard + 1)
 
-    def next_step(self, length):
+    def next_step(self, now):
         """This rank's inputs and targets for each forward pass. Raises UserError without data."""
         for _ in range(len(self.files) + 1):  # the rest of this shard, then each shard once
             shard, position = self.place
-            step = cut_rows(self.tokens, self.documents, position, length, self.cfg)
+            step = cut_rows(self.tokens, self.documents, position, now, self.cfg)
             if step:
                 rows, position = step
                 self.place = (shard, position)
                 # All ranks cut the same rows. Each takes its part.
-                parts = rows.reshape(self.ranks.world_size, -1, self.per_forward, length + 1)
+                parts = rows.reshape(self.ranks.world_size, -1, self.per_forward, rows.shape[1])
                 return [to_batch(part, self.ranks.device) for part in parts[self.ranks.rank]]
             self.begin_shard(shard + 1)  # after the last one the first again
             # An epoch begins.
             if (shard + 1) % len(self.files) == 0:
                 self.log(f"the training data begin again: {self.cfg.train_files}")
         raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
-                        "lower --seq_lens or --sequences_per_step")
+                        "shorten the sequences or lower --sequences_per_step")
 
 
 def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -1017,7 +1017,8 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
     count = len(tokens) - 1  # the first token has no prediction
     length = cfg.val_seq_len
     # As many sequences at once as a training pass has tokens for, at least one
-    size = length * max(1, cfg.sequences_per_forward * max(cfg.seq_lens) // length)
+    longest = cfg.sequences_per_forward * plan(cfg).longest
+    size = length * max(1, longest // length)
     tokens = np.pad(tokens, (0, size))  # the last pass is as large as the others
     for start in range(ranks.rank * size, count, ranks.world_size * size):
         part = tokens[start : start + size + 1]
@@ -1232,23 +1233,26 @@ class Health:
 
 
 # ---- The run ----------------------------------------------------------------
+def default_head_chunks(device) -> int:
+    """Chunks of the head that fit the device: 80 GB hold all logits and their gradient."""
+    if device.type == "cpu":
+        return 1
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return 8 if memory < 32e9 else math.ceil(70e9 / memory)
+
+
 def build(cfg, ranks):
     """Model and optimizers of a new run. Raises UserError where --init does not fit."""
-    with torch.device(ranks.device):
-        model = GPT(cfg)
-        model.init_weights(torch.Generator(ranks.device).manual_seed(cfg.seed))
+    # Drawn on the CPU, so that a seed means the same weights on every device
+    model = GPT(cfg)
+    model.init_weights(torch.Generator().manual_seed(cfg.seed))
+    if hasattr(model, "read_tables"):  # of a record whose model reads a file
+        model.read_tables()
     if cfg.init and not cfg.resume:
         load_state(model, [], load_checkpoint(Path(cfg.init)), cfg.init)
-    model.head_type = "fp32"
-    chunks = 1
+    model.to(ranks.device)
     if ranks.device.type == "cuda":
-        model.head_type = prepare_for_cuda(model, cfg, ranks.device)
-        # 80 GB hold all logits and their gradient. Smaller cards compute the head in pieces.
-        memory = torch.cuda.get_device_properties(ranks.device).total_memory
-        chunks = math.ceil(70e9 / memory)
-    model.head_chunks = cfg.head_chunks or chunks
-    tokens = math.ceil(model.tokens_per_piece / model.head_chunks)
-    model.tokens_per_piece = round_up(tokens, 128)
+        prepare_for_cuda(model, cfg, ranks.device)
     return model, build_optimizers(model, cfg, ranks)
 
 
@@ -1262,15 +1266,23 @@ def load_state(model, optimizers, state, path):
         raise UserError(f"{path}: does not fit ({error}); name another checkpoint") from None
 
 
-def plan(cfg):
-    """The first step of each stage, and how many tokens a run trains on."""
+class Plan(NamedTuple):
+    """What a run's schedule comes to."""
+
+    first_steps: dict  # of each stage
+    tokens: int  # that it trains on
+    longest: int  # training sequence, in tokens
+
+
+def plan(cfg) -> Plan:
     first_steps = {}
-    tokens = 0
+    tokens = longest = 0
     for step in range(cfg.num_iterations):
         now = schedule(step, cfg)
         first_steps.setdefault(now.stage, step)
         tokens += cfg.sequences_per_step * now.seq_len
-    return first_steps, tokens
+        longest = max(longest, now.seq_len)
+    return Plan(first_steps, tokens, longest)
 
 
 class Run:
@@ -1282,7 +1294,7 @@ class Run:
         self.log = log
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
-        self.first_steps, self.tokens = plan(cfg)  # of each stage; of the whole run
+        self.plan = plan(cfg)
         # The data are checked before the model is built.
         self.val_tokens = read_val_tokens(cfg)
         self.loader = None  # evaluation needs no training data
@@ -1290,7 +1302,7 @@ class Run:
         if self.first_step < self.last:
             self.loader = TokenLoader(cfg, ranks, *state["loader"], log)
             self.data = self.loader.digest
-            check_data(cfg, self.loader, self.tokens, state.get("data", self.data))
+            check_data(cfg, self.loader, self.plan.tokens, state.get("data", self.data))
         self.model, self.optimizers = build(cfg, ranks)
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
         self.facts = machine_facts(ranks.device) | dict(
@@ -1309,10 +1321,10 @@ class Run:
 
     def write_header(self):
         """Begin the log with the script and all settings."""
-        values = asdict(self.cfg) | self.facts | dict(
+        head = self.model.lm_head
+        values = vars(self.cfg) | self.facts | dict(
             run_id=self.log.run_id,
-            head=self.model.head_type,
-            head_chunks=self.model.head_chunks,
+            head="fp8" if getattr(head, "use_fp8", False) else show(head.weight.dtype),
             train_digest=self.data,
             val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
         )
@@ -1321,7 +1333,7 @@ class Run:
         self.log.open("\n".join([SCRIPT.read_text("utf-8"), rule, *lines, rule, ""]))
         # The first line of the console
         self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
-                 "{head} head in {head_chunks} piece(s), logs/{run_id}".format(**values))
+                 "{head} head in {head_chunks} chunk(s), logs/{run_id}".format(**values))
 
     def warm_up(self):
         """Run every kernel on blank tokens, then restore weights and optimizer state."""
@@ -1334,7 +1346,7 @@ class Run:
             tensors += optimizer.tensors()
         # On the host: a GPU may have no room for a copy.
         before = [tensor.to("cpu", copy=True) for tensor in tensors]
-        for first in self.first_steps.values():  # shapes differ between stages
+        for first in self.plan.first_steps.values():  # shapes differ between stages
             for step in range(first, first + cfg.warmup_steps):
                 now = schedule(step, cfg)
                 tokens = np.zeros((self.loader.per_forward, now.seq_len + 1), int)
@@ -1400,7 +1412,7 @@ class Run:
         self.saved_step = step
         state = dict(
             step=step,
-            settings={name: show(value) for name, value in asdict(self.cfg).items()},
+            settings={name: show(value) for name, value in vars(self.cfg).items()},
             data=self.data,
             loader=self.loader.place,
             threads=torch.get_num_threads(),
@@ -1429,7 +1441,7 @@ class Run:
             val_loss=f"{self.val_loss:.6f}",
             train_time_ms=f"{self.train_time_ms:.0f}",
             steps=self.last,
-            tokens=self.tokens,
+            tokens=self.plan.tokens,
             peak_memory_mib=torch.cuda.max_memory_allocated() // 2**20,  # of rank 0's GPU
             **self.facts)
         self.log("---")  # programs read what follows
@@ -1457,25 +1469,31 @@ def check_data(cfg, loader, tokens, digest):
 # Flags that may differ from the checkpoint of a resumed run
 MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every device
     sequences_per_forward head_chunks run_id save_every resume""".split()
-MAY_BE_ZERO = """seed val_every warmup_steps head_chunks save_every eot_token max_document_tokens
-    extension_steps freeze_steps momentum_cooldown skip_layer backout_layer""".split()
+ZERO_IS_OFF = "val_every warmup_steps head_chunks save_every".split()
 
 
 def show(value) -> str:
     """A value in the form that its flag takes."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return ",".join(map(show, value))
+    if is_dataclass(value):  # a row
+        return ":".join(map(show, vars(value).values()))
+    return str(value).removeprefix("torch.")
 
 
 def flag_type(name, default):
     """What turns the text of a flag into a value like the default. It raises ValueError."""
     kind = type(default)
-    least = kind is int and name not in MAY_BE_ZERO
+    least = 0 if kind is float or name in (*MAY_BE_ZERO, *ZERO_IS_OFF) else 1
 
     def flag(text):
         if kind is bool:
             return ["false", "true"].index(text.lower()) == 1
         if kind is tuple:
             return tuple(map(flag_type(name, default[0]), text.split(",")))
+        if is_dataclass(default):  # a row
+            pairs = zip(vars(default).items(), text.split(":"), strict=True)
+            return kind(*(flag_type(*field)(part) for field, part in pairs))
         value = kind(text)
         if kind is not str and not least <= value < 2**31:  # too large for any machine
             raise ValueError
@@ -1502,10 +1520,11 @@ def parse_flags(argv) -> dict:
     for each in fields(Hyperparameters):
         name = each.name
         default = show(each.default)
-        pocket = show(POCKET.get(name, default))
+        pocket = show(POCKET.get(name, each.default))
+        meaning = meanings.get(name, "")
         parser.add_argument(f"--{name}", type=flag_type(name, each.default), metavar="X",
                             choices=choices.get(name),
-                            help=f"{meanings[name]} (record: {default}, pocket: {pocket})")
+                            help=f"{meaning} (record: {default}, pocket: {pocket})")
     return vars(parser.parse_args(argv))
 
 
@@ -1519,22 +1538,21 @@ def hyperparameters(given, saved=None) -> Hyperparameters:
     values = POCKET if given.get("preset") == "pocket" else {}
     if saved:
         # The new process chooses its device and its log.
-        values = saved | dict(device="auto", run_id="")
+        values = saved | dict(device="auto", run_id="", head_chunks=0)
         for name, value in given.items():
             if name not in MAY_CHANGE and value != saved[name]:
                 raise UserError(f"--{name} {show(value)}: the checkpoint has {show(saved[name])}; "
                                 f"a resumed run may change {', '.join(MAY_CHANGE)}")
     cfg = Hyperparameters(**(values | given))
     # A rule begins with its flag. The record has rules of its own.
-    lengths = (*cfg.seq_lens, cfg.val_seq_len)
     rules = {
-        "seq_lens and val_seq_len must be multiples of 128": not any(x % 128 for x in lengths),
+        "val_seq_len must be a multiple of 128": cfg.val_seq_len % 128 == 0,
         "eot_token must be below vocab_size": cfg.eot_token < cfg.vocab_size,
         "num_iterations must be at most a million": cfg.num_iterations <= 10**6,
         "run_id must be of letters, digits, _ . + -, and not begin with .":
             re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id),
     }
-    for rule, holds in (rules | model_rules(cfg)).items():
+    for rule, holds in (rules | check_flags(cfg)).items():
         if not holds:
             raise UserError(f"--{rule}; here it is {show(getattr(cfg, rule.split()[0]))}")
     return cfg
@@ -1551,6 +1569,7 @@ def run_script(argv) -> int:
         state = load_checkpoint(Path(path))
     cfg = hyperparameters(given | dict(resume=path), state.get("settings"))
     ranks = Ranks(cfg)
+    cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
     log = Log(cfg, ranks, goes_on=given.get("resume"))
     if path:
         torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
@@ -1580,7 +1599,7 @@ def main(argv=None) -> int:
         message = str(error)  # names the file or flag
     except (MemoryError, torch.OutOfMemoryError):
         # Fewer tokens at once; --head_chunks helps where the logits alone are too large.
-        message = "out of memory; lower --seq_lens or --sequences_per_forward"
+        message = "out of memory; shorten the sequences or lower --sequences_per_forward"
     # One rank of each machine is enough.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)

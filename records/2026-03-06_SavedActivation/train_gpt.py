@@ -70,7 +70,7 @@ from torch.utils.checkpoint import checkpoint
 
 # ---- Hyperparameters --------------------------------------------------------
 class Layer(NamedTuple):
-    """A layer of the model, in --layers a word such as S1, ., L:skip or S2:saved."""
+    """A layer of the model, in --layers a word such as P1, ., L:skip, S:saved or L4."""
 
     window: str  # L: long, S: short, P: short, of paired heads, .: no attention
     table: str  # which value embeddings it has, or nothing
@@ -216,7 +216,7 @@ def check_flags(cfg) -> dict:
         "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
         "model_dim must be a multiple of head_dim": cfg.model_dim % cfg.head_dim == 0,
         "model_dim must be at least 12": cfg.model_dim >= GATE_CHANNELS,
-        "layers must be at most 99 words such as L, S0, ., L:skip or S1:saved":
+        "layers must be at most 99 words such as P, S0, ., L1:skip or S:saved":
             are_words and len(layers) <= 99,
         "layers must have no P where the number of heads is odd":
             "P" not in windows or cfg.model_dim // cfg.head_dim % 2 == 0,
@@ -698,11 +698,11 @@ class Block(nn.Module):
         first = constant(1.1**0.5, 1.1**0.5)
         self.resid_lambdas = weight(2, group="residual lambdas", first=first)
         self.post_lambdas = weight(2, group="injection lambdas", first=constant(1.0, 1.0))
-        self.x0_lambda = weight(group="injection lambdas")  # the embedding's share
+        self.x0_lambda = weight(group="injection lambdas")
         self.bigram_lambda = weight(group="injection lambdas", first=constant(0.05))
 
     def factors(self) -> dict:
-        """Its factors by name. Where it has no attention, those of the MLP alone are used."""
+        """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
         resid_attn, resid_mlp = self.resid_lambdas
         post_attn, post_mlp = self.post_lambdas
         return dict(
@@ -713,13 +713,13 @@ class Block(nn.Module):
     def forward(self, x, read, stream, value_embed, view):
         """read: what attention sees. stream: earlier activations by name, each (B, T, D).
 
-        Activations that have a factor are added beside attention's output.
+        Activations that have a factor are added.
         """
         factors = self.factors()
         if self.attn is not None:
             y = self.attn(norm(read), value_embed, view)
             x = factors["resid_attn"] * x + factors["post_attn"] * y
-            for name, activation in stream.items():  # @KoszarskyB, @Grad62304977
+            for name, activation in stream.items():
                 if name in factors:
                     x = x + factors[name] * activation
         return factors["resid_mlp"] * x + factors["post_mlp"] * self.mlp(norm(x))
@@ -822,11 +822,13 @@ class GPT(nn.Module):
             layer = block.layer
             # The published skip enters at the one layer that has no attention.
             if block.attn is None:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
-                gate = 2 * torch.sigmoid(self.skip_gate(x0[..., :GATE_CHANNELS]))  # 1 at first
+                # The gate is 1 at first.
+                gate = 2 * torch.sigmoid(self.skip_gate(x0[..., :GATE_CHANNELS]))  # (B, T, 1)
                 x = x + torch.sigmoid(self.skip_lambda) * gate * stream["skip"]
             # Late attention reads one saved activation: @classiclarryd, #77, after @sisovicm, #73
             read = stream.get("saved", x)
-            x = block(x, read, stream, values.get(layer.table), views.get(layer.window))
+            value_embed = values.get(layer.table)
+            x = block(x, read, stream, value_embed, views.get(layer.window))
             stream["bigram"] = bigram  # the first layer has its bigrams already
             if layer.skip:
                 stream["skip"] = x

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a 124M-class GPT to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
+"""Train a GPT of GPT-2 small's shape to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py     # the record, on 8 GPUs
     python train_gpt.py                                       # the record, on one GPU
@@ -9,7 +9,7 @@ Record: 2026-07-13_PrefixTargets
 Parent: 2026-05-27_DynamicGates. Change: the longest token that the next token begins with is a
 target, too.
 
-The record comes first: hyperparameters, model, optimizers, schedules, training loop. The harness
+The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
 
 Technique                                         where it is
@@ -17,26 +17,26 @@ ReLU²                                             MLP
 QK-norm, merged QKV, value embeddings             CausalSelfAttention
 sparse attention gate, value gate                 CausalSelfAttention
 key offset                                        offset_keys
-paired heads                                      CausalSelfAttention, GPT.places
+paired heads                                      CausalSelfAttention, GPT.views
 half-truncated rotary embedding                   GPT.set_stage, rotate
 YaRN, growing windows                             yarn, GPT.set_stage
-sliding windows over documents, FlexAttention     flex_mask, attend
-FP8 head                                          FP8Product, CastedLinear
-capped logits                                     GPT.logits
+sliding windows over documents, FlexAttention     first_keys, flex_mask, attend
+FP8 head                                          FP8Product, Head
+softcapped logits                                 GPT.logits
 multi-token prediction                            schedule, GPT.forward, GPT.head_loss
 bigram table, signs                               hash_bigrams, GPT.bigrams
 smeared embeddings, gated skip                    GPT.smear, GPT.hidden
 saved activation for late attention               GPT.hidden
-dense connections                                 Mudd, GPT.mix_last, GPT.hidden
+dense connections                                 Factors, LastBlock, GPT.hidden
 exclusive self-attention                          CausalSelfAttention
-gates of tokens                                   Gates, GPT.hidden
+gates of tokens                                   Factors, first_gates, GPT.hidden
 composable attention                              CausalSelfAttention.compose
 Polar Express, NorMuon                            orthogonalize, muon_update
 cautious weight decay                             muon_update, adam_update
 sharded optimizers, Adam every other step         ShardedOptimizer, Adam, step_optimizers
 tied, then untied head                            step_tied
 documents packed into sequences                   cut_rows
-rates, momentum, lengths, windows by stage        schedule
+rates, momentum, lengths, windows by stage        Stage, schedule
 prefix targets                                    read_prefixes, GPT.forward
 """
 
@@ -58,9 +58,10 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,12 +74,42 @@ from torch.utils.checkpoint import checkpoint
 
 
 # ---- Hyperparameters --------------------------------------------------------
+class Layer(NamedTuple):
+    """A layer of the model, in --layers a word such as P1, ., Lxg:skip, Sx:saved or L4g."""
+
+    window: str  # L: long, S: short, P: short, of paired heads, .: no attention
+    table: str  # which value embeddings it has, or nothing
+    xsa: bool  # its heads drop their own token's value
+    gate: bool  # its heads are gated
+    skip: bool  # layers without attention add its output
+    saved: bool  # later attention and the output read its output
+
+
+LAYER_WORD = re.compile(r"([LPS.])(\d?)(x?)(g?)(:skip)?(:saved)?")
+
+
+def read_layer(word: str) -> Layer:
+    window, table, *marks = LAYER_WORD.fullmatch(word).groups()
+    return Layer(window, table, *map(bool, marks))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a run, in --stages its values joined by colons."""
+
+    share: float  # of the scheduled steps, beside the shares of the other stages
+    seq_len: int  # tokens of a training sequence
+    long_window: int  # blocks of 128 tokens seen
+    short_window: int  # the same of layers with short windows
+    lr_factor: float  # of all rates
+    num_targets: int  # tokens predicted at each position
+    max_document_tokens: int  # documents are cut to it and packed; 0: neither
+
+
 @dataclass(frozen=True)
 class Hyperparameters:
     """The settings of a run. Each field is also a command-line flag.
 
-    A run has five stages: the three thirds of its schedules, the extension, the last validation.
-    A tuple has one value per stage. The last one also holds for the stages after it.
     These are the values of the preset record.
     """
 
@@ -89,19 +120,15 @@ class Hyperparameters:
     eot_token: int = 50256  # end-of-text, the token that opens each document
     model_dim: int = 768  # width of the residual stream
     head_dim: int = 128  # width of an attention head
-    attention_pattern: str = "PSPLSP.SSPL"  # windows: Long, Short, short of Paired heads, . none
-    value_embed_pattern: str = ".01.....234"  # each layer's value embeddings, . for none
+    layers: tuple = (  # a word a layer: window, value embeddings, marks
+        "P", "S0x", "P1", "Lxg:skip", "Sx", "P", ".", "Sx:saved", "S2", "P3", "L4g",
+    )
     bigram_rows: int = 377_280  # rows of the bigram table, which pairs of tokens share
     bigram_width: int = 768  # its width, the first channels of the stream
     sign_rows: int = 8192  # rows of signs, which tell pairs of tokens apart
-    skip_layer: int = 3  # its output is added where a layer has no attention
-    backout_layer: int = 7  # later attention and the output read its output
-    xsa_pattern: str = ".X.XX..X..."  # X: layers whose heads drop their own token's value
-    gate_pattern: str = "...G......G"  # G: layers whose heads are gated
     composed_window: int = 112  # tokens that the last layer's heads look at together
     attention_scale: float = 0.1  # factor of the attention scores in the first stage
     rope_base: int = 1024  # inverse of the lowest rotary frequency
-    targets_ahead: int = 3  # tokens predicted in the first stage; one fewer in each later one
     prefix_weight: float = 0.25  # in the loss, of the next token's prefix, in the first stage
     prefix_file: str = "data/fineweb10B/prefixes.npy"  # each token's prefix; empty: none
     fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
@@ -114,19 +141,23 @@ class Hyperparameters:
     # Schedules
     num_iterations: int = 1285  # optimizer steps
     extension_steps: int = 15  # last steps, at the lowest rates
-    seq_lens: tuple = (16384, 32768, 49152)  # tokens of a training sequence, by stage
-    long_windows: tuple = (3, 7, 11, 13, 20)  # blocks of 128 tokens seen, by stage
-    short_windows: tuple = (1, 3, 5, 6)  # the same of layers with short windows
-    lr_factors: tuple = (1.0, 1.52, 1.73)  # factor of all rates, by stage
+    # The last two rows, without a share, are the extension and the last validation.
+    stages: tuple = (  # a row a stage: the values of a Stage
+        Stage(1.0, 16384, 3, 1, 1.0, 3, 896),
+        Stage(1.0, 32768, 7, 3, 1.52, 2, 2048),
+        Stage(1.0, 49152, 11, 5, 1.73, 1, 2048),
+        Stage(0.0, 49152, 13, 6, 1.73, 1, 2048),
+        Stage(0.0, 49152, 20, 6, 1.73, 1, 2048),
+    )
     cooldown_frac: float = 0.6  # last share of the schedule, in which rates fall
-    momentum_cooldown: int = 50  # last steps, in which Muon's momentum falls
+    momentum_warmup: int = 300  # first steps, in which Muon's momentum rises
+    momentum_cooldown: int = 50  # last steps, in which it falls again
     # Data and validation
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
     repeat_data: bool = False  # allow the preset record to read its data again
     sequences_per_step: int = 8  # sequences of a step, all ranks together
     sequences_per_forward: int = 1  # sequences that a rank runs at once, at most
-    max_document_tokens: tuple = (896, 2048)  # by stage; documents are cut to it and packed
     sequence_stride: int = 1  # from one sequence to the next taken, wrapping around
     val_seq_len: int = 262_144  # tokens of a validation sequence
     val_tokens: int = 10_485_760  # validation tokens, each counted once
@@ -136,7 +167,7 @@ class Hyperparameters:
     device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
     run_id: str = ""  # name of the folder under logs/; empty: made from the time
     warmup_steps: int = 10  # untimed steps per stage that warm up the kernels
-    head_chunks: int = 0  # pieces in which the head is computed; 0: by the card's memory
+    head_chunks: int = 0  # chunks in which the head is computed; 0: by the card's memory
     save_every: int = 0  # steps between checkpoints; 0: none
     resume: str = ""  # checkpoint to resume; auto: the newest of --run_id
     init: str = ""  # checkpoint whose weights a new run starts from
@@ -151,15 +182,10 @@ POCKET = dict(
     prefix_file="",
     model_dim=64,
     head_dim=16,
-    attention_pattern="L.",
-    value_embed_pattern="0.",
-    xsa_pattern="..",
-    gate_pattern="G.",
+    layers=("L0g:skip:saved", "."),
     bigram_rows=8192,
     bigram_width=64,
     sign_rows=512,
-    skip_layer=0,
-    backout_layer=0,
     attention_scale=0.5,
     rope_base=32,
     embed_lr=0.5,
@@ -168,16 +194,19 @@ POCKET = dict(
     muon_momentum=0.85,
     num_iterations=240,
     extension_steps=4,
-    seq_lens=(128,),
-    long_windows=(1,),
-    lr_factors=(1.0,),
+    stages=(
+        Stage(1.0, 128, 1, 1, 1.0, 3, 0),
+        Stage(1.0, 128, 1, 1, 1.0, 2, 0),
+        Stage(1.0, 128, 1, 1, 1.0, 1, 0),
+        Stage(0.0, 128, 1, 1, 1.0, 1, 0),
+        Stage(0.0, 128, 1, 1, 1.0, 1, 0),
+    ),
     cooldown_frac=0.7,
     momentum_cooldown=5,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
     sequences_per_step=16,
     sequences_per_forward=32,
-    max_document_tokens=(0,),  # neither cut nor packed
     sequence_stride=1_000_003,
     val_seq_len=4096,
     val_tokens=262_144,
@@ -186,105 +215,118 @@ POCKET = dict(
     warmup_steps=1,
 )
 
+# Whole numbers that may be 0; all others are at least 1.
+MAY_BE_ZERO = """seed eot_token share extension_steps momentum_warmup
+    momentum_cooldown max_document_tokens""".split()
 
-def model_rules(cfg) -> dict:
+
+def check_flags(cfg) -> dict:
     """This record's rules for its flags: words that begin with the flag, whether they hold."""
-    layers = len(cfg.attention_pattern)
-    letters = re.fullmatch("[LPS.]{1,99}", cfg.attention_pattern)
-    below = cfg.attention_pattern[: cfg.skip_layer + 1]
-    with_xsa = re.sub("[LS]", "[X.]", cfg.attention_pattern).replace("P", "[.]")
+    are_words = all(LAYER_WORD.fullmatch(word) for word in cfg.layers)
+    layers = [read_layer(word) for word in cfg.layers if are_words]
+    windows = "".join(layer.window for layer in layers)
+    skips = [index for index, layer in enumerate(layers) if layer.skip]
+    scheduled = cfg.stages[:-2]
     return {
         "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
         "model_dim must be an even multiple of head_dim": cfg.model_dim % (2 * cfg.head_dim) == 0,
-        "attention_pattern must be of L, P, S and .": letters,
-        "value_embed_pattern must have an entry a layer": len(cfg.value_embed_pattern) == layers,
-        "value_embed_pattern must have a table": cfg.value_embed_pattern.strip("."),
-        "xsa_pattern must have X or . at L and S of attention_pattern, else .":
-            re.fullmatch(with_xsa, cfg.xsa_pattern),
-        "gate_pattern must have an entry a layer": len(cfg.gate_pattern) == layers,
+        "model_dim must be at least 12": cfg.model_dim >= GATE_CHANNELS,
+        "layers must be at most 99 words such as P, S0x, ., L1xg:skip or Sx:saved":
+            are_words and len(layers) <= 99,
+        "layers must have one word with :skip, below the last and the first .":
+            len(skips) == 1 and skips[0] < len(layers) - 1 and "." not in windows[: skips[0] + 1],
+        "layers must have one word with :saved": sum(layer.saved for layer in layers) == 1,
+        "layers must have a word with value embeddings": any(layer.table for layer in layers),
+        "layers must have x only with L and S, g only with attention":
+            not any(layer.xsa and layer.window in "P." for layer in layers)
+            and not any(layer.gate and layer.window == "." for layer in layers),
         "bigram_width must be at most model_dim": cfg.bigram_width <= cfg.model_dim,
-        "backout_layer must be a layer": cfg.backout_layer < layers,
-        "skip_layer must lie below the last layer and the first .":
-            "." not in below and len(below) < layers,
+        "stages must have a row with a share, one of the extension, one of the last validation":
+            any(stage.share > 0 for stage in scheduled),
+        "stages must have lengths that are multiples of 128":
+            not any(stage.seq_len % BLOCK for stage in cfg.stages),
         "cooldown_frac must be above 0, at most 1": 0 < cfg.cooldown_frac <= 1,
     }
 
 
 # ---- Schedules --------------------------------------------------------------
 BLOCK = 128  # tokens in a block of the attention mask
-LAST_STAGE = 4  # the last validation; stages 0 to 2 are the thirds, 3 is the extension
+LR_FLOOR = 0.15  # factor of all rates in the extension
+LOWEST_MOMENTUM = 0.85  # of Muon, in the first step and after the last
+ADAM_EVERY = 2  # steps from one of Adam's to the next: @classiclarryd, #39
 
 
-@dataclass
-class Schedule:
-    """What changes from step to step."""
+@dataclass(frozen=True)
+class Schedule(Stage):
+    """What holds in a step: the row of its stage, and what moves within the stage."""
 
-    stage: int
-    seq_len: int  # tokens of a sequence
-    target_weights: list  # in the loss, of the next tokens
-    prefix_weight: float  # in the loss, of the next token's prefix
-    lr_factor: float  # of all rates
+    stage: int  # the row's index
+    target_weights: list  # in the loss, of the next tokens and of the prefix
+    prefix_weight: float  # the last of them, or 0 where the prefix is no target
     momentum: float  # Muon's
-    adam_rests: bool
+    adam_steps: bool
     tied: bool  # whether the embedding is the head
 
 
 def schedule(step: int, cfg) -> Schedule:
     """The schedule of a step from 0 to num_iterations. The last one only validates."""
-    first_steps = stage_starts(cfg)
-    stage = bisect.bisect(first_steps, step) - 1
-    scheduled = first_steps[3]  # steps before the extension
+    index, done = stage_of(step, cfg)
+    row = cfg.stages[index]
 
-    # Learning rate: the stage's factor, then linearly down to 0.15 where the extension begins
+    # Learning rate: the stage's factor, then linearly down to the floor where the extension begins
+    scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
     cooldown = scheduled - int(scheduled * (1 - cfg.cooldown_frac))  # whole steps, as published
     kept = min(1.0, max(0, scheduled - step) / max(1, cooldown))
-    lr_factor = kept * at_stage(cfg.lr_factors, stage) + (1 - kept) * 0.15
+    lr_factor = kept * row.lr_factor + (1 - kept) * LR_FLOOR
 
-    # Muon's momentum: up from 0.85 in the first 300 steps, and back to it in the last steps. In the
-    # pocket, which has fewer steps, it is 0.85 throughout.
+    # Muon's momentum: up in the first steps, and down again in the last ones
     steps_left = cfg.num_iterations - step
     share = min(1.0, steps_left / max(1, cfg.momentum_cooldown))
-    if step < 300:
-        share = step / 300
-    momentum = share * cfg.muon_momentum + (1 - share) * 0.85
+    if step < cfg.momentum_warmup:
+        share = step / cfg.momentum_warmup
+    momentum = share * cfg.muon_momentum + (1 - share) * LOWEST_MOMENTUM
 
     # Multi-token prediction: @varunneal, #53, after https://arxiv.org/abs/2404.19737. Weights of
-    # the next tokens in each third: 1, ½, ¼ → 0; then 1, ½ → 0; then 1
-    num_targets = max(1, cfg.targets_ahead - stage)
-    target_weights = [0.5**ahead for ahead in range(num_targets)]
-    if num_targets > 1 and stage < LAST_STAGE:
-        start, end = first_steps[stage : stage + 2]
-        target_weights[-1] *= (end - step) / (end - start)
+    # the next tokens are 1, ½, ¼ and so on. The last one fades while its stage lasts.
+    target_weights = [0.5**ahead for ahead in range(row.num_targets)]
+    if row.num_targets > 1:
+        target_weights[-1] *= 1 - done
 
-    # Prefix targets: @jvarho, #88, 15 steps. They fade in the second third.
-    prefix_weight = cfg.prefix_weight if cfg.prefix_file and stage < 2 else 0.0
-    if stage == 1:
-        prefix_weight *= (first_steps[2] - step) / (first_steps[2] - first_steps[1])
+    # Prefix targets: @jvarho, #88, 15 steps. They fade in the second stage.
+    fade = [cfg.prefix_weight if cfg.prefix_file else 0.0, 0.0]
+    prefix_weight = float(np.interp(step, stage_starts(cfg)[1:3], fade))
+    if prefix_weight:
+        target_weights.append(prefix_weight)
 
-    # The head is untied after a step of Adam, which is odd: the first one in the last third.
-    last_tied = first_steps[2] | 1
-
-    return Schedule(
-        stage=stage,
-        seq_len=at_stage(cfg.seq_lens, stage),  # short at first: @varunneal, #46, 65 steps
+    last_adam_step = max(0, step - step % ADAM_EVERY - 1)
+    moving = dict(
+        stage=index,
+        lr_factor=lr_factor,
         target_weights=target_weights,
         prefix_weight=prefix_weight,
-        lr_factor=lr_factor,
         momentum=momentum,
-        adam_rests=step % 2 == 0,  # so in the first step, too
-        tied=step <= last_tied and not cfg.init,  # the weights of --init stay as they are
+        adam_steps=step % ADAM_EVERY == ADAM_EVERY - 1,
+        # Until Adam has stepped in the last third. The weights of --init stay as they are.
+        tied=stage_of(last_adam_step, cfg)[0] < len(cfg.stages) - 3 and not cfg.init,
     )
+    return Schedule(**vars(row) | moving)
+
+
+def stage_of(step: int, cfg) -> tuple[int, float]:
+    """The index of a step's stage, and which part of the stage lies behind the step."""
+    first_steps = [*stage_starts(cfg), math.inf]
+    index = bisect.bisect(first_steps, step) - 1
+    start, end = first_steps[index : index + 2]
+    return index, (step - start) / (end - start)
 
 
 def stage_starts(cfg) -> list[int]:
-    """First steps of the five stages."""
+    """First steps of the stages."""
     scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
-    thirds = [round(k * scheduled / 3) for k in range(4)]
-    return [*thirds, cfg.num_iterations]
-
-
-def at_stage(values: tuple, stage: int):
-    return values[min(stage, len(values) - 1)]
+    shares = [row.share for row in cfg.stages[:-2]]
+    behind = itertools.accumulate(shares, initial=0.0)  # shares before each stage
+    starts = [round(scheduled * share / sum(shares)) for share in behind]
+    return [*starts, cfg.num_iterations]
 
 
 def yarn(stage: int, cfg, device=None):
@@ -296,7 +338,7 @@ def yarn(stage: int, cfg, device=None):
     exponent = torch.linspace(0, 1, steps=cfg.head_dim // 4, device=device)
     frequency = (1 / cfg.rope_base) ** exponent
     scale = cfg.attention_scale
-    windows = cfg.long_windows[:LAST_STAGE]  # the last validation extrapolates
+    windows = [row.long_window for row in cfg.stages[:-1]]  # the last validation extrapolates
     for old, new in itertools.pairwise(windows[: stage + 1]):
         turns = BLOCK * old * frequency / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of 32 turns and more, none of one
@@ -305,9 +347,68 @@ def yarn(stage: int, cfg, device=None):
     return frequency, scale
 
 
+# ---- Parameters -------------------------------------------------------------
+# A parameter says where it is made how it begins, how it is updated and of which type it is.
+def zeros(param, generator):
+    param.zero_()
+
+
+def constant(*values):
+    return lambda param, generator: param.copy_(torch.tensor(values).view_as(param))
+
+
+def normal(std):
+    return lambda param, generator: param.normal_(std=std, generator=generator)
+
+
+def uniform(std):
+    bound = 3**0.5 * std
+    return lambda param, generator: param.uniform_(-bound, bound, generator=generator)
+
+
+def weight(*shape, group, first=zeros, bf16=False) -> nn.Parameter:
+    """A parameter, not yet initialised.
+
+    group: its row in `parameter_groups`. first: sets its first values. bf16: on a GPU it is bf16,
+    as published, else fp32.
+    """
+    param = nn.Parameter(torch.empty(shape))
+    param.group = group
+    param.first = first
+    param.bf16 = bf16
+    return param
+
+
+class Table(nn.Module):
+    """An embedding table, bf16 on a GPU."""
+
+    def __init__(self, rows, width, group, first=zeros):
+        super().__init__()
+        self.weight = weight(rows, width, group=group, first=first, bf16=True)
+
+    def forward(self, ids):
+        return F.embedding(ids, self.weight)
+
+
+class CastedLinear(nn.Module):
+    """A linear map whose weight, bf16 on a GPU, is cast to its input's type."""
+
+    def __init__(self, in_features, out_features, group, first=zeros):
+        super().__init__()
+        self.weight = weight(out_features, in_features, group=group, first=first, bf16=True)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.type_as(x))
+
+
 # ---- Model ------------------------------------------------------------------
 # In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary,
 # N targets of a position. The residual stream x has the shape (B, T, D).
+GATE_CHANNELS = 12  # of its input that a gate sees
+FACTOR_SCALE = 0.1  # of the factors that networks compute
+SOFTCAP = 23  # logits lie between 0 and it
+SOFTCAP_WIDTH = 7.5  # raw logits are divided by it
+SOFTCAP_SHIFT = 5  # raw logits are first raised by it: low ones get room: @classiclarryd, #54
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -315,11 +416,8 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def norm(x: Tensor) -> Tensor:
-    """RMS norm over the last dimension. On CPUs it is faster than F.rms_norm."""
-    length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-    mean_square = length.square() / x.size(-1)
-    epsilon = torch.finfo(torch.float32).eps  # as in F.rms_norm
-    return (x * (mean_square + epsilon).rsqrt()).type_as(x)
+    """RMS norm over the last dimension. The epsilon is that of fp32 in every type."""
+    return F.rms_norm(x, x.shape[-1:], eps=2**-23)
 
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -330,10 +428,10 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, **options) -> Tensor:
-    """a @ b · scale. A GPU needs a row-major, b column-major, K and N multiples of 16."""
+    """a @ b · scale as bf16. A GPU needs a row-major, b column-major, K and N multiples of 16."""
     scale_a = torch.full((), scale, device=a_MK.device)
     scale_b = torch.ones_like(scale_a)
-    return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, **options)
+    return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, out_dtype=torch.bfloat16, **options)
 
 
 # Scales before the casts to FP8, which bring typical values into its range. They are constants
@@ -356,7 +454,7 @@ class FP8Product(torch.autograd.Function):
         w_f8 = to_fp8(w, FP8_W_SCALE, torch.float8_e4m3fn)  # (V, D)
         ctx.save_for_backward(x_f8, w_f8)
         unscale = 1 / (FP8_X_SCALE * FP8_W_SCALE)
-        return scaled_mm(x_f8, w_f8.T, unscale, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return scaled_mm(x_f8, w_f8.T, unscale, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad):
@@ -364,74 +462,62 @@ class FP8Product(torch.autograd.Function):
         grad_f8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)  # (S, V)
         # The right factor must be column-major: copy the transpose, then transpose back.
         w_columns = w_f8.T.contiguous().T  # (V, D)
-        x_rows = x_f8.T.contiguous()  # (D, S)
-        grad_columns = grad_f8.T.contiguous().T  # (S, V)
         unscale_x = 1 / (FP8_GRAD_SCALE * FP8_W_SCALE)
-        grad_x = scaled_mm(grad_f8, w_columns, unscale_x,
-                           out_dtype=torch.bfloat16, use_fast_accum=False)
+        grad_x = scaled_mm(grad_f8, w_columns, unscale_x, use_fast_accum=False)
+        # Row-major, as the buffer that it is added to
+        grad_rows = grad_f8.T.contiguous()  # (V, S)
+        x_columns = x_f8.T.contiguous().T  # (S, D)
         unscale_w = 1 / (FP8_GRAD_SCALE * FP8_X_SCALE)
-        grad_w = scaled_mm(x_rows, grad_columns, unscale_w,
-                           out_dtype=torch.float32, use_fast_accum=False)
-        return grad_x, grad_w.T
+        grad_w = scaled_mm(grad_rows, x_columns, unscale_w, use_fast_accum=False)
+        return grad_x, grad_w
 
 
-class CastedLinear(nn.Linear):
-    """A linear map whose weight is cast to its input's type, or to FP8: @YouJiacheng, @leloykun."""
+class Head(CastedLinear):
+    """The output head. Its products may be FP8 while training: @YouJiacheng, @leloykun."""
 
-    def __init__(self, in_features, out_features):
-        super().__init__(in_features, out_features, bias=False)
-        self.use_fp8 = False
+    use_fp8 = False
 
     def forward(self, x):
         if self.use_fp8 and self.training:
             return FP8Product.apply(x, self.weight)
-        return F.linear(x, self.weight.type_as(x))
+        return super().forward(x)
 
 
-# Attention. Query q attends to key k if k <= q, both are in one document (@KoszarskyB), and
-# q - k <= 128 · window.
-# The B rows are one sequence of B·T tokens: documents keep them apart.
-def order_blocks(seen_QK: Tensor):
-    """A row's number of seen blocks, (1, 1, Q), and all its blocks, seen ones first, (1, 1, Q, K).
+# Attention. The B rows are one sequence of B·T tokens: documents keep them apart.
+def first_keys(docs_BT: Tensor, reach) -> Tensor:
+    """The first key that each query attends to, (S,): query q sees the keys from it to q.
 
-    Cumulative sums give each block its place. A sort would take minutes to compile.
+    A query sees its own document (@KoszarskyB), and of it at most `reach` tokens back.
     """
-    seen_so_far = seen_QK.cumsum(-1)
-    unseen_so_far = (~seen_QK).cumsum(-1)
-    count_Q1 = seen_so_far[:, -1:]
-    place = torch.where(seen_QK, seen_so_far, count_Q1 + unseen_so_far) - 1
-    block = torch.arange(seen_QK.size(1), device=seen_QK.device)
-    order = place.scatter(-1, place, block.expand_as(place))
-    count = count_Q1[:, 0]
-    return count.int()[None, None], order.int()[None, None]
+    docs_S = docs_BT.flatten()  # numbers of documents, ascending
+    start_S = torch.searchsorted(docs_S, docs_S, out_int32=True)  # of each token's document
+    query_S = torch.arange(len(docs_S), dtype=torch.int32, device=docs_S.device)
+    return torch.maximum(start_S, query_S - reach)
 
 
-def flex_mask(docs_BT: Tensor, reach: Tensor) -> BlockMask:
+def flex_mask(docs_BT: Tensor, reach) -> BlockMask:
     """FlexAttention's mask, from each token's document number and the tokens that it sees back.
 
     It is built by tensor operations, so a growing window needs no recompilation.
     """
-    docs_S = docs_BT.flatten()
-    docs = docs_S.view(-1, BLOCK)  # (blocks, 128)
-    first_doc = docs[:, 0]  # of each block
-    last_doc = docs[:, -1]
-    block = torch.arange(len(docs), device=docs.device)
+    first_S = first_keys(docs_BT, reach)
+    first = first_S.view(-1, BLOCK)  # (blocks, 128)
+    block = torch.arange(len(first), dtype=torch.int32, device=first.device)
     # Rows are blocks of queries, columns blocks of keys. With a reach of 256 and one document:
     # p . . .    p: partial, as some of its pairs are masked
     # f p . .    f: full, all of its pairs are seen
     # p f p .
     # . p f p
-    distance = block[:, None] - block  # from a block of keys to the block of queries
-    near = (distance >= 0) & (BLOCK * distance - (BLOCK - 1) <= reach)
-    seen = near & (first_doc[:, None] <= last_doc)
-    one_document = last_doc[:, None] == first_doc
-    within = BLOCK * distance + (BLOCK - 1) <= reach
-    full = seen & one_document & (distance > 0) & within  # needs no mask inside
+    first_key = BLOCK * block  # of each block
+    last_key = first_key + BLOCK - 1
+    before = block < block[:, None]
+    # In a block the first query sees the earliest keys, the last query the fewest.
+    seen = (block == block[:, None]) | (before & (first[:, :1] <= last_key))
+    full = before & (first[:, -1:] <= first_key)  # needs no mask inside
     partial = seen & ~full
 
     def document_causal(batch, head, q, k):
-        same_document = docs_S[q] == docs_S[k]
-        return (q >= k) & (q - k <= reach) & same_document
+        return (first_S[q] <= k) & (k <= q)
 
     kv_num, kv_order = order_blocks(partial)
     full_kv_num, full_kv_order = order_blocks(full)
@@ -439,7 +525,7 @@ def flex_mask(docs_BT: Tensor, reach: Tensor) -> BlockMask:
     q_num, q_order = order_blocks(partial.T.contiguous())
     full_q_num, full_q_order = order_blocks(full.T.contiguous())
     return BlockMask(
-        seq_lengths=(len(docs_S), len(docs_S)),
+        seq_lengths=(len(first_S), len(first_S)),
         kv_num_blocks=kv_num,
         kv_indices=kv_order,
         full_kv_num_blocks=full_kv_num,
@@ -453,20 +539,34 @@ def flex_mask(docs_BT: Tensor, reach: Tensor) -> BlockMask:
     )
 
 
-def dense_mask(docs_BT: Tensor, reach: Tensor) -> Tensor:
+def order_blocks(seen_QK: Tensor):
+    """A row's number of seen blocks, (1, 1, Q), and all its blocks, seen ones first, (1, 1, Q, K).
+
+    Cumulative sums give each block its place. A sort would take minutes to compile.
+    """
+    seen_so_far = seen_QK.cumsum(-1, dtype=torch.int32)
+    unseen_so_far = (~seen_QK).cumsum(-1, dtype=torch.int32)
+    count_Q1 = seen_so_far[:, -1:]
+    place = torch.where(seen_QK, seen_so_far, count_Q1 + unseen_so_far) - 1
+    block = torch.arange(seen_QK.size(1), dtype=torch.int32, device=seen_QK.device)
+    order = place.scatter(-1, place, block.expand_as(place))
+    return count_Q1[None, None, :, 0], order[None, None]
+
+
+def dense_mask(docs_BT: Tensor, reach) -> Tensor:
     """An additive mask for each block of queries, (blocks, 1, 128, keys), of 0 and -inf.
 
     It is used where FlexAttention is not compiled. The keys are those of the block and of the
-    blocks before it within the window, so the cost grows with the window, not with the sequence.
+    blocks before it within reach, so the cost grows with the window, not with the sequence.
     """
-    blocks_before = min(round_up(int(reach), BLOCK), docs_BT.size(1) - BLOCK) // BLOCK
-    docs = docs_BT.view(-1, BLOCK)  # (blocks, 128)
-    key_docs = gather_window(docs, blocks_before + 1)
-    same_document = docs[:, :, None] == key_docs[:, None, :]
-    key = torch.arange(-blocks_before * BLOCK, BLOCK, device=docs.device)
-    query = key[-BLOCK:, None]
-    in_reach = (query >= key) & (query - key <= reach)
-    return torch.where(same_document & in_reach, 0.0, -math.inf)[:, None]
+    first_S = first_keys(docs_BT, reach)
+    blocks_before = min(-(-int(reach) // BLOCK), docs_BT.size(1) // BLOCK - 1)
+    query = torch.arange(len(first_S), device=first_S.device).view(-1, BLOCK, 1)
+    # The keys of a block of queries end with it.
+    offset = torch.arange(-blocks_before * BLOCK, BLOCK, device=first_S.device)
+    key = query[:, :1] + offset  # (blocks, 1, keys)
+    seen = (first_S.view_as(query) <= key) & (key <= query)
+    return torch.where(seen, 0.0, -math.inf)[:, None]
 
 
 def gather_window(blocks: Tensor, window: int) -> Tensor:
@@ -498,15 +598,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
     return y.transpose(1, 2).reshape(shape)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, https://arxiv.org/abs/2104.09864, by angles (T, 1, P, K / 2).
 
-    x: (B, T, H / P, P, K) with P positions of a token, 1 or 2, which its heads have in turns.
+    A token has P positions, one or two, and its heads have them in turns.
     Entry i and entry i + K / 2 are a pair.
     """
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = x_BTHK.float().unflatten(2, (-1, cos.size(-2))).chunk(2, dim=-1)
     turned = [first * cos + second * sin, second * cos - first * sin]
-    return torch.cat(turned, dim=-1).type_as(x)
+    return torch.cat(turned, dim=-1).type_as(x_BTHK).view_as(x_BTHK)
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:
@@ -522,27 +622,39 @@ def offset_keys(k_BTHK: Tensor) -> Tensor:
     return torch.where(quarter % 2 == 1, previous, k_BTHK)
 
 
+class View(NamedTuple):
+    """How the layers of one window see the tokens."""
+
+    rotary: Tensor  # cosines and sines
+    mask: object  # a BlockMask, or a dense mask
+    positions: int  # of a token
+    composed_mask: object  # the same of composed attention
+
+
 class CausalSelfAttention(nn.Module):
     """Attention among heads of which some are gated."""
 
-    def __init__(self, cfg, window, has_gate):
+    def __init__(self, cfg, layer: Layer):
         super().__init__()
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
-        self.offsets_keys = window == "L"
-        self.positions = 2 if window == "P" else 1  # of a token
+        self.offsets_keys = layer.window == "L"
         self.kernel_options = None  # of FlexAttention
+        # Uniform: @YouJiacheng; the output, too: @srashedll, #64, 20 steps
+        first = uniform(0.5 * dim**-0.5)
         # A matrix for each pair of heads, of queries and then of keys: @samacqua, #80, 10 steps
-        self.qk_w = nn.Parameter(torch.empty(self.num_heads, 2 * cfg.head_dim, dim))
-        self.v_w = nn.Parameter(torch.empty(dim, dim))
-        self.c_proj = CastedLinear(dim, dim)
-        self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # factors of Q, K, V and of c_proj
+        shape = (self.num_heads, 2 * cfg.head_dim, dim)
+        self.qk_w = weight(*shape, group="queries, keys", first=first)
+        self.v_w = weight(dim, dim, group="attention", first=first)
+        self.c_proj = weight(dim, dim, group="attention", first=first)
+        # Factors of Q, K, V and of c_proj
+        self.lambdas = weight(2, group="lambdas", first=constant(0.5, 1.0))
         self.value_gate = None
-        if has_gate:
-            self.value_gate = CastedLinear(min(12, dim), self.num_heads)
+        if layer.table:
+            self.value_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
 
-    def forward(self, x, value_embed, rotary, mask, composed_mask, *, gates):
-        """gates: this layer's factors of a token's heads, (B, T, H), by their kind."""
+    def forward(self, x, value_embed, view, factors):
+        """factors: of this layer, by name. Those of heads are (H,) or (B, T, H)."""
         # Queries, keys and values
         qkv_lambda, proj_lambda = self.lambdas
         # Merged: @fernbear.bsky.social, @YouJiacheng
@@ -550,8 +662,7 @@ class CausalSelfAttention(nn.Module):
         qkv = F.linear(x, qkv_w.type_as(x))
         qkv = qkv.unflatten(-1, (3 * self.num_heads, -1))  # (B, T, 3 H, K)
         qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
-        qk = norm(qk).unflatten(2, (-1, self.positions))  # QK-norm: @Grad62304977
-        q, k = rotate(qk, *rotary).flatten(2, 3).chunk(2, dim=2)
+        q, k = rotate(norm(qk), *view.rotary).chunk(2, dim=2)  # QK-norm: @Grad62304977
         if self.offsets_keys:
             k = offset_keys(k)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
@@ -559,7 +670,7 @@ class CausalSelfAttention(nn.Module):
             # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate. It sees
             # the value too: @photon_mz, #70.
             if self.value_gate is not None:
-                half = self.value_gate.in_features // 2
+                half = GATE_CHANNELS // 2
                 seen = torch.cat([x[..., :half], value_embed[..., :half]], dim=-1)
                 gate_BTH = 2 * torch.sigmoid(self.value_gate(seen))
                 value = gate_BTH[..., None] * value
@@ -567,32 +678,32 @@ class CausalSelfAttention(nn.Module):
         # Paired heads: @classiclarryd, #58, 65 steps. Heads h and h + H / 2 of a token stand side
         # by side in one sequence of 2 T positions, and share its softmax. Odd heads were turned as
         # if they stood second, wherever they stand.
-        shape = (len(x), -1, self.num_heads // self.positions, q.size(-1))
-        q = q.reshape(shape)
-        k = k.reshape(shape)
-        v = v.reshape(shape)
-        y = attend(q, k, v, mask, self.kernel_options)
+        woven = (len(x), -1, self.num_heads // view.positions, q.size(-1))
+        q, k, v = (each.reshape(woven) for each in (q, k, v))
+        y = attend(q, k, v, view.mask, self.kernel_options)
         y = y.view(*x.shape[:2], self.num_heads, -1)
         # Exclusive self-attention: what points along a token's own value is taken away:
         # @_djdumpling, #82, 30 steps, https://arxiv.org/abs/2603.09078
-        if "xsa" in gates:
+        if "xsa" in factors:
             length = v.square().sum(-1, keepdim=True).clamp_min(1e-8)
             own = (y * v).sum(-1, keepdim=True) / length * v
-            y = y - torch.tanh(gates["xsa"])[..., None] * own
-        if "into" in gates:
-            y = y + self.compose(q, k, v, composed_mask, gates)
-        if "heads" in gates:  # a head can turn itself off: @classiclarryd, #28
-            y = y * gates["heads"][..., None]
+            y = y - torch.tanh(factors["xsa"]).type_as(y)[..., None] * own
+        if "into" in factors:
+            y = y + self.compose(q, k, v, view.composed_mask, factors)
+        if "heads" in factors:  # a head can turn itself off: @classiclarryd, #28
+            y = y * factors["heads"][..., None]
         y = y.flatten(2)  # (B, T, D)
-        c_proj = proj_lambda * self.c_proj.weight
+        c_proj = proj_lambda * self.c_proj
         return F.linear(y, c_proj.type_as(x))
 
-    def compose(self, q, k, v, mask, gates):
+    def compose(self, q, k, v, mask, factors):
         """What each head reads where all heads look, by their factors: (B, T, H, K).
 
-        Dynamically composable attention, https://arxiv.org/abs/2405.08553: @Lisennlp, #85.
+        Dynamically composable attention, https://arxiv.org/abs/2405.08553: @Lisennlp, #85. Here it
+        takes an attention call a head, by an estimate 3 to 5 s of a run of 75 s on 8 H100s. The
+        published one is a kernel of its own.
         """
-        into = gates["into"].float()
+        into = factors["into"].float()
         into = into * (into.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         into = into.type_as(v)[..., None]
         outputs = []
@@ -600,7 +711,7 @@ class CausalSelfAttention(nn.Module):
             of_head = v[:, :, head : head + 1].expand_as(v)
             looks = attend(q, k, of_head, mask, self.kernel_options)
             outputs.append((into * looks).sum(dim=2))
-        return gates["out of"][..., None] * torch.stack(outputs, dim=2)
+        return factors["out_of"][..., None] * torch.stack(outputs, dim=2)
 
 
 def hash_bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
@@ -609,10 +720,9 @@ def hash_bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
     It is a hash of the token and the one before it. The first token has the last row alone.
     """
     last = rows - 1
-    # To the second token the one before is `last`. The published product, an int32, overflows.
-    to_second = (27191 * last + 2**31) % 2**32 - 2**31
-    previous = F.pad(27191 * tokens_BT[:, 1:-1], (1, 0), value=to_second)
-    mixed = (36313 * tokens_BT[:, 1:]) ^ previous
+    tokens_BT = tokens_BT.int()  # as published; the product of `last` overflows
+    previous = F.pad(tokens_BT[:, 1:-1], (1, 0), value=last)
+    mixed = (36313 * tokens_BT[:, 1:]) ^ (27191 * previous)
     return F.pad(mixed % last, (1, 0), value=last)
 
 
@@ -622,8 +732,8 @@ class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         shape = (4 * cfg.model_dim, cfg.model_dim)
-        self.c_fc = nn.Parameter(torch.empty(shape))
-        self.c_proj = nn.Parameter(torch.empty(shape))
+        self.c_fc = weight(*shape, group="mlp", first=uniform(0.5 * cfg.model_dim**-0.5))
+        self.c_proj = weight(*shape, group="mlp")
 
     def forward(self, x):
         x = F.linear(x, self.c_fc.type_as(x))  # (B, T, 4 D)
@@ -631,88 +741,128 @@ class MLP(nn.Module):
         return x @ self.c_proj.type_as(x)
 
 
-class Mudd(nn.Module):
-    """Factors for each token, computed from its stream: (B, T, D) to (B, T, N).
+class Factors(nn.Module):
+    """Factors of each token, by name, from its stream: (B, T, D) to (B, T, n) each.
 
-    Dense connections: @Lisennlp, #81, 65 steps, https://arxiv.org/abs/2502.12170.
+    first: their first values by name. Dense connections: @Lisennlp, #81, 65 steps,
+    https://arxiv.org/abs/2502.12170.
     """
 
-    def __init__(self, dim, biases):
+    def __init__(self, dim, first, group):
         super().__init__()
-        self.w1 = CastedLinear(dim, 64)
-        self.w2 = CastedLinear(64, len(biases))
-        self.bias = nn.Parameter(torch.tensor(biases))
+        self.sizes = {name: len(values) for name, values in first.items()}
+        biases = [value / FACTOR_SCALE for value in sum(first.values(), [])]
+        self.w1 = CastedLinear(dim, 64, group, first=uniform((3 * dim) ** -0.5))
+        self.w2 = CastedLinear(64, len(biases), group)
+        first = constant(*biases)
+        self.bias = weight(len(biases), group=f"{group}, biases", first=first, bf16=True)
 
-    def forward(self, x, scale=0.1):
-        return scale * (self.w2(F.gelu(self.w1(x))) + self.bias)
-
-
-class Gates(nn.Module):
-    """Gates of each token, (B, T, H) or (B, T, 1), by kind and layer: @Lisennlp, #85.
-
-    xsa: of what a head drops. heads: of its output. x0, bigram, skip: of what a layer is given.
-    into, out of: of its attention in the mixture of heads, and of what it takes from there.
-    """
-
-    def __init__(self, cfg, layers):
-        super().__init__()
-        heads = cfg.model_dim // cfg.head_dim
-        last = len(cfg.attention_pattern) - 1
-        first = {}  # first values; the network's outputs are multiplied by 0.1 at first
-        patterns = [("xsa", cfg.xsa_pattern, 0.0), ("heads", cfg.gate_pattern, 0.25)]
-        for kind, pattern, value in patterns:
-            for layer in layers:
-                if pattern[layer] != ".":
-                    first[kind, layer] = [value] * heads
-        for layer in layers:
-            if cfg.attention_pattern[layer] != "." and layer != last:
-                first["x0", layer] = [0.0]
-                first["bigram", layer] = [0.05]
-        for layer in layers:
-            if cfg.attention_pattern[layer] == ".":
-                first["skip", layer] = [0.5]
-        if last in layers and cfg.attention_pattern[last] in "LS":
-            first["into", last] = [1.0] * heads
-            first["out of", last] = [0.0] * heads
-        self.sizes = {gate: len(values) for gate, values in first.items()}
-        self.mudd = Mudd(cfg.model_dim, [10 * value for value in sum(first.values(), [])])
-
-    def forward(self, x, scale):
-        gates = self.mudd(x, scale).split([*self.sizes.values()], dim=-1)
-        return dict(zip(self.sizes, gates))
+    def forward(self, x, scale=FACTOR_SCALE):
+        factors = scale * (self.w2(F.gelu(self.w1(x))) + self.bias)
+        return dict(zip(self.sizes, factors.split([*self.sizes.values()], dim=-1)))
 
 
 class Block(nn.Module):
     """A layer: attention, unless its window is ".", and an MLP, both pre-normed."""
 
-    def __init__(self, cfg, layer):
+    def __init__(self, cfg, layer: Layer):
         super().__init__()
-        self.window = cfg.attention_pattern[layer]  # L, P, S, or . for no attention
-        self.value_table = cfg.value_embed_pattern[layer]  # of value_embeds, or . for none
-        self.is_last = layer == len(cfg.attention_pattern) - 1
+        self.layer = layer
         self.attn = None
-        if self.window != ".":
-            has_gate = self.value_table != "." and not self.is_last
-            self.attn = CausalSelfAttention(cfg, self.window, has_gate)
+        if layer.window != ".":
+            self.attn = CausalSelfAttention(cfg, layer)
         self.mlp = MLP(cfg)
         # Factors of the stream and of what is added to it, by attention and by the MLP: @sisovicm,
         # #73. The stream grows by 1.1 a layer at first.
-        self.resid_lambdas = nn.Parameter(torch.full((2,), 1.1**0.5))
-        self.post_lambdas = nn.Parameter(torch.ones(2))
+        first = constant(1.1**0.5, 1.1**0.5)
+        self.resid_lambdas = weight(2, group="residual lambdas", first=first)
+        self.post_lambdas = weight(2, group="injection lambdas", first=constant(1.0, 1.0))
 
-    def mix(self, injected):
-        """Factors of stream and attention, what is added, factors of stream and MLP."""
+    def factors(self, x) -> dict:
+        """Its own factors by name. They are numbers, whatever its input x."""
         resid_attn, resid_mlp = self.resid_lambdas
         post_attn, post_mlp = self.post_lambdas
-        return resid_attn, post_attn, injected, resid_mlp, post_mlp
+        return dict(
+            resid_attn=resid_attn, post_attn=post_attn, resid_mlp=resid_mlp, post_mlp=post_mlp
+        )
 
-    def forward(self, x, read, value_embed, place, mix, *, gates):
-        """read: what attention sees. mix: as of `mix`. gates: of this layer, by kind."""
-        resid_attn, post_attn, injected, resid_mlp, post_mlp = mix
+    def forward(self, x, read, stream, value_embed, view, factors):
+        """read: what attention sees. stream: earlier activations by name, each (B, T, D).
+
+        factors: by name, a number or one for each token. Activations that have one are added.
+        """
         if self.attn is not None:
-            y = self.attn(norm(read), value_embed, *place, gates=gates)
-            x = resid_attn * x + post_attn * y + injected
-        return resid_mlp * x + post_mlp * self.mlp(norm(x))
+            y = self.attn(norm(read), value_embed, view, factors)
+            x = factors["resid_attn"] * x + factors["post_attn"] * y
+            for name, activation in stream.items():  # @KoszarskyB, @Grad62304977
+                if name in factors:
+                    x = x + factors[name] * activation
+        return factors["resid_mlp"] * x + factors["post_mlp"] * self.mlp(norm(x))
+
+
+# First values of the last layer's factors: it is like the others, but its table counts twice.
+LAST_FACTORS = dict(
+    value_first=[0.0], value_saved=[0.0], value_x=[0.0],  # of what is added to its values
+    stream_first=[0.0], stream_saved=[0.0], stream_x=[0.0],  # of what is added to its input
+    table_low=[2.0], table_high=[2.0],  # of its value embeddings, in lower and higher heads
+    resid_attn=[1.1**0.5], post_attn=[1.0], first=[0.0], bigram=[0.05],
+    resid_mlp=[1.1**0.5], post_mlp=[1.0],
+)
+
+
+class LastBlock(Block):
+    """A last layer with attention. It reads the stream again, by factors of each token.
+
+    The published one also has the numbers that other layers have. Nothing reads them.
+    """
+
+    def __init__(self, cfg, layer: Layer):
+        super().__init__(cfg, layer)
+        self.resid_lambdas = self.post_lambdas = self.attn.value_gate = None
+        self.network = Factors(cfg.model_dim, LAST_FACTORS, group="dense connections")
+
+    def factors(self, x) -> dict:
+        return self.network(x)
+
+    def forward(self, x, read, stream, value_embed, view, factors):
+        value = 0
+        for name, source in dict(x=x, first=stream["first"], saved=read).items():
+            value = value + factors[f"value_{name}"] * source
+            x = x + factors[f"stream_{name}"] * source
+        if value_embed is not None:
+            low, high = value_embed.chunk(2, dim=-1)
+            table = [factors["table_low"] * low, factors["table_high"] * high]
+            value = value + torch.cat(table, dim=-1)
+        return super().forward(x, read, stream, value, view, factors)
+
+
+# First values of the output's factors. Half of what was saved is subtracted: backout, @snimu, #40
+OUTPUT_FACTORS = dict(first=[0.0], saved=[-0.5], entry=[0.0], values=[0.0], skip=[0.0])
+
+
+def first_gates(cfg, indices) -> dict:
+    """First values of the gates of some layers, by name and layer: @Lisennlp, #85.
+
+    xsa: of what a head drops. heads: of its output. x0, bigram, skip: of what a layer adds.
+    into, out_of: of its attention in the mixture of heads, and of what it takes from there.
+    """
+    heads = cfg.model_dim // cfg.head_dim
+    first = {}
+    for index in indices:
+        layer = read_layer(cfg.layers[index])
+        if layer.xsa:
+            first["xsa", index] = [0.0] * heads
+        if layer.gate:
+            first["heads", index] = [0.25] * heads
+        if layer.window == ".":
+            first["skip", index] = [0.5]
+        elif index < len(cfg.layers) - 1:
+            first["x0", index] = [0.0]
+            first["bigram", index] = [0.05]
+        elif layer.window != "P":
+            first["into", index] = [1.0] * heads
+            first["out_of", index] = [0.0] * heads
+    return first
 
 
 def read_prefixes(cfg) -> Tensor:
@@ -732,53 +882,69 @@ def read_prefixes(cfg) -> Tensor:
 
 
 class GPT(nn.Module):
-    """The model, under the published parameter names."""
+    """The model. Its weights have no values until `init_weights` or a checkpoint gives them."""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
+        layers = [read_layer(word) for word in cfg.layers]
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
-        self.embed = nn.Embedding(vocab, cfg.model_dim)
+        self.embed = Table(vocab, cfg.model_dim, group="embed", first=normal(0.005))
         self.value_embeds = nn.ModuleDict()
-        for table in sorted(set(cfg.value_embed_pattern) - {"."}):
-            self.value_embeds[table] = nn.Embedding(vocab, cfg.model_dim)
-        self.bigram_embed = nn.Embedding(cfg.bigram_rows, cfg.bigram_width)
+        for table in sorted({layer.table for layer in layers if layer.table}):
+            # Not zero at first: @photon_mz, #70
+            embedding = Table(vocab, cfg.model_dim, group="value embeds", first=normal(0.01))
+            self.value_embeds[table] = embedding
+        self.bigram_embed = Table(cfg.bigram_rows, cfg.bigram_width, group="bigrams")
         self.register_buffer("bigram_signs", torch.ones(cfg.sign_rows, cfg.bigram_width))
-        layers = range(len(cfg.attention_pattern))
-        self.blocks = nn.ModuleList([Block(cfg, layer) for layer in layers])
-        # At first the last layer is like the others, but value embeddings count twice, and half of
-        # a saved output is subtracted at the end.
-        resid = 10 * 1.1**0.5
-        biases = [0.0] * 6 + [20.0, 20.0, resid, 10.0, 0.0, 0.5, resid, 10.0]
-        self.mudd_last = Mudd(cfg.model_dim, biases) if self.blocks[-1].attn else None
-        self.mudd_output = Mudd(cfg.model_dim, [0.0, -5.0, 0.0, 0.0, 0.0])
-        # Gates of the layers up to the skip's source, and of those above it
-        self.gates_early = Gates(cfg, layers[: cfg.skip_layer + 1])
-        self.gates_late = Gates(cfg, layers[cfg.skip_layer + 1 :])
-        self.gates_lambda = nn.Parameter(torch.tensor(0.1))
-        self.smear_gate = CastedLinear(min(12, cfg.model_dim), 1)
-        self.smear_lambda = nn.Parameter(torch.tensor(0.0))  # nothing is smeared at first
-        self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # sigmoid: 0.18 of the skip at first
-        self.lm_head = CastedLinear(cfg.model_dim, vocab)
-        # Of the head. The harness makes it smaller on cards with less memory.
-        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)
-        prefixes = torch.full((vocab,), -1)
-        self.register_buffer("prefixes", prefixes, persistent=False)
-        # Buffers, so that a new stage needs no recompilation: the long and the short window in
-        # blocks; cosines and sines of the rotary embedding.
-        windows = torch.zeros(2, dtype=torch.int32)
-        self.register_buffer("windows", windows, persistent=False)
-        max_length = max(*cfg.seq_lens, cfg.val_seq_len)
+        self.blocks = nn.ModuleList([Block(cfg, layer) for layer in layers[:-1]])
+        last_type = Block if layers[-1].window == "." else LastBlock
+        self.blocks.append(last_type(cfg, layers[-1]))
+        self.output_factors = Factors(cfg.model_dim, OUTPUT_FACTORS, group="dense connections")
+        # Gates of the layers up to the skip's source, from x0, and of those above it, from there
+        below = next(index for index, layer in enumerate(layers) if layer.skip) + 1
+        early = first_gates(cfg, range(below))
+        late = first_gates(cfg, range(below, len(layers)))
+        self.gates_early = Factors(cfg.model_dim, early, group="token gates")
+        self.gates_late = Factors(cfg.model_dim, late, group="token gates")
+        self.gates_lambda = weight(group="gate scale", first=constant(FACTOR_SCALE))
+        self.smear_gate = CastedLinear(GATE_CHANNELS, 1, group="smear gate")
+        self.smear_lambda = weight(group="lambdas")  # nothing is smeared at first
+        # Its sigmoid is the factor of the skip: 0.18 at first
+        self.skip_lambda = weight(group="lambdas", first=constant(-1.5))
+        self.lm_head = Head(cfg.model_dim, vocab, group="head", first=normal(0.005))
+        # The head is computed in chunks of this many tokens.
+        longest = max(row.seq_len for row in cfg.stages)
+        tokens = cfg.sequences_per_forward * longest / max(1, cfg.head_chunks)
+        self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
+        self.register_buffer("prefixes", torch.full((vocab,), -1), persistent=False)
+        # Buffers, so that a new stage needs no recompilation: the reach of long and short windows
+        # in tokens; cosines and sines of the rotary embedding.
+        self.register_buffer("reach", torch.zeros(2, dtype=torch.int32), persistent=False)
         # Paired heads have two positions a token.
-        rotary = torch.zeros(2, 2 * max_length, 1, cfg.head_dim // 2)
+        rotary = torch.zeros(2, 2 * max(longest, cfg.val_seq_len), 1, cfg.head_dim // 2)
         self.register_buffer("rotary", rotary, persistent=False)
-        self.set_stage(LAST_STAGE)  # as a loaded model is used
+        self.set_stage(schedule(cfg.num_iterations, cfg))  # as a loaded model is used
 
-    def set_stage(self, stage):
+    @torch.no_grad()
+    def init_weights(self, generator):
+        """Give every parameter its first values."""
+        for param in self.parameters():
+            param.first(param, generator)
+        self.embed.weight.copy_(self.lm_head.weight)
+        self.bigram_signs.normal_(generator=generator).sign_()
+
+    def read_tables(self):
+        """Read what is no weight, the prefixes. Raises UserError."""
+        if self.cfg.prefix_file:
+            self.prefixes[: self.cfg.vocab_size] = read_prefixes(self.cfg)
+
+    @torch.no_grad()
+    def set_stage(self, now):
         """Set the windows and the rotary embedding for a stage."""
-        self.windows[0] = at_stage(self.cfg.long_windows, stage)
-        self.windows[1] = at_stage(self.cfg.short_windows, stage)
-        frequency, attention_scale = yarn(stage, self.cfg, self.rotary.device)
+        self.reach[0] = BLOCK * now.long_window
+        self.reach[1] = BLOCK * now.short_window
+        frequency, attention_scale = yarn(now.stage, self.cfg, self.rotary.device)
         # Half-truncated: half of the pairs do not rotate at all: @YouJiacheng
         frequency = F.pad(frequency, (0, self.cfg.head_dim // 4))  # (K / 2,)
         position = torch.arange(self.rotary.size(1), device=frequency.device)
@@ -788,110 +954,68 @@ class GPT(nn.Module):
         self.rotary[0] = scale * theta.cos()
         self.rotary[1] = scale * theta.sin()
 
-    @torch.no_grad()
-    def init_weights(self, generator):
-        """Initialise each matrix by its name. Raises KeyError for an unknown one."""
-        for name, param in self.named_parameters():
-            if name in ("embed.weight", "lm_head.weight"):
-                param.normal_(std=0.005, generator=generator)
-            elif name.startswith("value_embeds"):
-                param.normal_(std=0.01, generator=generator)  # not zero: @photon_mz, #70
-            # Uniform: @YouJiacheng; the output of attention too: @srashedll, #64, 20 steps
-            elif name.endswith(("qk_w", "v_w", "attn.c_proj.weight", "c_fc")):
-                std = 0.5 * self.cfg.model_dim**-0.5
-                bound = 3**0.5 * std
-                param.uniform_(-bound, bound, generator=generator)
-            elif name.endswith("w1.weight"):
-                bound = self.cfg.model_dim**-0.5
-                param.uniform_(-bound, bound, generator=generator)
-            elif name.endswith(("c_proj", ".weight")):
-                param.zero_()  # zero-initialised projections: @Grad62304977
-            elif not re.search("lambda|bias", name):  # the constructors initialise these
-                raise KeyError(f"no initialisation for the parameter {name}")
-        self.embed.weight.copy_(self.lm_head.weight)
-        self.bigram_signs.normal_(generator=generator).sign_()
-        if self.cfg.prefix_file:
-            self.prefixes[: self.cfg.vocab_size] = read_prefixes(self.cfg)
-
-    def places(self, inputs_BT):
-        """Rotary angles and attention mask for each letter of the pattern."""
-        cfg = self.cfg
+    def views(self, inputs_BT) -> dict:
+        """The `View` of the layers of each window, by its letter."""
         # Documents are numbered through all rows, so that no row attends to another.
-        starts_BT = inputs_BT == cfg.eot_token
+        starts_BT = inputs_BT == self.cfg.eot_token
         starts_BT[:, 0] = True
         docs_S = starts_BT.flatten().cumsum(0, dtype=torch.int32)
         docs_BT = docs_S.view_as(starts_BT)
-        make_mask = dense_mask
-        if docs_BT.is_cuda and torch.compiler.is_compiling():
-            make_mask = flex_mask
-        places = {}
-        T = inputs_BT.size(1)
+        # FlexAttention is fast only where it is compiled.
+        on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
+        make_mask = flex_mask if on_gpu else dense_mask
         composed_mask = None
-        if cfg.attention_pattern[-1] in "LS":
-            composed_mask = make_mask(docs_BT, cfg.composed_window - 1)
-        long, short = self.windows
-        for letter, window in dict(L=long, S=short, P=short).items():
-            if letter in cfg.attention_pattern:
-                positions = 2 if letter == "P" else 1  # of a token
+        if self.blocks[-1].layer.window in "LS":
+            composed_mask = make_mask(docs_BT, self.cfg.composed_window - 1)
+        T = inputs_BT.size(1)
+        long, short = self.reach
+        views = {}
+        for letter, reach in dict(L=long, S=short, P=short).items():
+            if any(block.layer.window == letter for block in self.blocks):
+                positions = 2 if letter == "P" else 1
                 rotary = self.rotary[:, : positions * T].view(2, T, 1, positions, -1)
-                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), BLOCK * window)
-                places[letter] = (rotary, mask, composed_mask)
-        return places
+                # The reach counts positions: where heads are paired, half as many tokens.
+                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), reach)
+                views[letter] = View(rotary, mask, positions, composed_mask)
+        return views
 
     def hidden(self, inputs_BT):
         """The normed output of the last layer, (B, T, D)."""
-        cfg = self.cfg
         length = inputs_BT.size(1)
         padding = -length % BLOCK
-        inputs_BT = F.pad(inputs_BT, (0, padding), value=cfg.eot_token)
-        places = self.places(inputs_BT)
+        inputs_BT = F.pad(inputs_BT, (0, padding), value=self.cfg.eot_token)
+        views = self.views(inputs_BT)
         values = {}
         for table, embedding in self.value_embeds.items():
             values[table] = embedding(inputs_BT)
 
-        outputs = []
         x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
         bigram = self.bigrams(inputs_BT)
         gates = self.gates_early(x0, self.gates_lambda)
-        x = first = x0 + gates["bigram", 0] * bigram
-        for layer, block in enumerate(self.blocks):
-            if layer == cfg.skip_layer + 1:
-                gates |= self.gates_late(x, self.gates_lambda)
-            own = {kind: gate for (kind, of), gate in gates.items() if of == layer}
+        x = x0 + gates["bigram", 0] * bigram
+        first_values = next(iter(values.values()))
+        stream = dict(x0=x0, first=x, values=first_values)  # what is read again
+        for index, block in enumerate(self.blocks):
+            layer = block.layer
+            factors = block.factors(x)
+            factors |= {name: gate for (name, of), gate in gates.items() if of == index}
             # The published skip enters at the one layer that has no attention.
             if block.attn is None:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
-                skip = outputs[cfg.skip_layer]
-                x = x + torch.sigmoid(self.skip_lambda) * own["skip"] * skip
-            value_embed = values.get(block.value_table)
-            injected = own.get("x0", 0) * x0  # @KoszarskyB, @Grad62304977
-            if layer:  # the first layer has its bigrams already
-                injected = injected + own.get("bigram", 0) * bigram
+                x = x + torch.sigmoid(self.skip_lambda) * factors["skip"] * stream["skip"]
             # Late attention reads one saved activation: @classiclarryd, #77, after @sisovicm, #73
-            read = x if layer <= cfg.backout_layer else outputs[cfg.backout_layer]
-            mix = block.mix(injected)
-            entry = x  # in the end, of the last layer
-            if block.is_last and block.attn:
-                x, value_embed, mix = self.mix_last(x, first, read, bigram, value_embed)
-            x = block(x, read, value_embed, places.get(block.window), mix, gates=own)
-            outputs.append(x)
-        saved = outputs[cfg.backout_layer]
-        first_values = next(iter(values.values()))
-        sources = [first, saved, entry, first_values, outputs[cfg.skip_layer]]
-        for factor, source in zip(self.mudd_output(x).split(1, dim=-1), sources):
-            x = x + factor * source
+            read = stream.get("saved", x)
+            stream["entry"] = x  # in the end, of the last layer
+            value_embed = values.get(layer.table)
+            x = block(x, read, stream, value_embed, views.get(layer.window), factors)
+            stream["bigram"] = bigram  # the first layer has its bigrams already
+            if layer.skip:
+                stream["skip"] = x
+                gates |= self.gates_late(x, self.gates_lambda)
+            if layer.saved:
+                stream["saved"] = x
+        for name, factor in self.output_factors(x).items():
+            x = x + factor * stream[name]
         return norm(x[:, :length])
-
-    def mix_last(self, x, first, saved, bigram, value_embed):
-        """The last layer's stream, values and `Block.mix`, by factors of each token."""
-        (v_first, v_saved, v_x, x_first, x_saved, x_x, gate_low, gate_high, resid_attn, post_attn,
-         injected_first, injected_bigram, resid_mlp, post_mlp) = self.mudd_last(x).split(1, dim=-1)
-        value = v_first * first + v_saved * saved + v_x * x
-        if value_embed is not None:
-            low, high = value_embed.chunk(2, dim=-1)  # of the first and the last heads
-            value = value + torch.cat([gate_low * low, gate_high * high], dim=-1)
-        injected = injected_first * first + injected_bigram * bigram
-        x = (1 + x_x) * x + x_first * first + x_saved * saved
-        return x, value, (resid_attn, post_attn, injected, resid_mlp, post_mlp)
 
     def bigrams(self, tokens_BT):
         """The embedding of each token and the one before it, (B, T, D), zero beyond its width."""
@@ -906,23 +1030,19 @@ class GPT(nn.Module):
         """Add a gated share of the previous token's embedding: @classiclarryd, #34, 15 steps."""
         current = x_BTD[:, 1:]
         previous = x_BTD[:, :-1]
-        channels = current[..., : self.smear_gate.in_features]
-        gate = torch.sigmoid(self.smear_gate(channels))  # (B, T - 1, 1)
+        gate = torch.sigmoid(self.smear_gate(current[..., :GATE_CHANNELS]))  # (B, T - 1, 1)
         smeared = current + self.smear_lambda * gate * previous
         return torch.cat([x_BTD[:, :1], smeared], dim=1)
 
     def logits(self, x):
-        """Capped logits (…, V) in fp32: Gemma 2, @Grad62304977, @KoszarskyB, @YouJiacheng.
-
-        Most tokens are unlikely, so low logits have more room than high ones: @classiclarryd, #54.
-        """
+        """Softcapped logits (…, V) in fp32: Gemma 2, @Grad62304977, @KoszarskyB, @YouJiacheng."""
         raw = self.lm_head(x).float()
-        return 23 * torch.sigmoid((raw + 5) / 7.5)
+        return SOFTCAP * torch.sigmoid((raw + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
 
     def head_loss(self, x_SD, targets_SN, ids_V):
         """Cross-entropies with each position's N targets, summed over positions, (N,).
 
-        Logits are at most 23, so their exponentials are summed without subtracting a maximum.
+        Logits are capped, so their exponentials are summed without subtracting a maximum.
         """
         logits_SV = self.logits(x_SD)
         log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
@@ -951,10 +1071,10 @@ class GPT(nn.Module):
             prefixes_S1 = self.prefixes[targets_SN[:, :1]]
             targets_SN = torch.cat([targets_SN, prefixes_S1], dim=1)
         ids_V = torch.arange(len(self.lm_head.weight), device=x_SD.device)
-        size = self.tokens_per_piece
+        size = self.tokens_per_chunk
         if len(x_SD) <= size:
             return self.head_loss(x_SD, targets_SN, ids_V)
-        # In pieces, recomputed in the backward pass: the logits are never in memory all at once.
+        # In chunks, recomputed in the backward pass: the logits are never in memory all at once.
         losses = 0
         for x, targets in zip(x_SD.split(size), targets_SN.split(size)):
             losses = losses + checkpoint(self.head_loss, x, targets, ids_V, use_reentrant=False)
@@ -1015,7 +1135,7 @@ def muon_update(weight, grad, mean, square, *, step_size, momentum, decay, dtype
 
 
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
-    """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in place.
+    """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in fp32 and in place.
 
     Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
     mean, square: in fp32, also of bf16 weights: @ChrisJMcCormick, #56. count: steps, a tensor.
@@ -1035,51 +1155,40 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
 
 @dataclass
 class Group:
-    """A row of the table: some parameters and how they are updated."""
+    """A row of the table: how the parameters of a group are updated."""
 
-    name: str
-    rule: type  # Adam or Muon
-    params: list
+    optimizer: type  # Adam or Muon
     lr: float  # Adam: about a weight's change; Muon: about the spectral norm of a change
     betas: tuple = (0.9, 0.99)  # Adam: decay of its means of gradients and of their squares
     decay: float = 0.0  # of weights, in units of the rate (Muon) or of its square (Adam)
     factors: tuple = (1.0,)  # Muon: factors of the rate, matrices in turn
 
 
-def parameter_groups(model: GPT, cfg) -> list[Group]:
-    """The table of parameter groups. Each parameter of the model is in one row."""
-    def ending(*names):
-        return [param for name, param in model.named_parameters() if name.endswith(names)]
-
-    embeds = list(model.value_embeds.parameters())
-    bigrams = [model.bigram_embed.weight]
-    attention = ending("v_w") + ending("attn.c_proj.weight")
-    mlp = ending("c_fc", "mlp.c_proj")
-    gates = ending("value_gate.weight")
-    networks = ending("mudd.w1.weight", "mudd.w2.weight")
-    lambdas = ending("attn.lambdas", "smear_lambda", "skip_lambda")
-    mudd = ending("last.w1.weight", "last.w2.weight", "output.w1.weight", "output.w2.weight")
-    return [
-        Group("queries, keys", Muon, ending("qk_w"), cfg.muon_lr, decay=1.2),
-        Group("attention", Muon, attention, cfg.muon_lr, decay=1.2),  # until #61 twice this rate
-        Group("mlp", Muon, mlp, cfg.muon_lr, decay=1.2, factors=(2.0, 4.0)),
+def parameter_groups(cfg) -> dict[str, Group]:
+    """The table of parameter groups. The parameters name their group (`weight`)."""
+    return {
+        "queries, keys": Group(Muon, cfg.muon_lr, decay=1.2),
+        "attention": Group(Muon, cfg.muon_lr, decay=1.2),  # until #61 twice this rate
+        "mlp": Group(Muon, cfg.muon_lr, decay=1.2, factors=(2.0, 4.0)),  # c_fc, c_proj
+        "gates": Group(Adam, 0.008, decay=0.005),
         # What sees more gradients is averaged over fewer steps: #57. Decays are 0.005, times 150 of
         # embeddings and head, times 5 of value embeddings.
-        Group("embed", Adam, [model.embed.weight], cfg.head_lr, (0.5, 0.95), decay=0.75),
-        Group("head", Adam, [model.lm_head.weight], cfg.head_lr, (0.5, 0.95), decay=0.75),
-        Group("value embeds", Adam, embeds, cfg.embed_lr, (0.75, 0.95), decay=0.025),
-        Group("bigrams", Adam, bigrams, cfg.embed_lr, (0.75, 0.95), decay=0.025),
-        Group("gates", Adam, gates, 0.008, decay=0.005),
-        Group("smear gate", Adam, [model.smear_gate.weight], 8e-5),
-        Group("residual lambdas", Adam, ending("resid_lambdas"), 0.04, (0.9, 0.95)),
-        Group("post lambdas", Adam, ending("post_lambdas"), 0.008, (0.9, 0.95)),
-        Group("lambdas", Adam, lambdas, 0.04),
-        Group("mudd", Adam, mudd, 0.002, decay=0.005),
-        Group("mudd biases", Adam, ending("last.bias", "output.bias"), 0.002),
-        Group("gate networks", Adam, networks, 8e-4, decay=0.005),
-        Group("gate biases", Adam, ending("mudd.bias"), 8e-4),
-        Group("gate scale", Adam, [model.gates_lambda], 8e-4),
-    ]
+        "embed": Group(Adam, cfg.head_lr, (0.5, 0.95), decay=0.75),
+        "head": Group(Adam, cfg.head_lr, (0.5, 0.95), decay=0.75),
+        "value embeds": Group(Adam, cfg.embed_lr, (0.75, 0.95), decay=0.025),
+        "bigrams": Group(Adam, cfg.embed_lr, (0.75, 0.95), decay=0.025),
+        "smear gate": Group(Adam, 8e-5),
+        "residual lambdas": Group(Adam, 0.04, (0.9, 0.95)),
+        "injection lambdas": Group(Adam, 0.008, (0.9, 0.95)),
+        "lambdas": Group(Adam, 0.04),
+        "dense connections": Group(Adam, 0.002, decay=0.005),
+        # In bf16, so on a GPU, biases of 2.5 and more never move: half of their last digit is more
+        # than a step at these rates.
+        "dense connections, biases": Group(Adam, 0.002),
+        "token gates": Group(Adam, 8e-4, decay=0.005),
+        "token gates, biases": Group(Adam, 8e-4),
+        "gate scale": Group(Adam, 8e-4),
+    }
 
 
 class ShardedOptimizer:
@@ -1087,32 +1196,35 @@ class ShardedOptimizer:
 
     One reduce-scatter sums all gradients, one all-gather collects all weights. Rank r owns the
     r-th part: only it holds the state of that part and updates it, as in ZeRO,
-    https://arxiv.org/abs/1910.02054. No matrix is split, so the buffers are padded.
+    https://arxiv.org/abs/1910.02054. A part has whole units: numbers, or matrices. The buffers are
+    padded to as many units a rank.
     """
 
-    def __init__(self, group, ranks, unit=1):
+    def __init__(self, name, group, params, ranks, unit=1):
+        self.name = name
         self.group = group
-        self.name = group.name
         self.ranks = ranks
-        self.handle = None  # of a communication under way
-        self.numel = sum(param.numel() for param in group.params)
-        share = round_up(self.numel, unit * ranks.world_size) // ranks.world_size
+        self.handle = None  # the async handle of a collective under way
+        self.numel = sum(param.numel() for param in params)
+        self.units = self.numel // unit  # of all ranks, without padding
+        self.my_units = -(-self.units // ranks.world_size)
+        share = self.my_units * unit
         self.mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
-        first = group.params[0].detach()
+        first = params[0].detach()
         self.weights = first.new_zeros(share * ranks.world_size)
         self.grads = torch.zeros_like(self.weights)
         start = 0
-        for param in group.params:  # they become views of the buffers
+        for param in params:  # they become views of the buffers
             end = start + param.numel()
-            weight = self.weights[start:end].view_as(param)
-            param.data = weight.copy_(param.detach())
+            values = self.weights[start:end].view_as(param)
+            param.data = values.copy_(param.detach())
             param.grad = self.grads[start:end].view_as(param)
             start = end
         self.my_grad = self.grads  # this rank's part of the sum of all ranks' gradients
         if ranks.world_size > 1:
             self.my_grad = torch.empty_like(self.grads[self.mine])
         self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
-        self.state = {"mean": torch.zeros_like(self.my_grad)}
+        self.state = {}  # tensors by name; this rank's part, or a number
 
     def tensors(self):
         return [self.weights, *self.state.values()]
@@ -1158,9 +1270,9 @@ class ShardedOptimizer:
             share.copy_(rows[self.ranks.rank if share.ndim else 0].view_as(share))
 
     def length_of(self, share):
-        """Entries of a state over all ranks, without padding; one of a count."""
-        padded = share.numel() * self.ranks.world_size
-        return padded * self.numel // len(self.weights) if share.ndim else 1
+        """Entries of a state over all ranks, without padding; one of a number."""
+        entries_a_unit = share.numel() // self.my_units
+        return entries_a_unit * self.units if share.ndim else 1
 
 
 class Adam(ShardedOptimizer):
@@ -1169,47 +1281,49 @@ class Adam(ShardedOptimizer):
     In between, gradients add up in their buffer and nothing is communicated.
     """
 
-    def __init__(self, group, ranks):
-        super().__init__(group, ranks)
-        dtype = torch.promote_types(self.grads.dtype, torch.float32)
-        self.state["mean"] = torch.zeros_like(self.my_grad, dtype=dtype)
-        self.state["square"] = torch.zeros_like(self.my_grad, dtype=dtype)
+    def __init__(self, name, group, params, ranks):
+        super().__init__(name, group, params, ranks)
+        self.state["mean"] = torch.zeros_like(self.my_grad).float()
+        self.state["square"] = torch.zeros_like(self.my_grad).float()
         self.state["count"] = torch.zeros_like(self.lr)
-        self.rule = compile_on_gpu(adam_update, self.lr)
+        self.step_fn = compile_on_gpu(adam_update, self.lr.device)
 
     def update_share(self, weight, now):
-        group = self.group
-        decay = group.decay * self.lr**2
-        state = self.state.values()
-        self.rule(weight, self.my_grad, *state, lr=self.lr, betas=group.betas, decay=decay)
+        self.step_fn(
+            weight,
+            self.my_grad,
+            **self.state,
+            lr=self.lr,
+            betas=self.group.betas,
+            decay=self.group.decay * self.lr**2,
+        )
 
 
 class Muon(ShardedOptimizer):
     """NorMuon on a batch of matrices of one shape. A parameter may hold several of them."""
 
-    def __init__(self, group, ranks):
-        shape = group.params[0].shape[-2:]
-        super().__init__(group, ranks, unit=shape.numel())
+    def __init__(self, name, group, params, ranks):
+        shape = params[0].shape[-2:]
+        super().__init__(name, group, params, ranks, unit=shape.numel())
         self.my_grad = self.my_grad.view(-1, *shape)
         self.state["mean"] = torch.zeros_like(self.my_grad)
         is_wide = shape[0] < shape[1]
         entries = self.my_grad[:, :1] if is_wide else self.my_grad[:, :, :1]
         self.state["square"] = torch.zeros_like(entries)
         self.factors = torch.zeros_like(self.my_grad[:, :1, :1])
-        # Matrices are in the order of the layers, in an MLP c_fc before c_proj.
-        first = ranks.rank * len(self.my_grad)  # this rank's first matrix
-        for row in range(len(self.my_grad)):
+        first = ranks.rank * self.my_units  # this rank's first matrix
+        for row in range(self.my_units):
             self.factors[row] = group.factors[(first + row) % len(group.factors)]
         self.momentum = torch.zeros_like(self.lr)
         self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
-        self.rule = compile_on_gpu(muon_update, self.lr)
+        self.step_fn = compile_on_gpu(muon_update, self.lr.device)
 
     def update_share(self, weight, now):
         self.momentum.fill_(now.momentum)
-        self.rule(
+        self.step_fn(
             weight.view_as(self.my_grad),
             self.my_grad,
-            *self.state.values(),
+            **self.state,
             step_size=self.lr * self.factors,
             momentum=self.momentum,
             decay=self.lr * self.group.decay,
@@ -1217,26 +1331,31 @@ class Muon(ShardedOptimizer):
         )
 
 
-def compile_on_gpu(rule: Callable, tensor: Tensor) -> Callable:
-    return torch.compile(rule, dynamic=False) if tensor.is_cuda else rule
+def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
+    return torch.compile(step_fn, dynamic=False) if device.type == "cuda" else step_fn
 
 
 def build_optimizers(model: GPT, cfg, ranks) -> list[ShardedOptimizer]:
-    """An optimizer for each row of the table that has parameters."""
-    # Each row compiles its rule anew. Beyond the limit torch would run it uncompiled.
+    """An optimizer for each group that has parameters. Raises KeyError for an unknown group."""
+    # Each group compiles its step anew. Beyond the limit torch would run it uncompiled.
     torch._dynamo.config.recompile_limit = 32
-    groups = parameter_groups(model, cfg)
-    rows = sum(len(group.params) for group in groups)
-    assert rows == len(list(model.parameters())), "each parameter needs one row"
-    return [group.rule(group, ranks) for group in groups if group.params]
+    groups = parameter_groups(cfg)
+    members = {name: [] for name in groups}
+    for param in model.parameters():
+        members[param.group].append(param)
+    optimizers = []
+    for name, group in groups.items():
+        if members[name]:
+            optimizers.append(group.optimizer(name, group, members[name], ranks))
+    return optimizers
 
 
 def step_optimizers(optimizers, now, divisor):
     """One step of all optimizers. Each one computes while others communicate."""
     stepping = []
     for optimizer in optimizers:
-        # Where Adam rests its gradients wait for the next step.
-        if not (now.adam_rests and isinstance(optimizer, Adam)):
+        # Where Adam does not step its gradients wait for the next step.
+        if now.adam_steps or not isinstance(optimizer, Adam):
             stepping.append(optimizer)
     for optimizer in stepping:
         optimizer.reduce()
@@ -1251,7 +1370,7 @@ def step_tied(optimizers, now, divisor):
     """A step in which the embedding is the head, in the first two thirds: @classiclarryd.
 
     The head takes the gradients of both, the embedding copies weights and state. One matrix would
-    need another graph: the tie outlasts the second stage by a step or two.
+    need another graph: from #57 on the tie outlasts a stage by a step or two.
     """
     by_name = {optimizer.name: optimizer for optimizer in optimizers}
     embed = by_name.pop("embed")
@@ -1259,28 +1378,27 @@ def step_tied(optimizers, now, divisor):
     head.grads += embed.grads
     embed.grads.zero_()
     step_optimizers([*by_name.values()], now, divisor)
-    if not now.adam_rests:  # the head has moved
+    if now.adam_steps:  # the head has moved
         for copy, original in zip(embed.tensors(), head.tensors()):
             copy.copy_(original)
 
 
 # ---- Training ---------------------------------------------------------------
-def cut_rows(tokens, documents, position: int, length: int, cfg):
-    """Cut a step's sequences, (N, length + 1), from a shard. Returns them and the next position.
+def cut_rows(tokens, documents, position: int, now, cfg):
+    """Cut a step's sequences, (N, seq_len + 1), from a shard. Returns them and the next position.
 
     Each sequence is filled with the first tokens of one document after another, and the rest of a
     cut document is skipped: @varunneal, #29, 25 steps. A position counts documents; `documents`
     has their starts in `tokens`. Returns None if the shard has too few left.
     """
-    # Shorter at first: @dualverse-ai, #72
-    longest = at_stage(cfg.max_document_tokens, cfg.seq_lens.index(length))
+    longest = now.max_document_tokens  # shorter at first: @dualverse-ai, #72
     if not longest:
-        return consecutive_rows(tokens, position, length, cfg)
+        return consecutive_rows(tokens, position, now, cfg)
     ends = np.append(documents[1:], len(tokens))
     rows = []
     for _ in range(cfg.sequences_per_step):
         pieces = []
-        room = length + 1
+        room = now.seq_len + 1
         while room:
             if position == len(documents):
                 return None
@@ -1293,12 +1411,13 @@ def cut_rows(tokens, documents, position: int, length: int, cfg):
     return np.stack(rows), position
 
 
-def consecutive_rows(tokens, position: int, length: int, cfg):
+def consecutive_rows(tokens, position: int, now, cfg):
     """Sequences in order or, with a stride, spread over the shard; as `cut_rows` returns them.
 
     The k-th sequence taken is number k · stride modulo N of the shard's N. The stride is made
     coprime to N, so each is taken once.
     """
+    length = now.seq_len
     step_tokens = cfg.sequences_per_step * length
     # Only whole steps count. Each sequence needs one more token, its last target.
     N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step
@@ -1320,12 +1439,11 @@ def consecutive_rows(tokens, position: int, length: int, cfg):
 SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
 
 
-def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
-    """Set types and kernel options for this GPU, and compile. Returns the head's type."""
-    # As published: embeddings, gates, head and dense connections are bf16, the others fp32.
-    for name, module in model.named_modules():
-        if re.search("embed|gate|head|mudd", name):
-            module.bfloat16()
+def prepare_for_cuda(model: GPT, cfg, device: torch.device):
+    """Set types and kernel options for this GPU, and compile."""
+    for param in model.parameters():
+        if param.bf16:
+            param.data = param.data.bfloat16()
     can_fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
     model.lm_head.use_fp8 = cfg.fp8_head and can_fp8
     shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -1334,7 +1452,6 @@ def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
             if block.attn:
                 block.attn.kernel_options = SMALL_TILES
     model.compile(dynamic=False)
-    return "fp8" if model.lm_head.use_fp8 else "bf16"
 
 
 def accumulate_gradients(model, batches, now) -> Tensor:
@@ -1346,12 +1463,10 @@ def accumulate_gradients(model, batches, now) -> Tensor:
     totals = 0
     tokens = 0
     for inputs, targets in batches:
-        with_prefix = now.prefix_weight > 0
-        losses = model(inputs, targets, len(now.target_weights), with_prefix)
-        weights = [*now.target_weights, now.prefix_weight]
+        losses = model(inputs, targets, now.num_targets, with_prefix=now.prefix_weight > 0)
         loss = 0
-        for weight, target_loss in zip(weights, losses):
-            loss = loss + weight * target_loss
+        for target_weight, target_loss in zip(now.target_weights, losses, strict=True):
+            loss = loss + target_weight * target_loss
         loss.backward()
         totals = totals + torch.stack([loss, losses[0]]).detach()
         tokens += targets.numel()
@@ -1369,13 +1484,13 @@ def train(run, cfg):
         now = schedule(step, cfg)
         if now.stage != stage:
             stage = now.stage
-            run.model.set_stage(stage)
+            run.model.set_stage(now)
 
-        # If Adam rests in this step it has just stepped, so no gradients are waiting.
-        if run.pause(step, complete=now.adam_rests):
+        # Adam has stepped unless its gradients wait for this step.
+        if run.pause(step, complete=not now.adam_steps):
             break
 
-        batches = run.loader.next_step(now.seq_len)
+        batches = run.loader.next_step(now)
         losses = accumulate_gradients(run.model, batches, now)
         run.health.check(step, losses)
         update = step_tied if now.tied else step_optimizers
@@ -1476,23 +1591,23 @@ class TokenLoader:
         self.tokens, self.documents = self.ahead.result()
         self.ahead = self.reader.submit(self.read, shard + 1)
 
-    def next_step(self, length):
+    def next_step(self, now):
         """This rank's inputs and targets for each forward pass. Raises UserError without data."""
         for _ in range(len(self.files) + 1):  # the rest of this shard, then each shard once
             shard, position = self.place
-            step = cut_rows(self.tokens, self.documents, position, length, self.cfg)
+            step = cut_rows(self.tokens, self.documents, position, now, self.cfg)
             if step:
                 rows, position = step
                 self.place = (shard, position)
                 # All ranks cut the same rows. Each takes its part.
-                parts = rows.reshape(self.ranks.world_size, -1, self.per_forward, length + 1)
+                parts = rows.reshape(self.ranks.world_size, -1, self.per_forward, rows.shape[1])
                 return [to_batch(part, self.ranks.device) for part in parts[self.ranks.rank]]
             self.begin_shard(shard + 1)  # after the last one the first again
             # An epoch begins.
             if (shard + 1) % len(self.files) == 0:
                 self.log(f"the training data begin again: {self.cfg.train_files}")
         raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
-                        "lower --seq_lens or --sequences_per_step")
+                        "shorten the sequences or lower --sequences_per_step")
 
 
 def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -1524,7 +1639,8 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
     count = len(tokens) - 1  # the first token has no prediction
     length = cfg.val_seq_len
     # As many sequences at once as a training pass has tokens for, at least one
-    size = length * max(1, cfg.sequences_per_forward * max(cfg.seq_lens) // length)
+    longest = cfg.sequences_per_forward * plan(cfg).longest
+    size = length * max(1, longest // length)
     tokens = np.pad(tokens, (0, size))  # the last pass is as large as the others
     for start in range(ranks.rank * size, count, ranks.world_size * size):
         part = tokens[start : start + size + 1]
@@ -1739,23 +1855,26 @@ class Health:
 
 
 # ---- The run ----------------------------------------------------------------
+def default_head_chunks(device) -> int:
+    """Chunks of the head that fit the device: 80 GB hold all logits and their gradient."""
+    if device.type == "cpu":
+        return 1
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return 8 if memory < 32e9 else math.ceil(70e9 / memory)
+
+
 def build(cfg, ranks):
     """Model and optimizers of a new run. Raises UserError where --init does not fit."""
-    with torch.device(ranks.device):
-        model = GPT(cfg)
-        model.init_weights(torch.Generator(ranks.device).manual_seed(cfg.seed))
+    # Drawn on the CPU, so that a seed means the same weights on every device
+    model = GPT(cfg)
+    model.init_weights(torch.Generator().manual_seed(cfg.seed))
+    if hasattr(model, "read_tables"):  # of a record whose model reads a file
+        model.read_tables()
     if cfg.init and not cfg.resume:
         load_state(model, [], load_checkpoint(Path(cfg.init)), cfg.init)
-    model.head_type = "fp32"
-    chunks = 1
+    model.to(ranks.device)
     if ranks.device.type == "cuda":
-        model.head_type = prepare_for_cuda(model, cfg, ranks.device)
-        # 80 GB hold all logits and their gradient. Smaller cards compute the head in pieces.
-        memory = torch.cuda.get_device_properties(ranks.device).total_memory
-        chunks = math.ceil(70e9 / memory)
-    model.head_chunks = cfg.head_chunks or chunks
-    tokens = math.ceil(model.tokens_per_piece / model.head_chunks)
-    model.tokens_per_piece = round_up(tokens, 128)
+        prepare_for_cuda(model, cfg, ranks.device)
     return model, build_optimizers(model, cfg, ranks)
 
 
@@ -1769,15 +1888,23 @@ def load_state(model, optimizers, state, path):
         raise UserError(f"{path}: does not fit ({error}); name another checkpoint") from None
 
 
-def plan(cfg):
-    """The first step of each stage, and how many tokens a run trains on."""
+class Plan(NamedTuple):
+    """What a run's schedule comes to."""
+
+    first_steps: dict  # of each stage
+    tokens: int  # that it trains on
+    longest: int  # training sequence, in tokens
+
+
+def plan(cfg) -> Plan:
     first_steps = {}
-    tokens = 0
+    tokens = longest = 0
     for step in range(cfg.num_iterations):
         now = schedule(step, cfg)
         first_steps.setdefault(now.stage, step)
         tokens += cfg.sequences_per_step * now.seq_len
-    return first_steps, tokens
+        longest = max(longest, now.seq_len)
+    return Plan(first_steps, tokens, longest)
 
 
 class Run:
@@ -1789,7 +1916,7 @@ class Run:
         self.log = log
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
-        self.first_steps, self.tokens = plan(cfg)  # of each stage; of the whole run
+        self.plan = plan(cfg)
         # The data are checked before the model is built.
         self.val_tokens = read_val_tokens(cfg)
         self.loader = None  # evaluation needs no training data
@@ -1797,7 +1924,7 @@ class Run:
         if self.first_step < self.last:
             self.loader = TokenLoader(cfg, ranks, *state["loader"], log)
             self.data = self.loader.digest
-            check_data(cfg, self.loader, self.tokens, state.get("data", self.data))
+            check_data(cfg, self.loader, self.plan.tokens, state.get("data", self.data))
         self.model, self.optimizers = build(cfg, ranks)
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
         self.facts = machine_facts(ranks.device) | dict(
@@ -1816,10 +1943,10 @@ class Run:
 
     def write_header(self):
         """Begin the log with the script and all settings."""
-        values = asdict(self.cfg) | self.facts | dict(
+        head = self.model.lm_head
+        values = vars(self.cfg) | self.facts | dict(
             run_id=self.log.run_id,
-            head=self.model.head_type,
-            head_chunks=self.model.head_chunks,
+            head="fp8" if getattr(head, "use_fp8", False) else show(head.weight.dtype),
             train_digest=self.data,
             val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
         )
@@ -1828,7 +1955,7 @@ class Run:
         self.log.open("\n".join([SCRIPT.read_text("utf-8"), rule, *lines, rule, ""]))
         # The first line of the console
         self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
-                 "{head} head in {head_chunks} piece(s), logs/{run_id}".format(**values))
+                 "{head} head in {head_chunks} chunk(s), logs/{run_id}".format(**values))
 
     def warm_up(self):
         """Run every kernel on blank tokens, then restore weights and optimizer state."""
@@ -1841,7 +1968,7 @@ class Run:
             tensors += optimizer.tensors()
         # On the host: a GPU may have no room for a copy.
         before = [tensor.to("cpu", copy=True) for tensor in tensors]
-        for first in self.first_steps.values():  # shapes differ between stages
+        for first in self.plan.first_steps.values():  # shapes differ between stages
             for step in range(first, first + cfg.warmup_steps):
                 now = schedule(step, cfg)
                 tokens = np.zeros((self.loader.per_forward, now.seq_len + 1), int)
@@ -1907,7 +2034,7 @@ class Run:
         self.saved_step = step
         state = dict(
             step=step,
-            settings={name: show(value) for name, value in asdict(self.cfg).items()},
+            settings={name: show(value) for name, value in vars(self.cfg).items()},
             data=self.data,
             loader=self.loader.place,
             threads=torch.get_num_threads(),
@@ -1936,7 +2063,7 @@ class Run:
             val_loss=f"{self.val_loss:.6f}",
             train_time_ms=f"{self.train_time_ms:.0f}",
             steps=self.last,
-            tokens=self.tokens,
+            tokens=self.plan.tokens,
             peak_memory_mib=torch.cuda.max_memory_allocated() // 2**20,  # of rank 0's GPU
             **self.facts)
         self.log("---")  # programs read what follows
@@ -1964,25 +2091,31 @@ def check_data(cfg, loader, tokens, digest):
 # Flags that may differ from the checkpoint of a resumed run
 MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every device
     sequences_per_forward head_chunks run_id save_every resume""".split()
-MAY_BE_ZERO = """seed val_every warmup_steps head_chunks save_every eot_token max_document_tokens
-    extension_steps freeze_steps momentum_cooldown skip_layer backout_layer""".split()
+ZERO_IS_OFF = "val_every warmup_steps head_chunks save_every".split()
 
 
 def show(value) -> str:
     """A value in the form that its flag takes."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return ",".join(map(show, value))
+    if is_dataclass(value):  # a row
+        return ":".join(map(show, vars(value).values()))
+    return str(value).removeprefix("torch.")
 
 
 def flag_type(name, default):
     """What turns the text of a flag into a value like the default. It raises ValueError."""
     kind = type(default)
-    least = kind is int and name not in MAY_BE_ZERO
+    least = 0 if kind is float or name in (*MAY_BE_ZERO, *ZERO_IS_OFF) else 1
 
     def flag(text):
         if kind is bool:
             return ["false", "true"].index(text.lower()) == 1
         if kind is tuple:
             return tuple(map(flag_type(name, default[0]), text.split(",")))
+        if is_dataclass(default):  # a row
+            pairs = zip(vars(default).items(), text.split(":"), strict=True)
+            return kind(*(flag_type(*field)(part) for field, part in pairs))
         value = kind(text)
         if kind is not str and not least <= value < 2**31:  # too large for any machine
             raise ValueError
@@ -2009,10 +2142,11 @@ def parse_flags(argv) -> dict:
     for each in fields(Hyperparameters):
         name = each.name
         default = show(each.default)
-        pocket = show(POCKET.get(name, default))
+        pocket = show(POCKET.get(name, each.default))
+        meaning = meanings.get(name, "")
         parser.add_argument(f"--{name}", type=flag_type(name, each.default), metavar="X",
                             choices=choices.get(name),
-                            help=f"{meanings[name]} (record: {default}, pocket: {pocket})")
+                            help=f"{meaning} (record: {default}, pocket: {pocket})")
     return vars(parser.parse_args(argv))
 
 
@@ -2026,22 +2160,21 @@ def hyperparameters(given, saved=None) -> Hyperparameters:
     values = POCKET if given.get("preset") == "pocket" else {}
     if saved:
         # The new process chooses its device and its log.
-        values = saved | dict(device="auto", run_id="")
+        values = saved | dict(device="auto", run_id="", head_chunks=0)
         for name, value in given.items():
             if name not in MAY_CHANGE and value != saved[name]:
                 raise UserError(f"--{name} {show(value)}: the checkpoint has {show(saved[name])}; "
                                 f"a resumed run may change {', '.join(MAY_CHANGE)}")
     cfg = Hyperparameters(**(values | given))
     # A rule begins with its flag. The record has rules of its own.
-    lengths = (*cfg.seq_lens, cfg.val_seq_len)
     rules = {
-        "seq_lens and val_seq_len must be multiples of 128": not any(x % 128 for x in lengths),
+        "val_seq_len must be a multiple of 128": cfg.val_seq_len % 128 == 0,
         "eot_token must be below vocab_size": cfg.eot_token < cfg.vocab_size,
         "num_iterations must be at most a million": cfg.num_iterations <= 10**6,
         "run_id must be of letters, digits, _ . + -, and not begin with .":
             re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id),
     }
-    for rule, holds in (rules | model_rules(cfg)).items():
+    for rule, holds in (rules | check_flags(cfg)).items():
         if not holds:
             raise UserError(f"--{rule}; here it is {show(getattr(cfg, rule.split()[0]))}")
     return cfg
@@ -2058,6 +2191,7 @@ def run_script(argv) -> int:
         state = load_checkpoint(Path(path))
     cfg = hyperparameters(given | dict(resume=path), state.get("settings"))
     ranks = Ranks(cfg)
+    cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
     log = Log(cfg, ranks, goes_on=given.get("resume"))
     if path:
         torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
@@ -2087,7 +2221,7 @@ def main(argv=None) -> int:
         message = str(error)  # names the file or flag
     except (MemoryError, torch.OutOfMemoryError):
         # Fewer tokens at once; --head_chunks helps where the logits alone are too large.
-        message = "out of memory; lower --seq_lens or --sequences_per_forward"
+        message = "out of memory; shorten the sequences or lower --sequences_per_forward"
     # One rank of each machine is enough.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)

@@ -7,6 +7,11 @@
 # What is missing is set up first: the data, and the packages, in .venv, unless the active Python
 # (python3, or $PYTHON where that is set) has them. Logs go to logs/ in the current folder.
 
+# `sh run.sh` goes on in bash.
+case ${BASH_VERSION:+$SHELLOPTS} in '' | *posix*)
+    unset POSIXLY_CORRECT
+    exec bash "$0" "$@" ;;
+esac
 set -euo pipefail  # in bash 3.2, so that it runs on macOS as it is
 self=${BASH_SOURCE[0]}
 while link=$(readlink "$self"); do  # BSD's follows one link at a time
@@ -14,6 +19,7 @@ while link=$(readlink "$self"); do  # BSD's follows one link at a time
 done
 repo=$(CDPATH='' cd -- "$(dirname "$self")" && pwd -P)
 oldest_torch=2.11  # the code runs from here on; requirements.txt pins the one that is measured
+oldest_driver=580  # of NVIDIA's, for CUDA 13, which the pinned torch is built for
 python=${PYTHON:-python3} venv=$repo/.venv
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
@@ -49,14 +55,19 @@ find_python() {
 # set_up FILE...: as find_python, but installs what is missing. The last file includes the others.
 set_up() {
     find_python "$@" && return
-    local wanted=${!#} info
+    local wanted=${!#} info said
     is_new "$python" || die "needs Python 3.11 or newer, and $python is" \
-        "$("$python" -V 2>/dev/null | grep . || echo none): name one: PYTHON=/path/to/python"
+        "$("$python" -V 2>/dev/null | grep . || echo none): name one: PYTHON=/path/to/python" \
+        "(uv python install 3.12 gets one, uv python find 3.12 tells where it is)"
     say "setting up $venv with ${wanted##*/}; torch is a large download"
     { is_new "$venv/bin/python" && "$venv/bin/python" -m pip --version; } >/dev/null 2>&1 ||
-        "$python" -m venv --clear "$venv" >/dev/null ||
-        die "$python cannot make $venv: install its venv module (Debian: python3-venv)"
+        said=$("$python" -m venv --clear "$venv" 2>&1) || case $said in
+            *ensurepip* | *"No module named venv"*)
+                die "$python cannot make $venv: install its venv module (Debian: python3-venv)" ;;
+            *) die "$python cannot make $venv: ${said##*$'\n'}" ;;
+        esac
     python=$venv/bin/python
+    export PIP_USER=0  # where pip's settings have `user = true`, it would refuse a venv
     # pip writes INSTALLER last: a package without it was cut short, which pip does not notice.
     for info in "$venv"/lib/python*/site-packages/*.dist-info; do
         [ -e "$info/INSTALLER" ] || rm -rf "$info"
@@ -66,12 +77,46 @@ set_up() {
         -i https://download.pytorch.org/whl/cpu "$(grep ^torch= "$1")" 2>/dev/null || true
     "$python" -m pip install -r "$wanted" 2>"$venv/pip-errors.txt" ||
         die "pip could not install ${wanted##*/} ($(grep ^ERROR "$venv/pip-errors.txt" |
-            tail -n 1)): check the network, or name a Python that has them: PYTHON=/path/to/python"
+            tail -n 1)); all that it said is in $venv/pip-errors.txt." \
+            "A Python that has the packages can be named: PYTHON=/path/to/python"
     cp "$@" "$venv"
 }
 
+# check_gpu_machine: ends where the record cannot run on this machine's GPUs, before packages of
+# gigabytes are fetched. With packages that are there, the script asks CUDA itself.
+check_gpu_machine() {
+    local driver headers
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+    [[ ! $driver =~ ^[0-9]+ ]] || ((BASH_REMATCH >= oldest_driver)) || die "NVIDIA's driver is" \
+        "$driver, and torch needs $oldest_driver or newer: update it, or name a Python with a" \
+        "torch for this one: PYTHON=/path/to/python"
+    headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))' \
+        2>/dev/null) || return 0  # the set-up tells what is wrong with this Python
+    [ -n "${CC-}" ] || command -v gcc clang >/dev/null ||
+        die "no C compiler, which Triton needs: install gcc, or set CC"
+    [ -e "$headers/Python.h" ] || die "no $headers/Python.h, which Triton needs: install" \
+        "python3-dev, or name a Python of uv's: PYTHON=/path/to/python"
+}
+
+# quotas: threads that the control groups of this process have time for, version 2 and version 1.
+quotas() {
+    local group
+    group=/sys/fs/cgroup$(cat /proc/self/cgroup | sed -n 's/^0:://p')
+    group=${group%/}
+    while [ "$group" != /sys/fs ]; do
+        cat "$group/cpu.max" || true
+        group=${group%/*}
+    done
+    group=/sys/fs/cgroup/cpu/cpu.cfs
+    echo "$(cat "${group}_quota_us") $(cat "${group}_period_us")"
+} 2>/dev/null
+
 # A thread that waits for a core holds up all others. Two hyperthreads are one core.
 limits_of_threads() {
+    local quota period
+    quotas | while read -r quota period; do
+        [[ ! $quota$period =~ ^[0-9]+$ ]] || echo $((quota < period ? 1 : quota / period))
+    done
     nproc
     sort -u /sys/devices/system/cpu/cpu*/topology/thread_siblings_list 2>/dev/null | wc -l
     awk '/^cpu / { idle = $5 - idle }  # in hundredths of a second
@@ -112,10 +157,13 @@ if given --help || given -h; then
     exec "$python" "$script" --help 2>/dev/null  # where a pipe was closed, Python would say so
 fi
 
+on_gpu=
+! has_nvidia || [[ $words = *" --device"[\ =]"cpu "* ]] || on_gpu=1
+[ -z "$on_gpu" ] || find_python "$repo/requirements.txt" || check_gpu_machine
 set_up "$repo/requirements.txt"
-if has_nvidia; then
+if [ -n "$on_gpu" ]; then
     plan=$(PYTHONPATH=${script%/*}${PYTHONPATH:+:$PYTHONPATH} "$python" -P "$repo/data/plan.py" \
-        "$@" 2>/dev/null) || plan='1 1 1 1'  # the script itself says what is wrong
+        "$@") || exit  # it has said why
     { read -r gpus processes most sequences smaller; data=$(cat); } <<<"$plan"
     [ "$smaller" != none ] || die "a GPU of 8 GB is the least for the record (docs/gpus.md);" \
         "--preset pocket trains a small model on this one"
@@ -140,13 +188,18 @@ export MALLOC_TRIM_THRESHOLD_ MALLOC_MMAP_MAX_ OMP_NUM_THREADS TORCHINDUCTOR_CAC
 [ "$processes" = "$most" ] || say "$processes of $most GPUs: a step has $sequences sequences"
 # torchrun by its functions, since after an error or a signal it would add 40 lines of its own.
 exec "$python" -c '
-import sys
+import os, signal, sys
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which torchrun undoes
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT"
 from torch.distributed.elastic.multiprocessing import api, errors
 from torch.distributed.run import parse_args, run
 try:
     run(parse_args(sys.argv[1:]))
 except errors.ChildFailedError as error:
     sys.exit(max(1, error.get_first_failure()[1].exitcode))
-except api.SignalException as signal:
-    sys.exit(128 + signal.sigval)
-' --standalone --nproc_per_node="$processes" "$script" "$@"
+except api.SignalException as told:
+    # A rank that torchrun was about to start when the signal came
+    for child in open("/proc/thread-self/children").read().split():
+        os.kill(int(child), told.sigval)
+    sys.exit(128 + told.sigval)
+' --standalone --local-addr=127.0.0.1 --nproc_per_node="$processes" "$script" "$@"

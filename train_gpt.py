@@ -1221,6 +1221,15 @@ def train(run, cfg):
 
 
 # ==== Harness: below this line every record has the same bytes ===============
+# These the harness alone needs.
+import errno
+import gc
+import resource
+import shutil
+import socket
+import sysconfig
+from datetime import timedelta
+
 SCRIPT = Path(__file__).resolve()
 
 
@@ -1363,13 +1372,15 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
     # As many sequences at once as a training pass has tokens for, at least one
     longest = cfg.sequences_per_forward * plan(cfg).longest
     size = length * max(1, longest // length)
-    tokens = np.pad(tokens, (0, size))  # the last pass is as large as the others
-    for start in range(ranks.rank * size, count, ranks.world_size * size):
+    # All ranks have as many passes, and the last ones are as large as the others.
+    tokens = np.pad(tokens, (0, ranks.world_size * size))
+    for first in range(0, count, ranks.world_size * size):
+        start = first + ranks.rank * size
         part = tokens[start : start + size + 1]
         # (sequences, length + 1): the last token of a row is the first of the next row.
         rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
         inputs, targets = to_batch(rows, ranks.device)
-        targets.view(-1)[count - start :] = -1  # padding is not counted
+        targets.view(-1)[max(0, count - start) :] = -1  # padding is not counted
         total += model(inputs, targets)
     model.train()
     # Each rank has the sum of its own sequences.
@@ -1421,7 +1432,7 @@ def load_checkpoint(path: Path) -> dict:
         # A run resumed from NaN would fail at the same step for ever.
         for tensors in (state["model"], *state["optimizers"].values()):
             for name, tensor in tensors.items():
-                if not (tensor.is_floating_point() and tensor.isfinite().all()):
+                if not tensor.isfinite().all():
                     raise ValueError(f"{name} is not finite")
     # zipfile and torch raise nearly any exception for a damaged file.
     except Exception as error:
@@ -1442,40 +1453,79 @@ def newest_checkpoint(folder: Path):
     return "", NEW_RUN
 
 
-# ---- Ranks and log ----------------------------------------------------------
-class Ranks:
-    """This process's rank and device, and what ranks exchange. Raises UserError."""
+# ---- The machine ------------------------------------------------------------
+def check_launcher(world_size):
+    """Raise UserError where the ranks of a run could not find each other."""
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1 and "RANK" not in os.environ:
+        raise UserError(f"srun started {tasks} tasks, and each would train alone; "
+                        "let it start torchrun, with --ntasks-per-node=1")
+    if world_size > 1:
+        address = os.environ.get("MASTER_ADDR", "")
+        try:
+            socket.getaddrinfo(address, None)
+        except OSError as error:
+            raise UserError(f"MASTER_ADDR {address}: not to be resolved here ({error}); on one "
+                            "machine start torchrun with --local-addr=127.0.0.1") from None
 
-    def __init__(self, cfg):
-        # torchrun sets these. Without it there is one process.
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
-        gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()  # of this machine
-        if local_rank >= gpus and (gpus or cfg.device == "cuda"):
-            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
-        self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
-        if gpus:
-            self.device = torch.device("cuda", local_rank)
-            torch.cuda.set_device(self.device)  # "cuda" now means this one
-        if self.world_size > 1:
-            # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
-            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-            dist.init_process_group()
 
-    def all_gather(self, x):
-        """(N,) of every rank, as (ranks, N)."""
-        rows = x.repeat(self.world_size, 1)
-        if self.world_size > 1:
-            dist.all_gather_into_tensor(rows.view(-1), x)
-        return rows
+def count_gpus(device) -> int:
+    """This machine's GPUs, none where --device is cpu. Raises UserError where CUDA cannot start."""
+    if device == "cpu":
+        return 0
+    gpus = torch.cuda.device_count()
+    # It also counts none where the driver does not answer.
+    broken = Path("/dev/nvidiactl").exists() and torch.version.cuda
+    if gpus or (broken and "CUDA_VISIBLE_DEVICES" not in os.environ):
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            raise UserError(f"CUDA does not start: {error}; --device cpu does without") from None
+    return gpus
+
+
+def check_gpu_machine(ranks):
+    """Raise UserError where so many ranks on GPUs would fail minutes after their start."""
+    # Triton compiles a launcher with them.
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise UserError("no C compiler, which Triton needs; install gcc, or set CC")
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    if not header.exists():
+        raise UserError(f"{header}: not there, and Triton needs it; install python3-dev, "
+                        "or a Python of uv's")
+    memory = Path("/dev/shm")
+    mib = shutil.disk_usage(memory).total // 2**20 if memory.exists() else 0
+    if ranks > 1 and mib <= 64:  # Docker's default
+        raise UserError(f"{memory}: of {mib} MiB, which NCCL fills; start the container with "
+                        "--shm-size=1g")
+
+
+def default_head_chunks(device: torch.device) -> int:
+    """In how many chunks a device computes the head."""
+    if device.type == "cpu":
+        return 1
+    memory = torch.cuda.get_device_properties(device).total_memory
+    # 80 GB hold all logits and their gradient. More than eight chunks save nothing.
+    return 8 if memory < 32e9 else math.ceil(70e9 / memory)
+
+
+def cpu_model() -> str:
+    """The name of this machine's CPU, as its maker writes it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
+        name = found[1] if found else ""  # ARM's have none
+    else:
+        name = collect_env.run("sysctl -n machdep.cpu.brand_string")[1]  # macOS
+    return " ".join(name.split()) or platform.processor() or "cpu"
 
 
 def machine_facts(device: torch.device) -> dict:
     """What a log tells of the machine and of its software."""
     folder = shlex.quote(str(SCRIPT.parent))  # it may have spaces
+    capability = torch.backends.cpu.get_cpu_capability()
     facts = dict(
-        device=f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})",
+        device=f"{cpu_model()} ({platform.machine()}, {capability})",
         torch=torch.__version__,
         threads=torch.get_num_threads(),  # OMP_NUM_THREADS, or the number of cores
         commit=collect_env.run(f"git -C {folder} rev-parse HEAD")[1],  # empty without git
@@ -1490,6 +1540,60 @@ def machine_facts(device: torch.device) -> dict:
             triton=version("triton"),
         )
     return facts
+
+
+def peak_memory_mib(device: torch.device) -> int:
+    """The most that the process has held: of its GPU since the warm-up, or of the CPU's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) // 2**20
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's may be the peak of the process that started this one
+        kib = int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1])
+        return kib // 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20  # macOS has bytes
+
+
+# ---- Ranks and log ----------------------------------------------------------
+class Ranks:
+    """This process's rank and device, and what ranks exchange. Raises UserError."""
+
+    def __init__(self, cfg):
+        # torchrun sets these. Without it there is one process.
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
+        check_launcher(self.world_size)
+        gpus = count_gpus(cfg.device)
+        if local_rank >= gpus and (gpus or cfg.device == "cuda"):
+            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
+        self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
+        if gpus:
+            check_gpu_machine(self.world_size)
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)  # "cuda" now means this one
+        if self.world_size > 1:
+            # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
+            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+            # Ranks compile at different speeds, and wait for the slowest.
+            dist.init_process_group(device_id=self.device if gpus else None,
+                                    timeout=timedelta(minutes=30))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, failure, *_):
+        """End the process group, whose threads must not outlive Python: it would abort them."""
+        if self.world_size > 1:
+            if failure and self.device.type == "cuda":
+                dist.group.WORLD.abort()  # without waiting for ranks that may have failed, too
+            dist.destroy_process_group()
+
+    def all_gather(self, x):
+        """(N,) of every rank, as (ranks, N)."""
+        rows = x.repeat(self.world_size, 1)
+        if self.world_size > 1:
+            dist.all_gather_into_tensor(rows.view(-1), x)
+        return rows
 
 
 class Log:
@@ -1516,23 +1620,35 @@ class Log:
         if self.enabled:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("a", buffering=1, encoding="utf-8")  # line by line
+            without_lock = None
             try:
                 # The lock ends with the process, however that ends.
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise UserError(f"--run_id {self.run_id}: another process runs it now") from None
+            except OSError as error:  # as on some network file systems
+                without_lock = error
             if self.is_new:
                 self.file.truncate(0)  # of what a run wrote that was killed before it saved
             # Also after a full disk has left an empty file
             if not self.path.stat().st_size:
                 self.file.write(header)
+            if without_lock:
+                self(f"{self.path}: no lock ({without_lock}), so let no other process run "
+                     f"--run_id {self.run_id}")
 
     def __call__(self, text, more="", console=True):
         """Write the text to the log; print it to the console, with more."""
         if self.file:
             self.file.write(text + "\n")
         if self.enabled and console:
-            print(text + more, flush=True)
+            try:
+                print(text + more, flush=True)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                # The terminal is gone, and the run goes on or saves without it.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Health:
@@ -1549,6 +1665,8 @@ class Health:
         self.losses = []  # of the step read last
         signal.signal(signal.SIGTERM, self.on_signal)
         signal.signal(signal.SIGINT, self.on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGHUP, self.on_signal)  # the terminal was closed
 
     def on_signal(self, number, frame):
         self.told_to_stop = True  # all ranks learn it in the next step
@@ -1577,14 +1695,6 @@ class Health:
 
 
 # ---- The run ----------------------------------------------------------------
-def default_head_chunks(device) -> int:
-    """Chunks of the head that fit the device: 80 GB hold all logits and their gradient."""
-    if device.type == "cpu":
-        return 1
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return 8 if memory < 32e9 else math.ceil(70e9 / memory)
-
-
 def build(cfg, ranks):
     """Model and optimizers of a new run. Raises UserError where --init does not fit."""
     # Drawn on the CPU, so that a seed means the same weights on every device
@@ -1665,10 +1775,12 @@ class Run:
 
     def write_header(self):
         """Begin the log with the script and all settings."""
-        head = self.model.lm_head
+        head = "fp32"
+        if self.ranks.device.type == "cuda":
+            head = "fp8" if getattr(self.model.lm_head, "use_fp8", False) else "bf16"
         values = vars(self.cfg) | self.facts | dict(
             run_id=self.log.run_id,
-            head="fp8" if getattr(head, "use_fp8", False) else show(head.weight.dtype),
+            head=head,
             train_digest=self.data,
             val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
         )
@@ -1684,7 +1796,11 @@ class Run:
         cfg = self.cfg
         device = self.ranks.device
         if device.type == "cuda":
-            self.log("warming up; a GPU compiles for 1 to 3 minutes the first time ...")
+            self.log("warming up; a GPU compiles for some 5 minutes the first time ...")
+            # Blocks that were in use once leave room for the tuner's copies of its arguments,
+            # which would else go through the host's memory and be timed with it.
+            free, _ = torch.cuda.mem_get_info(device)
+            torch.empty(free // 2, dtype=torch.uint8, device=device)
         tensors = []
         for optimizer in self.optimizers:
             tensors += optimizer.tensors()
@@ -1703,6 +1819,11 @@ class Run:
             tensor.copy_(value)  # in place, since kernels and views keep their addresses
         for optimizer in self.optimizers:
             optimizer.grads.zero_()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # the tuner's copies do not count
+        # No search among all that the compiler has left, which takes a second, in the steps.
+        gc.collect()
+        gc.freeze()
 
     def pause(self, step, complete) -> bool:
         """Validate and save before a step, where that is due. Returns whether the run ends here.
@@ -1786,7 +1907,7 @@ class Run:
             train_time_ms=f"{self.train_time_ms:.0f}",
             steps=self.last,
             tokens=self.plan.tokens,
-            peak_memory_mib=torch.cuda.max_memory_allocated() // 2**20,  # of rank 0's GPU
+            peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0
             **self.facts)
         self.log("---")  # programs read what follows
         for key, value in results.items():
@@ -1822,7 +1943,7 @@ def show(value) -> str:
         return ",".join(map(show, value))
     if is_dataclass(value):  # a row
         return ":".join(map(show, vars(value).values()))
-    return str(value).removeprefix("torch.")
+    return str(value)
 
 
 def flag_type(name, default):
@@ -1912,25 +2033,26 @@ def run_script(argv) -> int:
     elif path:
         state = load_checkpoint(Path(path))
     cfg = hyperparameters(given | dict(resume=path), state.get("settings"))
-    ranks = Ranks(cfg)
-    cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
-    log = Log(cfg, ranks, goes_on=given.get("resume"))
-    if path:
-        torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
-    left = cfg.num_iterations - state["step"]
-    if left < 0:
-        raise UserError(f"--num_iterations {cfg.num_iterations}: {path} is of a later step")
-    # A finished record can be evaluated without a GPU.
-    if left and cfg.preset == "record" and ranks.device.type != "cuda":
-        raise UserError("--preset record: there is no CUDA device; use --preset pocket")
-    run = Run(cfg, ranks, log, state)
-    train(run, cfg)
-    if run.stopped:
-        log("stopped by a signal; what --save_every saved goes on by "
-            f"--run_id {log.run_id} --resume auto")
-        return 1
-    run.finish()
-    return 0
+    with Ranks(cfg) as ranks:
+        chunks = cfg.head_chunks or default_head_chunks(ranks.device)
+        cfg = replace(cfg, head_chunks=chunks)
+        log = Log(cfg, ranks, goes_on=given.get("resume"))
+        if path:
+            torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
+        left = cfg.num_iterations - state["step"]
+        if left < 0:
+            raise UserError(f"--num_iterations {cfg.num_iterations}: {path} is of a later step")
+        # A finished record can be evaluated without a GPU.
+        if left and cfg.preset == "record" and ranks.device.type != "cuda":
+            raise UserError("--preset record: there is no CUDA device; use --preset pocket")
+        run = Run(cfg, ranks, log, state)
+        train(run, cfg)
+        if run.stopped:
+            log("stopped by a signal; what --save_every saved goes on by "
+                f"--run_id {log.run_id} --resume auto")
+            return 1
+        run.finish()
+        return 0
 
 
 def main(argv=None) -> int:

@@ -15,7 +15,7 @@ import train_gpt
 
 # (GiB of a GPU, into how many parts its sequences are cut). What the root was counted to hold at
 # its peak, and 1.5 GiB for CUDA, gaps between tensors and a screen.
-PARTS = [(21.7, 1), (13.3, 2), (9.2, 4), (6.5, 8)]
+PARTS = [(21.8, 1), (13.5, 2), (9.2, 4), (6.5, 8)]
 FEWEST_SHARDS = 8  # of FineWeb, each of 100 million tokens; enough for most records
 PREFIXES = "data/fineweb10B/prefixes.npy"
 OWN_PLAN = ("--seq_lens", "--sequences_per_step", "--sequences_per_forward", "--resume")
@@ -51,9 +51,10 @@ def scripts_of_data(cfg) -> list[str]:
     return scripts
 
 
-def main(argv: list[str]):
+def plan(argv: list[str]):
+    """Print the plan. Raises UserError for wrong flags, and where the machine cannot train."""
     cfg = train_gpt.parse_args(argv)
-    gpus = torch.cuda.device_count()
+    gpus = train_gpt.count_gpus(cfg.device)
     most, flags = 1, ""
     if cfg.preset == "record":
         most = gpus
@@ -63,9 +64,16 @@ def main(argv: list[str]):
     if flags != "none":
         cfg = train_gpt.parse_args([*flags.split(), *argv])
     fits = [n for n in range(1, most + 1) if cfg.sequences_per_step % n == 0]
-    print(gpus, max(fits, default=1), most, cfg.sequences_per_step, flags)
+    processes = max(fits, default=1)
+    if gpus:
+        train_gpt.check_gpu_machine(processes)
+    print(gpus, processes, most, cfg.sequences_per_step, flags)
     print(*scripts_of_data(cfg), sep="\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        plan(sys.argv[1:])
+    except train_gpt.UserError as error:
+        print("run.sh:", *str(error).split(), file=sys.stderr)
+        sys.exit(2)

@@ -5,11 +5,10 @@ Records from #88 on predict the prefix of the next token as well as the token it
     python data/prefixes.py
 """
 
-import os
 from pathlib import Path
 
 import numpy as np
-from shards import DataError, Parser, run
+from shards import DataError, Parser, run, whole_file
 
 PATH = Path(__file__).parent / "fineweb10B" / "prefixes.npy"
 NONE = -1  # of a token that no other one begins
@@ -47,11 +46,8 @@ def find_prefixes(vocabulary: list[bytes]) -> np.ndarray:
 def main() -> None:
     Parser(description=__doc__.splitlines()[0]).parse_args()
     prefixes = find_prefixes(read_vocabulary())
-    PATH.parent.mkdir(exist_ok=True)
-    partial = PATH.with_name(f".{PATH.name}.{os.getpid()}.partial")
-    with open(partial, "wb") as file:
+    with whole_file(PATH) as file:
         np.save(file, prefixes)
-    os.replace(partial, PATH)  # whole or not at all
     print(f"{PATH}: {len(prefixes)} tokens, {np.sum(prefixes != NONE)} of them with a prefix")
 
 

@@ -13,18 +13,13 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import torch
-from shards import DataError, Parser, run
-from text import END_OF_TEXT, load_tokenizer
+from shards import DataError, Parser, load_script, read_source, run
+from text import END_OF_TEXT, STDIN, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-END_OF_SOURCE = "\n" + "=" * 100 + "\n"  # in a log
-STDIN = "-"
-LARGEST_PROMPT = 1 << 20  # bytes
 SMALL_MODEL = 10_000_000  # parameters; below it threads wait for each other longer than they work
-SEEDS = 1 << 64
 BETWEEN_SAMPLES = "\n" + "-" * 20
 
 
@@ -36,62 +31,42 @@ def newest_checkpoint() -> Path:
     return found[-1]
 
 
-def read_source(path: Path) -> str:
-    """Return the source at path, which may be a log that begins with it. Raises: DataError."""
-    if not path.is_file():
-        raise DataError(f"{path}: there is no such file; name the checkpoint's script by --script")
-    return path.read_text(errors="replace").partition(END_OF_SOURCE)[0]
+def check_known(log: Path) -> None:
+    """Raise DataError where the log begins with code that is not of this repository."""
+    source = read_source(log).rstrip()
+    for script in (ROOT / "train_gpt.py", *ROOT.glob("records/*/train_gpt.py")):
+        if script.is_file() and source == script.read_text("utf-8").rstrip():
+            return
+    raise DataError(f"{log}: its source is neither train_gpt.py nor a record's, and would be "
+                    f"run; read it, then: --script {log}")
 
 
-def check_known(path: Path) -> None:
-    """Raise DataError where the log at path begins with code that is not of this repository."""
-    known = [ROOT / "train_gpt.py", *ROOT.glob("records/*/train_gpt.py")]
-    source = read_source(path).rstrip()
-    if not any(source == script.read_text().rstrip() for script in known if script.is_file()):
-        raise DataError(f"{path}: its source is neither train_gpt.py nor a record's, and would be "
-                        f"run; read it, then: --script {path}")
-
-
-def load_script(path: Path) -> ModuleType:
-    """Return the script at path, which may be a log that begins with it. Raises: DataError."""
-    source = read_source(path)
-    script = ModuleType("script")
-    script.__file__ = str(path)
-    sys.modules["script"] = script  # where dataclasses look for it
+def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
+    """Return the model of the checkpoint, in evaluation, built by its script. Raises: DataError."""
+    log = path.with_name("log.txt")
+    for file in (path, script or log):
+        if not file.is_file():
+            raise DataError(f"{file}: there is no such file; name a checkpoint, or its script by "
+                            "--script")
+    if script is None:
+        check_known(log)
+    trainer = None
     try:
-        exec(compile(source, path, "exec"), vars(script))
-        assert script.GPT and script.Hyperparameters
-    except Exception as error:  # by what is in the file
-        raise DataError(f"{path}: no training script, {type(error).__name__}; name the "
-                        "checkpoint's script by --script") from error
-    return script
-
-
-def check_device(name: str) -> None:
-    """Raise DataError where no tensor with values can be made on the device."""
+        trainer = load_script(script or log)
+        state = trainer.load_checkpoint(path)
+        model = trainer.GPT(trainer.Hyperparameters(**state["settings"]))
+        model.load_state_dict(state["model"])
+    except Exception as error:  # by what is in the files
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        what = f"{path}: not of this script" if trainer else f"{script or log}: no training script"
+        if type(error).__name__ == "UserError":  # the script says it
+            raise DataError(str(error)) from error
+        raise DataError(f"{what} ({reason}); name its script by --script") from error
     try:
-        torch.zeros(1, device=name).item()
+        return model.to(device).eval()
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).partition("\n")[0]
-        raise DataError(f"--device {name}: {reason}; cpu is always there") from error
-
-
-def load_model(script: ModuleType, path: Path, device: str) -> torch.nn.Module:
-    """Return the model of the checkpoint, in evaluation. Raises: DataError."""
-    try:
-        state = script.load_checkpoint(path)
-        model = script.GPT(script.Hyperparameters(**state["settings"]))
-        model.load_state_dict(state["model"])
-    except script.UserError as error:
-        raise DataError(one_line(error)) from error
-    except (RuntimeError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: not of this script, {one_line(error)}; name its script by "
-                        "--script") from error
-    return model.to(device).eval()
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise DataError(f"--device {device}: {reason}; cpu is always there") from error
 
 
 def find_tokenizer(eot_token: int) -> tuple[Callable, Callable]:
@@ -113,16 +88,14 @@ def find_tokenizer(eot_token: int) -> tuple[Callable, Callable]:
 
 def read_prompt(text: str, file: str | None) -> str:
     """Return the text, or what is in the file where one is named. Raises: DataError."""
+    name = file or "--prompt"
     if file is None:
-        name, content = "--prompt", text.encode(errors="surrogateescape")  # the bytes as given
+        content = text.encode(errors="surrogateescape")  # the bytes as given
     elif file == STDIN:
-        name, content = "standard input", sys.stdin.buffer.read(LARGEST_PROMPT + 1)
+        name = "standard input"
+        content = sys.stdin.buffer.read()
     else:
-        name = file
-        with open(file, "rb") as stream:
-            content = stream.read(LARGEST_PROMPT + 1)
-    if len(content) > LARGEST_PROMPT:
-        raise DataError(f"{name}: a prompt has at most {LARGEST_PROMPT:,} bytes; cut it")
+        content = Path(file).read_bytes()
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -155,14 +128,11 @@ def draw_tokens(model, ids: list[int], tokens: int, temperature: float,
         ids.append(token)
 
 
-def not_negative(kind: type) -> Callable[[str], float]:
-    """Return a parser's type for numbers from 0 on."""
-    def number(text: str):
-        value = kind(text)
-        if not 0 <= value < math.inf:
-            raise ValueError
-        return value
-    return number
+def count(text: str) -> int:
+    """Return a flag's whole number from 0 on. Raises: ValueError."""
+    if not 0 <= int(text) < 1 << 63:
+        raise ValueError
+    return int(text)
 
 
 def make_parser() -> Parser:
@@ -172,15 +142,15 @@ def make_parser() -> Parser:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="\n", metavar="TEXT", help="text to go on from")
     prompt.add_argument("--prompt_file", metavar="FILE", help="read it there; - is standard input")
-    parser.add_argument("--num_samples", type=not_negative(int), default=1, metavar="N",
+    parser.add_argument("--num_samples", type=count, default=1, metavar="N",
                         help="texts, one after the other (default: %(default)s)")
-    parser.add_argument("--tokens", type=not_negative(int), default=200, metavar="N",
+    parser.add_argument("--tokens", type=count, default=200, metavar="N",
                         help="new ones, at most (default: %(default)s)")
-    parser.add_argument("--temperature", type=not_negative(float), default=1.0, metavar="T",
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T",
                         help="divides the logits; 0: always the likeliest (default: %(default)s)")
-    parser.add_argument("--top_k", type=not_negative(int), default=0, metavar="K",
+    parser.add_argument("--top_k", type=count, default=0, metavar="K",
                         help="draw from the likeliest K tokens; 0: from all (default: %(default)s)")
-    parser.add_argument("--seed", type=not_negative(int), default=0,
+    parser.add_argument("--seed", type=count, default=0,
                         help="the same one draws the same text (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="default: cuda where there is one, else cpu")
@@ -190,21 +160,13 @@ def make_parser() -> Parser:
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
-    if args.seed >= SEEDS:
-        parser.error(f"--seed is {args.seed}; it is below 2**64")
+    if not 0 <= args.temperature < math.inf:
+        parser.error(f"--temperature {args.temperature}: give a number from 0 on")
     path = args.checkpoint or newest_checkpoint()
-    if not path.is_file():
-        raise DataError(f"{path}: there is no such checkpoint; name another, or none: the newest")
     prompt = read_prompt(args.prompt, args.prompt_file)
-    check_device(args.device)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    log = path.with_name("log.txt")
-    if not args.script:
-        check_known(log)
-    model = load_model(load_script(args.script or log), path, args.device)
-    if sum(parameter.numel() for parameter in model.parameters()) >= SMALL_MODEL:
-        torch.set_num_threads(threads)
+    model = load_model(path, args.script, args.device)
+    if sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL:
+        torch.set_num_threads(1)
     encode, bytes_of = find_tokenizer(model.cfg.eot_token)
     ids = [model.cfg.eot_token, *map(int, encode(prompt))]
 

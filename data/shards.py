@@ -1,34 +1,31 @@
-"""The shard format of the token files, and how the scripts of this folder begin and end.
+"""What the scripts of this folder share: shards, how they load a training script, how they end.
 
 A shard is a header of 256 little-endian int32 (magic, version, token count, zeros) and then
-the tokens, each a little-endian uint16.
+the tokens, each a little-endian uint16. train_gpt.py reads shards as well, but it imports torch,
+which takes seconds. The scripts that make data do not wait for it.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import BinaryIO
 
 import numpy as np
 
 MAGIC = 20240520
 VERSION = 1
-HEADER_INTS = 256
-HEADER_BYTES = 4 * HEADER_INTS
+HEADER_BYTES = 1024
 TOKEN_DTYPE = np.dtype("<u2")
+END_OF_SOURCE = "\n" + "=" * 100 + "\n"  # of a script, in the log of its run
 
 
 class DataError(Exception):
     """What the user can put right; its message is the one line they see."""
-
-
-def encode_header(num_tokens: int) -> bytes:
-    """Return the 1024 bytes that open a shard of num_tokens tokens."""
-    header = np.zeros(HEADER_INTS, "<i4")
-    header[:3] = MAGIC, VERSION, num_tokens
-    return header.tobytes()
 
 
 def read_header(path: Path) -> int:
@@ -50,17 +47,43 @@ def read_header(path: Path) -> int:
     return num_tokens
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """Write tokens (N,), each below 2**16, to the shard at path, whole or not at all."""
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write, which takes its place at path when it is whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.partial")  # a killed run leaves it for the next one
     try:
         with open(partial, "wb") as file:
-            file.write(encode_header(len(tokens)))
-            file.write(np.ascontiguousarray(tokens, TOKEN_DTYPE))
-        os.replace(partial, path)
+            yield file
+        partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    """Write tokens (N,), each below 2**16, to the shard at path, whole or not at all."""
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    header[:3] = MAGIC, VERSION, len(tokens)
+    with whole_file(path) as file:
+        file.write(header)
+        file.write(np.ascontiguousarray(tokens, TOKEN_DTYPE))
+
+
+def read_source(path: Path) -> str:
+    """Return the source at path, which may be a log that begins with it."""
+    return path.read_text("utf-8", errors="replace").partition(END_OF_SOURCE)[0]
+
+
+def load_script(path: Path) -> ModuleType:
+    """Run the training script at path, or at the beginning of a log, and return its module.
+
+    Whatever the script raises is raised. Each call returns a new module.
+    """
+    script = ModuleType(f"script_{len(sys.modules)}")
+    script.__file__ = str(path)
+    sys.modules[script.__name__] = script  # where dataclasses look for it
+    exec(compile(read_source(path), path, "exec"), vars(script))
+    return script
 
 
 class Parser(argparse.ArgumentParser):

@@ -9,7 +9,6 @@ such files are read that are not hidden; or - for the standard input, which is o
 
 import functools
 import glob
-import itertools
 import json
 import os
 import re
@@ -17,9 +16,8 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 import numpy as np
 from shards import TOKEN_DTYPE, DataError, Parser, run, write_shard
@@ -27,7 +25,6 @@ from shards import TOKEN_DTYPE, DataError, Parser, run, write_shard
 END_OF_TEXT = {"gpt2": 50256, "bytes": 256}  # also the last id of its vocabulary
 STDIN = "-"
 BLOCK_CHARS = 1 << 18  # of a text, read at a time
-BATCH_PIECES = 64  # tokenized side by side
 SHARD_TOKENS = 100_000_000  # in a shard at most
 BLOCK_TOKENS = 128  # val_tokens and val_seq_len are multiples of it
 PRESET_VAL_TOKENS = 262_144  # what the pocket preset validates on
@@ -38,14 +35,6 @@ MIN_VAL_TOKENS = BLOCK_TOKENS + 1
 # No GPT-2 token spans a place between a non-space and a space or newline, so that the tokens of
 # the parts are those of the whole. Greedy: the last such place.
 LAST_CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
-
-
-class Piece(NamedTuple):
-    """A document, or a part of a long one."""
-
-    text: str
-    opens_document: bool
-    validation: bool
 
 
 def open_text(path: str) -> TextIO:
@@ -60,12 +49,9 @@ def is_text(path: str) -> bool:
     """Read the file whole and return whether it is UTF-8 without a NUL."""
     with open_text(path) as file:
         try:
-            while block := file.read(BLOCK_CHARS):
-                if "\0" in block:
-                    return False
+            return not any("\0" in block for block in iter(lambda: file.read(BLOCK_CHARS), ""))
         except UnicodeDecodeError:
             return False
-    return True
 
 
 def list_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
@@ -135,19 +121,18 @@ def in_validation(document: int, val_fraction: float) -> bool:
     return int(document * val_fraction) > int((document - 1) * val_fraction)
 
 
-def read_pieces(paths: list[str], val_fraction: float) -> Iterator[Piece]:
-    """Yield every document of the files, long ones in parts. Raises: DataError naming the file."""
-    documents = 0
+def read_texts(paths: list[str]) -> Iterator[tuple[str, bool]]:
+    """Yield every document of the files, long ones in parts, and whether a text opens a document.
+
+    Raises: DataError naming the file.
+    """
     for path in paths:
         is_jsonl = path.endswith(".jsonl")
         with open_text(path) as file:
             texts = read_jsonl(file, path) if is_jsonl else read_parts(file)
             try:
                 for number, text in enumerate(texts):
-                    opens_document = is_jsonl or number == 0
-                    documents += opens_document
-                    validation = in_validation(documents, val_fraction)
-                    yield Piece(text, opens_document, validation)
+                    yield text, is_jsonl or number == 0
             except UnicodeDecodeError:
                 raise DataError(f"{path}: not UTF-8; convert it first, "
                                 "as with iconv -t utf-8") from None
@@ -170,21 +155,19 @@ def load_tokenizer(name: str) -> Callable[[str], np.ndarray]:
     return functools.partial(encoding.encode_to_numpy, disallowed_special=())
 
 
-def write_tokens(pieces: Iterator[Piece], tokenizer: str, folder: Path) -> int:
+def write_tokens(texts: Iterator[tuple[str, bool]], tokenizer: str, val_fraction: float,
+                 folder: Path) -> int:
     """Write folder/train and folder/val, tokens without a header; return how many documents."""
     encode = load_tokenizer(tokenizer)
     end_of_text = np.array([END_OF_TEXT[tokenizer]], TOKEN_DTYPE)
     documents = 0
-    with (open(folder / "train", "wb") as train, open(folder / "val", "wb") as val,
-          ThreadPoolExecutor() as pool):  # tiktoken lets other threads run
-        while batch := list(itertools.islice(pieces, BATCH_PIECES)):
-            texts = [piece.text for piece in batch]
-            for piece, tokens in zip(batch, pool.map(encode, texts)):
-                file = val if piece.validation else train
-                if piece.opens_document:
-                    documents += 1
-                    file.write(end_of_text)
-                file.write(tokens.astype(TOKEN_DTYPE))
+    with open(folder / "train", "wb") as train, open(folder / "val", "wb") as val:
+        for text, opens_document in texts:
+            documents += opens_document
+            file = val if in_validation(documents, val_fraction) else train
+            if opens_document:
+                file.write(end_of_text)
+            file.write(encode(text).astype(TOKEN_DTYPE))
     return documents
 
 
@@ -266,7 +249,8 @@ def main() -> None:
     except OSError as error:
         raise DataError(f"--out {args.out}: {error.strerror}; choose another") from None
     try:
-        documents = write_tokens(read_pieces(files, args.val_fraction), args.tokenizer, staging)
+        texts = read_texts(files)
+        documents = write_tokens(texts, args.tokenizer, args.val_fraction, staging)
         train, val = split_tokens(staging, args.val_fraction)
         write_shards(staging, "train", train)
         write_shards(staging, "val", val)

@@ -9,7 +9,9 @@ import os
 # Before torch is imported: sums are the same on every machine, and two cores do not fight.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import functools
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,11 +20,12 @@ from pathlib import Path
 import host_gpu
 import numpy as np
 import pytest
+import shards
 
 REPO = Path(__file__).resolve().parent.parent
+SCRIPTS = ["train_gpt.py", *sorted(str(path.relative_to(REPO))
+                                    for path in REPO.glob("records/20*/train_gpt.py"))]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TINY_MODEL = dict(  # of bytes, for any number of layers
-    vocab_size=257, eot_token=256, model_dim=32, head_dim=16, backout_layer=0)
 
 # Whoever starts the tests may ignore these, as nohup does; what the tests start does not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -85,6 +88,39 @@ def pytest_runtest_protocol():
             sys.modules["torch"].set_num_threads(1)
 
 
+# ---- Files ----
+
+
+def project_files():
+    """The names of the project's files; in a copy without git, all that .gitignore leaves."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, text=True,
+                            capture_output=True)
+    names = listed.stdout.splitlines()
+    if not names:
+        patterns = (REPO / ".gitignore").read_text().split()
+        paths = (path.relative_to(REPO) for path in REPO.rglob("*"))
+        names = [str(path) for path in paths if not is_ignored(path, patterns)]
+    return sorted(name for name in names if (REPO / name).is_file())
+
+
+def is_ignored(path, patterns):
+    """Whether the path or a folder above it is named in .gitignore, by /a/path/ or by *.suffix."""
+    for place in (path, *path.parents[:-1]):
+        for pattern in patterns:
+            name = pattern.strip("/")
+            if place == Path(name) or (place.match(name) and not pattern.startswith("/")):
+                return True
+    return False
+
+
+def copy_project(folder):
+    """Copy the project's files into the folder, and link the data, which tests only read."""
+    for name in project_files():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPO / name, folder / name)
+    (folder / "data" / "pocket").symlink_to(REPO / "data" / "pocket")
+
+
 # ---- Data ----
 
 
@@ -145,6 +181,14 @@ def tiny_shards(tmp_path, write_shard):
 
 
 # ---- Scripts ----
+
+
+@functools.cache
+def script_module(name, block=128):
+    """The script of this name among SCRIPTS as a module, with blocks of so many tokens."""
+    module = shards.load_script(REPO / name)
+    module.BLOCK = block
+    return module
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a 124M-class GPT to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
+"""Train a GPT of GPT-2 small's shape to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py     # the record, on 8 GPUs
     python train_gpt.py                                       # the record, on one GPU
@@ -9,7 +9,7 @@ Record: 2024-11-03_UntieEmbed
 Parent: 2024-10-14_ModernArch. Change: embedding and head are untied, each with rates of its own;
 the embedding is normed, the head begins at zero.
 
-The record comes first: hyperparameters, model, optimizers, schedules, training loop. The harness
+The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
 
 Technique                                         where it is
@@ -37,9 +37,10 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ class Hyperparameters:
     muon_momentum: float = 0.95  # Muon's momentum
     # Schedules
     num_iterations: int = 4578  # optimizer steps
-    seq_lens: tuple = (1024,)  # tokens of a training sequence
+    seq_len: int = 1024  # tokens of a training sequence
     cooldown_frac: float = 1308 / 4578  # last share of the run, in which rates fall
     # Data and validation
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
@@ -93,7 +94,7 @@ class Hyperparameters:
     device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
     run_id: str = ""  # name of the folder under logs/; empty: made from the time
     warmup_steps: int = 10  # untimed steps per stage that warm up the kernels
-    head_chunks: int = 0  # pieces in which the head is computed; 0: by the card's memory
+    head_chunks: int = 0  # chunks in which the head is computed; 0: by the card's memory
     save_every: int = 0  # steps between checkpoints; 0: none
     resume: str = ""  # checkpoint to resume; auto: the newest of --run_id
     init: str = ""  # checkpoint whose weights a new run starts from
@@ -114,7 +115,7 @@ POCKET = dict(
     muon_lr=0.08,
     muon_momentum=0.85,
     num_iterations=240,
-    seq_lens=(128,),
+    seq_len=128,
     cooldown_frac=0.7,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
@@ -129,10 +130,13 @@ POCKET = dict(
 )
 
 
-def model_rules(cfg) -> dict:
+# Whole numbers that may be 0; all others are at least 1.
+MAY_BE_ZERO = ["seed", "eot_token"]
+
+
+def check_flags(cfg) -> dict:
     """This record's rules for its flags: words that begin with the flag, whether they hold."""
     return {
-        "seq_lens must be one length": len(cfg.seq_lens) == 1,
         "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
         "model_dim must be a multiple of head_dim": cfg.model_dim % cfg.head_dim == 0,
         "cooldown_frac must be above 0, at most 1": 0 < cfg.cooldown_frac <= 1,
@@ -140,12 +144,12 @@ def model_rules(cfg) -> dict:
 
 
 # ---- Schedules --------------------------------------------------------------
-@dataclass
+@dataclass(frozen=True)
 class Schedule:
-    """What changes from step to step."""
+    """What holds in a step."""
 
     stage: int
-    seq_len: int  # tokens of a sequence
+    seq_len: int  # tokens of a training sequence
     lr_factor: float  # of all rates
     momentum: float  # Muon's
 
@@ -159,10 +163,58 @@ def schedule(step: int, cfg) -> Schedule:
 
     return Schedule(
         stage=0,  # all steps run the same kernels
-        seq_len=cfg.seq_lens[0],
+        seq_len=cfg.seq_len,
         lr_factor=lr_factor,
         momentum=cfg.muon_momentum,
     )
+
+
+# ---- Parameters -------------------------------------------------------------
+# A parameter says where it is made how it begins and how it is updated.
+def zeros(param, generator):
+    param.zero_()
+
+
+def normal(std):
+    return lambda param, generator: param.normal_(std=std, generator=generator)
+
+
+def uniform(std):
+    bound = 3**0.5 * std
+    return lambda param, generator: param.uniform_(-bound, bound, generator=generator)
+
+
+def weight(*shape, group, first=zeros) -> nn.Parameter:
+    """A parameter, not yet initialised.
+
+    group: its row in `parameter_groups`. first: sets its first values.
+    """
+    param = nn.Parameter(torch.empty(shape))
+    param.group = group
+    param.first = first
+    return param
+
+
+class Table(nn.Module):
+    """An embedding table."""
+
+    def __init__(self, rows, width, group, first=zeros):
+        super().__init__()
+        self.weight = weight(rows, width, group=group, first=first)
+
+    def forward(self, ids):
+        return F.embedding(ids, self.weight)
+
+
+class Linear(nn.Module):
+    """A linear map."""
+
+    def __init__(self, in_features, out_features, group, first=zeros):
+        super().__init__()
+        self.weight = weight(out_features, in_features, group=group, first=first)
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
 
 
 # ---- Model ------------------------------------------------------------------
@@ -175,11 +227,8 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def norm(x: Tensor) -> Tensor:
-    """RMS norm over the last dimension."""
-    length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-    mean_square = length.square() / x.size(-1)
-    epsilon = torch.finfo(x.dtype).eps  # as in the F.rms_norm of its day
-    return (x * (mean_square + epsilon).rsqrt()).type_as(x)
+    """RMS norm over the last dimension. The epsilon is that of the type."""
+    return F.rms_norm(x, x.shape[-1:], eps=torch.finfo(x.dtype).eps)
 
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -206,10 +255,12 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
-        self.c_q = nn.Linear(dim, dim, bias=False)
-        self.c_k = nn.Linear(dim, dim, bias=False)
-        self.c_v = nn.Linear(dim, dim, bias=False)
-        self.c_proj = nn.Linear(dim, dim, bias=False)
+        first = uniform((3 * dim) ** -0.5)
+        self.c_q = Linear(dim, dim, group="attention", first=first)
+        self.c_k = Linear(dim, dim, group="attention", first=first)
+        self.c_v = Linear(dim, dim, group="attention", first=first)
+        # Zero-initialised projections: @Grad62304977
+        self.c_proj = Linear(dim, dim, group="attention")
 
     def forward(self, x, rotary):
         heads = (self.num_heads, -1)
@@ -229,8 +280,9 @@ class MLP(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.c_fc = nn.Linear(cfg.model_dim, 4 * cfg.model_dim, bias=False)
-        self.c_proj = nn.Linear(4 * cfg.model_dim, cfg.model_dim, bias=False)
+        dim = cfg.model_dim
+        self.c_fc = Linear(dim, 4 * dim, group="mlp in", first=uniform((3 * dim) ** -0.5))
+        self.c_proj = Linear(4 * dim, dim, group="mlp out")
 
     def forward(self, x):
         x = self.c_fc(x)  # (B, T, 4 D)
@@ -252,39 +304,30 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model, under the published parameter names."""
+    """The model. Its weights have no values until `init_weights` or a checkpoint gives them."""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
-        self.embed = nn.Embedding(vocab, cfg.model_dim)
-        self.blocks = nn.ModuleList()
-        for _ in range(cfg.num_layers):
-            self.blocks.append(Block(cfg))
-        self.lm_head = nn.Linear(cfg.model_dim, vocab, bias=False)
-        # Of the head. The harness makes it smaller on cards with less memory.
-        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)
+        self.embed = Table(vocab, cfg.model_dim, group="embed", first=normal(1.0))
+        self.blocks = nn.ModuleList([Block(cfg) for _ in range(cfg.num_layers)])
+        self.lm_head = Linear(cfg.model_dim, vocab, group="head")
+        # The head is computed in chunks of this many tokens.
+        tokens = cfg.sequences_per_forward * cfg.seq_len / max(1, cfg.head_chunks)
+        self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
         exponent = torch.arange(0, cfg.head_dim, 2) / cfg.head_dim
         frequency = 1 / cfg.rope_base**exponent  # (K / 2,)
-        position = torch.arange(max(*cfg.seq_lens, cfg.val_seq_len))
+        position = torch.arange(max(cfg.seq_len, cfg.val_seq_len))
         theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
         rotary = torch.stack([theta.cos(), theta.sin()]).bfloat16()
         self.register_buffer("rotary", rotary, persistent=False)
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Initialise each matrix by its name. Raises KeyError for an unknown one."""
-        for name, param in self.named_parameters():
-            if "embed" in name:
-                param.normal_(generator=generator)
-            elif name.endswith(("q.weight", "k.weight", "v.weight", "fc.weight")):
-                bound = param.size(-1) ** -0.5
-                param.uniform_(-bound, bound, generator=generator)
-            elif name.endswith(".weight"):
-                param.zero_()  # zero-initialised projections: @Grad62304977
-            else:
-                raise KeyError(f"no initialisation for the parameter {name}")
+        """Give every parameter its first values."""
+        for param in self.parameters():
+            param.first(param, generator)
 
     def hidden(self, inputs_BT):
         """The normed output of the last layer, (B, T, D)."""
@@ -310,10 +353,10 @@ class GPT(nn.Module):
         """
         x_SD = self.hidden(inputs_BT).flatten(0, 1)
         targets_S = targets_BT.flatten()
-        size = self.tokens_per_piece
+        size = self.tokens_per_chunk
         if len(x_SD) <= size:
             return self.head_loss(x_SD, targets_S)
-        # In pieces, recomputed in the backward pass: the logits are never in memory all at once.
+        # In chunks, recomputed in the backward pass: the logits are never in memory all at once.
         loss = 0
         for x, targets in zip(x_SD.split(size), targets_S.split(size)):
             loss = loss + checkpoint(self.head_loss, x, targets, use_reentrant=False)
@@ -368,59 +411,57 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas):
 
 @dataclass
 class Group:
-    """A row of the table: some parameters and how they are updated."""
+    """A row of the table: how the parameters of a group are updated."""
 
-    name: str
-    rule: type  # Adam or Muon
-    params: list
+    optimizer: type  # Adam or Muon
     lr: float  # Adam: about a weight's change; Muon: about the spectral norm of a change
     betas: tuple = (0.9, 0.95)  # Adam: decay of its means of gradients and of their squares
 
 
-def parameter_groups(model: GPT, cfg) -> list[Group]:
-    """The table of parameter groups. Each parameter of the model is in one row."""
-    def ending(*names):
-        return [param for name, param in model.named_parameters() if name.endswith(names)]
-
-    attention = ending("c_q.weight", "c_k.weight", "c_v.weight", "attn.c_proj.weight")
-    return [
-        Group("attention", Muon, attention, cfg.muon_lr),
-        Group("mlp in", Muon, ending("c_fc.weight"), cfg.muon_lr),
-        Group("mlp out", Muon, ending("mlp.c_proj.weight"), cfg.muon_lr),
-        Group("embed", Adam, [model.embed.weight], cfg.embed_lr),
-        Group("head", Adam, [model.lm_head.weight], cfg.head_lr),
-    ]
+def parameter_groups(cfg) -> dict[str, Group]:
+    """The table of parameter groups. The parameters name their group (`weight`)."""
+    return {
+        "attention": Group(Muon, cfg.muon_lr),
+        "mlp in": Group(Muon, cfg.muon_lr),
+        "mlp out": Group(Muon, cfg.muon_lr),
+        "embed": Group(Adam, cfg.embed_lr),
+        "head": Group(Adam, cfg.head_lr),
+    }
 
 
 class Optimizer:
     """A group's weights and gradients as two flat buffers, whole on every rank.
 
     One all-reduce sums all gradients. Each of `owners` ranks computes one part of the update and
-    holds the state of that part. No matrix is split, so the buffers are padded.
+    holds the state of that part. A part has whole units: numbers, or matrices. The buffers are
+    padded to as many units an owner.
     """
 
-    def __init__(self, group, ranks, owners=1, unit=1):
+    def __init__(self, name, group, params, ranks, owners=1, unit=1):
+        self.name = name
         self.group = group
-        self.name = group.name
         self.ranks = ranks
         self.owners = owners
-        self.handle = None  # of a communication under way
-        self.numel = sum(param.numel() for param in group.params)
-        share = round_up(self.numel, unit * owners) // owners
-        first = ranks.rank % owners * share
-        self.mine = slice(first, first + share)
-        first = group.params[0].detach()
+        self.handle = None  # the async handle of a collective under way
+        self.numel = sum(param.numel() for param in params)
+        self.units = self.numel // unit  # of all owners, without padding
+        self.my_units = -(-self.units // owners)
+        share = self.my_units * unit
+        start = ranks.rank % owners * share
+        self.mine = slice(start, start + share)
+        first = params[0].detach()
         self.weights = first.new_zeros(share * owners)
         self.grads = torch.zeros_like(self.weights)
         start = 0
-        for param in group.params:  # they become views of the buffers
+        for param in params:  # they become views of the buffers
             end = start + param.numel()
-            weight = self.weights[start:end].view_as(param)
-            param.data = weight.copy_(param.detach())
+            values = self.weights[start:end].view_as(param)
+            param.data = values.copy_(param.detach())
             param.grad = self.grads[start:end].view_as(param)
             start = end
+        self.my_grad = self.grads[self.mine]
         self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
-        self.state = {"mean": torch.zeros_like(self.grads[self.mine])}
+        self.state = {}  # tensors by name; this rank's part, or a number
 
     def tensors(self):
         return [self.weights, *self.state.values()]
@@ -431,11 +472,11 @@ class Optimizer:
             self.handle = dist.all_reduce(self.grads, async_op=True)
 
     def update(self, now, divisor):
-        """Update by gradients / divisor, or begin to."""
+        """Update by gradients / divisor."""
         self.wait()
         self.grads.div_(divisor)
         self.lr.fill_(self.group.lr * now.lr_factor)
-        self.begin_update(now)
+        self.apply_update(now)  # Adam's or Muon's
 
     def wait(self):
         if self.handle:
@@ -461,62 +502,72 @@ class Optimizer:
             size = self.length_of(share)
             rows = share.new_zeros(self.owners, share.numel())
             rows.view(-1)[:size] = full[key].view(size)
-            mine = rows[self.ranks.rank % self.owners]
-            share.copy_(mine.view_as(share))
+            share.copy_(rows[self.ranks.rank % self.owners].view_as(share))
 
     def length_of(self, share):
-        """Entries of a state over all owners, without padding."""
-        return share.numel() * self.owners * self.numel // len(self.weights)
+        """Entries of a state over all owners, without padding; one of a number."""
+        entries_a_unit = share.numel() // self.my_units
+        return entries_a_unit * self.units if share.ndim else 1
 
 
 class Adam(Optimizer):
     """Adam on tensors of any shape, by every rank."""
 
-    def __init__(self, group, ranks):
-        super().__init__(group, ranks)
-        self.state["square"] = torch.zeros_like(self.grads)
+    def __init__(self, name, group, params, ranks):
+        super().__init__(name, group, params, ranks)
+        self.state["mean"] = torch.zeros_like(self.my_grad)
+        self.state["square"] = torch.zeros_like(self.my_grad)
         self.state["count"] = torch.zeros_like(self.lr)
-        self.rule = compile_on_gpu(adam_update, self.lr)
+        self.step_fn = compile_on_gpu(adam_update, self.lr.device)
 
-    def begin_update(self, now):
-        state = self.state.values()
-        self.rule(self.weights, self.grads, *state, lr=self.lr, betas=self.group.betas)
+    def apply_update(self, now):
+        self.step_fn(
+            self.weights,
+            self.my_grad,
+            **self.state,
+            lr=self.lr,
+            betas=self.group.betas,
+        )
 
 
 class Muon(Optimizer):
     """Muon on matrices of one shape."""
 
-    def __init__(self, group, ranks):
-        self.shape = group.params[0].shape[-2:]
-        super().__init__(group, ranks, ranks.world_size, unit=self.shape.numel())
-        self.batch = (-1, *self.shape)
+    def __init__(self, name, group, params, ranks):
+        shape = params[0].shape[-2:]
+        super().__init__(name, group, params, ranks, ranks.world_size, unit=shape.numel())
+        self.my_grad = self.my_grad.view(-1, *shape)
+        self.state["mean"] = torch.zeros_like(self.my_grad)
         dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
         self.updates = torch.zeros_like(self.weights, dtype=dtype)  # of all ranks
-        self.rule = compile_on_gpu(muon_update, self.lr)
+        self.step_fn = compile_on_gpu(muon_update, self.lr.device)
 
-    def begin_update(self, now):
-        share = self.updates.zero_()[self.mine].view(self.batch)
-        grads = self.grads[self.mine].view(self.batch)
-        means = self.state["mean"].view(self.batch)
-        for update, grad, mean in zip(share, grads, means):
-            self.rule(update, grad, mean, momentum=now.momentum)
+    def apply_update(self, now):
+        updates = self.updates.zero_()[self.mine].view_as(self.my_grad)
+        for update, grad, mean in zip(updates, self.my_grad, self.state["mean"]):
+            self.step_fn(update, grad, mean, momentum=now.momentum)
         if self.ranks.world_size > 1:
             dist.all_reduce(self.updates)
-        rows, columns = self.shape
+        rows, columns = self.my_grad.shape[1:]
         factor = max(1, rows / columns) ** 0.5  # of matrices that are tall
         self.weights.sub_(self.updates * (self.lr * factor))
 
 
-def compile_on_gpu(rule: Callable, tensor: Tensor) -> Callable:
-    return torch.compile(rule, dynamic=False) if tensor.is_cuda else rule
+def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
+    return torch.compile(step_fn, dynamic=False) if device.type == "cuda" else step_fn
 
 
 def build_optimizers(model: GPT, cfg, ranks) -> list[Optimizer]:
-    """An optimizer for each row of the table that has parameters."""
-    groups = parameter_groups(model, cfg)
-    rows = sum(len(group.params) for group in groups)
-    assert rows == len(list(model.parameters())), "each parameter needs one row"
-    return [group.rule(group, ranks) for group in groups if group.params]
+    """An optimizer for each group that has parameters. Raises KeyError for an unknown group."""
+    groups = parameter_groups(cfg)
+    members = {name: [] for name in groups}
+    for param in model.parameters():
+        members[param.group].append(param)
+    optimizers = []
+    for name, group in groups.items():
+        if members[name]:
+            optimizers.append(group.optimizer(name, group, members[name], ranks))
+    return optimizers
 
 
 def step_optimizers(optimizers, now, divisor):
@@ -530,17 +581,21 @@ def step_optimizers(optimizers, now, divisor):
 
 
 # ---- Training ---------------------------------------------------------------
-def cut_rows(tokens, documents, position: int, length: int, cfg):
-    """Cut a step's sequences, (N, length + 1), from a shard. Returns them and the next position."""
-    return consecutive_rows(tokens, position, length, cfg)
+def cut_rows(tokens, documents, position: int, now, cfg):
+    """Cut a step's sequences, (N, seq_len + 1), from a shard. Returns them and the next position.
+
+    Returns None if the shard has too few tokens left.
+    """
+    return consecutive_rows(tokens, position, now, cfg)
 
 
-def consecutive_rows(tokens, position: int, length: int, cfg):
+def consecutive_rows(tokens, position: int, now, cfg):
     """Sequences in order or, with a stride, spread over the shard; as `cut_rows` returns them.
 
     The k-th sequence taken is number k · stride modulo N of the shard's N. The stride is made
     coprime to N, so each is taken once.
     """
+    length = now.seq_len
     step_tokens = cfg.sequences_per_step * length
     # Only whole steps count. Each sequence needs one more token, its last target.
     N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step
@@ -558,11 +613,10 @@ def consecutive_rows(tokens, position: int, length: int, cfg):
     return np.stack(rows), last * length
 
 
-def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
-    """Set types and kernel options for this GPU, and compile. Returns the head's type."""
+def prepare_for_cuda(model: GPT, cfg, device: torch.device):
+    """Set mixed precision, and compile."""
     model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     model.compile(dynamic=False)
-    return "bf16"
 
 
 def accumulate_gradients(model, batches, now) -> Tensor:
@@ -587,7 +641,7 @@ def train(run, cfg):
         if run.pause(step, complete=True):
             break
 
-        batches = run.loader.next_step(now.seq_len)
+        batches = run.loader.next_step(now)
         losses = accumulate_gradients(run.model, batches, now)
         run.health.check(step, losses)
         step_optimizers(run.optimizers, now, divisor=len(batches) * run.ranks.world_size)
@@ -595,6 +649,15 @@ def train(run, cfg):
 
 
 # ==== Harness: below this line every record has the same bytes ===============
+# These the harness alone needs.
+import errno
+import gc
+import resource
+import shutil
+import socket
+import sysconfig
+from datetime import timedelta
+
 SCRIPT = Path(__file__).resolve()
 
 
@@ -737,13 +800,15 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
     # As many sequences at once as a training pass has tokens for, at least one
     longest = cfg.sequences_per_forward * plan(cfg).longest
     size = length * max(1, longest // length)
-    tokens = np.pad(tokens, (0, size))  # the last pass is as large as the others
-    for start in range(ranks.rank * size, count, ranks.world_size * size):
+    # All ranks have as many passes, and the last ones are as large as the others.
+    tokens = np.pad(tokens, (0, ranks.world_size * size))
+    for first in range(0, count, ranks.world_size * size):
+        start = first + ranks.rank * size
         part = tokens[start : start + size + 1]
         # (sequences, length + 1): the last token of a row is the first of the next row.
         rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
         inputs, targets = to_batch(rows, ranks.device)
-        targets.view(-1)[count - start :] = -1  # padding is not counted
+        targets.view(-1)[max(0, count - start) :] = -1  # padding is not counted
         total += model(inputs, targets)
     model.train()
     # Each rank has the sum of its own sequences.
@@ -795,7 +860,7 @@ def load_checkpoint(path: Path) -> dict:
         # A run resumed from NaN would fail at the same step for ever.
         for tensors in (state["model"], *state["optimizers"].values()):
             for name, tensor in tensors.items():
-                if not (tensor.is_floating_point() and tensor.isfinite().all()):
+                if not tensor.isfinite().all():
                     raise ValueError(f"{name} is not finite")
     # zipfile and torch raise nearly any exception for a damaged file.
     except Exception as error:
@@ -816,40 +881,79 @@ def newest_checkpoint(folder: Path):
     return "", NEW_RUN
 
 
-# ---- Ranks and log ----------------------------------------------------------
-class Ranks:
-    """This process's rank and device, and what ranks exchange. Raises UserError."""
+# ---- The machine ------------------------------------------------------------
+def check_launcher(world_size):
+    """Raise UserError where the ranks of a run could not find each other."""
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1 and "RANK" not in os.environ:
+        raise UserError(f"srun started {tasks} tasks, and each would train alone; "
+                        "let it start torchrun, with --ntasks-per-node=1")
+    if world_size > 1:
+        address = os.environ.get("MASTER_ADDR", "")
+        try:
+            socket.getaddrinfo(address, None)
+        except OSError as error:
+            raise UserError(f"MASTER_ADDR {address}: not to be resolved here ({error}); on one "
+                            "machine start torchrun with --local-addr=127.0.0.1") from None
 
-    def __init__(self, cfg):
-        # torchrun sets these. Without it there is one process.
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
-        gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count()  # of this machine
-        if local_rank >= gpus and (gpus or cfg.device == "cuda"):
-            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
-        self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
-        if gpus:
-            self.device = torch.device("cuda", local_rank)
-            torch.cuda.set_device(self.device)  # "cuda" now means this one
-        if self.world_size > 1:
-            # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
-            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-            dist.init_process_group()
 
-    def all_gather(self, x):
-        """(N,) of every rank, as (ranks, N)."""
-        rows = x.repeat(self.world_size, 1)
-        if self.world_size > 1:
-            dist.all_gather_into_tensor(rows.view(-1), x)
-        return rows
+def count_gpus(device) -> int:
+    """This machine's GPUs, none where --device is cpu. Raises UserError where CUDA cannot start."""
+    if device == "cpu":
+        return 0
+    gpus = torch.cuda.device_count()
+    # It also counts none where the driver does not answer.
+    broken = Path("/dev/nvidiactl").exists() and torch.version.cuda
+    if gpus or (broken and "CUDA_VISIBLE_DEVICES" not in os.environ):
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            raise UserError(f"CUDA does not start: {error}; --device cpu does without") from None
+    return gpus
+
+
+def check_gpu_machine(ranks):
+    """Raise UserError where so many ranks on GPUs would fail minutes after their start."""
+    # Triton compiles a launcher with them.
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise UserError("no C compiler, which Triton needs; install gcc, or set CC")
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    if not header.exists():
+        raise UserError(f"{header}: not there, and Triton needs it; install python3-dev, "
+                        "or a Python of uv's")
+    memory = Path("/dev/shm")
+    mib = shutil.disk_usage(memory).total // 2**20 if memory.exists() else 0
+    if ranks > 1 and mib <= 64:  # Docker's default
+        raise UserError(f"{memory}: of {mib} MiB, which NCCL fills; start the container with "
+                        "--shm-size=1g")
+
+
+def default_head_chunks(device: torch.device) -> int:
+    """In how many chunks a device computes the head."""
+    if device.type == "cpu":
+        return 1
+    memory = torch.cuda.get_device_properties(device).total_memory
+    # 80 GB hold all logits and their gradient. More than eight chunks save nothing.
+    return 8 if memory < 32e9 else math.ceil(70e9 / memory)
+
+
+def cpu_model() -> str:
+    """The name of this machine's CPU, as its maker writes it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
+        name = found[1] if found else ""  # ARM's have none
+    else:
+        name = collect_env.run("sysctl -n machdep.cpu.brand_string")[1]  # macOS
+    return " ".join(name.split()) or platform.processor() or "cpu"
 
 
 def machine_facts(device: torch.device) -> dict:
     """What a log tells of the machine and of its software."""
     folder = shlex.quote(str(SCRIPT.parent))  # it may have spaces
+    capability = torch.backends.cpu.get_cpu_capability()
     facts = dict(
-        device=f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})",
+        device=f"{cpu_model()} ({platform.machine()}, {capability})",
         torch=torch.__version__,
         threads=torch.get_num_threads(),  # OMP_NUM_THREADS, or the number of cores
         commit=collect_env.run(f"git -C {folder} rev-parse HEAD")[1],  # empty without git
@@ -864,6 +968,60 @@ def machine_facts(device: torch.device) -> dict:
             triton=version("triton"),
         )
     return facts
+
+
+def peak_memory_mib(device: torch.device) -> int:
+    """The most that the process has held: of its GPU since the warm-up, or of the CPU's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) // 2**20
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's may be the peak of the process that started this one
+        kib = int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1])
+        return kib // 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20  # macOS has bytes
+
+
+# ---- Ranks and log ----------------------------------------------------------
+class Ranks:
+    """This process's rank and device, and what ranks exchange. Raises UserError."""
+
+    def __init__(self, cfg):
+        # torchrun sets these. Without it there is one process.
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
+        check_launcher(self.world_size)
+        gpus = count_gpus(cfg.device)
+        if local_rank >= gpus and (gpus or cfg.device == "cuda"):
+            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
+        self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
+        if gpus:
+            check_gpu_machine(self.world_size)
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)  # "cuda" now means this one
+        if self.world_size > 1:
+            # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
+            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+            # Ranks compile at different speeds, and wait for the slowest.
+            dist.init_process_group(device_id=self.device if gpus else None,
+                                    timeout=timedelta(minutes=30))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, failure, *_):
+        """End the process group, whose threads must not outlive Python: it would abort them."""
+        if self.world_size > 1:
+            if failure and self.device.type == "cuda":
+                dist.group.WORLD.abort()  # without waiting for ranks that may have failed, too
+            dist.destroy_process_group()
+
+    def all_gather(self, x):
+        """(N,) of every rank, as (ranks, N)."""
+        rows = x.repeat(self.world_size, 1)
+        if self.world_size > 1:
+            dist.all_gather_into_tensor(rows.view(-1), x)
+        return rows
 
 
 class Log:
@@ -890,23 +1048,35 @@ class Log:
         if self.enabled:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("a", buffering=1, encoding="utf-8")  # line by line
+            without_lock = None
             try:
                 # The lock ends with the process, however that ends.
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise UserError(f"--run_id {self.run_id}: another process runs it now") from None
+            except OSError as error:  # as on some network file systems
+                without_lock = error
             if self.is_new:
                 self.file.truncate(0)  # of what a run wrote that was killed before it saved
             # Also after a full disk has left an empty file
             if not self.path.stat().st_size:
                 self.file.write(header)
+            if without_lock:
+                self(f"{self.path}: no lock ({without_lock}), so let no other process run "
+                     f"--run_id {self.run_id}")
 
     def __call__(self, text, more="", console=True):
         """Write the text to the log; print it to the console, with more."""
         if self.file:
             self.file.write(text + "\n")
         if self.enabled and console:
-            print(text + more, flush=True)
+            try:
+                print(text + more, flush=True)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                # The terminal is gone, and the run goes on or saves without it.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Health:
@@ -923,6 +1093,8 @@ class Health:
         self.losses = []  # of the step read last
         signal.signal(signal.SIGTERM, self.on_signal)
         signal.signal(signal.SIGINT, self.on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGHUP, self.on_signal)  # the terminal was closed
 
     def on_signal(self, number, frame):
         self.told_to_stop = True  # all ranks learn it in the next step
@@ -951,14 +1123,6 @@ class Health:
 
 
 # ---- The run ----------------------------------------------------------------
-def default_head_chunks(device) -> int:
-    """Chunks of the head that fit the device: 80 GB hold all logits and their gradient."""
-    if device.type == "cpu":
-        return 1
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return 8 if memory < 32e9 else math.ceil(70e9 / memory)
-
-
 def build(cfg, ranks):
     """Model and optimizers of a new run. Raises UserError where --init does not fit."""
     # Drawn on the CPU, so that a seed means the same weights on every device
@@ -1039,10 +1203,12 @@ class Run:
 
     def write_header(self):
         """Begin the log with the script and all settings."""
-        head = self.model.lm_head
+        head = "fp32"
+        if self.ranks.device.type == "cuda":
+            head = "fp8" if getattr(self.model.lm_head, "use_fp8", False) else "bf16"
         values = vars(self.cfg) | self.facts | dict(
             run_id=self.log.run_id,
-            head="fp8" if getattr(head, "use_fp8", False) else show(head.weight.dtype),
+            head=head,
             train_digest=self.data,
             val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
         )
@@ -1058,7 +1224,11 @@ class Run:
         cfg = self.cfg
         device = self.ranks.device
         if device.type == "cuda":
-            self.log("warming up; a GPU compiles for 1 to 3 minutes the first time ...")
+            self.log("warming up; a GPU compiles for some 5 minutes the first time ...")
+            # Blocks that were in use once leave room for the tuner's copies of its arguments,
+            # which would else go through the host's memory and be timed with it.
+            free, _ = torch.cuda.mem_get_info(device)
+            torch.empty(free // 2, dtype=torch.uint8, device=device)
         tensors = []
         for optimizer in self.optimizers:
             tensors += optimizer.tensors()
@@ -1077,6 +1247,11 @@ class Run:
             tensor.copy_(value)  # in place, since kernels and views keep their addresses
         for optimizer in self.optimizers:
             optimizer.grads.zero_()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # the tuner's copies do not count
+        # No search among all that the compiler has left, which takes a second, in the steps.
+        gc.collect()
+        gc.freeze()
 
     def pause(self, step, complete) -> bool:
         """Validate and save before a step, where that is due. Returns whether the run ends here.
@@ -1160,7 +1335,7 @@ class Run:
             train_time_ms=f"{self.train_time_ms:.0f}",
             steps=self.last,
             tokens=self.plan.tokens,
-            peak_memory_mib=torch.cuda.max_memory_allocated() // 2**20,  # of rank 0's GPU
+            peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0
             **self.facts)
         self.log("---")  # programs read what follows
         for key, value in results.items():
@@ -1196,7 +1371,7 @@ def show(value) -> str:
         return ",".join(map(show, value))
     if is_dataclass(value):  # a row
         return ":".join(map(show, vars(value).values()))
-    return str(value).removeprefix("torch.")
+    return str(value)
 
 
 def flag_type(name, default):
@@ -1286,25 +1461,26 @@ def run_script(argv) -> int:
     elif path:
         state = load_checkpoint(Path(path))
     cfg = hyperparameters(given | dict(resume=path), state.get("settings"))
-    ranks = Ranks(cfg)
-    cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
-    log = Log(cfg, ranks, goes_on=given.get("resume"))
-    if path:
-        torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
-    left = cfg.num_iterations - state["step"]
-    if left < 0:
-        raise UserError(f"--num_iterations {cfg.num_iterations}: {path} is of a later step")
-    # A finished record can be evaluated without a GPU.
-    if left and cfg.preset == "record" and ranks.device.type != "cuda":
-        raise UserError("--preset record: there is no CUDA device; use --preset pocket")
-    run = Run(cfg, ranks, log, state)
-    train(run, cfg)
-    if run.stopped:
-        log("stopped by a signal; what --save_every saved goes on by "
-            f"--run_id {log.run_id} --resume auto")
-        return 1
-    run.finish()
-    return 0
+    with Ranks(cfg) as ranks:
+        chunks = cfg.head_chunks or default_head_chunks(ranks.device)
+        cfg = replace(cfg, head_chunks=chunks)
+        log = Log(cfg, ranks, goes_on=given.get("resume"))
+        if path:
+            torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
+        left = cfg.num_iterations - state["step"]
+        if left < 0:
+            raise UserError(f"--num_iterations {cfg.num_iterations}: {path} is of a later step")
+        # A finished record can be evaluated without a GPU.
+        if left and cfg.preset == "record" and ranks.device.type != "cuda":
+            raise UserError("--preset record: there is no CUDA device; use --preset pocket")
+        run = Run(cfg, ranks, log, state)
+        train(run, cfg)
+        if run.stopped:
+            log("stopped by a signal; what --save_every saved goes on by "
+                f"--run_id {log.run_id} --resume auto")
+            return 1
+        run.finish()
+        return 0
 
 
 def main(argv=None) -> int:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a 124M-class GPT to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
+"""Train a GPT of GPT-2 small's shape to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py     # the record, on 8 GPUs
     python train_gpt.py                                       # the record, on one GPU
@@ -9,7 +9,7 @@ Record: 2025-09-10_Yarn
 Parent: 2025-08-23_SparseAttnGate. Change: documents cut and packed; windows exact to the token, in
 three stages, with YaRN and a growing attention scale; no MLP in the first block.
 
-The record comes first: hyperparameters, model, optimizers, schedules, training loop. The harness
+The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
 
 Technique                                         where it is
@@ -18,14 +18,14 @@ QK-norm, merged QKV, value embeddings             CausalSelfAttention
 sparse attention gate                             CausalSelfAttention
 half-truncated rotary embedding                   GPT.set_stage, rotate
 YaRN, growing windows                             yarn, GPT.set_stage
-sliding windows over documents, FlexAttention     flex_mask, attend
-FP8 head                                          FP8Product, CastedLinear
-capped logits                                     GPT.logits
+sliding windows over documents, FlexAttention     first_keys, flex_mask, attend
+FP8 head                                          FP8Product, Head
+softcapped logits                                 GPT.logits
 U-Net skips                                       GPT.hidden
 Muon                                              orthogonalize, muon_update
 sharded optimizers                                ShardedOptimizer, step_optimizers
 documents packed into sequences                   cut_rows
-rates, momentum, windows                          schedule
+rates, momentum, windows by stage                 Stage, schedule
 """
 
 import argparse
@@ -45,9 +45,10 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -60,12 +61,36 @@ from torch.utils.checkpoint import checkpoint
 
 
 # ---- Hyperparameters --------------------------------------------------------
+class Layer(NamedTuple):
+    """A layer of the model, in --layers a word such as S1, . or L0:no_mlp."""
+
+    window: str  # L: long, S: short, .: no attention
+    table: str  # which value embeddings it has, or nothing
+    no_mlp: bool  # whether it has no MLP
+
+
+LAYER_WORD = re.compile(r"([LS.])(\d?)(:no_mlp)?")
+
+
+def read_layer(word: str) -> Layer:
+    window, table, no_mlp = LAYER_WORD.fullmatch(word).groups()
+    return Layer(window, table, bool(no_mlp))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a run, in --stages its values joined by colons."""
+
+    share: float  # of the scheduled steps, beside the shares of the other stages
+    seq_len: int  # tokens of a training sequence
+    long_window: int  # blocks of 128 tokens seen
+    short_window: int  # the same of layers with short windows
+
+
 @dataclass(frozen=True)
 class Hyperparameters:
     """The settings of a run. Each field is also a command-line flag.
 
-    A tuple has one value for each third and one for the last validation. Its last one also holds
-    for the stages after it.
     These are the values of the preset record.
     """
 
@@ -76,9 +101,9 @@ class Hyperparameters:
     eot_token: int = 50256  # end-of-text, the token that opens each document
     model_dim: int = 768  # width of the residual stream
     head_dim: int = 128  # width of an attention head
-    attention_pattern: str = "LSSSLSS.SSSL"  # each layer's window: Long, Short, . none
-    value_embed_pattern: str = "012......012"  # each layer's value embedding, . for none
-    mlp_pattern: str = ".MMMMMMMMMMM"  # each layer's MLP: M, . none
+    layers: tuple = (  # a word a layer: window, value embeddings, marks
+        "L0:no_mlp", "S1", "S2", "S", "L", "S", "S", ".", "S", "S0", "S1", "L2",
+    )
     attention_scale: float = 0.1  # factor of the attention scores in the first stage
     rope_base: int = 1024  # inverse of the lowest rotary frequency
     fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
@@ -90,10 +115,15 @@ class Hyperparameters:
     muon_momentum: float = 0.95  # Muon's momentum
     # Schedules
     num_iterations: int = 1670  # optimizer steps
-    seq_lens: tuple = (49152,)  # tokens of a training sequence
-    long_windows: tuple = (3, 7, 11, 13)  # blocks of 128 tokens seen, by stage
-    short_windows: tuple = (1, 3, 5, 6)  # the same of layers with short windows
+    # The last row, without a share, is the last validation.
+    stages: tuple = (  # a row a stage: share:seq_len:long_window:short_window
+        Stage(1.0, 49152, 3, 1),
+        Stage(1.0, 49152, 7, 3),
+        Stage(1.0, 49152, 11, 5),
+        Stage(0.0, 49152, 13, 6),
+    )
     cooldown_frac: float = 0.5  # last share of the run, in which rates fall
+    momentum_warmup: int = 300  # first steps, in which Muon's momentum rises
     # Data and validation
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
@@ -110,7 +140,7 @@ class Hyperparameters:
     device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
     run_id: str = ""  # name of the folder under logs/; empty: made from the time
     warmup_steps: int = 10  # untimed steps per stage that warm up the kernels
-    head_chunks: int = 0  # pieces in which the head is computed; 0: by the card's memory
+    head_chunks: int = 0  # chunks in which the head is computed; 0: by the card's memory
     save_every: int = 0  # steps between checkpoints; 0: none
     resume: str = ""  # checkpoint to resume; auto: the newest of --run_id
     init: str = ""  # checkpoint whose weights a new run starts from
@@ -124,9 +154,7 @@ POCKET = dict(
     eot_token=256,
     model_dim=64,
     head_dim=16,
-    attention_pattern="L.",
-    value_embed_pattern="0.",
-    mlp_pattern="MM",
+    layers=("L0", "."),
     attention_scale=0.5,
     rope_base=32,
     embed_lr=0.5,
@@ -134,8 +162,12 @@ POCKET = dict(
     muon_lr=0.08,
     muon_momentum=0.85,
     num_iterations=240,
-    seq_lens=(128,),
-    long_windows=(1,),
+    stages=(
+        Stage(1.0, 128, 1, 1),
+        Stage(1.0, 128, 1, 1),
+        Stage(1.0, 128, 1, 1),
+        Stage(0.0, 128, 1, 1),
+    ),
     cooldown_frac=0.7,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
@@ -150,66 +182,78 @@ POCKET = dict(
     warmup_steps=1,
 )
 
+# Whole numbers that may be 0; all others are at least 1.
+MAY_BE_ZERO = "seed eot_token share max_document_tokens".split()
 
-def model_rules(cfg) -> dict:
+
+def check_flags(cfg) -> dict:
     """This record's rules for its flags: words that begin with the flag, whether they hold."""
-    layers = len(cfg.attention_pattern)
-    letters = re.fullmatch("[LS.]{1,99}", cfg.attention_pattern)
+    are_words = all(LAYER_WORD.fullmatch(word) for word in cfg.layers)
+    layers = [read_layer(word) for word in cfg.layers if are_words]
+    scheduled = cfg.stages[:-1]
     return {
-        "seq_lens must be one length": len(cfg.seq_lens) == 1,
         "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
         "model_dim must be a multiple of head_dim": cfg.model_dim % cfg.head_dim == 0,
-        "attention_pattern must be of L, S and .": letters,
-        "value_embed_pattern must have an entry a layer": len(cfg.value_embed_pattern) == layers,
-        "mlp_pattern must have M or . a layer": re.fullmatch("[M.]" * layers, cfg.mlp_pattern),
+        "model_dim must be at least 12": cfg.model_dim >= GATE_CHANNELS,
+        "layers must be at most 99 words such as L, S0, . or S1:no_mlp":
+            are_words and len(layers) <= 99,
+        "stages must have a row with a share, and one of the last validation":
+            any(stage.share > 0 for stage in scheduled),
+        "stages must have lengths that are multiples of 128":
+            not any(stage.seq_len % BLOCK for stage in cfg.stages),
         "cooldown_frac must be above 0, at most 1": 0 < cfg.cooldown_frac <= 1,
     }
 
 
 # ---- Schedules --------------------------------------------------------------
 BLOCK = 128  # tokens in a block of the attention mask
-LAST_STAGE = 3  # the last validation; stages 0 to 2 are the thirds
+LR_FLOOR = 0.1  # factor of all rates after the last step
+LOWEST_MOMENTUM = 0.85  # of Muon, in the first step
 
 
-@dataclass
-class Schedule:
-    """What changes from step to step."""
+@dataclass(frozen=True)
+class Schedule(Stage):
+    """What holds in a step: the row of its stage, and what moves within the stage."""
 
-    stage: int
-    seq_len: int  # tokens of a sequence
+    stage: int  # the row's index
     lr_factor: float  # of all rates
     momentum: float  # Muon's
 
 
 def schedule(step: int, cfg) -> Schedule:
     """The schedule of a step from 0 to num_iterations. The last one only validates."""
-    stage = stage_of(step, cfg)
+    index = stage_of(step, cfg)
+    row = cfg.stages[index]
+
+    # Learning rate: linearly down to the floor
     progress = step / cfg.num_iterations
-
-    # Learning rate: linearly down to 0.1
     kept = min(1.0, (1 - progress) / cfg.cooldown_frac)
-    lr_factor = kept + (1 - kept) * 0.1
+    lr_factor = kept + (1 - kept) * LR_FLOOR
 
-    # Muon's momentum: up from 0.85 in the first 300 steps
-    share = min(1.0, step / 300)
-    momentum = share * cfg.muon_momentum + (1 - share) * 0.85
+    # Muon's momentum: up in the first steps
+    share = min(1.0, step / cfg.momentum_warmup)
+    momentum = share * cfg.muon_momentum + (1 - share) * LOWEST_MOMENTUM
 
-    return Schedule(
-        stage=stage,
-        seq_len=cfg.seq_lens[0],
+    moving = dict(
+        stage=index,
         lr_factor=lr_factor,
         momentum=momentum,
     )
+    return Schedule(**vars(row) | moving)
 
 
 def stage_of(step: int, cfg) -> int:
+    """The index of a step's stage."""
+    *scheduled, last_validation = range(len(cfg.stages))
     if step == cfg.num_iterations:
-        return LAST_STAGE
-    return 3 * step // (cfg.num_iterations + 1)
-
-
-def at_stage(values: tuple, stage: int):
-    return values[min(stage, len(values) - 1)]
+        return last_validation
+    shares = [cfg.stages[index].share for index in scheduled]
+    behind = sum(shares) * step / (cfg.num_iterations + 1)
+    for index, share in zip(scheduled, shares):
+        if behind < share:
+            return index
+        behind -= share
+    return scheduled[-1]
 
 
 def yarn(stage: int, cfg, device=None):
@@ -221,7 +265,8 @@ def yarn(stage: int, cfg, device=None):
     exponent = torch.linspace(0, 1, steps=cfg.head_dim // 4, device=device)
     frequency = (1 / cfg.rope_base) ** exponent
     scale = cfg.attention_scale
-    for old, new in itertools.pairwise(cfg.long_windows[: stage + 1]):
+    windows = [row.long_window for row in cfg.stages]
+    for old, new in itertools.pairwise(windows[: stage + 1]):
         turns = BLOCK * old * frequency / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of 32 turns and more, none of one
         frequency = frequency * (old / new + kept * (1 - old / new))
@@ -229,9 +274,66 @@ def yarn(stage: int, cfg, device=None):
     return frequency, scale
 
 
+# ---- Parameters -------------------------------------------------------------
+# A parameter says where it is made how it begins, how it is updated and of which type it is.
+def zeros(param, generator):
+    param.zero_()
+
+
+def constant(*values):
+    return lambda param, generator: param.copy_(torch.tensor(values).view_as(param))
+
+
+def normal(std):
+    return lambda param, generator: param.normal_(std=std, generator=generator)
+
+
+def uniform(std):
+    bound = 3**0.5 * std
+    return lambda param, generator: param.uniform_(-bound, bound, generator=generator)
+
+
+def weight(*shape, group, first=zeros, bf16=False) -> nn.Parameter:
+    """A parameter, not yet initialised.
+
+    group: its row in `parameter_groups`. first: sets its first values. bf16: on a GPU it is bf16,
+    as published, else fp32.
+    """
+    param = nn.Parameter(torch.empty(shape))
+    param.group = group
+    param.first = first
+    param.bf16 = bf16
+    return param
+
+
+class Table(nn.Module):
+    """An embedding table, bf16 on a GPU."""
+
+    def __init__(self, rows, width, group, first=zeros):
+        super().__init__()
+        self.weight = weight(rows, width, group=group, first=first, bf16=True)
+
+    def forward(self, ids):
+        return F.embedding(ids, self.weight)
+
+
+class CastedLinear(nn.Module):
+    """A linear map whose weight is cast to its input's type."""
+
+    def __init__(self, in_features, out_features, group, first=zeros):
+        super().__init__()
+        self.weight = weight(out_features, in_features, group=group, first=first)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.type_as(x))
+
+
 # ---- Model ------------------------------------------------------------------
 # In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary.
 # The residual stream x has the shape (B, T, D).
+GATE_CHANNELS = 12  # of its input that a gate sees
+SOFTCAP = 30  # logits lie between 0 and it
+SOFTCAP_WIDTH = 7.5  # raw logits are divided by it
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -239,11 +341,8 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def norm(x: Tensor) -> Tensor:
-    """RMS norm over the last dimension. On CPUs it is faster than F.rms_norm."""
-    length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-    mean_square = length.square() / x.size(-1)
-    epsilon = torch.finfo(torch.float32).eps  # as in F.rms_norm
-    return (x * (mean_square + epsilon).rsqrt()).type_as(x)
+    """RMS norm over the last dimension. The epsilon is that of fp32 in every type."""
+    return F.rms_norm(x, x.shape[-1:], eps=2**-23)
 
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -254,10 +353,10 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, **options) -> Tensor:
-    """a @ b · scale. A GPU needs a row-major, b column-major, K and N multiples of 16."""
+    """a @ b · scale as bf16. A GPU needs a row-major, b column-major, K and N multiples of 16."""
     scale_a = torch.full((), scale, device=a_MK.device)
     scale_b = torch.ones_like(scale_a)
-    return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, **options)
+    return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, out_dtype=torch.bfloat16, **options)
 
 
 # Scales before the casts to FP8, which bring typical values into its range. They are constants
@@ -280,7 +379,7 @@ class FP8Product(torch.autograd.Function):
         w_f8 = to_fp8(w, FP8_W_SCALE, torch.float8_e4m3fn)  # (V, D)
         ctx.save_for_backward(x_f8, w_f8)
         unscale = 1 / (FP8_X_SCALE * FP8_W_SCALE)
-        return scaled_mm(x_f8, w_f8.T, unscale, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return scaled_mm(x_f8, w_f8.T, unscale, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad):
@@ -288,73 +387,62 @@ class FP8Product(torch.autograd.Function):
         grad_f8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)  # (S, V)
         # The right factor must be column-major: copy the transpose, then transpose back.
         w_columns = w_f8.T.contiguous().T  # (V, D)
-        x_rows = x_f8.T.contiguous()  # (D, S)
-        grad_columns = grad_f8.T.contiguous().T  # (S, V)
         unscale_x = 1 / (FP8_GRAD_SCALE * FP8_W_SCALE)
-        grad_x = scaled_mm(grad_f8, w_columns, unscale_x,
-                           out_dtype=torch.bfloat16, use_fast_accum=False)
+        grad_x = scaled_mm(grad_f8, w_columns, unscale_x, use_fast_accum=False)
+        # Row-major, as the buffer that it is added to
+        grad_rows = grad_f8.T.contiguous()  # (V, S)
+        x_columns = x_f8.T.contiguous().T  # (S, D)
         unscale_w = 1 / (FP8_GRAD_SCALE * FP8_X_SCALE)
-        grad_w = scaled_mm(x_rows, grad_columns, unscale_w,
-                           out_dtype=torch.float32, use_fast_accum=False)
-        return grad_x, grad_w.T
+        grad_w = scaled_mm(grad_rows, x_columns, unscale_w, use_fast_accum=False)
+        return grad_x, grad_w
 
 
-class CastedLinear(nn.Linear):
-    """A linear map whose weight is cast to its input's type, or to FP8: @YouJiacheng, @leloykun."""
+class Head(CastedLinear):
+    """The output head. Its products may be FP8 while training: @YouJiacheng, @leloykun."""
 
-    def __init__(self, in_features, out_features):
-        super().__init__(in_features, out_features, bias=False)
-        self.use_fp8 = False
+    use_fp8 = False
 
     def forward(self, x):
         if self.use_fp8 and self.training:
             return FP8Product.apply(x, self.weight)
-        return F.linear(x, self.weight.type_as(x))
+        return super().forward(x)
 
 
-# Attention. Query q attends to key k if k <= q, both are in one document (@KoszarskyB), and
-# q - k <= 128 · window.
-# The B rows are one sequence of B·T tokens: documents keep them apart.
-def order_blocks(seen_QK: Tensor):
-    """A row's number of seen blocks, (1, 1, Q), and all its blocks, seen ones first, (1, 1, Q, K).
+# Attention. The B rows are one sequence of B·T tokens: documents keep them apart.
+def first_keys(docs_BT: Tensor, reach) -> Tensor:
+    """The first key that each query attends to, (S,): query q sees the keys from it to q.
 
-    Cumulative sums give each block its place. A sort would take minutes to compile.
+    A query sees its own document (@KoszarskyB), and of it at most `reach` tokens back.
     """
-    seen_so_far = seen_QK.cumsum(-1)
-    unseen_so_far = (~seen_QK).cumsum(-1)
-    count_Q1 = seen_so_far[:, -1:]
-    place = torch.where(seen_QK, seen_so_far, count_Q1 + unseen_so_far) - 1
-    block = torch.arange(seen_QK.size(1), device=seen_QK.device)
-    order = place.scatter(-1, place, block.expand_as(place))
-    count = count_Q1[:, 0]
-    return count.int()[None, None], order.int()[None, None]
+    docs_S = docs_BT.flatten()  # numbers of documents, ascending
+    start_S = torch.searchsorted(docs_S, docs_S, out_int32=True)  # of each token's document
+    query_S = torch.arange(len(docs_S), dtype=torch.int32, device=docs_S.device)
+    return torch.maximum(start_S, query_S - reach)
 
 
-def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
-    """FlexAttention's mask, from each token's document number and the window in blocks.
+def flex_mask(docs_BT: Tensor, reach) -> BlockMask:
+    """FlexAttention's mask, from each token's document number and the tokens that it sees back.
 
     It is built by tensor operations, so a growing window needs no recompilation.
     """
-    docs_S = docs_BT.flatten()
-    docs = docs_S.view(-1, BLOCK)  # (blocks, 128)
-    first_doc = docs[:, 0]  # of each block
-    last_doc = docs[:, -1]
-    block = torch.arange(len(docs), device=docs.device)
-    # Rows are blocks of queries, columns blocks of keys. With a window of 2 and one document:
+    first_S = first_keys(docs_BT, reach)
+    first = first_S.view(-1, BLOCK)  # (blocks, 128)
+    block = torch.arange(len(first), dtype=torch.int32, device=first.device)
+    # Rows are blocks of queries, columns blocks of keys. With a reach of 256 and one document:
     # p . . .    p: partial, as some of its pairs are masked
     # f p . .    f: full, all of its pairs are seen
     # p f p .
     # . p f p
-    distance = block[:, None] - block  # from a block of keys to the block of queries
-    near = (distance >= 0) & (distance <= window)
-    seen = near & (first_doc[:, None] <= last_doc)
-    one_document = last_doc[:, None] == first_doc
-    full = seen & one_document & (distance > 0) & (distance < window)  # needs no mask inside
+    first_key = BLOCK * block  # of each block
+    last_key = first_key + BLOCK - 1
+    before = block < block[:, None]
+    # In a block the first query sees the earliest keys, the last query the fewest.
+    seen = (block == block[:, None]) | (before & (first[:, :1] <= last_key))
+    full = before & (first[:, -1:] <= first_key)  # needs no mask inside
     partial = seen & ~full
 
     def document_causal(batch, head, q, k):
-        same_document = docs_S[q] == docs_S[k]
-        return (q >= k) & (q - k <= BLOCK * window) & same_document
+        return (first_S[q] <= k) & (k <= q)
 
     kv_num, kv_order = order_blocks(partial)
     full_kv_num, full_kv_order = order_blocks(full)
@@ -362,7 +450,7 @@ def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
     q_num, q_order = order_blocks(partial.T.contiguous())
     full_q_num, full_q_order = order_blocks(full.T.contiguous())
     return BlockMask(
-        seq_lengths=(len(docs_S), len(docs_S)),
+        seq_lengths=(len(first_S), len(first_S)),
         kv_num_blocks=kv_num,
         kv_indices=kv_order,
         full_kv_num_blocks=full_kv_num,
@@ -376,20 +464,34 @@ def flex_mask(docs_BT: Tensor, window: Tensor) -> BlockMask:
     )
 
 
-def dense_mask(docs_BT: Tensor, window: Tensor) -> Tensor:
+def order_blocks(seen_QK: Tensor):
+    """A row's number of seen blocks, (1, 1, Q), and all its blocks, seen ones first, (1, 1, Q, K).
+
+    Cumulative sums give each block its place. A sort would take minutes to compile.
+    """
+    seen_so_far = seen_QK.cumsum(-1, dtype=torch.int32)
+    unseen_so_far = (~seen_QK).cumsum(-1, dtype=torch.int32)
+    count_Q1 = seen_so_far[:, -1:]
+    place = torch.where(seen_QK, seen_so_far, count_Q1 + unseen_so_far) - 1
+    block = torch.arange(seen_QK.size(1), dtype=torch.int32, device=seen_QK.device)
+    order = place.scatter(-1, place, block.expand_as(place))
+    return count_Q1[None, None, :, 0], order[None, None]
+
+
+def dense_mask(docs_BT: Tensor, reach) -> Tensor:
     """An additive mask for each block of queries, (blocks, 1, 128, keys), of 0 and -inf.
 
     It is used where FlexAttention is not compiled. The keys are those of the block and of the
-    blocks before it within the window, so the cost grows with the window, not with the sequence.
+    blocks before it within reach, so the cost grows with the window, not with the sequence.
     """
-    blocks_before = min(int(window), docs_BT.size(1) // BLOCK - 1)
-    docs = docs_BT.view(-1, BLOCK)  # (blocks, 128)
-    key_docs = gather_window(docs, blocks_before + 1)
-    same_document = docs[:, :, None] == key_docs[:, None, :]
-    key = torch.arange(-blocks_before * BLOCK, BLOCK, device=docs.device)
-    query = key[-BLOCK:, None]
-    in_reach = (query >= key) & (query - key <= BLOCK * window)
-    return torch.where(same_document & in_reach, 0.0, -math.inf)[:, None]
+    first_S = first_keys(docs_BT, reach)
+    blocks_before = min(-(-int(reach) // BLOCK), docs_BT.size(1) // BLOCK - 1)
+    query = torch.arange(len(first_S), device=first_S.device).view(-1, BLOCK, 1)
+    # The keys of a block of queries end with it.
+    offset = torch.arange(-blocks_before * BLOCK, BLOCK, device=first_S.device)
+    key = query[:, :1] + offset  # (blocks, 1, keys)
+    seen = (first_S.view_as(query) <= key) & (key <= query)
+    return torch.where(seen, 0.0, -math.inf)[:, None]
 
 
 def gather_window(blocks: Tensor, window: int) -> Tensor:
@@ -431,35 +533,44 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(turned, dim=-1).type_as(x_BTHK)
 
 
+class View(NamedTuple):
+    """How the layers of one window see the tokens."""
+
+    rotary: Tensor  # cosines and sines
+    mask: object  # a BlockMask, or a dense mask
+
+
 class CausalSelfAttention(nn.Module):
-    """Attention whose heads are gated by the first 12 channels of its input."""
+    """Attention whose heads are gated by the first channels of its input."""
 
     def __init__(self, cfg):
         super().__init__()
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
         self.kernel_options = None  # of FlexAttention
-        self.qkv_w = nn.Parameter(torch.empty(3, dim, dim))  # @fernbear.bsky.social, @YouJiacheng
-        self.c_proj = CastedLinear(dim, dim)
-        self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))  # of values and value embeddings
-        self.attn_gate = CastedLinear(min(12, dim), self.num_heads)
+        # Merged: @fernbear.bsky.social, @YouJiacheng. Uniform at first: @YouJiacheng
+        self.qkv_w = weight(3, dim, dim, group="attention", first=uniform(0.5 * dim**-0.5))
+        # Zero-initialised projections: @Grad62304977
+        self.c_proj = weight(dim, dim, group="attention")
+        # Factors of values and value embeddings
+        self.lambdas = weight(2, group="lambdas", first=constant(0.5, 0.5))
+        self.attn_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
 
-    def forward(self, x, value_embed, rotary, mask):
+    def forward(self, x, value_embed, view):
         # Queries, keys and values
         qkv_w = self.qkv_w.flatten(0, 1)  # (3 D, D)
         qkv = F.linear(x, qkv_w.type_as(x))
         qkv = qkv.unflatten(-1, (3 * self.num_heads, -1))  # (B, T, 3 H, K)
         qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
-        q, k = rotate(norm(qk), *rotary).chunk(2, dim=2)  # QK-norm: @Grad62304977
+        q, k = rotate(norm(qk), *view.rotary).chunk(2, dim=2)  # QK-norm: @Grad62304977
         v = self.lambdas[0] * v
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             v = v + self.lambdas[1] * value_embed.view_as(v)
-        y = attend(q, k, v, mask, self.kernel_options)
+        y = attend(q, k, v, view.mask, self.kernel_options)
         # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
-        channels = x[..., : self.attn_gate.in_features]
-        gate_BTH = torch.sigmoid(self.attn_gate(channels))
+        gate_BTH = torch.sigmoid(self.attn_gate(x[..., :GATE_CHANNELS]))
         y = (y * gate_BTH[..., None]).flatten(2)  # (B, T, D)
-        return self.c_proj(y)
+        return F.linear(y, self.c_proj.type_as(x))
 
 
 class MLP(nn.Module):
@@ -468,8 +579,8 @@ class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         shape = (cfg.model_dim, 4 * cfg.model_dim)
-        self.c_fc = nn.Parameter(torch.empty(shape))
-        self.c_proj = nn.Parameter(torch.empty(shape))
+        self.c_fc = weight(*shape, group="mlp", first=uniform(0.5 * cfg.model_dim**-0.5))
+        self.c_proj = weight(*shape, group="mlp")
 
     def forward(self, x):
         x = x @ self.c_fc.type_as(x)  # (B, T, 4 D)
@@ -480,130 +591,129 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A layer: attention, unless its window is ".", and an MLP, both pre-normed."""
 
-    def __init__(self, cfg, window, value_table, mlp):
+    def __init__(self, cfg, layer: Layer):
         super().__init__()
-        self.window = window  # L, S, or . for no attention
-        self.value_table = value_table  # of value_embeds, or . for none
+        self.layer = layer
         self.attn = None
-        if window != ".":
+        if layer.window != ".":
             self.attn = CausalSelfAttention(cfg)
-        self.mlp = MLP(cfg) if mlp == "M" else None
+        self.mlp = None if layer.no_mlp else MLP(cfg)
         # The embedding's share begins at 0.
-        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))  # factors of x and x0
+        self.lambdas = weight(2, group="lambdas", first=constant(1.0, 0.0))
 
-    def forward(self, x, x0, value_embed, rotary, mask):
-        x = self.lambdas[0] * x + self.lambdas[1] * x0  # @KoszarskyB, @Grad62304977
+    def factors(self) -> dict:
+        """The factors of its input's terms, by their names: @KoszarskyB, @Grad62304977."""
+        return dict(x=self.lambdas[0], x0=self.lambdas[1])
+
+    def forward(self, terms, value_embed, view):
+        """terms: what its input is the weighted sum of, by name; each (B, T, D)."""
+        factors = self.factors()
+        x = sum(factors[name] * term for name, term in terms.items())
         if self.attn is not None:
-            x = x + self.attn(norm(x), value_embed, rotary, mask)
+            x = x + self.attn(norm(x), value_embed, view)
         if self.mlp is not None:
             x = x + self.mlp(norm(x))
         return x
 
 
 class GPT(nn.Module):
-    """The model, under the published parameter names."""
+    """The model. Its weights have no values until `init_weights` or a checkpoint gives them."""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
+        layers = [read_layer(word) for word in cfg.layers]
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
-        self.embed = nn.Embedding(vocab, cfg.model_dim)
+        self.embed = Table(vocab, cfg.model_dim, group="embed", first=normal(1.0))
         self.value_embeds = nn.ModuleDict()
-        for table in sorted(set(cfg.value_embed_pattern) - {"."}):
-            self.value_embeds[table] = nn.Embedding(vocab, cfg.model_dim)
-        self.blocks = nn.ModuleList()
-        for letters in zip(cfg.attention_pattern, cfg.value_embed_pattern, cfg.mlp_pattern):
-            self.blocks.append(Block(cfg, *letters))
+        for table in sorted({layer.table for layer in layers if layer.table}):
+            values = Table(vocab, cfg.model_dim, group="value embeds", first=normal(1.0))
+            self.value_embeds[table] = values
+        self.blocks = nn.ModuleList([Block(cfg, layer) for layer in layers])
         # U-Net: for each layer of the second half, the weight of the earlier output that it adds.
-        pairs = len(self.blocks) // 2
-        self.skip_weights = nn.Parameter(torch.ones(pairs))
-        self.lm_head = CastedLinear(cfg.model_dim, vocab)
-        # Of the head. The harness makes it smaller on cards with less memory.
-        self.tokens_per_piece = cfg.sequences_per_forward * max(cfg.seq_lens)
-        # Buffers, so that a new stage needs no recompilation: the long and the short window in
-        # blocks; cosines and sines of the rotary embedding.
-        windows = torch.zeros(2, dtype=torch.int32)
-        self.register_buffer("windows", windows, persistent=False)
-        max_length = max(*cfg.seq_lens, cfg.val_seq_len)
-        rotary = torch.zeros(2, max_length, 1, cfg.head_dim // 2)
+        pairs = len(layers) // 2
+        self.skip_weights = weight(pairs, group="lambdas", first=constant(*[1.0] * pairs))
+        self.lm_head = Head(cfg.model_dim, vocab, group="head")
+        # The head is computed in chunks of this many tokens.
+        longest = max(row.seq_len for row in cfg.stages)
+        tokens = cfg.sequences_per_forward * longest / max(1, cfg.head_chunks)
+        self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
+        # Buffers, so that a new stage needs no recompilation: the reach of long and short windows
+        # in tokens; cosines and sines of the rotary embedding.
+        self.register_buffer("reach", torch.zeros(2, dtype=torch.int32), persistent=False)
+        rotary = torch.zeros(2, max(longest, cfg.val_seq_len), 1, cfg.head_dim // 2)
         self.register_buffer("rotary", rotary, persistent=False)
-        self.set_stage(LAST_STAGE)  # as a loaded model is used
+        self.set_stage(schedule(cfg.num_iterations, cfg))  # as a loaded model is used
 
-    def set_stage(self, stage):
+    @torch.no_grad()
+    def init_weights(self, generator):
+        """Give every parameter its first values."""
+        for param in self.parameters():
+            param.first(param, generator)
+
+    @torch.no_grad()
+    def set_stage(self, now):
         """Set the windows and the rotary embedding for a stage."""
-        self.windows[0] = at_stage(self.cfg.long_windows, stage)
-        self.windows[1] = at_stage(self.cfg.short_windows, stage)
-        frequency, attention_scale = yarn(stage, self.cfg, self.rotary.device)
+        self.reach[0] = BLOCK * now.long_window
+        self.reach[1] = BLOCK * now.short_window
+        frequency, attention_scale = yarn(now.stage, self.cfg, self.rotary.device)
         # Half-truncated: half of the pairs do not rotate at all: @YouJiacheng
         frequency = F.pad(frequency, (0, self.cfg.head_dim // 4))  # (K / 2,)
-        max_length = self.rotary.size(1)
-        position = torch.arange(max_length, device=frequency.device)
+        position = torch.arange(self.rotary.size(1), device=frequency.device)
         theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
         # Queries and keys each carry the root of the attention scale.
         scale = attention_scale**0.5
         self.rotary[0] = scale * theta.cos()
         self.rotary[1] = scale * theta.sin()
 
-    @torch.no_grad()
-    def init_weights(self, generator):
-        """Initialise each matrix by its name. Raises KeyError for an unknown one."""
-        for name, param in self.named_parameters():
-            if "embed" in name:
-                param.normal_(generator=generator)
-            elif name.endswith(("qkv_w", "c_fc")):  # uniform: @YouJiacheng
-                bound = (0.75 / self.cfg.model_dim) ** 0.5  # std 0.5 / sqrt(fan_in)
-                param.uniform_(-bound, bound, generator=generator)
-            elif name.endswith(("c_proj", ".weight")):
-                param.zero_()  # zero-initialised projections: @Grad62304977
-            elif not re.search("lambda|skip", name):  # these are initialised by the constructors
-                raise KeyError(f"no initialisation for the parameter {name}")
-
-    def hidden(self, inputs_BT):
-        """The normed output of the last layer, (B, T, D)."""
-        cfg = self.cfg
-        length = inputs_BT.size(1)
-        padding = -length % BLOCK
-        inputs_BT = F.pad(inputs_BT, (0, padding), value=cfg.eot_token)
+    def views(self, inputs_BT) -> dict:
+        """The `View` of the layers of each window, by its letter."""
         # Documents are numbered through all rows, so that no row attends to another.
-        starts_BT = inputs_BT == cfg.eot_token
+        starts_BT = inputs_BT == self.cfg.eot_token
         starts_BT[:, 0] = True
         docs_S = starts_BT.flatten().cumsum(0, dtype=torch.int32)
         docs_BT = docs_S.view_as(starts_BT)
-        make_mask = dense_mask
-        if docs_BT.is_cuda and torch.compiler.is_compiling():
-            make_mask = flex_mask
-        masks = {}
-        for letter, window in zip("LS", self.windows):
-            if letter in cfg.attention_pattern:
-                masks[letter] = make_mask(docs_BT, window)
+        # FlexAttention is fast only where it is compiled.
+        on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
+        make_mask = flex_mask if on_gpu else dense_mask
         rotary = self.rotary[:, : inputs_BT.size(1)]
+        views = {}
+        for letter, reach in zip("LS", self.reach):
+            if any(block.layer.window == letter for block in self.blocks):
+                views[letter] = View(rotary, make_mask(docs_BT, reach))
+        return views
+
+    def hidden(self, inputs_BT):
+        """The normed output of the last layer, (B, T, D)."""
+        length = inputs_BT.size(1)
+        padding = -length % BLOCK
+        inputs_BT = F.pad(inputs_BT, (0, padding), value=self.cfg.eot_token)
+        views = self.views(inputs_BT)
         values = {}
         for table, embedding in self.value_embeds.items():
             values[table] = embedding(inputs_BT)
 
-        outputs = []
-        pairs = len(self.skip_weights)
         x = x0 = norm(self.embed(inputs_BT))  # norm of embeddings: @Grad62304977
-        for layer, block in enumerate(self.blocks):
-            layers_left = len(self.blocks) - layer
-            if layers_left <= pairs:  # U-Net: @brendanh0gan
-                skip = outputs[layers_left - 1]
-                x = x + self.skip_weights[-layers_left] * skip
-            mask = masks.get(block.window)
-            value_embed = values.get(block.value_table)
-            x = block(x, x0, value_embed, rotary, mask)
-            outputs.append(x)
+        stream = {}  # what is read again
+        pairs = len(self.skip_weights)
+        for index, block in enumerate(self.blocks):
+            layer = block.layer
+            if pairs <= index < 2 * pairs:  # U-Net: @brendanh0gan
+                skip = stream[2 * pairs - 1 - index]
+                x = x + self.skip_weights[index - pairs] * skip
+            x = block(dict(x=x, x0=x0), values.get(layer.table), views.get(layer.window))
+            stream[index] = x
         return norm(x[:, :length])
 
     def logits(self, x):
-        """Capped logits (…, V) in fp32: Gemma 2, @Grad62304977, @KoszarskyB, @YouJiacheng."""
+        """Softcapped logits (…, V) in fp32: Gemma 2, @Grad62304977, @KoszarskyB, @YouJiacheng."""
         raw = self.lm_head(x).float()
-        return 30 * torch.sigmoid(raw / 7.5)
+        return SOFTCAP * torch.sigmoid(raw / SOFTCAP_WIDTH)
 
     def head_loss(self, x_SD, targets_S, ids_V):
         """Cross-entropy, summed over positions.
 
-        Logits are at most 30, so their exponentials are summed without subtracting a maximum.
+        Logits are capped, so their exponentials are summed without subtracting a maximum.
         """
         logits_SV = self.logits(x_SD)
         if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not
@@ -621,10 +731,10 @@ class GPT(nn.Module):
         x_SD = self.hidden(inputs_BT).flatten(0, 1)
         targets_S = targets_BT.flatten()
         ids_V = torch.arange(len(self.lm_head.weight), device=x_SD.device)
-        size = self.tokens_per_piece
+        size = self.tokens_per_chunk
         if len(x_SD) <= size:
             return self.head_loss(x_SD, targets_S, ids_V)
-        # In pieces, recomputed in the backward pass: the logits are never in memory all at once.
+        # In chunks, recomputed in the backward pass: the logits are never in memory all at once.
         loss = 0
         for x, targets in zip(x_SD.split(size), targets_S.split(size)):
             loss = loss + checkpoint(self.head_loss, x, targets, ids_V, use_reentrant=False)
@@ -680,32 +790,24 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas):
 
 @dataclass
 class Group:
-    """A row of the table: some parameters and how they are updated."""
+    """A row of the table: how the parameters of a group are updated."""
 
-    name: str
-    rule: type  # Adam or Muon
-    params: list
+    optimizer: type  # Adam or Muon
     lr: float  # Adam: about a weight's change; Muon: about the spectral norm of a change
     betas: tuple = (0.8, 0.95)  # Adam: decay of its means of gradients and of their squares
 
 
-def parameter_groups(model: GPT, cfg) -> list[Group]:
-    """The table of parameter groups. Each parameter of the model is in one row."""
-    def ending(*names):
-        return [param for name, param in model.named_parameters() if name.endswith(names)]
-
-    embeds = list(model.value_embeds.parameters())
-    attention = ending("qkv_w") + ending("attn.c_proj.weight")
-    mlp = ending("c_fc", "mlp.c_proj")
-    return [
-        Group("attention", Muon, attention, cfg.muon_lr),
-        Group("mlp", Muon, mlp, cfg.muon_lr),
-        Group("gates", Muon, ending("attn_gate.weight"), cfg.muon_lr),
-        Group("embed", Adam, [model.embed.weight], cfg.embed_lr),
-        Group("head", Adam, [model.lm_head.weight], cfg.head_lr),
-        Group("value embeds", Adam, embeds, cfg.embed_lr),
-        Group("lambdas", Adam, ending("lambdas", "_lambda", "skip_weights"), 0.04),
-    ]
+def parameter_groups(cfg) -> dict[str, Group]:
+    """The table of parameter groups. The parameters name their group (`weight`)."""
+    return {
+        "attention": Group(Muon, cfg.muon_lr),
+        "mlp": Group(Muon, cfg.muon_lr),
+        "gates": Group(Muon, cfg.muon_lr),
+        "embed": Group(Adam, cfg.embed_lr),
+        "head": Group(Adam, cfg.head_lr),
+        "value embeds": Group(Adam, cfg.embed_lr),
+        "lambdas": Group(Adam, 0.04),
+    }
 
 
 class ShardedOptimizer:
@@ -713,32 +815,35 @@ class ShardedOptimizer:
 
     One reduce-scatter sums all gradients, one all-gather collects all weights. Rank r owns the
     r-th part: only it holds the state of that part and updates it, as in ZeRO,
-    https://arxiv.org/abs/1910.02054. No matrix is split, so the buffers are padded.
+    https://arxiv.org/abs/1910.02054. A part has whole units: numbers, or matrices. The buffers are
+    padded to as many units a rank.
     """
 
-    def __init__(self, group, ranks, unit=1):
+    def __init__(self, name, group, params, ranks, unit=1):
+        self.name = name
         self.group = group
-        self.name = group.name
         self.ranks = ranks
-        self.handle = None  # of a communication under way
-        self.numel = sum(param.numel() for param in group.params)
-        share = round_up(self.numel, unit * ranks.world_size) // ranks.world_size
+        self.handle = None  # the async handle of a collective under way
+        self.numel = sum(param.numel() for param in params)
+        self.units = self.numel // unit  # of all ranks, without padding
+        self.my_units = -(-self.units // ranks.world_size)
+        share = self.my_units * unit
         self.mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
-        first = group.params[0].detach()
+        first = params[0].detach()
         self.weights = first.new_zeros(share * ranks.world_size)
         self.grads = torch.zeros_like(self.weights)
         start = 0
-        for param in group.params:  # they become views of the buffers
+        for param in params:  # they become views of the buffers
             end = start + param.numel()
-            weight = self.weights[start:end].view_as(param)
-            param.data = weight.copy_(param.detach())
+            values = self.weights[start:end].view_as(param)
+            param.data = values.copy_(param.detach())
             param.grad = self.grads[start:end].view_as(param)
             start = end
         self.my_grad = self.grads  # this rank's part of the sum of all ranks' gradients
         if ranks.world_size > 1:
             self.my_grad = torch.empty_like(self.grads[self.mine])
         self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
-        self.state = {"mean": torch.zeros_like(self.my_grad)}
+        self.state = {}  # tensors by name; this rank's part, or a number
 
     def tensors(self):
         return [self.weights, *self.state.values()]
@@ -784,59 +889,70 @@ class ShardedOptimizer:
             share.copy_(rows[self.ranks.rank if share.ndim else 0].view_as(share))
 
     def length_of(self, share):
-        """Entries of a state over all ranks, without padding; one of a count."""
-        padded = share.numel() * self.ranks.world_size
-        return padded * self.numel // len(self.weights) if share.ndim else 1
+        """Entries of a state over all ranks, without padding; one of a number."""
+        entries_a_unit = share.numel() // self.my_units
+        return entries_a_unit * self.units if share.ndim else 1
 
 
 class Adam(ShardedOptimizer):
     """Adam on tensors of any shape."""
 
-    def __init__(self, group, ranks):
-        super().__init__(group, ranks)
+    def __init__(self, name, group, params, ranks):
+        super().__init__(name, group, params, ranks)
+        self.state["mean"] = torch.zeros_like(self.my_grad)
         self.state["square"] = torch.zeros_like(self.my_grad)
         self.state["count"] = torch.zeros_like(self.lr)
-        self.rule = compile_on_gpu(adam_update, self.lr)
+        self.step_fn = compile_on_gpu(adam_update, self.lr.device)
 
     def update_share(self, weight, now):
-        state = self.state.values()
-        self.rule(weight, self.my_grad, *state, lr=self.lr, betas=self.group.betas)
+        self.step_fn(
+            weight,
+            self.my_grad,
+            **self.state,
+            lr=self.lr,
+            betas=self.group.betas,
+        )
 
 
 class Muon(ShardedOptimizer):
-    """Muon on matrices of one shape, and on stacks of them, as one batch."""
+    """Muon on a batch of matrices of one shape. A parameter may hold several of them."""
 
-    def __init__(self, group, ranks):
-        shape = group.params[0].shape[-2:]
-        super().__init__(group, ranks, unit=shape.numel())
+    def __init__(self, name, group, params, ranks):
+        shape = params[0].shape[-2:]
+        super().__init__(name, group, params, ranks, unit=shape.numel())
         self.my_grad = self.my_grad.view(-1, *shape)
         self.state["mean"] = torch.zeros_like(self.my_grad)
         self.momentum = torch.zeros_like(self.lr)
         self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
-        self.rule = compile_on_gpu(muon_update, self.lr)
+        self.step_fn = compile_on_gpu(muon_update, self.lr.device)
 
     def update_share(self, weight, now):
         self.momentum.fill_(now.momentum)
-        self.rule(
+        self.step_fn(
             weight.view_as(self.my_grad),
             self.my_grad,
-            self.state["mean"],
+            **self.state,
             lr=self.lr,
             momentum=self.momentum,
             dtype=self.dtype,
         )
 
 
-def compile_on_gpu(rule: Callable, tensor: Tensor) -> Callable:
-    return torch.compile(rule, dynamic=False) if tensor.is_cuda else rule
+def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
+    return torch.compile(step_fn, dynamic=False) if device.type == "cuda" else step_fn
 
 
 def build_optimizers(model: GPT, cfg, ranks) -> list[ShardedOptimizer]:
-    """An optimizer for each row of the table that has parameters."""
-    groups = parameter_groups(model, cfg)
-    rows = sum(len(group.params) for group in groups)
-    assert rows == len(list(model.parameters())), "each parameter needs one row"
-    return [group.rule(group, ranks) for group in groups if group.params]
+    """An optimizer for each group that has parameters. Raises KeyError for an unknown group."""
+    groups = parameter_groups(cfg)
+    members = {name: [] for name in groups}
+    for param in model.parameters():
+        members[param.group].append(param)
+    optimizers = []
+    for name, group in groups.items():
+        if members[name]:
+            optimizers.append(group.optimizer(name, group, members[name], ranks))
+    return optimizers
 
 
 def step_optimizers(optimizers, now, divisor):
@@ -851,20 +967,20 @@ def step_optimizers(optimizers, now, divisor):
 
 
 # ---- Training ---------------------------------------------------------------
-def cut_rows(tokens, documents, position: int, length: int, cfg):
-    """Cut a step's sequences, (N, length + 1), from a shard. Returns them and the next position.
+def cut_rows(tokens, documents, position: int, now, cfg):
+    """Cut a step's sequences, (N, seq_len + 1), from a shard. Returns them and the next position.
 
     Each sequence is filled with the first tokens of one document after another, and the rest of a
     cut document is skipped: @varunneal, #29, 25 steps. A position counts documents; `documents`
     has their starts in `tokens`. Returns None if the shard has too few left.
     """
     if not cfg.max_document_tokens:
-        return consecutive_rows(tokens, position, length, cfg)
+        return consecutive_rows(tokens, position, now, cfg)
     ends = np.append(documents[1:], len(tokens))
     rows = []
     for _ in range(cfg.sequences_per_step):
         pieces = []
-        room = length + 1
+        room = now.seq_len + 1
         while room:
             if position == len(documents):
                 return None
@@ -877,12 +993,13 @@ def cut_rows(tokens, documents, position: int, length: int, cfg):
     return np.stack(rows), position
 
 
-def consecutive_rows(tokens, position: int, length: int, cfg):
+def consecutive_rows(tokens, position: int, now, cfg):
     """Sequences in order or, with a stride, spread over the shard; as `cut_rows` returns them.
 
     The k-th sequence taken is number k · stride modulo N of the shard's N. The stride is made
     coprime to N, so each is taken once.
     """
+    length = now.seq_len
     step_tokens = cfg.sequences_per_step * length
     # Only whole steps count. Each sequence needs one more token, its last target.
     N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step
@@ -904,11 +1021,11 @@ def consecutive_rows(tokens, position: int, length: int, cfg):
 SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
 
 
-def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
-    """Set types and kernel options for this GPU, and compile. Returns the head's type."""
-    for name, module in model.named_modules():
-        if "embed" in name:
-            module.bfloat16()
+def prepare_for_cuda(model: GPT, cfg, device: torch.device):
+    """Set types and kernel options for this GPU, and compile."""
+    for param in model.parameters():
+        if param.bf16:
+            param.data = param.data.bfloat16()
     can_fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
     model.lm_head.use_fp8 = cfg.fp8_head and can_fp8
     shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -917,7 +1034,6 @@ def prepare_for_cuda(model: GPT, cfg, device: torch.device) -> str:
             if block.attn:
                 block.attn.kernel_options = SMALL_TILES
     model.compile(dynamic=False)
-    return "fp8" if model.lm_head.use_fp8 else "bf16"
 
 
 def accumulate_gradients(model, batches, now) -> Tensor:
@@ -946,12 +1062,12 @@ def train(run, cfg):
         now = schedule(step, cfg)
         if now.stage != stage:
             stage = now.stage
-            run.model.set_stage(stage)
+            run.model.set_stage(now)
 
         if run.pause(step, complete=True):
             break
 
-        batches = run.loader.next_step(now.seq_len)
+        batches = run.loader.next_step(now)
         losses = accumulate_gradients(run.model, batches, now)
         run.health.check(step, losses)
         step_optimizers(run.optimizers, now, divisor=cfg.sequences_per_step)

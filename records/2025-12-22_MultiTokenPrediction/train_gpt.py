@@ -1363,13 +1363,15 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
     # As many sequences at once as a training pass has tokens for, at least one
     longest = cfg.sequences_per_forward * plan(cfg).longest
     size = length * max(1, longest // length)
-    tokens = np.pad(tokens, (0, size))  # the last pass is as large as the others
-    for start in range(ranks.rank * size, count, ranks.world_size * size):
+    # All ranks have as many passes, and the last ones are as large as the others.
+    tokens = np.pad(tokens, (0, ranks.world_size * size))
+    for first in range(0, count, ranks.world_size * size):
+        start = first + ranks.rank * size
         part = tokens[start : start + size + 1]
         # (sequences, length + 1): the last token of a row is the first of the next row.
         rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
         inputs, targets = to_batch(rows, ranks.device)
-        targets.view(-1)[count - start :] = -1  # padding is not counted
+        targets.view(-1)[max(0, count - start) :] = -1  # padding is not counted
         total += model(inputs, targets)
     model.train()
     # Each rank has the sum of its own sequences.
@@ -1421,7 +1423,7 @@ def load_checkpoint(path: Path) -> dict:
         # A run resumed from NaN would fail at the same step for ever.
         for tensors in (state["model"], *state["optimizers"].values()):
             for name, tensor in tensors.items():
-                if not (tensor.is_floating_point() and tensor.isfinite().all()):
+                if not tensor.isfinite().all():
                     raise ValueError(f"{name} is not finite")
     # zipfile and torch raise nearly any exception for a damaged file.
     except Exception as error:
@@ -1665,10 +1667,12 @@ class Run:
 
     def write_header(self):
         """Begin the log with the script and all settings."""
-        head = self.model.lm_head
+        head = "fp32"
+        if self.ranks.device.type == "cuda":
+            head = "fp8" if getattr(self.model.lm_head, "use_fp8", False) else "bf16"
         values = vars(self.cfg) | self.facts | dict(
             run_id=self.log.run_id,
-            head="fp8" if getattr(head, "use_fp8", False) else show(head.weight.dtype),
+            head=head,
             train_digest=self.data,
             val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
         )
@@ -1822,7 +1826,7 @@ def show(value) -> str:
         return ",".join(map(show, value))
     if is_dataclass(value):  # a row
         return ":".join(map(show, vars(value).values()))
-    return str(value).removeprefix("torch.")
+    return str(value)
 
 
 def flag_type(name, default):

@@ -3,19 +3,16 @@
 import ast
 import io
 import re
-import tokenize
 from difflib import SequenceMatcher
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
 from urllib.parse import urljoin
 
-import numpy as np
 from ledger import pages
-from ledger.diff import BANNER, diff_sources, sections
-from ledger.logs import LedgerError, read_log, read_text
-from ledger.public import TARGET
-from ledger.table import RULES, Record
+from ledger.logs import LedgerError, read_text
+from ledger.records import RULES, Record, neighbours
+from ledger.scripts import above, changes, diff_sources, sections
 from markdown_it import MarkdownIt
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -24,16 +21,11 @@ from pygments.lexers import PythonLexer
 SHADES = {"#000000": "currentColor", "#e3e6e9": "#88888855", "#006ba4": "#3189c9"}  # in the book
 SVG_STYLE = ("svg { color: #1c2126; fill: currentColor } "
              "@media (prefers-color-scheme: dark) { svg { color: #dde2e6 } }\n")
-POCKET_TARGET = float(RULES["pocket"]["target_loss"])
 HERE = Path(__file__).parent
 PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
 LOSSES = re.compile(r"<summary>Published losses by step</summary>(.*?)</details>", re.S)
 PIECE = re.compile(r"<span.*?</span>|[^<]+")  # of a line that pygments coloured
-COUNTED = (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP)
-PRICE = "<p>+{added} −{removed} lines, {more:+,} tokens; {tokens:,} tokens of its own.</p>"
-HEADING = "<h3>{title}: +{added} −{removed}</h3>"
 NONE = "", " "  # in the place of a line
-FIGURE = '<figure><img src="{name}" alt="{words}"><figcaption>{words}</figcaption></figure>'
 INDEX = """# The ladder, record by record
 
 A speedrun trains a language model to a fixed quality, as fast as possible. Here are {} records of
@@ -41,6 +33,12 @@ the public run on eight H100s. Each is a script of its own, and a small change o
 page has the idea, the reason, the formulas, the change beside the parent's lines, and the curves.
 
 ![Published minutes of each record on eight H100s, on a logarithmic axis](ladder.svg)
+
+{}
+
+## Evidence
+
+{}
 """
 
 
@@ -55,31 +53,21 @@ def write_book(records: list, out: Path, source: str | None):
         style = style.replace(place, "\n".join(colours))
     (out / "style.css").write_text(style, encoding="utf-8")
     save_svg(pages.ladder_figure(records, width=6), out / "ladder.svg")
-    body = from_markdown(INDEX.format(len(records)), out)
+    ladder = pages.markdown(pages.FRONT, [pages.linked(pages.front_row(one), one, "../records/")
+                                          for one in records])
+    text = INDEX.format(len(records), ladder, pages.records_block(records))
     folder = records[0].folder.parent
-    for heading, place in (("", folder.parent), ("## Evidence\n\n", folder)):
-        _, text, _ = pages.split_block(place / "README.md")
-        body += from_markdown(heading + text, place)
-    found = [save_page(out / "index.html", "", body)]
+    found = [save_page(out / "index.html", "", from_markdown(text, folder))]
     for record in records:
         links = '<a href="index.html">The ladder</a>\n'
-        for other in records:
-            if other is record.parent:
-                links += link_to("Parent", other)
-            elif other.parent is record:
-                links += link_to("Next", other)
+        for word, other in neighbours(record, records):
+            links += f'<a href="{other.folder.name}.html">{word}: {other.name}</a>\n'
         text = read_text(record.folder / "README.md")
         place = PLACE.search(text)
-        before = from_markdown(text[:place.start()], record.folder, source)
-        after = from_markdown(text[place.end():], record.folder, source)
-        body = before + change_of(record) + curves_of(record, out) + after
+        body = (from_markdown(text[:place.start()], record.folder, source) + change_of(record)
+                + curves_of(record, out) + from_markdown(text[place.end():], record.folder, source))
         found.append(save_page(out / f"{record.folder.name}.html", links, body))
     return found
-
-
-def link_to(word: str, record: Record) -> str:
-    name = pages.name_of(record)
-    return f'<a href="{record.folder.name}.html">{word}: {name}</a>\n'
 
 
 def save_page(path: Path, links: str, body: str) -> str:
@@ -105,16 +93,15 @@ def from_markdown(text: str, folder: Path, source: str | None = None) -> str:
     return parser.renderer.render(tokens, parser.options, {})
 
 
+# ---- The change, side by side ----
 def change_of(record: Record) -> str:
-    """What the record changes of its parent, side by side, and what that costs."""
-    script = record.script.partition(BANNER)[0]
-    parent = record.parent.script.partition(BANNER)[0] if record.parent else ""
-    changed = diff_sources(parent, script)
-    tokens = count_tokens(script)
+    """What the record changes of its parent; of the first one, the whole script."""
+    script, parent = above(record.script), above(record.parent.script) if record.parent else ""
     words = escape(ast.get_docstring(ast.parse(script)) or "")
+    changed = diff_sources(parent, script)
     parts = [
         "<h2>The change</h2>" if parent else '<h2 class="whole">The script</h2>',
-        PRICE.format(tokens=tokens, more=tokens - count_tokens(parent), **changed),
+        "<p>+{added} −{removed} lines.</p>".format(**changed),
         f"<details><summary>The script's docstring</summary><pre>{words}</pre></details>"]
     before, after = sections(parent), sections(script)
     for section in changed["sections"]:
@@ -122,20 +109,14 @@ def change_of(record: Record) -> str:
         (numbers, old), (new_numbers, new) = before[title], after[title]
         left, right = coloured(numbers, old), coloured(new_numbers, new)
         rows = ""
-        for group in SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes():
+        for group in changes(old, new):
             rows += row(NONE, NONE)  # a gap
             for _, i, i_end, j, j_end in group:
                 for lines in zip_longest(left[i:i_end], right[j:j_end], fillvalue=NONE):
                     rows += row(*lines)
-        parts.append(HEADING.format(**section))
+        parts.append("<h3>{title}: +{added} −{removed}</h3>".format(**section))
         parts.append(f'<div class="code" tabindex="0"><table>{rows}</table></div>')
     return "\n".join(parts)
-
-
-def count_tokens(source: str) -> int:
-    """Names, numbers, strings and operators of a record's own part."""
-    tokens = tokenize.generate_tokens(io.StringIO(source.partition(BANNER)[0]).readline)
-    return sum(token.type in COUNTED for token in tokens)
 
 
 def coloured(numbers: list, section: list):
@@ -165,34 +146,52 @@ def cells(side: str, line: tuple, other: tuple) -> str:
     return f'<td class="number {kind}">{number}</td><td class="{kind}">{code}</td>'
 
 
+# ---- Curves ----
 def curves_of(record: Record, out: Path) -> str:
     """Pictures of the record's losses, public and on the pocket, where there are any."""
     found = ""
-    for kind, (target, words) in CURVES.items():
-        name = f"{record.folder.name}-{kind.__name__}.svg"
-        curves = {pages.name_of(record): kind(record)}
-        if record.parent:
-            curves[pages.name_of(record.parent)] = kind(record.parent)
-        if curves[pages.name_of(record)]:
-            figure = pages.curves_figure(curves, target, panels=["steps"], width=6)
+    for kind, target, words in (
+            (published, RULES["record"]["target_loss"], "Published validation loss"),
+            (pocket, RULES["pocket"]["target_loss"], "Loss on the pocket, each run")):
+        if kind(record):
+            name = f"{record.folder.name}-{kind.__name__}.svg"
+            both = [one for one in (record, record.parent) if one]
+            figure = curves_figure({one.name: kind(one) for one in both}, float(target))
             save_svg(figure, out / name)
-            found += FIGURE.format(name=name, words=words)
+            found += (f'<figure><img src="{name}" alt="{words}, beside the parent\'s"><figcaption>'
+                      f"{words}, beside the parent's</figcaption></figure>")
     return f"<h2>Curves</h2>\n{found}\n" if found else ""
 
 
 def published(record: Record):
-    """(loss, step) by the record's README, of one run, without step 0."""
+    """(steps, losses) by the record's README, of one run, without step 0."""
     text = "".join(LOSSES.findall(read_text(record.folder / "README.md")))
-    found = re.findall(r"\b([1-9]\d*):\s+(\d+\.\d+)", text)
-    if not found:
-        return []
-    return [np.array(found, float)[:, ::-1]]
+    points = re.findall(r"\b([1-9]\d*):\s+(\d+\.\d+)", text)
+    return [([int(step) for step, _ in points], [float(loss) for _, loss in points])] * bool(points)
 
 
 def pocket(record: Record):
-    """(loss, step) of each run that the record has on the pocket."""
-    logs = [read_log(path) for path in sorted(record.folder.glob("logs/**/pocket*/seed-*.txt"))]
-    return [pages.curve_of(log)[:, :2] for log in logs]
+    """(steps, losses) of each run that the record has on the pocket, of one setting."""
+    runs = [logs for logs in record.runs().values() if logs[0].preset == "pocket"]
+    return [pages.curve_of(log) for log in max(runs, key=len, default=[])]
+
+
+def curves_figure(curves: dict, target: float):
+    """Losses of runs over their steps, by name."""
+    figure, axis = pages.picture(4.5, 6)
+    losses = [target]
+    for index, (name, runs) in enumerate(curves.items()):
+        for number, (steps, loss) in enumerate(runs):
+            losses += loss[len(loss) // 10:]  # the first are of the untrained model
+            axis.plot(steps, loss, "-o", color=f"C{index}", alpha=0.4 + 0.6 / len(runs),
+                      markevery=[-1], label=None if number else name)
+    low, high = min(losses), max(losses)
+    margin = max(high - low, 0.01) * 0.06
+    axis.axhline(target, color=pages.GREY, linestyle=(0, (2, 2)))
+    axis.set(xlabel="steps", ylabel="loss (nats per token; point: validation)",
+             ylim=(low - margin, high + margin))
+    figure.legend(loc="outside upper center", ncols=2)
+    return figure
 
 
 def save_svg(figure, path: Path):
@@ -206,8 +205,3 @@ def save_svg(figure, path: Path):
     for color, shade in SHADES.items():
         rest = rest.replace(color, shade)
     path.write_text(head + style + SVG_STYLE + rest, encoding="utf-8")
-
-
-CURVES = {
-    published: (TARGET, "Published validation loss, beside the parent's"),
-    pocket: (POCKET_TARGET, "Loss on the pocket, each run, beside the parent's")}

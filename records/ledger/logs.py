@@ -1,5 +1,7 @@
-"""Logs: the script's source, or `source sha256: …` in its place; a line of 100 `=`; a header of
-`key: value` lines; such a line again; a line for each step and validation; `---`; `key: value`s.
+"""Logs of this project and of the public speedrun, read to the digit.
+
+A log of ours: the script's source, or `source sha256: …` in its place; a line of 100 `=`; a header
+of `key: value` lines; such a line again; a line for each step and validation; `---`; results.
 """
 
 import hashlib
@@ -10,6 +12,11 @@ from pathlib import Path
 
 RULE = "=" * 100  # the line between the parts of a log
 PAIR = re.compile(r"^(\w+): (.*)$", re.M)
+# Runs are compared where all of these are equal: they make up a setting.
+SETTING = ("preset", "device", "world_size", "torch", "threads", "jobs", "cuda", "driver", "nccl",
+           "triton")
+ENDINGS = (".txt", ".log", ".out", ".stdout")  # of other people's logs
+FORMS = "logs of this project, of modded-nanogpt's three tracks, and llm.c's main.log"
 
 
 class LedgerError(Exception):
@@ -35,16 +42,6 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def seed_files(folder: Path):
-    """The logs that are kept in a folder of logs."""
-    return sorted(folder.glob("seed-*.txt"))
-
-
-def places(folder: Path):
-    """A record's folders of logs, each of one setting."""
-    return sorted({path.parent for path in folder.glob("logs/**/seed-*.txt")})
-
-
 @dataclass
 class Log:
     """A training log. Times are milliseconds, None where the log did not time the step."""
@@ -66,7 +63,7 @@ class Log:
 
     @property
     def finished(self) -> bool:
-        """Validated at its last step and, if it is ours, ended by its final block."""
+        """Validated at its last step and, if it is ours, ended by its results."""
         validated = self.planned_steps is None or self.planned_steps in self.val
         return validated and ("val_loss" in self.final or "run_id" not in self.header)
 
@@ -80,19 +77,56 @@ class Log:
         return float(self.final.get("train_time_ms", 0)) or self.val[max(self.val)][1]
 
     @property
+    def seed(self) -> int:
+        return int(self.header["seed"])
+
+    @property
+    def preset(self) -> str:
+        return self.header["preset"]
+
+    @property
+    def on_gpu(self) -> bool:
+        return "cuda" in self.header
+
+    @property
+    def ranks(self) -> int:
+        return int(self.header.get("world_size", 0))
+
+    @property
     def resumed(self) -> bool:
         return "\nresumed at " in self.body
 
     @property
-    def simulated(self) -> bool:
-        """Whether its GPU was an interpreter on the host, whose runs measure nothing."""
-        return self.header.get("device", "").startswith("host standing in for")
-
-    def tokens_until(self, step: int) -> float | None:
-        """Training tokens of the first `step` steps, or None where the log does not tell."""
-        if "tokens" not in self.final or not step:
+    def measured_ms(self) -> float | None:
+        """Its time where that is a measurement: of a whole run, alone on its machine."""
+        if self.resumed or self.final.get("jobs", "1") != "1":
             return None
-        return step * int(self.final["tokens"]) / self.last_step
+        return self.train_time_ms
+
+    @property
+    def setting(self) -> tuple:
+        """The machine, its software, and what was asked of it: the values of SETTING."""
+        found = {"jobs": "1", **self.header, **self.final}
+        if self.on_gpu:
+            found["threads"] = ""  # of the host, which decide nothing there
+        return tuple(found.get(name, "") for name in SETTING)
+
+    @property
+    def losses(self) -> tuple:
+        """Every loss that it shows, by which a copy is known."""
+        steps = [*self.train.values(), *self.val.values()]
+        return tuple(loss for loss, _ in steps), self.final.get("val_loss")
+
+
+def machine_words(setting: tuple) -> str:
+    """A setting as a heading."""
+    at = dict(zip(SETTING, setting))
+    words = ["Preset {preset} on {device}, {world_size} rank(s)".format(**at)]
+    for form in ("{threads} thread(s)", "torch {torch}", "CUDA {cuda}", "driver {driver}",
+                 "NCCL {nccl}", "Triton {triton}"):
+        if at[re.search(r"\{(\w+)", form)[1]]:
+            words.append(form.format(**at))
+    return ", ".join(words) + (f", {at['jobs']} runs at once" if at["jobs"] != "1" else "")
 
 
 def split_source(text: str):
@@ -110,7 +144,7 @@ def split_source(text: str):
 
 
 def read_log(path: Path, text: str | None = None) -> Log:
-    """Parse a log of this project, or its text. Raises LedgerError where it is none."""
+    """Parse a log, or its text. Raises LedgerError where it is none."""
     text = (text or read_text(path)).replace("\r\n", "\n")  # as git for Windows checks it out
     log = Log(path, *split_source(text))
     body, _, rest = log.body.rpartition("\n")
@@ -128,7 +162,8 @@ def read_log(path: Path, text: str | None = None) -> Log:
         elif "val_loss" not in log.final or line.startswith("resumed"):  # else it went on, or
             log.notes.append(line.replace("error:", "failed:"))  # it stands in its sample of text
     if not log.val and not log.train:
-        raise LedgerError(f"{path} has no training steps: no log, or cut inside its source")
+        raise LedgerError(f"{path} has no training steps that can be read, or was cut inside its "
+                          f"source; known are {FORMS}")
     if not log.finished and not any("stopped" in note for note in log.notes):
         log.notes.append(f"stopped at step {log.last_step} of {log.planned_steps}")
     return log
@@ -139,17 +174,64 @@ def parse_step(log: Log, line: str):
     pairs, found = dict(pair.partition(":")[::2] for pair in line.split()), {}
     try:
         step, *planned = map(int, pairs["step"].split("/"))
-        for name in pairs.keys() & {"train_loss", "next_token_loss", "val_loss", "train_time"}:
-            found[name] = float(pairs[name].removesuffix("ms"))
+        for name in pairs.keys() & {"train_loss", "next_token_loss", "val_loss"}:
+            found[name] = float(pairs[name])
+        ms = milliseconds(pairs["train_time"]) if "train_time" in pairs else None
     except ValueError:
         log.notes.append(f"a step line that cannot be read: {line[:60]!r}")
         return
     if planned:
         log.planned_steps = planned[0]
-    loss, ms = found.get("next_token_loss", found.get("train_loss")), found.get("train_time")
+    loss = found.get("next_token_loss", found.get("train_loss"))
     if "nan" in pairs.get("step_avg", ""):  # warm-up steps, before the clock is set to zero
         ms = None if step else 0.0
     if math.isfinite(found.get("val_loss", math.nan)):
         log.val[step] = (found["val_loss"], ms)
     if "val_loss" not in found or loss is not None:
         log.train[step] = (loss, ms)
+
+
+def milliseconds(text: str) -> float:
+    """`943ms`, or `739.639s` as track 3 has it."""
+    if text.endswith("ms"):
+        return float(text[:-2])
+    return 1000 * float(text.removesuffix("s"))
+
+
+# ---- Other people's logs ----
+def read_foreign(path: Path) -> Log:
+    """A log of any form that is known, with a validation. Raises LedgerError."""
+    text = re.sub(r"^s:(\d+) tel:", r"step:\1 val_loss:", read_text(path), flags=re.M)
+    log = read_log(path, re.sub(r"^s:(\d+) trl:", r"step:\1 train_loss:", text, flags=re.M))
+    if not log.val:
+        raise LedgerError(f"{path} has no validation in {log.last_step} steps; give a longer run")
+    return log
+
+
+def read_folder(folder: Path):
+    """(logs below a folder, how many files there are none); no source is run."""
+    logs, others = [], 0
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in ENDINGS and path.is_file():
+            try:
+                logs.append(read_foreign(path))
+                logs[-1].body = ""  # a thousand of them are large
+            except LedgerError:
+                others += 1
+    return logs, others
+
+
+def source_of(operand: str) -> str:
+    """The source of a script, of a log, or of a folder that has one. Raises LedgerError."""
+    path = Path(operand)
+    if (path / "train_gpt.py").is_file():
+        path = path / "train_gpt.py"
+    if path.suffix == ".py":
+        return read_text(path)
+    if path.is_dir():
+        sources = {log.source for log in read_folder(path)[0]} - {None}
+    else:
+        sources = {split_source(read_text(path))[0]} - {None}
+    if len(sources) != 1:
+        raise LedgerError(f"{operand} has {len(sources)} sources; give a script, or one of its logs")
+    return sources.pop()

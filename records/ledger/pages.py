@@ -1,102 +1,138 @@
-"""What is shown: tables, the generated blocks of the READMEs, the ladder and the curves."""
+"""What is shown: tables on the terminal, the generated lines of the READMEs, the ladder."""
 
-import math
 import re
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 
-import numpy as np
-from ledger import table
-from ledger.diff import diff_sources
-from ledger.logs import LedgerError, Log, read_text, sha256
-from ledger.public import DATED, TARGET, Group
-from ledger.table import Record
+from ledger.logs import LedgerError, Log, machine_words, read_text
+from ledger.records import RULES, Record, compare, is_retuned, p_below
+from ledger.scripts import diff_sources
 
-BLOCK = ("<!-- ledger: begin -->", "<!-- ledger: end -->")  # around a README's generated lines
-PANELS = ("steps", "training tokens", "training time (s)")
-MACHINE = ("Preset {preset} on {device}, {world_size} rank(s), torch {torch}, {threads} thread(s) "
-           "a run, {jobs} run(s) at once")
-RATIO = "×{against[time]:.3f} ({against[fastest]:.3f}–{against[slowest]:.3f})"
-SHARD = 100_000_000  # tokens of a training shard of FineWeb
-FETCHED = 8  # shards that data/fineweb.py fetches
-# A table: its heading, the forms of its cells, and what it says below.
-LADDER = (
-    ("Record", "Minutes", "Loss (n)", "Float64"),
-    "{name}|{published[minutes]:g}|{published[val_loss]:.4f} ({published[n]})|"
-    "{equality[largest]:.0e}", """
-Minutes, Loss: of the public record's n runs on 8×H100, by its own files. Float64: the largest
-difference of our script from the public one.""")
-RUNS = (
-    ("Record", "Loss ± std (n)", "Target", "Minutes", "Difference", "Time"),
-    "{name}|{loss}|{p_target:.1g}|{minutes:.3f}|{difference}|" + RATIO, """
-Loss: all runs of a setting. Target: p that the mean lies below the rules' target. Difference: from
-the parent's mean in the same setting, with the two-sided p of the paired t-test; * where p < 0.01.
-†: the record also changes this preset's rates or its validation, so the difference is not the
-idea's alone. Minutes (median), Time (ratio to the parent's): of runs alone on their machine.""")
-FRONT = (
-    ("Record", "Idea", "Published (min)", "Changed lines"),
-    "{name}|{change}|{published[minutes]:g}|{lines}")
-FOREIGN = (
-    ("Folder", "Runs", "Loss ± std (n)", "p", "Steps", "Minutes"),
-    "{folder:.44}|{runs:.44}|{loss}|{p_target:.1g}|{steps:,}|{minutes:.3f}", """
-p: one-sided t-test that the mean lies below 3.28. Runs: the record's, or what they are beside it; a
-baseline is what has the source of the older folder that is named, or is called one.""")
+WIDTH = 100  # columns of a terminal
 # The newest public record and its minutes, by the table of github.com/KellerJordan/modded-nanogpt
 # as it stood on 2026-08-01 (commit f411b3d3).
 NEWEST, NEWEST_MONTH, NEWEST_MINUTES = 89, "July 2026", 1.23
 GREY = "#8a9299"
-CONTEST = (
-    ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time"),
-    "{label}|{loss}|{p_target:.1g}|{difference}|{against[smallest_shown]:.2g}|" + RATIO, """
+
+LADDER = ("Record", "Minutes", "Loss (n)", "Float64")
+LADDER_LEGEND = """\
+Minutes, Loss: of the public record's n runs on 8×H100, by its own files. Float64: the largest
+difference of our script from the public one."""
+RUNS = ("Record", "Loss ± std (n)", "Target", "Minutes", "Difference", "Time")
+RUNS_LEGEND = """\
+Loss: all runs of a setting. Target: p that the mean lies below the rules' target. Difference: from
+the parent's mean in the same setting, with the two-sided p of the paired t-test; * where p < 0.01;
+"equal" where each seed's loss is the parent's to the digit. †: the record also changes this
+preset's rates or its validation, so the difference is not the idea's alone. Minutes (median), Time
+(its ratio to the parent's; the smallest and largest ratio by seed): of whole runs alone on their
+machine."""
+FRONT = ("Record", "Idea", "Published (min)", "Changed lines")
+CONTEST = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
+CONTEST_LEGEND = """\
 Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's
 mean, or else the first contestant's, with the p of a two-sided t-test, paired by seed; * where
-p < 0.01. Shown from: the smallest difference that would reach that. Time: median
-and range of the ratios by seed, which only runs alone on the machine (--jobs 1) measure.""")
-TIMES = (
-    ("Record", "Last loss ± std (n)", "Reached", "Step", "Tokens", "Seconds"),
-    "{name}|{loss}|{reached} of {n}|{step:,g}|{tokens:,.0f}|{seconds:.2f}", """
-Reached: runs with a validation at or below the loss {:g}. Step, Tokens, Seconds: of the first one,
-the median of these runs.""")
+p < 0.01. Shown from: the smallest difference that would reach that. Time: ratio of the medians,
+and range of the ratios by seed, which only runs alone on the machine (--jobs 1) measure."""
+FOREIGN = ("Log", "Source", "Steps", "Loss", "Minutes")  # Source: of its sha256
 
 
-def cells_of(row: dict, forms: str):
-    """Forms, with | between them, filled from a row; empty where a number is None."""
-    cells, words, losses = [], "", row.get("losses")
-    if losses:
-        spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
-        words = f"{statistics.fmean(losses):.4f}{spread} ({len(losses)})"
-    for form in forms.split("|"):
-        try:
-            cell = form.format(loss=words, difference=difference_of(row), **row)
-        except TypeError:
-            cell = ""
-        cells.append(cell.replace("-", "−") if "g}" in form else cell)
-    return cells
+# ---- Cells ----
+def signed(number: float) -> str:
+    return f"{number:+.4f}".replace("-", "−")
 
 
-def difference_of(row: dict) -> str:
+def loss_cell(losses: list) -> str:
+    spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
+    return f"{statistics.fmean(losses):.4f}{spread} ({len(losses)})"
+
+
+def p_cell(p: float | None) -> str:
+    return "" if p is None else f"{p:.1g}".replace("-", "−")
+
+
+def minutes_cell(times: list) -> str:
+    times = [ms for ms in times if ms]
+    return f"{statistics.median(times) / 60_000:.3f}" if times else ""
+
+
+def difference_cell(against: dict | None, mark: str = "") -> str:
     """From the parent's mean; without a p where there is but one pair."""
-    against = row.get("against")
     if not against:
         return ""
-    words = f"{against['difference']:+.4f}"
+    if against["equal"]:
+        return "equal"
+    words = signed(against["difference"])
     if against["p"] is not None:
-        words += f" (p {against['p']:.2g}){against['shown']}"
-    words += row.get("retuned", "")
-    return words.replace("-", "−")
+        words += f" (p {against['p']:.2g})".replace("-", "−")
+    return words + "*" * against["shown"] + mark
 
 
-def text_table(rows: list, heading: tuple, forms: str, legend: str) -> str:
-    cells = [heading]
-    for row in rows:
-        cells.append(cells_of(row, forms))
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    cells.insert(1, ["-" * width for width in widths])
+def time_cell(against: dict | None) -> str:
+    if not against or not against["timed"]:
+        return ""
+    return "×{time:.3f} ({fastest:.3f}–{slowest:.3f})".format(**against)
+
+
+# ---- Rows ----
+def ladder_row(record: Record):
+    """What is published of a record, and how far ours is from it."""
+    published, equality = record.published, record.claim.get("equality")
+    loss = ""
+    if published.get("val_loss"):
+        loss = "{val_loss:.4f} ({n})".format(**published)
+    return [record.name, f"{published['minutes']:g}" if published else "", loss,
+            f"{equality['largest']:.0e}" if equality else ""]
+
+
+def runs_row(record: Record, logs: list, others: list):
+    """What logs of one setting give, against the parent's there."""
+    losses = [log.val_loss for log in logs]
+    target = float(RULES[logs[0].preset]["target_loss"])
+    mark = "†" if others and is_retuned(record, logs[0].preset) else ""
+    against = compare(logs, others)
+    return [record.name, loss_cell(losses), p_cell(p_below(losses, target)),
+            minutes_cell([log.measured_ms for log in logs]),
+            difference_cell(against, mark), time_cell(against)]
+
+
+def front_row(record: Record):
+    """A record on the front page, with the number of lines that were changed."""
+    lines = ""
+    if record.parent:
+        lines = "+{added} −{removed}".format(**diff_sources(record.parent.script, record.script))
+    minutes = f"{record.published['minutes']:g}" if record.published else "not public"
+    return [record.name, record.claim["change"], minutes, lines]
+
+
+def contest_row(found: dict):
+    """A contestant of `run`."""
+    against = found["against"]
+    shown_from = against and against["smallest_shown"]
+    label = re.sub(r"^[\d-]{10}_", "", found["name"])
+    return [label, loss_cell(found["losses"]), p_cell(found["p_target"]), difference_cell(against),
+            f"{shown_from:.2g}" if shown_from else "", time_cell(against)]
+
+
+def foreign_row(log: Log, folder: Path):
+    """Another people's log."""
+    steps = f"{log.last_step:,}"
+    if not log.finished:
+        steps += f" of {log.planned_steps:,}"
+    name = log.path.relative_to(folder).as_posix()
+    return [name, (log.source_sha256 or "")[:6], steps, f"{log.val_loss:.4f}",
+            minutes_cell([log.train_time_ms])]
+
+
+# ---- Tables ----
+def text_table(heading: tuple, rows: list) -> str:
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(heading, *rows)]
     lines = []
-    for row in cells:
+    for row in (heading, ["-" * width for width in widths], *rows):
         lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
-    return "\n".join([*lines, legend])
+    return "\n".join(lines)
 
 
 def markdown(heading: tuple, rows: list) -> str:
@@ -106,212 +142,125 @@ def markdown(heading: tuple, rows: list) -> str:
     return "\n".join(lines)
 
 
-def name_of(record: Record) -> str:
-    name = record.folder.name.partition("_")[2]
-    if record.claim["published"]:
-        name = f"#{record.claim['published']['number']} {name}"
-    return name
+def linked(row: list, record: Record, above: str):
+    """A row whose name leads to its record; `above` is the way to the records' folders."""
+    return [f"[{row[0]}]({above}{record.folder.name})", *row[1:]]
 
 
-def is_retuned(record: Record, preset: str) -> bool:
-    """Whether a preset's rates, or its validation, differ from those of the record's parent."""
-    flags = {"preset": preset}
-    ours = table.settings_of(record.folder / "train_gpt.py", flags)
-    theirs = table.settings_of(record.parent.folder / "train_gpt.py", flags)
-    for name, value in ours.items():
-        counts = name.endswith("_lr") or name.startswith("val_")
-        if counts and value != theirs.get(name, value):
-            return True
-    return False
-
-
-def measure_row(record: Record, runs: list, others: list):
-    """What runs of one setting give, against the parent's there."""
-    losses = [float(run["val_loss"]) for run in runs]
-    times = [float(run["train_time_ms"]) for run in runs if run["jobs"] == "1"]
-    target = table.RULES.get(runs[0]["preset"], {}).get("target_loss", TARGET)
-    return {
-        "name": name_of(record),
-        "folder": record.folder.name,
-        "setting": dict(zip(table.SETTING, table.setting_of(runs[0]))),
-        "losses": losses,
-        "p_target": table.p_below(losses, float(target)),
-        "minutes": median(times, 60_000),
-        "against": table.compare(runs, others),
-        "retuned": "†" if others and is_retuned(record, runs[0]["preset"]) else "",
-    }
-
-
-def ladder_rows(records: list):
-    """Each record's claim and what its runs give, by setting."""
-    rows = []
-    for record in records:
-        measured = [measure_row(record, *runs) for runs in record.measured().values()]
-        row = {"record": record.folder.name, "name": name_of(record), "measured": measured}
-        rows.append(row | record.claim)
-    return rows
-
-
-def settings(records: list, with_parents: bool = False):
-    """(machine, rows) of each setting in which records were run, what counts most first."""
+def settings(records: list):
+    """Setting: (record, its logs, its parent's) of each record that was run in it."""
     found = {}
     for record in records:
-        for setting, (runs, others) in record.measured().items():
-            words = MACHINE.format(**runs[0])
-            if runs[0]["cuda"]:
-                words += ", CUDA {cuda}, driver {driver}".format(**runs[0])
-            rows = found.setdefault(setting, (words, []))[1]
-            if with_parents and others:
-                rows.append(measure_row(record.parent, others, []))
-            rows.append(measure_row(record, runs, others))
-    return [found[setting] for setting in sorted(found, key=table.rank_of)]
+        for logs, others in record.measured():
+            found.setdefault(logs[0].setting, []).append((record, logs, others))
+    return found
 
 
-def ladder_text(records: list) -> str:
-    """The claims, then the runs of each setting, for a terminal."""
-    parts = [text_table(ladder_rows(records), *LADDER)]
-    for machine, rows in settings(records):
-        parts.append(f"\n{machine}:\n")
-        parts.append(text_table(rows, *RUNS[:2], ""))
-    return "\n".join([*parts, RUNS[2].strip()])
+def shown_settings(records: list):
+    """(settings that the table of all records shows, how many it leaves to the records' pages).
+
+    All of the record's preset, then those in which a third of the records was run.
+    """
+    found = settings(records)
+    shown = {setting: rows for setting, rows in sorted(found.items(), key=lambda item: -len(item[1]))
+             if setting[0] == "record" or 3 * len(rows) >= len(records)}
+    first = sorted(shown, key=lambda setting: setting[0] != "record")
+    return {setting: shown[setting] for setting in first}, len(found) - len(shown)
 
 
-def linked(rows: list, above: str, heading: tuple, forms: str, *_) -> str:
-    """A table for a page, from which `above` is the path to the records' folders."""
-    cells = []
-    for row in rows:
-        name = f"[{row['name']}]({above}{row.get('record') or row['folder']})"
-        cells.append(cells_of(row | {"name": name}, forms))
-    return markdown(heading, cells)
+def ladder_text(chosen: list) -> str:
+    """Claims, then the runs of each setting, for a terminal."""
+    parts = [text_table(LADDER, map(ladder_row, chosen)), LADDER_LEGEND]
+    shown, left = (settings(chosen), 0) if len(chosen) == 1 else shown_settings(chosen)
+    for setting, rows in shown.items():
+        parts.append(textwrap.fill(machine_words(setting) + ":", WIDTH))
+        parts.append(text_table(RUNS, [runs_row(*row) for row in rows]))
+    parts.append(RUNS_LEGEND)
+    return "\n\n".join(parts + other_settings(left))
 
 
-def evidence(records: list, above: str, with_parents: bool):
-    """Parts of a page: the runs of each setting."""
-    parts = []
-    for machine, rows in settings(records, with_parents):
-        parts += [f"{machine}:", linked(rows, above, *RUNS)]
-    return parts or ["Not measured yet."]
+def other_settings(left: int):
+    return [f"Runs in {left} more setting(s) stand on the records' pages."] if left else []
 
 
-def shards_words(record: Record) -> str:
-    """How much data a run at full size takes, where the script tells."""
-    tokens = table.tokens_of(record.folder / "train_gpt.py")
-    if not tokens:
-        return ""
-    shards = max(FETCHED, math.ceil(tokens / SHARD))
-    return (f"At full size it trains on {tokens / 1e6:,.0f} million tokens. "
-            f"`python data/fineweb.py {shards}` fetches enough.")
-
-
-def front_rows(records: list):
-    """The rows of the front page, with the number of lines that were changed."""
-    rows = ladder_rows(records)
-    for row, record in zip(rows, records):
-        row["lines"] = ""
-        if record.parent:
-            changed = diff_sources(record.parent.script, record.script)
-            row["lines"] = "+{added} −{removed}".format(**changed)
-    return rows
-
-
+# ---- Pages ----
 def blocks(folder: Path, records: list):
-    """The generated lines of each README of a folder of records, of its records and above it."""
-    rules = []
-    for preset, rule in table.RULES.items():
-        rules.append([preset])
-        for value in rule.values():
-            rules[-1].append(f"`{value or 'not known here'}`")
-    parts = [
-        linked(ladder_rows(records), "", *LADDER),
-        LADDER[2].strip(),
-        *evidence(records, "", with_parents=False),
-        RUNS[2].strip(),
-        markdown(("preset", *table.RULES["record"]), rules)]
-    path = folder / table.TABLE
-    if path.exists():
-        parts.append(f"[{path.name}]({path.name}), sha256 {sha256(read_text(path))}.")
-    found = {folder / "README.md": "\n\n".join(parts)}
+    """README: the generated lines of each of its blocks, by the block's name."""
+    found = {folder / "README.md": {"": records_block(records)}}
     if (folder.parent / "README.md").exists():
-        rows = front_rows(records)
-        found[folder.parent / "README.md"] = linked(rows, f"{folder.name}/", *FRONT)
+        rows = [linked(front_row(one), one, f"{folder.name}/") for one in records]
+        found[folder.parent / "README.md"] = {"": markdown(FRONT, rows), "gpus": gpus_block(records)}
     for record in records:
-        rows = ladder_rows(filter(None, [record.parent, record]))
-        parts = [
-            linked(rows, "../", *LADDER),
-            *evidence([record], "../", with_parents=True),
-            "[What the columns and marks mean](../README.md).",
-            shards_words(record)]
-        found[record.folder / "README.md"] = "\n\n".join(filter(None, parts))
+        found[record.folder / "README.md"] = {"": record_block(record)}
     return found
 
 
-def split_block(path: Path):
-    """A README's text before, in and after its generated lines. Raises LedgerError without them."""
-    begin, end = BLOCK
-    match = re.fullmatch(rf"(.*{begin}\n)(.*?)({end}.*)", read_text(path), re.S)
-    if not match:
-        raise LedgerError(f"{path} has no lines {begin} and {end}; add them")
-    return match.groups()
+def records_block(records: list) -> str:
+    """All claims, the runs of the settings that count most, and the rules."""
+    parts = [markdown(LADDER, [linked(ladder_row(one), one, "") for one in records]), LADDER_LEGEND]
+    shown, left = shown_settings(records)
+    for setting, rows in shown.items():
+        cells = [linked(runs_row(*row), row[0], "") for row in rows]
+        parts += [machine_words(setting) + ":", markdown(RUNS, cells)]
+    if not shown:
+        parts.append("Not measured yet.")
+    rules = []
+    for preset, rule in RULES.items():
+        rules.append([preset, *(f"`{value or 'not known here'}`" for value in rule.values())])
+    heading = ("preset", *RULES["record"])
+    return "\n\n".join([*parts, *other_settings(left), RUNS_LEGEND, markdown(heading, rules)])
 
 
-def foreign_row(group: Group, record: Group):
-    """What a group of runs is, beside the folder's record."""
-    steps = group.logs[0].planned_steps or group.logs[0].last_step
-    losses = [log.val_loss for log in group.logs]
-    times = [log.train_time_ms for log in group.logs]
-    return {
-        "folder": DATED.sub(r"\1 \2", group.folder.name),
-        "runs": group.words(record),
-        "ranks": group.ranks,
-        "steps": steps,
-        "losses": losses,
-        "p_target": table.p_below(losses, TARGET),
-        "minutes": median(times, 60_000),
-    }
+def record_block(record: Record) -> str:
+    """A record beside its parent: claims, and the runs of each of its settings."""
+    both = [one for one in (record.parent, record) if one]
+    parts = [markdown(LADDER, [linked(ladder_row(one), one, "../") for one in both])]
+    if not any(log.on_gpu for log in record.logs):
+        parts.append("No GPU has run this record yet.")
+    for logs, others in record.measured():
+        rows = []
+        if others:
+            rows.append(linked(runs_row(record.parent, others, []), record.parent, "../"))
+        rows.append(linked(runs_row(record, logs, others), record, "../"))
+        parts += [machine_words(logs[0].setting) + ":", markdown(RUNS, rows)]
+    parts.append("[What the columns and marks mean](../README.md).")
+    return "\n\n".join(parts)
 
 
-def median(values: list, unit: float = 1) -> float | None:
-    """In so many units; None where a value is None."""
-    if None in values or not values:
-        return None
-    return statistics.median(values) / unit
+def gpus_block(records: list) -> str:
+    """What GPUs have run, or that none has."""
+    logs = [log for record in records for log in record.logs if log.on_gpu]
+    if not logs:
+        return "**No GPU has run it yet.**"
+    names = [record.name for record in records if any(log.on_gpu for log in record.logs)]
+    devices = sorted({log.header["device"] for log in logs})
+    return textwrap.fill(f"**On GPUs** there are {len(logs)} runs here: of {', '.join(names)}, on "
+                         f"{', '.join(devices)}.", 110, break_on_hyphens=False)
 
 
-def points_of(log: Log, losses: dict) -> np.ndarray:
-    """Rows of (loss, step, tokens, seconds), with NaN for what the log does not tell."""
-    rows = []
-    for step, (loss, ms) in sorted(losses.items()):
-        rows.append((loss, step, log.tokens_until(step), ms and ms / 1000))
-    return np.array(rows, float).reshape(-1, 4)
+def filled(path: Path, text: str, parts: dict) -> str:
+    """A README's text with its blocks filled. Raises LedgerError where it lacks one."""
+    for name, part in parts.items():
+        begin, end = f"<!-- ledger: begin{' ' * bool(name)}{name} -->\n", "<!-- ledger: end -->"
+        before, found, rest = text.partition(begin)
+        if not found or end not in rest:
+            raise LedgerError(f"{path} has no lines {begin.strip()} and {end}; add them")
+        text = f"{before}{begin}{part}\n{end}{rest.partition(end)[2]}"
+    return text
 
 
-def time_to_loss(name: str, logs: list, target: float):
-    """When runs first validated at or below a loss, in the median."""
-    reached = []
-    for log in logs:
-        points = points_of(log, log.val)
-        reached += [*points[points[:, 0] <= target][:1]]
-    found = {"name": name, "target": target, "losses": [log.val_loss for log in logs],
-             "n": len(logs), "reached": len(reached)}
-    medians = np.median(reached, axis=0) if reached else [math.nan] * 4
-    for key, value in zip(("step", "tokens", "seconds"), medians[1:]):
-        found[key] = None if math.isnan(value) else float(value)
-    return found
+def write_pages(folder: Path, records: list):
+    """Make the generated lines of all READMEs anew, and the ladder's picture. Raises LedgerError."""
+    texts = {}
+    for path, parts in blocks(folder, records).items():  # all are made before one is written
+        texts[path] = filled(path, read_text(path), parts)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8", newline="")
+    save(ladder_figure(records), str(folder / "ladder.png"))
 
 
-def curve_of(log: Log) -> np.ndarray:
-    """The points of a run's validations; of its training, in 50 pieces, if it has but one."""
-    points, train = points_of(log, log.val), points_of(log, log.train)
-    if len(points) > 1 or not len(train):
-        return points[points[:, 1] > 0]
-    size = max(1, len(train) // 50)
-    pieces = train[:len(train) // size * size].reshape(-1, size, 4)
-    ends = pieces[:, -1]
-    ends[:, 0] = pieces[:, :, 0].mean(axis=1)
-    return np.concatenate([ends, points])
-
-
-def picture(panels: int, height: float, width: float = 9):
+# ---- Pictures ----
+def picture(height: float, width: float):
     import matplotlib.style
     from matplotlib.figure import Figure
 
@@ -319,7 +268,7 @@ def picture(panels: int, height: float, width: float = 9):
         "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
         "grid.color": "#e3e6e9", "legend.frameon": False}])
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+    return figure, figure.subplots()
 
 
 def save(figure, png: str):
@@ -331,44 +280,32 @@ def ladder_figure(records: list, width: float = 9):
     """Published minutes of each record, and of the newest public one in grey."""
     rows, numbers = [], set()
     for record in records:
-        if published := record.claim["published"]:
-            rows.append((name_of(record), published["minutes"], "C0"))
-            numbers.add(published["number"])
+        if record.published:
+            rows.append((record.name, record.published["minutes"], "C0"))
+            numbers.add(record.published["number"])
     if NEWEST not in numbers:
         rows.append((f"#{NEWEST} ({NEWEST_MONTH})", NEWEST_MINUTES, GREY))
-    figure, (axis,) = picture(1, 0.36 * len(rows) + 1.1, width)
+    figure, axis = picture(0.36 * len(rows) + 1.1, width)
     for y, (_, minutes, color) in enumerate(rows):
         axis.plot(minutes, y, "o", color=color, markersize=8)
         axis.text(minutes * 1.06, y, f"{minutes:g}", va="center")
-    axis.set(xscale="log", xlim=(1.1, 22), xlabel="published minutes on 8×H100 (logarithmic)")
-    axis.set_ylim(len(rows) - 0.5, -0.5)
+    fastest = min(minutes for _, minutes, _ in rows)
+    axis.set(xscale="log", xlabel="published minutes on 8×H100 (logarithmic)")
+    axis.set(xlim=(0.9 * fastest, 22), ylim=(len(rows) - 0.5, -0.5))
     axis.set_yticks(range(len(rows)), [name for name, *_ in rows])
-    axis.set_xticks([1.5, 2, 3, 5, 10, 20])
+    axis.set_xticks([tick for tick in (0.7, 1, 1.5, 2, 3, 5, 10, 20) if tick > 0.9 * fastest])
     axis.xaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
     return figure
 
 
-def curves_figure(curves: dict, target: float, panels=PANELS, width: float = 9):
-    """Losses of runs, by name: arrays of (loss, step, and what other panels need)."""
-    from matplotlib.ticker import EngFormatter
-
-    figure, axes = picture(len(panels), 4.5, width)
-    losses = [target]
-    for index, (name, runs) in enumerate(curves.items()):
-        for run in runs:
-            loss, *columns = run.T
-            losses += [*loss[len(loss) // 10:]]  # the first are of the untrained model
-            for axis, column in zip(axes, columns):
-                axis.plot(column, loss, "-o", color=f"C{index}", alpha=0.4 + 0.6 / len(runs),
-                          markevery=[-1], label=name if run is runs[0] else None)
-    low, high = min(losses), max(losses)
-    margin = max(high - low, 0.01) * 0.06
-    for axis, panel in zip(axes, panels):
-        axis.axhline(target, color=GREY, linestyle=(0, (2, 2)))
-        axis.set(xlabel=panel, ylim=(low - margin, high + margin))
-        axis.locator_params(axis="x", nbins=5)
-        axis.xaxis.set_major_formatter(EngFormatter())  # 400 k
-    axes[0].set_ylabel("loss (nats per token; point: validation)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
-    return figure
+def curve_of(log: Log):
+    """(steps, losses): of a run's validations; of its training in 50 pieces, if it has but one."""
+    points = [(step, loss) for step, (loss, _) in sorted(log.val.items()) if step]
+    train = [(step, loss) for step, (loss, _) in sorted(log.train.items()) if loss is not None]
+    if len(points) < 2 and train:
+        size = max(1, len(train) // 50)
+        pieces = [train[i : i + size] for i in range(0, len(train) - size + 1, size)]
+        means = [(piece[-1][0], statistics.fmean(loss for _, loss in piece)) for piece in pieces]
+        points = means + points
+    return tuple(zip(*points))

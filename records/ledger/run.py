@@ -1,26 +1,29 @@
-"""Runs: scripts trained in turns, and a record's seeds run again, judged by code of our own."""
+"""Runs: scripts trained in turns, and a record's seeds run again, their models judged."""
 
 import contextlib
+import dataclasses
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import math
 import os
 import random
 import re
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from ledger import table
-from ledger.logs import LedgerError, Log, read_log, read_text, sha256
-from ledger.table import RULES, apart, flag_words, module_of, settings_of
+from ledger import records
+from ledger.logs import LedgerError, Log, machine_words, read_log, read_text, sha256
+from ledger.records import FLOOR, RULES, Record
+from ledger.scripts import apart, flag_words, load_script, meaning, settings_of
 
 REPO = Path(__file__).resolve().parents[2]
 RUNNING = set()  # processes
@@ -29,16 +32,27 @@ ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"
 COMPARABLE = ("val_files", "val_tokens")  # settings without which losses are not comparable
 
 
+# ---- Contestants ----
 @dataclass
 class Contestant:
     """A script with its flags that `run` measures, and the logs of its runs."""
 
     label: str  # as it was given, without the folders above
     script: Path
-    folder: Path | None  # its record folder, where it is one as it stands
     flags: dict[str, str]
     source: str
-    logs: list[Log]
+    record: Record | None  # that it is, as it stands
+    logs: list[Log] = field(default_factory=list)
+
+
+def expand(operands: list):
+    """The operands, with the records of a folder in the place of the folder."""
+    found = []
+    for operand in operands:
+        path = Path(operand)
+        inside = sorted(path.glob("*/record.json")) if path.is_dir() else []
+        found += [str(claim.parent) for claim in inside] or [operand]
+    return found
 
 
 def contestant_of(operand: str) -> Contestant:
@@ -55,15 +69,17 @@ def contestant_of(operand: str) -> Contestant:
             raise LedgerError(f"{operand}: {item!r} is no flag; give name=value,name=value")
         if name in ("run_id", "preset", "seed"):
             raise LedgerError(f"{operand}: {name} is the ledger's; use --preset or --seeds")
-    is_record = table.FOLDER_NAME.fullmatch(path.name) and path.is_dir() and not flags
+    record = None
+    if path.is_dir() and records.FOLDER_NAME.fullmatch(path.name) and not flags:
+        record = Record(path, records.read_claim(path))  # refused now, not after the training
     label = (path.name if path.is_dir() else path.stem) + operand[len(place):]
-    return Contestant(label, script, path if is_record else None, flags, read_text(script), [])
+    return Contestant(label, script, flags, read_text(script), record)
 
 
 def contestants_of(operands: list, preset: str):
     """The operands as contestants, no two alike, with flags that their scripts take."""
-    found, seen, first = [], {}, {}
-    for operand in operands:
+    found, seen, first, labels = [], {}, {}, Counter()
+    for operand in expand(operands):
         one = contestant_of(operand)
         settings = settings_of(one.script, {"preset": preset, **one.flags})
         key = (one.source, str(settings or one.flags))
@@ -75,21 +91,18 @@ def contestants_of(operands: list, preset: str):
             if value != other:
                 raise LedgerError(f"{operand} validates on {name} {value}, {operands[0]} on "
                                   f"{other}: losses on other tokens do not compare; give all one")
+        labels[one.label] += 1
+        if labels[one.label] > 1:
+            one.label += f" ({labels[one.label]})"
         found.append(one)
     return found
 
 
+# ---- Training in turns ----
 def gpus() -> int:
     import torch  # takes seconds
 
     return torch.cuda.device_count()
-
-
-def cores() -> int:
-    """How many this process may use; macOS does not tell, so there it is all."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str) -> Log:
@@ -109,7 +122,10 @@ def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str) -> 
     if process.returncode:
         last = (console.strip() or "nothing").splitlines()[-1]
         raise LedgerError(f"exit status {process.returncode}, its last words: {last[:200]}", 1)
-    log = read_log(folder / "logs" / flags["run_id"] / "log.txt")
+    path = folder / "logs" / flags["run_id"] / "log.txt"
+    if not path.exists():
+        raise LedgerError(f"it wrote no {path.relative_to(folder)}, as --run_id asks", 1)
+    log = read_log(path)
     if not log.finished:
         raise LedgerError("; ".join(log.notes), 1)
     if log.source_sha256 != source:
@@ -119,18 +135,19 @@ def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str) -> 
 
 def run_one(one: Contestant, seed: int, args) -> Log:
     """The log of a run, made now unless its RUN_ID, which hashes all it depends on, is there."""
-    what = [one.source, one.flags, args.preset, args.nproc, args.jobs]
+    # Small models are the quicker for one thread where other programs take a core.
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    what = [meaning(one.source), one.flags, args.preset, args.nproc, args.jobs, threads,
+            importlib.metadata.version("torch")]
     digest = sha256(json.dumps(what, sort_keys=True))[:8]
-    run_id = f"{one.label.partition(':')[0]}-{digest}-seed-{seed}"
+    name = re.match(r"[\w-]*", one.label)[0]
+    run_id = f"{name}-{digest}-seed-{seed}"
     path = args.out / "logs" / run_id / "log.txt"
     with contextlib.suppress(LedgerError, FileNotFoundError):
         log = read_log(path)
         if log.finished and not log.resumed:
             return log
-    shutil.rmtree(path.parent, ignore_errors=True)  # what is left of a run that was stopped
-    threads = str(max(1, cores() // args.jobs))
-    if args.jobs == 1:
-        threads = os.environ.get("OMP_NUM_THREADS", threads)
+    path.unlink(missing_ok=True)  # what is left of a run that was stopped
     flags = {"preset": args.preset, "seed": seed, "run_id": run_id, **one.flags}
     train(one.script, args.out, flags, args.nproc, threads)
     if args.jobs > 1:
@@ -141,8 +158,7 @@ def run_one(one: Contestant, seed: int, args) -> Log:
 def run_all(contestants: list, args):
     """Every seed of every contestant, A B A B. Raises LedgerError where one fails or is stopped."""
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    kept = f"what is done is kept in {args.out}; the same command goes on"
-    pool, futures = ThreadPoolExecutor(args.jobs), {}
+    pool, futures, first = ThreadPoolExecutor(args.jobs), {}, None
     for seed, one in itertools.product(range(args.seeds), contestants):
         futures[pool.submit(run_one, one, seed, args)] = (one, seed)
     try:
@@ -150,11 +166,16 @@ def run_all(contestants: list, args):
             one, seed = futures[future]
             what = f"[{done}/{len(futures)}] {one.label} seed {seed}"
             log = future.result()
-            time = f" in {log.train_time_ms / 1000:.2f} s" if args.jobs == 1 else ""
+            first = first or log
+            if log.setting != first.setting:
+                raise LedgerError(f"it is of {machine_words(log.setting)}; {first.path} is of "
+                                  f"{machine_words(first.setting)}; give another --out", 1)
+            time = f" in {log.measured_ms / 1000:.2f} s" if log.measured_ms else ""
             print(f"{what}: {log.val_loss:.4f}{time}", file=sys.stderr, flush=True)
     except (LedgerError, KeyboardInterrupt) as error:
-        why = f"{what}: {error}" if isinstance(error, LedgerError) else "stopped"
-        raise LedgerError(f"{why}; {kept}", 1) from None
+        why = f"{what}: {error}" if isinstance(error, LedgerError) else (
+            "stopped; the same command goes on")
+        raise LedgerError(f"{why}; what is done is kept in {args.out}", 1) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list(RUNNING):  # they stop at their next step
@@ -164,153 +185,202 @@ def run_all(contestants: list, args):
         one.logs.append(future.result())
 
 
-def filing(contestants: list):
-    """The command that files the logs of the records among the contestants, if there are any."""
-    logs = []
-    for one in contestants:
-        if one.folder:
-            first = os.path.relpath(one.logs[0].path.parent)  # …-seed-0
-            logs.append(f"{first[:-1]}*/log.txt")
-    return f"python records/ledger file {' '.join(logs)}" if logs else ""
-
-
 def results(contestants: list):
     """What `run` found, as numbers: each contestant, against its parent or the first one."""
-    found, rows = [], {}
+    found = []
+    by_folder = {one.record.folder.name: one for one in contestants if one.record}
     for one in contestants:
-        rows[one.label] = [table.run_row(one.label, "", log) for log in one.logs]
-        parent = table.read_claim(one.folder)["parent"] if one.folder else None
-        other = parent if parent in rows else contestants[0].label
-        losses, target = [log.val_loss for log in one.logs], one.logs[0].header["target_loss"]
-        found.append({"name": one.label, "label": re.sub(r"^[\d-]{10}_", "", one.label),
-                      "losses": losses, "target": float(target), "against": None,
-                      "p_target": table.p_below(losses, float(target))})
+        losses = [log.val_loss for log in one.logs]
+        target = float(one.logs[0].header["target_loss"])
+        against = None
         if one is not contestants[0]:
-            found[-1]["against"] = {"name": other, **table.compare(rows[one.label], rows[other])}
+            parent = one.record and by_folder.get(one.record.claim["parent"])
+            other = parent or contestants[0]
+            against = {"name": other.label, **records.compare(one.logs, other.logs)}
+        found.append({"name": one.label, "losses": losses, "target": target, "against": against,
+                      "p_target": records.p_below(losses, target)})
     return found
 
 
-# ---- A record's seeds run again ----
-# How far a seed's loss moves on another machine, in nats per token, as root mean square. Pocket: of
-# ten seeds of #53 from an EPYC on a Xeon; one of each record there: 0.0043, at most 0.0103. Record:
-# two public runs of #21 differ by the root of 2 times their std, 0.0019.
-MOVES = {"pocket": 0.0072, "record": 0.0027}
-# Honest seeds move both ways, a cheat's move one way: the mean of N moves by MOVES / √N. Three such
-# are passed by one honest mean in 370.
-BOUND = 3
-SAME_WEIGHTS = {"cpu": 1e-5, "cuda": 2e-3}  # nats between two ways to sum one loss; bf16 on a GPU
-CUTS = 32  # places behind which tokens are changed
+# ---- A model is judged ----
+CUTS = 32  # places from which on tokens are changed
+PIECE = 4096  # positions whose logits are computed at once
+# How much logits may differ by rounding: sums of other sizes, and bf16 on a GPU (2⁻⁸ of 30).
+ROUNDING = {"cpu": 1e-3, "cuda": 0.25}
 
 
-def judge(script: Path, checkpoint: Path, preset: str, device: str, seed: int):
-    """A checkpoint's loss by our own loop, and what is wrong with its model.
+def build_models(script: Path, checkpoint: Path, device: str):
+    """(cfg, the trained model, first weights of its seed and of the next one).
 
-    It runs in a process of its own. Of the record it takes the model alone: its class, hidden() and
-    logits(). Data, softmax and mean are read and computed here.
+    This and `logits_of` are all that the judge takes of a record.
     """
     import torch
 
-    log_sum, equal, draw = torch.Tensor.logsumexp, torch.equal, random.SystemRandom()
-    load, no_grad, read = torch.load, torch.no_grad, np.fromfile
+    script = load_script(script)
+    state = script.load_checkpoint(checkpoint)
+    cfg = script.hyperparameters({"device": device}, state["settings"])
+    ranks, starts = script.Ranks(cfg), []
+    for seed in (cfg.seed + 1, cfg.seed):
+        model, _ = script.build(dataclasses.replace(cfg, seed=seed), ranks)
+        starts.append(torch.cat([one.detach().flatten().float().cpu()
+                                 for one in model.parameters()]))
+    script.load_state(model, [], state, checkpoint)
+    return cfg, model.eval(), starts
+
+
+def logits_of(cfg, model, rows: np.ndarray, device: str):
+    """Yield the logits of rows of tokens (B, T), piece by piece, (positions, V), from numpy's side."""
+    import torch
+
+    with torch.no_grad():
+        hidden = model.hidden(torch.from_numpy(rows).int().to(device)).flatten(0, 1)
+        for part in hidden.split(min(PIECE, 2**26 // cfg.vocab_size)):
+            logits = model.logits(part)
+            if type(logits) is not torch.Tensor:  # another class may compute what it likes
+                raise LedgerError(f"its logits are no tensor but a {type(logits).__name__}")
+            yield logits.float().cpu().numpy()
+
+
+def judge(script: Path, checkpoint: Path, preset: str, device: str):
+    """A checkpoint's loss by our own loop, and what is wrong with its model, by its logits alone.
+
+    It runs in a process of its own. Data are read here, and numpy does the mathematics.
+    """
+    exp, log, draw = np.exp, np.log, random.SystemRandom()
     (shard,) = REPO.glob(RULES[preset]["val_files"])
-    tokens = read(shard, "<u2", int(RULES[preset]["val_tokens"]) + 1, offset=1024)
+    tokens = np.fromfile(shard, "<u2", int(RULES[preset]["val_tokens"]) + 1, offset=1024)
     digest = hashlib.sha256(tokens).hexdigest()[:16]
-    tokens = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    record = module_of(script)
-    state = load(checkpoint, map_location=device, weights_only=True)
-    cfg = record.parse_args([f"--{name}={text}" for name, text in state["settings"].items()])
-    with torch.device(device):
-        model = record.GPT(cfg)
-    with no_grad():
-        starts = []
-        for start in (seed, seed + 1):
-            model.init_weights(torch.Generator(device).manual_seed(start))
-            starts.append(torch.cat([one.flatten().float() for one in model.parameters()]))
-        model.load_state_dict(state["model"])
-        model.eval()
+    tokens = tokens.astype(np.int64)
+    cfg, model, starts = build_models(script, checkpoint, device)
 
-        total, length = 0.0, cfg.val_seq_len
-        for start in range(0, len(tokens) - 1, length):  # a row alone sees no other row
-            row = tokens[start : start + length + 1]
-            hidden = model.hidden(row[None, :-1].int())[0]
-            for part, targets in zip(hidden.split(4096), row[1:].split(4096)):
-                logits = model.logits(part).double()
-                losses = log_sum(logits, -1) - logits.gather(1, targets[:, None])[:, 0]
-                total += losses.sum().item()
+    def row_at(start, length):
+        return tokens[start : start + length]
 
-        def logits_at(row, places):
-            return model.logits(model.hidden(row[None].int())[0, places])
+    def whole(*rows):
+        return np.concatenate([*logits_of(cfg, model, np.stack(rows), device)])
 
-        leaks = False
-        for _ in range(CUTS):
-            cut = draw.randrange(1, length)
-            start = length * draw.randrange((len(tokens) - 1) // length)
-            row = tokens[start : start + length]
-            changed = row.clone()
-            changed[cut:] = row[torch.tensor([draw.randrange(length) for _ in row[cut:]])]
-            places = torch.tensor([cut - 1, *(draw.randrange(cut) for _ in range(64))])
-            moved = logits_at(changed, places) - logits_at(row, places)
-            leaks |= moved.abs().max().item() > 1e-3
-    return {"loss": total / (len(tokens) - 1), "digest": digest, "leaks": leaks,
-            "seedless": equal(*starts)}
+    length = cfg.val_seq_len
+    short = min(length, PIECE)  # of rows that are only compared
+    starting = range(0, len(tokens) - 1 - short, short)
+    first, second = (row_at(start, short) for start in draw.sample(starting, 2))
+    alone = whole(first)
+    mixed = abs(whole(second, first)[short:] - alone).max()
+
+    total = 0.0
+    for start in range(0, len(tokens) - 1, length):
+        row = row_at(start, length + 1)
+        targets = row[1:]
+        for logits in logits_of(cfg, model, row[None, :-1], device):
+            logits = logits.astype(np.float64)
+            count = len(logits)
+            top = logits.max(1, keepdims=True)
+            log_sum = top[:, 0] + log(exp(logits - top).sum(1))
+            total += float((log_sum - logits[np.arange(count), targets[:count]]).sum())
+            targets = targets[count:]
+
+    leak = 0.0
+    for _ in range(CUTS):
+        row, cut = row_at(draw.choice(starting), short), draw.randrange(1, short)
+        changed = row.copy()
+        changed[cut:] = row[[draw.randrange(short) for _ in row[cut:]]]
+        leak = max(leak, abs(whole(row)[:cut] - whole(changed)[:cut]).max())
+    mixed = max(mixed, abs(whole(first) - alone).max())  # all other rows were seen since
+    bound = ROUNDING[device]
+    return {"loss": total / (len(tokens) - 1), "digest": digest, "leaks": bool(leak > bound),
+            "mixes": bool(mixed > bound), "seedless": bool((starts[0] == starts[1]).all())}
+
+
+# ---- Seeds are run again ----
+# How far a seed's loss moves on another machine, in nats per token, as root mean square: at least
+# so much, and at least the root of 2 times the standard deviation of the record's own seeds. The
+# pocket's was measured for #88, ten seeds of an EPYC on a Xeon; the record's of two public runs of
+# #21.
+MOVES = {"pocket": 0.03, "record": 0.0027}
+# Honest seeds move both ways, so the mean of N of them by MOVES / √N. Three such are passed by one
+# honest mean in 370.
+BOUND = 3
+SAME_WEIGHTS = {"cpu": 1e-5, "cuda": 2e-3}  # nats between two ways to sum one loss; bf16 on a GPU
 
 
 def run_again(script: Path, old: Log):
     """(log, verdict) of a seed that is run again, its last weights judged. Raises LedgerError."""
-    flags = {"preset": old.header["preset"], "seed": old.header["seed"], "run_id": "replay",
+    flags = {"preset": old.preset, "seed": old.seed, "run_id": "replay",
              "save_every": old.header["num_iterations"]}
-    ranks, device = int(old.header["world_size"]), "cuda"
-    if old.header["device"].startswith("cpu"):
-        device = "cpu"
+    if "sequences_per_forward" in old.header:
+        flags["sequences_per_forward"] = old.header["sequences_per_forward"]
+    device = "cuda" if old.on_gpu else "cpu"
     with tempfile.TemporaryDirectory() as out:
-        new = train(script, Path(out), flags, ranks, old.header["threads"])
+        new = train(script, Path(out), flags, old.ranks, old.header["threads"])
+        new.final["jobs"] = old.final.get("jobs", "1")  # which change no loss
         (checkpoint,) = Path(out).glob("logs/replay/step-*.pt")
-        alone = Path(out) / "record.py"  # a folder without data
-        shutil.copy(script, alone)
-        what = alone, checkpoint, flags["preset"], device, int(flags["seed"])
         try:
-            return new, apart(judge, *what)
+            return new, apart(judge, script, checkpoint, old.preset, device)
         except Exception as error:  # whatever the record's code raises
             raise LedgerError(f"{old.path}: its weights cannot be judged: {error}", 1) from None
 
 
-def replay(record: table.Record, paths: list):
-    """Run seeds of one setting again: (what is wrong with their logs, and what was found)."""
+def wrong_with(old: Log, new: Log, found: dict):
+    """What a verdict holds against a log."""
+    device = "cuda" if new.on_gpu else "cpu"
+    digest = RULES[new.preset]["val_digest"]
+    loss, before, now = found["loss"], old.final["val_loss"], new.final["val_loss"]
+    reasons = [
+        (digest and {found["digest"], new.header["val_digest"]} != {digest},
+         "is run again on other validation data than the rules'"),
+        (abs(loss - float(now)) > SAME_WEIGHTS[device],
+         f"says val_loss {now} when it is run again, and its weights have {loss:.6f}"),
+        (new.setting == old.setting and not new.on_gpu and now != before,
+         f"has val_loss {before}; run again in the same setting it has {now}"),
+        (loss < FLOOR[new.preset],
+         f"has weights of loss {loss:.4f}: no honest model gets below {FLOOR[new.preset]}"),
+        (found["leaks"], "is of a model whose logits depend on later tokens"),
+        (found["mixes"], "is of a model whose logits depend on other rows"),
+        (found["seedless"], "is of a script with the same first weights for each seed")]
+    return [words for is_wrong, words in reasons if is_wrong]
+
+
+def replay(record: Record, chosen: list, logs: list):
+    """Run some of a setting's logs again: (what is wrong with them, and what was found)."""
     wrong, shifts, differ = [], [], set()
-    for path in paths:
-        old = read_log(path)
-        new, found = run_again(record.folder / "train_gpt.py", old)
-        before = old.final["val_loss"]
-        now = new.final["val_loss"]
-        true = found["loss"]
-        shifts.append(true - float(before))
-        for name in ("torch", "device", "threads", "world_size"):
-            if new.header[name] != old.header[name]:
-                differ.add(f"{name} {new.header[name]} instead of {old.header[name]}")
-        kind = "cpu" if new.header["device"].startswith("cpu") else "cuda"
-        if kind == "cuda":
+    for old in chosen:
+        new, found = run_again(record.path, old)
+        shifts.append(found["loss"] - old.val_loss)
+        for words in wrong_with(old, new, found):
+            wrong.append(f"{record.folder.name}: logs/{old.path.name} {words}")
+        if new.setting != old.setting:
+            differ.add(machine_words(new.setting))
+        if new.on_gpu:
             differ.add("a GPU, which sums in any order")
-        preset = new.header["preset"]
-        rule = RULES[preset]["val_digest"]
-        for is_wrong, words in (
-                (rule and {found["digest"], new.header["val_digest"]} != {rule},
-                 "is run again on other validation data than the rules'"),
-                (abs(true - float(now)) > SAME_WEIGHTS[kind],
-                 f"says val_loss {now} when it is run again, and its weights have {true:.6f}"),
-                (not differ and now != before,
-                 f"has val_loss {before}; run again on the same machine it has {now}"),
-                (found["leaks"], "is of a model whose logits depend on later tokens"),
-                (found["seedless"], "is of a script with the same first weights for each seed")):
-            if is_wrong:
-                wrong.append(f"{record.folder.name}: {path.parent.name}/{path.name} {words}")
-    mean, bound = statistics.fmean(shifts), BOUND * MOVES[preset] / math.sqrt(len(shifts))
-    seeds = ", ".join(path.stem.removeprefix("seed-") for path in paths)
-    words = (f"{record.folder.name}: {len(paths)} seed(s) of {paths[0].parent.name}/ run again "
-             f"({seeds}): judged losses are {mean:+.6f} from the logs' in the mean, ")
+    seeds = ", ".join(str(log.seed) for log in chosen)
+    mean = statistics.fmean(shifts)
+    words = (f"{record.folder.name}: seed {seeds} of {machine_words(logs[0].setting)} run again: "
+             f"judged losses are {mean:+.6f} from the logs' in the mean, ")
     if not differ:
-        words += "on the same machine"
-    else:
-        words += (f"where {len(paths)} may move by {bound:.4f}, as of {', '.join(sorted(differ))}")
-        if abs(mean) > bound:
-            wrong.append(words)
+        return wrong, words + "in the same setting"
+    spread = statistics.stdev(log.val_loss for log in logs) if len(logs) > 1 else 0
+    moves = max(MOVES[logs[0].preset], math.sqrt(2) * spread)
+    bound = BOUND * moves / math.sqrt(len(shifts))
+    words += f"where {len(shifts)} may move by {bound:.4f}, on {'; '.join(sorted(differ))}"
+    if abs(mean) > bound:
+        wrong.append(words)
     return wrong, words
+
+
+def replay_all(chosen: list, seeds: int):
+    """Replay seeds of each setting that this machine can run, and the parents': what is wrong."""
+    wrong = []
+    for record in chosen:
+        for logs, others in record.measured():
+            if logs[0].on_gpu and gpus() < logs[0].ranks:
+                print(f"{record.folder.name}: {machine_words(logs[0].setting)}: this machine has no "
+                      "such GPUs; not run again", file=sys.stderr)
+                continue
+            some = random.sample(logs, min(seeds, len(logs)))
+            turns = [(record, some, logs)]
+            if others and record.parent not in chosen:
+                turns.append((record.parent, random.sample(others, min(seeds, len(others))), others))
+            for turn in turns:
+                found, words = replay(*turn)
+                wrong += found
+                print(words, file=sys.stderr)
+    return wrong

@@ -1,14 +1,12 @@
 """data/prefixes.py: the prefixes of made-up and of GPT-2's tokens; the record that reads them."""
 
 import hashlib
-import importlib
 
 import numpy as np
+import prefixes
 import pytest
 from conftest import REPO
-from sample import load_script
-
-prefixes = importlib.import_module("prefixes")
+from shards import load_script
 
 
 def test_a_prefix_is_the_longest_token_that_another_one_begins_with():

@@ -1,21 +1,18 @@
 """data/sample.py: what it draws from, from which checkpoint, by which script; bad input."""
 
 import contextlib
-import io
 import math
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import sample as sample_tool
 import torch
-from conftest import REPO
+from conftest import REPO, SCRIPTS, script_module
 
 import train_gpt
 
-OLDEST = sorted(REPO.glob("records/20*/train_gpt.py"))[0]
+OLDEST = SCRIPTS[1]
 
 
 def model_of(logits, **cfg):
@@ -36,8 +33,7 @@ def letter_after(token):
     return logits
 
 
-@pytest.mark.parametrize(("most", "seen", "drawn"), [
-    (9, 1024, b"cde"), (9, 3, b"cde"), (2, 3, b"cd")])
+@pytest.mark.parametrize(("most", "seen", "drawn"), [(9, 3, b"cde"), (2, 1024, b"cd")])
 def test_sampling_follows_the_model_token_by_token_to_the_documents_end(most, seen, drawn):
     """The model sees as many tokens as a validation sequence has."""
     model = model_of(letter_after, val_seq_len=seen)
@@ -72,7 +68,7 @@ def runs(tmp_path_factory, write_shard):
     tokens[::100] = 256
     write_shard(folder / "tiny.bin", tokens.tolist())
     write_shard(folder / "val.bin", tokens[:200].tolist())
-    for name, script in (("oldest", sample_tool.load_script(OLDEST)), ("root", train_gpt)):
+    for name, script in (("oldest", script_module(OLDEST)), ("root", train_gpt)):
         flags = f"""--preset pocket --device cpu --num_iterations 2 --val_seq_len 128
             --sequences_per_step 2 --val_tokens 128 --warmup_steps 0 --save_every 2
             --train_files tiny.bin --val_files val.bin --run_id {name}"""
@@ -108,7 +104,7 @@ def test_the_script_is_that_of_the_runs_log_or_the_one_named(runs, run, tmp_path
     """Both of a record whose model is another than today's."""
     logged = run(runs.folder, runs.oldest, "--tokens", 20)
     shutil.copy(runs.oldest, tmp_path / "model.pt")
-    named = ["model.pt", "--script", OLDEST, "--tokens", 20]
+    named = ["model.pt", "--script", REPO / OLDEST, "--tokens", 20]
     assert run(tmp_path, *named) == logged and len(logged) > 3
     assert run(tmp_path, *named, "--seed", 1) != logged
 
@@ -131,74 +127,33 @@ def test_several_samples_differ_and_the_prompt_may_be_a_file(runs, run, tmp_path
     flags = ["--tokens", 30]
     given = run(runs.folder, *flags, "--prompt", "naïve\n")
     assert run(runs.folder, *flags, "--prompt_file", "-", stdin="naïve\n".encode()) == given
-    flags += ["--prompt_file", tmp_path / "prompt.txt", "--num_samples", 3]
-    texts = run(runs.folder, *flags).split(sample_tool.BETWEEN_SAMPLES + "\n")
-    assert texts[0] == given and len(set(texts)) == 3
-    assert all(text.startswith("naïve\n") for text in texts)
+    flags += ["--prompt_file", tmp_path / "prompt.txt", "--num_samples", 2]
+    first, second = run(runs.folder, *flags).split(sample_tool.BETWEEN_SAMPLES + "\n")
+    assert first == given != second and second.startswith("naïve\n")
 
 
-def test_text_comes_token_by_token_and_letters_whole(runs, run, monkeypatch):
-    """What is on the screen when the model is asked for the next token."""
-    shown = []
-    def draw_text(model, ids, *_):
-        assert ids == [256, *b"> "]
-        for byte in "aé…".encode():
-            shown.append(sys.stdout.getvalue())
-            yield byte
-    monkeypatch.setattr(sample_tool, "draw_tokens", draw_text)
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    sys.stdout.reconfigure = lambda **_: None
-    run(runs.folder, "--prompt", "> ")
-    assert shown == ["> ", "> a", "> a", "> aé", "> aé", "> aé"]
-    assert sys.stdout.getvalue() == "> aé…\n"
+def test_letters_come_whole(runs, run, monkeypatch):
+    monkeypatch.setattr(sample_tool, "draw_tokens", lambda *_: iter("aé…".encode()))
+    assert run(runs.folder, "--prompt", "> ") == "> aé…\n"
 
 
 @pytest.mark.parametrize(("args", "part"), [
     ([], "no checkpoint under logs/: train with --save_every"),
-    (["gone.pt"], "gone.pt: there is no such checkpoint"),
-    (["text.pt"], "log.txt: there is no such file; name the checkpoint's script by --script"),
-    (["text.pt", "--script", "text.pt"], "text.pt: no training script, SyntaxError"),
+    (["gone.pt"], "gone.pt: there is no such file; name a checkpoint"),
+    (["text.pt"], "log.txt: there is no such file; name a checkpoint, or its script by --script"),
+    (["text.pt", "--script", "text.pt"], "text.pt: no training script (SyntaxError"),
+    (["text.pt", "--script", "SCRIPT"], "text.pt: no whole checkpoint"),
     (["OLDEST", "--script", "SCRIPT"], "step-000002.pt: no"),
-    (["nan.pt", "--script", "SCRIPT"], "nan.pt"),
-    (["flipped.pt", "--script", "SCRIPT"], "flipped.pt"),
     (["ROOT", "--tokens", "-1"], "--tokens"),
-    (["ROOT", "--temperature", "nan"], "--temperature"),
+    (["ROOT", "--temperature", "nan"], "--temperature nan: give"),
     (["ROOT", "--seed", str(2**70)], "--seed"),
     (["ROOT", "--device", "abacus"], "--device abacus"),
     (["ROOT", "--prompt", "\udcff"], "--prompt: not UTF-8 at byte 0"),
     (["ROOT", "--prompt_file", "latin.txt"], "latin.txt: not UTF-8 at byte 2"),
     (["ROOT", "--prompt_file", "-"], "standard input: not UTF-8 at byte 0"),
-    (["ROOT", "--prompt_file", "/dev/zero"], "/dev/zero: a prompt has at most 1,048,576 bytes"),
-    (["ROOT", "--prompt", "a", "--prompt_file", "text.pt"], "not allowed with")])
+    (["ROOT", "--prompt_file", "gone.txt"], "gone.txt")])
 def test_bad_input_is_one_line(runs, run, tmp_path, args, part):
     (tmp_path / "text.pt").write_text("some words of text")
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
-    state = torch.load(runs.root, weights_only=True)
-    next(iter(state["model"].values())).view(-1)[0] = math.nan
-    torch.save(state, tmp_path / "nan.pt")
-    content = bytearray(runs.root.read_bytes())
-    content[len(content) // 2] ^= 1  # within a weight
-    (tmp_path / "flipped.pt").write_bytes(content)
     names = {"SCRIPT": REPO / "train_gpt.py", "OLDEST": runs.oldest, "ROOT": runs.root}
     run(tmp_path, *(names.get(arg, arg) for arg in args), stdin=b"\xff", refused=[part])
-
-
-def test_a_vocabulary_without_a_tokenizer_is_said():
-    with pytest.raises(sample_tool.DataError, match="eot_token 7: of no tokenizer known, gpt2, by"):
-        sample_tool.find_tokenizer(7)
-
-
-@pytest.mark.parametrize(("small", "threads"), [(10_000_000, 1), (1000, 2)])
-def test_a_small_model_takes_one_thread(runs, run, monkeypatch, small, threads):
-    monkeypatch.setattr(sample_tool, "SMALL_MODEL", small)
-    torch.set_num_threads(2)
-    run(runs.folder, "--tokens", 1)
-    assert torch.get_num_threads() == threads
-
-
-def test_who_stops_reading_ends_it_without_a_word(runs):
-    command = [sys.executable, REPO / "data" / "sample.py", runs.root, "--tokens", "400"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 141

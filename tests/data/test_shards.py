@@ -1,11 +1,12 @@
-"""data/shards.py: the shard format, written whole or not at all, and its checks."""
+"""data/shards.py: shards written whole or not at all, their checks, and how its scripts end."""
 
-import importlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-
-shards = importlib.import_module("shards")
+import shards
+from conftest import REPO
 
 
 def test_a_shard_is_header_and_little_endian_tokens(tmp_path):
@@ -19,6 +20,7 @@ def test_a_shard_is_header_and_little_endian_tokens(tmp_path):
 def test_a_failed_write_leaves_the_earlier_shard(tmp_path, monkeypatch, write_shard):
     path = write_shard(tmp_path / "a.bin", range(5))
     earlier = path.read_bytes()
+    (tmp_path / ".a.bin.partial").write_bytes(b"of a run that was killed")
     monkeypatch.setattr(shards, "TOKEN_DTYPE", "no type")  # fails once the header is written
     with pytest.raises(TypeError):
         shards.write_shard(path, np.arange(9))
@@ -27,10 +29,19 @@ def test_a_failed_write_leaves_the_earlier_shard(tmp_path, monkeypatch, write_sh
 
 @pytest.mark.parametrize(("changes", "num_bytes"), [
     ({"magic": 20240521}, 1044), ({"version": 2}, 1044), ({"count": 9}, 1044),
-    ({"count": 11}, 1044), ({"count": -1}, 1044), ({}, 0), ({}, 1023), ({}, 1043)])
+    ({"count": -1}, 1044), ({}, 0), ({}, 1023), ({}, 1043)])
 def test_a_wrong_header_and_a_cut_file_are_named(tmp_path, write_shard, changes, num_bytes):
     assert shards.read_header(write_shard(tmp_path / "right.bin", range(10))) == 10
     path = write_shard(tmp_path / "wrong.bin", range(10), **changes)
     path.write_bytes(path.read_bytes()[:num_bytes])
     with pytest.raises(shards.DataError, match="wrong.bin"):
         shards.read_header(path)
+
+
+def test_who_stops_reading_ends_a_script_without_a_word():
+    code = "import shards; shards.run(lambda: print(10**6 * 'many words '))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPO / "data", stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

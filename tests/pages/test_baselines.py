@@ -69,24 +69,6 @@ def test_ngrams_count_what_the_pocket_trains_on(tiny_shards):
     assert sorted(ngram_baseline.training_rows(cfg).tolist()) == sorted(trained)
 
 
-def test_the_loss_of_ngrams_falls_with_more_text(tmp_path, write_shard, capsys):
-    """Of a text that repeats itself, as far as it goes. The runs predict as many tokens."""
-    phrase = np.random.default_rng(0).integers(256, size=3001)
-    files = ["--train_files", str(write_shard(tmp_path / "train.bin", np.tile(phrase, 14))),
-             "--val_files", str(write_shard(tmp_path / "val.bin", np.tile(phrase, 2)))]
-    losses = []
-    for steps in (1, 20):
-        flags = ["--val_tokens", "4096", "--num_iterations", str(steps)]
-        assert ngram_baseline.main(files + flags) == 0
-        printed = capsys.readouterr().out
-        assert "\nval_tokens: 4096\n" in printed and f"tokens: {2048 * steps}\n" in printed
-        losses.append(float(re.search(r"val_loss: ([\d.]+)", printed)[1]))
-    assert losses[1] < losses[0] < math.log(257)
-    assert ngram_baseline.main([*files, "--num_iterations", "99"]) == 2
-    assert re.fullmatch(r".* --num_iterations 99: the first shard has 20 steps\n",
-                        capsys.readouterr().err)
-
-
 @pytest.mark.parametrize("name, parameters", [("quickstart", 828_672), ("pocket", 123_264)])
 def test_a_plain_gpt_has_its_parameters_and_sees_no_later_token(name, parameters):
     size = plain_baseline.SIZES[name]
@@ -104,12 +86,7 @@ def test_a_plain_gpt_has_its_parameters_and_sees_no_later_token(name, parameters
     assert other != pytest.approx(loss, rel=1e-6)
 
 
-def test_the_plain_gpt_of_the_pockets_size_takes_its_steps(tiny_shards, monkeypatch, capsys):
-    cfg = train_gpt.parse_args(["--preset", "pocket"])
-    size = plain_baseline.SIZES["pocket"]
-    assert size.layers == len(cfg.attention_pattern) and size.width == cfg.model_dim
-    assert size.heads == cfg.model_dim // cfg.head_dim and size.steps == cfg.num_iterations
-    assert size.context == max(cfg.seq_lens) and size.batch == cfg.sequences_per_step
+def test_the_plain_gpt_learns(tiny_shards, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [
         "plain_baseline.py", "--size", "pocket", "--steps", "3", "--train", tiny_shards([9000]),
         "--val", tiny_shards([2000], name="tiny_val", seed=1)])

@@ -1,52 +1,66 @@
-"""The pages' links, pictures and file tree: what they name is there."""
+"""What the pages name is there: files, headings, flags."""
 
-import fnmatch
+import dataclasses
 import re
 
 import pytest
-from conftest import REPO
-from page_text import PAGES, headings_of, links_of, path_from, prose_of, text_of, tracked_files
+from conftest import REPO, SCRIPTS, script_module
+from page_text import BLOCKS, PAGES, prose_of, text_of
 
-FILES = tracked_files()
+# Flags of programs that are not ours, as far as the pages name them
+OTHERS = set("""--standalone --nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint
+    --max-restarts --shutdown-timeout --random-order --help""".split())
+
+
+def links_of(page):
+    """(file, heading) of each link to this project; both may be empty."""
+    links = re.findall(r"\]\((?!https?:|\.\./\.\./actions)([^)\s]*)\)", prose_of(page))
+    parts = (link.partition("#") for link in links)
+    return [((REPO / page).parent / path if path else REPO / page, heading)
+            for path, _, heading in parts]
+
+
+def headings_of(page):
+    """The headings as links name them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_headings(page):
-    for path, heading in links_of(page):
-        target = path_from(page, path).resolve() if path else REPO / page
-        assert target.exists(), path
-        known = headings_of(str(target.relative_to(REPO))) if heading else {""}
-        assert heading in known, f"{path}#{heading}"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_files_named_in_the_text_exist(page):
-    """Paths in backticks that begin with a folder of the project, or are files of its root."""
-    named = re.findall(r"`((?:data|docs|records|tests)/[\w./]*|\.ci/run|run\.sh)`", prose_of(page))
-    made = {"data/pocket/", "data/fineweb10B/", "docs/pocket/", "data/pocket", "data/fineweb10B"}
-    for path in set(named) - made:
-        assert (REPO / path).exists() or path_from(page, path).exists(), path
+    for target, heading in links_of(page):
+        assert target.exists()
+        assert not heading or heading in headings_of(target)
+    tree = re.search(r"<!-- files: begin -->\n```text\n(.*?)```", text_of(page), re.DOTALL)
+    for line in tree[1].splitlines() if tree else ():
+        assert (REPO / line.split()[0]).exists()
 
 
 def test_every_page_is_reached_from_the_front_page():
-    reached = ["README.md"]
+    reached = [REPO / "README.md"]
     for page in reached:  # which grows meanwhile
-        for path, _ in links_of(page):
-            target = path_from(page, path).resolve()
-            target = target / "README.md" if target.is_dir() else target
-            name = str(target.relative_to(REPO))
-            if name in PAGES and name not in reached:
-                reached.append(name)
-    assert sorted(reached) == PAGES
+        for target, _ in links_of(page):
+            target = (target / "README.md" if target.is_dir() else target).resolve()
+            if target.suffix == ".md" and target not in reached:
+                reached.append(target)
+    assert sorted(str(page.relative_to(REPO)) for page in reached) == PAGES
 
 
-def test_the_file_tree_has_every_folder_and_each_file_of_the_root():
-    tree = re.search(r"<!-- files: begin -->\n```text\n(.*?)```", text_of("CONTRIBUTING.md"), re.S)
-    named = [line.split()[0] for line in tree[1].splitlines()]
-    assert all((REPO / name).is_dir() == name.endswith("/") for name in named)
-    assert {name for name in named if not name.endswith("/")} <= set(FILES)
-    known = [*named, "*.md", "LICENSE", ".gitignore", ".github/*", "pyproject.toml",
-             "requirements-dev.txt", "tests/conftest.py", "tests/*_baseline.py"]
-    patterns = {name + "*" if name.endswith("/") else name for name in known}
-    lost = [name for name in FILES if not any(fnmatch.fnmatch(name, one) for one in patterns)]
-    assert lost == []
+@pytest.fixture(scope="module")
+def known_flags():
+    """Of all scripts, and what stands in quotation marks in our tools and in run.sh."""
+    flags = set(OTHERS)
+    for name in SCRIPTS:
+        fields = dataclasses.fields(script_module(name).Hyperparameters)
+        flags |= {f"--{field.name}" for field in fields}
+    for tool in [*REPO.glob("data/*.py"), *REPO.glob("tests/*.py"), *REPO.glob("records/**/*.py")]:
+        flags |= set(re.findall(r"[\"'](--[a-z][\w-]*)[\"']", tool.read_text()))
+    return flags | set(re.findall(r"--[a-z]+", (REPO / "run.sh").read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_that_a_page_names_exist(page, known_flags):
+    ours = r"^(?:python3? |\./run\.sh|torchrun ).*$"
+    lines = [line for block in BLOCKS if block.page == page for line in block.commands()]
+    text = "\n".join([*filter(re.compile(ours).match, lines), prose_of(page)])
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= known_flags

@@ -1,10 +1,9 @@
 """The records, found by their folders; their scripts as modules, and small models of them."""
 
 import contextlib
-import functools
-import importlib.util
+import dataclasses
 import json
-import sys
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import lineage_oracles
 import numpy as np
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, script_module
 
 STATIONS = lineage_oracles.find_stations()
 EOT = 256
@@ -22,11 +21,13 @@ EXTENSION = 2  # steps of a tiny run after the schedules
 
 
 class Record(NamedTuple):
-    """A record's folder, the name of its parent's or None, its public number or None."""
+    """A record's folder, the name of its parent's or None, its public number or None, and the key
+    of its station, which is that number if record.json names no other."""
 
     folder: Path
     parent: str | None
     number: int | None
+    key: int | str | None
 
     @property
     def name(self):
@@ -39,7 +40,7 @@ class Record(NamedTuple):
     @property
     def station(self):
         """The oracle that it is held to, or None: it is not public, or has none yet."""
-        return STATIONS.get(self.number)
+        return STATIONS.get(self.key)
 
 
 def find_records():
@@ -47,7 +48,8 @@ def find_records():
     for path in sorted((REPO / "records").glob("20*/record.json")):
         claim = json.loads(path.read_text())
         number = claim["published"] and claim["published"]["number"]
-        records.append(Record(path.parent, claim["parent"], number))
+        key = claim.get("station", number)
+        records.append(Record(path.parent, claim["parent"], number, key))
     return records
 
 
@@ -59,21 +61,26 @@ def for_each(records):
     return pytest.mark.parametrize("record", records, ids=[record.name for record in records])
 
 
-def held_since(first):
-    """For each record from a public number on that is held to an oracle."""
-    return for_each([record for record in HELD if record.number >= first])
+def held_since(first, before=math.inf):
+    """For each record from a public number on, or a place, that is held to an oracle."""
+    return for_each([record for record in HELD if first <= record.station.place < before])
 
 
-@functools.cache
 def load(path, block=BLOCK):
     """The script of a folder, as a module with blocks of so many tokens."""
-    spec = importlib.util.spec_from_file_location(f"{path.name}_{block}", path / "train_gpt.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its source is
-    spec.loader.exec_module(module)
-    module.BLOCK = block
+    module = script_module(str((path / "train_gpt.py").relative_to(REPO)), block)
     if hasattr(module, "read_prefixes"):  # without the vocabulary that they are made from
         module.read_prefixes = lambda cfg: torch.from_numpy(some_prefixes(cfg.vocab_size))
+    if hasattr(module, "read_forbidden"):  # bits of each pair of tokens, a row for each first one
+        module.read_forbidden = lambda cfg: torch.from_numpy(
+            np.packbits(some_forbidden(EOT + 16), axis=1, bitorder="little"))
     return module
+
+
+def some_forbidden(vocab_size):
+    """(V, V): some tokens are not followed by some. What the tests read does not keep to it."""
+    i, j = np.indices((vocab_size, vocab_size))
+    return (i * 31 + j * 17) % 7 == 0
 
 
 def some_prefixes(vocab_size):
@@ -96,11 +103,34 @@ def in_float64():
             torch.set_default_dtype(before)
 
 
+def columns_of(script, cfg):
+    """What a script says a layer or a stage a row, as stations have it: a column a name."""
+    columns = {}
+    if hasattr(cfg, "layers"):
+        layers = [script.read_layer(word) for word in cfg.layers]
+        letters = dict(window="attention", table="value_embed", mlp="mlp", xsa="xsa", gate="gate")
+        for field, name in letters.items():
+            values = [getattr(layer, field, None) for layer in layers]
+            if None not in values:
+                marks = [dict(mlp="M", xsa="X", gate="G").get(field) if value is True else value
+                         for value in values]
+                columns[f"{name}_pattern"] = "".join(mark or "." for mark in marks)
+        for field, name in dict(skip="skip", backout="backout", saved="backout").items():
+            for index, layer in enumerate(layers):
+                if getattr(layer, field, False):
+                    columns[f"{name}_layer"] = index
+    if hasattr(cfg, "stages"):
+        names = dict(lr_factor="lr_factors", max_document_tokens="max_document_tokens")
+        for field, name in names.items():
+            if hasattr(cfg.stages[0], field):
+                columns[name] = tuple(getattr(row, field) for row in cfg.stages[:-2])
+    return columns
+
+
 def tiny_sizes(published):
     """What station and script call by one name, in a tiny run of either."""
-    lengths = tuple(LENGTH * length // published.seq_lens[-1] for length in published.seq_lens)
     sizes = dict(
-        seq_lens=lengths, model_dim=32, head_dim=16, eot_token=EOT, val_seq_len=LENGTH,
+        model_dim=32, head_dim=16, eot_token=EOT, val_seq_len=LENGTH,
         val_tokens=2 * LENGTH, window_tokens=3 * BLOCK, bigram_rows=97, bigram_width=20,
         sign_rows=32, composed_window=14)
     for name in ("momentum_cooldown", "freeze_steps"):
@@ -111,8 +141,10 @@ def tiny_sizes(published):
 def tiny_station(station, steps=5, **changes):
     """A station of a tiny run of so many scheduled steps. Windows of 1, 2 and 3 blocks, 4 at the
     end and 5 in the last validation, of sequences of 6, or of 2, 4 and 6 where batches grow."""
+    lengths = tuple(LENGTH * length // station.seq_lens[-1] for length in station.seq_lens)
     sizes = tiny_sizes(station) | dict(
-        num_iterations=steps, extension=EXTENSION if station.extension else 0, vocab_size=272,
+        seq_lens=lengths, num_iterations=steps, vocab_size=272,
+        extension=EXTENSION if station.extension else 0,
         block=BLOCK, max_document=3 * BLOCK // 2, windows=(1, 2, 3, 4),
         first_document=station.first_document and BLOCK,
         table_rows=EOT + 1 if station.table_rows % 128 else 272,
@@ -125,14 +157,25 @@ def tiny_flags(script, steps=5, **changes):
     cfg = script.Hyperparameters()
     extension = EXTENSION if getattr(cfg, "extension_steps", 0) else 0
     documents = 3 * BLOCK // 2
-    if isinstance(getattr(cfg, "max_document_tokens", 0), tuple):
-        documents = (BLOCK, documents)  # of the first stage, of the others
     flags = tiny_sizes(cfg) | dict(
         num_iterations=steps + extension, extension_steps=extension, vocab_size=EOT + 1,
-        vocab_multiple=16, max_document_tokens=documents, long_windows=(1, 2, 3, 4, 5),
-        short_windows=(1, 1, 1, 2), sequences_per_forward=2, device="cpu")
+        vocab_multiple=16, max_document_tokens=documents, seq_len=LENGTH,
+        sequences_per_forward=2, device="cpu", head_chunks=1)
+    if hasattr(cfg, "stages"):
+        flags["stages"] = tuple(tiny_stages(cfg.stages, documents))
     flags = {k: v for k, v in (flags | changes).items() if hasattr(cfg, k)}
-    return script.Hyperparameters(**flags)
+    return dataclasses.replace(cfg, **flags)
+
+
+def tiny_stages(rows, documents):
+    """The rows of a tiny run: windows of 1 to 5 blocks, lengths in the record's proportions."""
+    longest = max(row.seq_len for row in rows)
+    for index, row in enumerate(rows):
+        changes = dict(
+            seq_len=LENGTH * row.seq_len // longest, long_window=index + 1,
+            short_window=1 if index < 3 else 2,
+            max_document_tokens=documents if index else BLOCK)
+        yield dataclasses.replace(row, **{k: v for k, v in changes.items() if hasattr(row, k)})
 
 
 def make_model(script, cfg):

@@ -4,11 +4,12 @@ They say what those records compute, for tests to hold a script to: no script is
 Source: the logs that the public record table links, https://github.com/KellerJordan/modded-nanogpt
 at f411b3d3, read as formulas; all casts to bf16, fp8 and fp32 are left out.
 
-A record is a file in stations/, found by its public number. Its class has what it changes in the
-class of the station before it, constants and formulas; the first ones stand here. published.toml
-has values that were published, to check them by. Weights are dicts of tensors by their public
-names, in their public shapes, which `parameter_shapes` gives. What has other names up to #28, or is
-not merged, has those of #31. In the comments:
+A record is a file in stations/, found by its public number, or by the next one and a letter if it
+has none. Its class has what it changes in the class of the station before it, constants and
+formulas; the first ones stand here. published.toml has values that were published, to check them
+by. Weights are dicts of tensors by their public names, in their public shapes, which
+`parameter_shapes` gives. What has other names up to #28, or is not merged, has those of #31. In the
+comments:
 D model_dim, H heads, K head_dim, F hidden width of the MLP, V rows of the head, T tokens of a
 stream, N scheduled steps, E steps after them, s a step's index from 0, w a window in blocks.
 
@@ -50,13 +51,17 @@ NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 def find_stations() -> dict:
-    """The stations by their public numbers, in their order."""
+    """The stations in their order: by public numbers, as 92, or, of what is on the way to one, by
+    that and a letter, as "92a"."""
     found = {}
-    paths = (Path(__file__).parent / "stations").glob("station_*.py")
-    for number in sorted(int(path.stem.removeprefix("station_")) for path in paths):
-        found[number] = importlib.import_module(f"stations.station_{number}").Station()
-        found[number].number = number
-    return found
+    for path in (Path(__file__).parent / "stations").glob("station_*.py"):
+        station = importlib.import_module(f"stations.{path.stem}").Station()
+        key = path.stem.removeprefix("station_")
+        on_the_way = not key.isdigit()
+        station.key = key if on_the_way else int(key)
+        station.place = float(key) if not on_the_way else int(key[:-1]) - 1 + int(key[-1], 36) / 100
+        found[station.key] = station
+    return dict(sorted(found.items(), key=lambda pair: pair[1].place))
 
 
 # ---- Streams ----------------------------------------------------------------
@@ -74,22 +79,23 @@ def stream_at(tokens, first: int, length: int) -> Stream:
     return Stream(piece[:-1], piece[1:])
 
 
-def packed_streams(shards, lengths, streams: int, eot: int, max_document: dict):
+def packed_streams(shards, lengths, streams: int, eot: int, limits):
     """The rule of #29 and after: whole documents one after another, each clipped, until T + 1. The
     rest of the last one is left. A step that a shard cannot fill is made of the next one.
-    max_document: the tokens that a document is clipped to, by T."""
-    lengths = list(lengths)
+    limits: the tokens that a document is clipped to, by step, as lengths are."""
+    lengths, limits = list(lengths), list(limits)
     for tokens in shards:
         begins = [i for i in range(len(tokens)) if tokens[i] == eot]
         documents = zip(begins, [*begins[1:], len(tokens)])
         while lengths:
             step = []
             for _ in range(streams):
-                step.append(_packed(tokens, documents, lengths[0], max_document[lengths[0]]))
+                step.append(_packed(tokens, documents, lengths[0], limits[0]))
             if None in step:
                 break
             yield step
             lengths.pop(0)
+            limits.pop(0)
         if not lengths:
             return
 
@@ -137,7 +143,8 @@ class Station:
     """A public record: `Station()` as it was published, `Station(model_dim=64)` in other sizes.
     The values are those of #5."""
 
-    number: int  # that of its file
+    key: int | str  # that of its file, the public number, or as "92a" on the way to it
+    place: float  # among all stations
     parameters: int | None = None  # how many there are, where that was published
     run_length = 5  # scheduled steps of the tiny run that our script is held to
     tiny = dict(model_dim=32, head_dim=16)  # what it has of its sizes
@@ -242,6 +249,10 @@ class Station:
             yield [stream_at(shards[0], first, length) for first in firsts]
             position = firsts.stop
 
+    def streams_of_steps(self, shards, steps):
+        """The same of the steps with these indices."""
+        return self.streams_of(shards, map(self.seq_len, steps))
+
     def validation_streams(self, tokens) -> list[Stream]:
         """Consecutive sequences of the first val_tokens; targets are the tokens one further on."""
         firsts = range(0, self.val_tokens, self.val_seq_len)
@@ -295,6 +306,14 @@ class Station:
     def adam_steps(self, step: int) -> bool:
         """Whether Adam steps; where it does not, gradients add up."""
         return True
+
+    def due(self, name: str, step: int) -> bool:
+        """Whether Adam steps a parameter."""
+        return self.adam_steps(step)
+
+    def complete(self, step: int) -> bool:
+        """Whether no gradients wait as a step begins."""
+        return self.adam_steps(step - 1)
 
     def scalars_frozen(self, step: int) -> bool:
         """Whether the scalars rest and their gradients are discarded."""
@@ -402,7 +421,8 @@ class Station:
     def attention(self, weights, layer: int, u: Tensor, value_embed, seen, step: int) -> Tensor:
         """The attention of a layer on its normed input u (T, D); value_embed (T, D)."""
         *qkv, W_O = self.projected(weights, layer, u, value_embed)
-        q, k, v = (x.unflatten(1, (-1, self.head_dim)).transpose(0, 1) for x in qkv)
+        heads = self.model_dim // self.head_dim
+        q, k, v = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in qkv)
         outputs = self.heads(layer, q, k, v, seen, step)
         outputs = self.without_own(weights, layer, outputs, v)
         gates = self.gates(weights, layer, u).T[..., None]
@@ -485,9 +505,12 @@ class Station:
         head = weights.get("lm_head.weight", weights["embed.weight"])
         return self.capped(self.norm(x) @ head.T)
 
+    def training_logits(self, weights, stream: Stream, step: int) -> Tensor:
+        return self.stream_logits(weights, stream, self.training_windows(step), step)
+
     def training_loss(self, weights, stream: Stream, step: int) -> Tensor:
         """The loss of one stream in a training step."""
-        z = self.stream_logits(weights, stream, self.training_windows(step), step)
+        z = self.training_logits(weights, stream, step)
         loss = self.other_losses(z, stream, step)
         for ahead, weight in enumerate(self.target_weights(step)):
             # Only of tokens whose target is in the stream
@@ -506,11 +529,15 @@ class Station:
             means.append(losses(z, stream.targets).mean())
         return torch.stack(means).mean()
 
+    def step_loss(self, weights, streams: list[Stream], step: int) -> Tensor:
+        """The mean loss of a step's streams."""
+        return sum(self.training_loss(weights, stream, step) for stream in streams) / len(streams)
+
     def gradients(self, weights, streams: list[Stream], step: int):
         """The mean of the loss over streams, and its gradient of each weight, by name: None of the
         embedding while the head is it too."""
         leaves = {name: p.detach().clone().requires_grad_() for name, p in weights.items()}
-        loss = sum(self.training_loss(leaves, stream, step) for stream in streams) / len(streams)
+        loss = self.step_loss(leaves, streams, step)
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         return loss.item(), dict(zip(leaves, grads, strict=True))
 
@@ -569,10 +596,16 @@ class Station:
         U = self.orthogonalize(self.nesterov(grad, state, self.muon_momentum(step)))
         p -= lr * factor * self.muon_change(U, p, state, factor)
 
+    def betas_at(self, kind: str, step: int) -> tuple[float, float]:
+        return self.betas.get(kind, self.adam_betas)
+
+    def decay_at(self, kind: str, step: int) -> float:
+        return self.decays.get(kind, 0.0)
+
     def adam_step(self, name: str, p: Tensor, state: dict, step: int, lr: float) -> None:
         """Move a parameter p, in place, by the gradients summed in its state, at its rate lr."""
         kind = self.kind(name)
-        beta1, beta2 = self.betas.get(kind, self.adam_betas)
+        beta1, beta2 = self.betas_at(kind, step)
         lr, grad = lr * self.rate_factor(step), state["sum"]
         state["count"] += 1
         state["mean"] = beta1 * state["mean"] + (1 - beta1) * grad
@@ -582,7 +615,7 @@ class Station:
         change = lr * unbias2 / unbias1 * state["mean"] / (state["square"].sqrt() + eps)
         shrinks = change * p > 0 if self.strict_decay else change * p >= 0
         decayed = torch.where(shrinks, p, 0.0)
-        p -= change + lr**2 * self.decays.get(kind, 0.0) * decayed
+        p -= change + lr**2 * self.decay_at(kind, step) * decayed
 
     def optimizer_step(self, weights, grads, state, step: int) -> None:
         """Move all weights, and the state, in place, by the gradients of a step."""
@@ -596,10 +629,13 @@ class Station:
             own = state[name]
             own["sum"] = own["sum"] + grads[name]
             frozen = name in self.scalars and self.scalars_frozen(step)
-            if self.adam_steps(step) and not frozen:
+            if self.due(name, step) and not frozen:
                 self.adam_step(name, p, own, step, lr)
-            if self.adam_steps(step) or frozen:
+            if self.due(name, step) or frozen:
                 own["sum"] = torch.zeros_like(p)
         if step == self.copy_step():
             weights["embed.weight"].copy_(weights["lm_head.weight"])
             state["embed.weight"] = copy.deepcopy(state["lm_head.weight"])
+
+    def finish(self, weights, state) -> None:
+        """What the weights become after the last step, in place."""

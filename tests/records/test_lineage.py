@@ -7,6 +7,7 @@ is not public, or has no station yet, is not here.
 
 import functools
 import inspect
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -17,10 +18,12 @@ from lineage import (
     BLOCK,
     EOT,
     LENGTH,
+    columns_of,
     held_since,
     in_float64,
     load,
     make_model,
+    some_forbidden,
     some_prefixes,
     tiny_flags,
     tiny_station,
@@ -30,7 +33,8 @@ from torch.nn.attention.flex_attention import BlockMask
 EXACT = 1e-9  # of a step or gradient, relative: float64 through some ten matrix products and back
 SCHEDULES = dict(  # methods of a station, by the names of ours
     lr_factor="rate_factor", momentum="muon_momentum", seq_len="seq_len", tied="tied",
-    target_weights="target_weights", frozen="scalars_frozen", prefix_weight="prefix_weight")
+    target_weights="target_weights", frozen="scalars_frozen", prefix_weight="prefix_weight",
+    event="event", classes="num_classes")
 
 
 def random_shards(count, size, seed=0):
@@ -76,7 +80,8 @@ def public(station, model, grads=False):
 def test_the_record_preset_is_the_published_configuration(record):
     """In each flag that the station has by the same name, or in settings()."""
     station, script = record.station, load(record.folder)
-    for name, found in vars(script.Hyperparameters()).items():
+    cfg = script.Hyperparameters()
+    for name, found in (vars(cfg) | columns_of(script, cfg)).items():
         expected = station.settings().get(name, getattr(station, name, None))
         if expected is None or callable(expected):
             continue  # ours alone, or what the station computes of each step
@@ -112,7 +117,7 @@ def test_parameters_begin_as_the_published_ones(record):
                 assert part.std().item() == pytest.approx(size, rel=0.02), name
 
 
-@held_since(62)
+@held_since(62, before=92)  # of whose table each rank has a part
 def test_a_stream_reads_the_published_rows_of_each_table(record):
     """Of tables as long as the record's."""
     station, script, found = record.station, load(record.folder), {}
@@ -123,7 +128,7 @@ def test_a_stream_reads_the_published_rows_of_each_table(record):
         found[name] = args[0]
 
     for name, table in model.named_modules():
-        if isinstance(table, torch.nn.Embedding):
+        if isinstance(table, script.Table):
             table.register_forward_pre_hook(functools.partial(note, name))
     tokens = np.random.default_rng(0).integers(0, 50_257, size=4 * BLOCK)
     tokens[[1, 5, 9]] = station.eot_token
@@ -145,16 +150,15 @@ def test_schedules_are_the_published_ones_at_every_step(record):
         if hasattr(now, "window"):  # the long one
             assert (now.window, max(1, now.window // 2)) == expected, step
         elif expected[0]:
-            windows = cfg.long_windows, cfg.short_windows
-            assert tuple(script.at_stage(x, now.stage) for x in windows) == expected, step
+            assert (now.long_window, now.short_window) == expected, step
         if is_last:
             break
         for name, value in vars(now).items():
             if name in SCHEDULES:
                 expected = getattr(station, SCHEDULES[name])(step)
                 assert value == pytest.approx(expected, rel=1e-12), (step, name)
-        if hasattr(now, "adam_rests"):
-            assert now.adam_rests != station.adam_steps(step)
+        if hasattr(now, "adam_steps"):
+            assert now.adam_steps == station.adam_steps(step)
 
 
 @held_since(31)
@@ -162,11 +166,13 @@ def test_rotary_frequencies_and_scale_are_the_published_ones_in_each_stage(recor
     script, station = load(record.folder, block=128), record.station
     cfg = script.Hyperparameters()
     changes = [change for change, _, _ in station.window_changes]
-    turning = station.head_dim // 4
+    steps = 0, *changes, *(step - 1 for step in changes), cfg.num_iterations
+    letters = [("L",), ("S",)] if hasattr(station, "scales") else [()]  # wide heads, narrow ones
     with in_float64():
-        for step in (0, *changes, *(s - 1 for s in changes), cfg.num_iterations):
-            frequencies, scale = station.rotary(step)
-            found, found_scale = script.yarn(script.schedule(step, cfg).stage, cfg)
+        for step, letter in itertools.product(steps, letters):
+            frequencies, scale = station.rotary(step, *letter)
+            turning = sum(frequency > 0 for frequency in frequencies)
+            found, found_scale = script.yarn(script.schedule(step, cfg).stage, cfg, *letter)
             np.testing.assert_allclose(found.numpy(), frequencies[:turning], rtol=1e-12)
             assert not any(frequencies[turning:])
             assert found_scale == pytest.approx(scale, rel=1e-12)
@@ -178,18 +184,19 @@ def test_rotary_frequencies_and_scale_are_the_published_ones_in_each_stage(recor
 @held_since(28)
 def test_the_sequences_of_each_step_are_the_published_ones(record, tmp_path, write_shard):
     station, script = tiny_station(record.station), load(record.folder)
-    shards = random_shards(3, size=9_000, seed=record.number)
+    shards = random_shards(3, size=9_000, seed=int(record.station.place))
     for index, tokens in enumerate(shards):
         write_shard(tmp_path / f"train_{index}.bin", tokens)
     files = str(tmp_path / "train_*.bin")
     cfg = tiny_flags(script, sequences_per_forward=1, train_files=files)
-    lengths = [station.seq_len(step // 6) for step in range(40)]
-    expected = list(station.streams_of(shards, lengths))
+    steps = [step // 6 for step in range(40)]
+    expected = list(station.streams_of_steps(shards, steps))
     assert len(expected) > 12
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     loader = script.TokenLoader(cfg, ranks)
-    for step, (length, streams) in enumerate(zip(lengths, expected)):
-        for (inputs, targets), stream in zip(loader.next_step(length), streams, strict=True):
+    for step, streams in enumerate(expected):
+        now = script.schedule(steps[step], cfg)
+        for (inputs, targets), stream in zip(loader.next_step(now), streams, strict=True):
             assert inputs[0].tolist() == stream.inputs.tolist(), step
             assert targets[0].tolist() == stream.targets.tolist(), step
 
@@ -205,7 +212,7 @@ def test_masks_see_what_the_published_ones_do(record, window):
     docs = torch.from_numpy((tokens == EOT).cumsum().reshape(2, -1).astype(np.int32))
     expected = torch.block_diag(*(station.mask(row.numpy(), window) for row in docs)).bool()
     reach = torch.tensor(window, dtype=torch.int32)
-    if "reach" in inspect.signature(script.flex_mask).parameters:  # in tokens, from #58 on
+    if "reach" in inspect.signature(script.flex_mask).parameters:  # in tokens
         reach = BLOCK * reach
     flex = script.flex_mask(docs, reach)
     S = docs.numel()
@@ -237,8 +244,10 @@ class HeldRun:
         self.cfg = tiny_flags(self.script, steps, sequences_per_step=2, **sizes)
         self.model = make_model(self.script, self.cfg)
         self.station.prefixes = some_prefixes(self.station.vocab_size)
-        if hasattr(self.model, "bigram_signs"):
-            self.station.signs = self.model.bigram_signs
+        self.station.forbidden = some_forbidden(self.station.vocab_size)
+        for name in ("bigram_signs", "ngram_signs"):
+            if hasattr(self.model, name):
+                self.station.signs = getattr(self.model, name)
         self.ranks = self.script.Ranks(self.cfg)
         self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks)
         for optimizer in self.optimizers:
@@ -247,8 +256,8 @@ class HeldRun:
                 optimizer.updates = optimizer.updates.double()
         self.weights = public(self.station, self.model)
         self.state = self.station.optimizer_state(self.weights)
-        lengths = map(self.station.seq_len, range(self.station.total_steps()))
-        self.steps = self.station.streams_of(random_shards(3, 8_000), lengths)
+        steps = range(self.station.total_steps())
+        self.steps = self.station.streams_of_steps(random_shards(3, 8_000), steps)
         self.val_tokens = random_shards(1, 2_000, seed=5)[0]
         self.loader = self.health = self
 
@@ -269,6 +278,8 @@ class HeldRun:
         is_last = step == self.cfg.num_iterations
         if step != 4 and not is_last:
             return False
+        if is_last:
+            self.station.finish(self.weights, self.state)
         self.hold(self.weights)
         streams = self.station.validation_streams(self.val_tokens)
         expected = self.station.validation_loss(self.weights, streams, step).item()
@@ -280,12 +291,12 @@ class HeldRun:
 
     def begins_anew(self, step):
         """Whether no gradients are left over, as they are where Adam has not stepped."""
-        return self.station.adam_steps(step - 1)
+        return self.station.complete(step)
 
-    def next_step(self, length):
+    def next_step(self, now):
         self.hold(self.weights)
-        assert length == self.station.seq_len(self.step)
-        self.model.tokens_per_piece = 64 if self.step % 4 < 2 else 2 * LENGTH
+        assert now.seq_len == self.station.seq_len(self.step)
+        self.model.tokens_per_chunk = 64 if self.step % 4 < 2 else 2 * LENGTH
         self.streams = next(self.steps)
         together = self.step % 2 == 0  # in one forward pass
         parts = [self.streams] if together else [[stream] for stream in self.streams]
@@ -309,7 +320,7 @@ class HeldRun:
         self.step += 1
 
 
-@held_since(5)
+@held_since(5, before=92)  # which test_whole_runs.py holds, with its table
 def test_a_whole_run_takes_the_published_steps(record):
     """Each step of the loop: windows, losses, gradients, both optimizers, validation."""
     steps = record.station.run_length

@@ -9,7 +9,6 @@ import functools
 import math
 import re
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -20,10 +19,6 @@ import torch.nn.functional as F
 from conftest import REPO
 from lineage import EOT, RECORDS, for_each, held_since, in_float64, load, make_model, tiny_flags
 from lineage_oracles import kind_of
-
-sys.path.insert(0, str(REPO / "tests" / "script"))
-
-import test_style
 
 FP32_EPS = 2.0**-23  # what the norm adds to the mean square of fp32
 BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significant bits
@@ -54,19 +49,6 @@ def test_a_step_of_the_lineage_is_small(record):
     assert 0 < len(re.findall("^[<>] (?!Record: )", lines, re.M)) <= most
 
 
-def test_no_record_is_dense(record, monkeypatch):
-    """By the measures of the root, but for its tokens above the banner."""
-    tree = test_style.ast.parse(record.source)
-    nodes = list(test_style.ast.walk(tree))
-    for name, value in dict(SOURCE=record.source, TREE=tree, NODES=nodes).items():
-        monkeypatch.setattr(test_style, name, value)
-    found = test_style.measures.__wrapped__()  # not the root's, which are kept
-    found.pop("record")
-    for name, value in found.items():
-        least, most = test_style.LEAST.get(name, 0), test_style.MOST.get(name, value)
-        assert least <= value <= most, name
-
-
 def test_each_place_of_a_docstrings_map_is_there(script):
     rows = script.__doc__.partition("\nTechnique ")[2].splitlines()[1:]
     assert len(rows) >= 5
@@ -77,10 +59,10 @@ def test_each_place_of_a_docstrings_map_is_there(script):
 
 def test_the_pocket_presets_have_one_width_depth_and_number_of_tokens(script):
     cfg, root = (x.parse_args(["--preset", "pocket"]) for x in (script, load(REPO)))
-    depth = getattr(cfg, "num_layers", None) or len(cfg.attention_pattern)
-    assert depth == len(root.attention_pattern)
+    depth = getattr(cfg, "num_layers", None) or len(cfg.layers)
+    assert depth == len(root.layers)
     same = """model_dim head_dim vocab_size eot_token val_tokens val_files train_files target_loss
-        num_iterations sequences_per_step seq_lens""".split()
+        num_iterations sequences_per_step""".split()
     assert [getattr(cfg, x) for x in same] == [getattr(root, x) for x in same]
     for sequences in (cfg.sequences_per_step, script.Hyperparameters().sequences_per_step):
         assert sequences % 8 == 0, "for 1, 2, 4 or 8 ranks"
@@ -114,7 +96,7 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(record, scr
     targets = torch.randint(EOT, (64,), generator=generator)
     w = model.lm_head.weight
     # Up to #24 the loss is the mean over a forward pass of the record, these are 64 tokens of it.
-    tokens = 1 if station.summed_loss else script.Hyperparameters().seq_lens[0]
+    tokens = 1 if station.summed_loss else script.plan(script.Hyperparameters()).longest
 
     def grads_of(logits):
         loss = F.cross_entropy(logits, targets, reduction="sum") / tokens
@@ -149,7 +131,7 @@ def test_what_a_record_asks_of_a_gpu(record, script, capability, monkeypatch):
     with torch.device("meta"):
         model = script.GPT(cfg)
     model.compile = lambda **kwargs: calls.update(kwargs)
-    head = script.prepare_for_cuda(model, cfg, torch.device("cuda", 0))
+    script.prepare_for_cuda(model, cfg, torch.device("cuda", 0))
     assert calls == dict(dynamic=False)
     if record.number == 8:  # cuDNN's kernel first, then plain operations; the last one is a CPU's
         names = [kernel.name for kernel in script.KERNELS]
@@ -157,8 +139,7 @@ def test_what_a_record_asks_of_a_gpu(record, script, capability, monkeypatch):
     for name, p in model.named_parameters():
         assert (p.dtype == torch.bfloat16) == (kind_of(name) in record.station.bf16), name
     in_fp8 = bool(record.station.fp8_divisors) and capability == (9, 0)
-    assert head == ("fp8" if in_fp8 else "bf16")
-    assert getattr(takes_fp8(model), "use_fp8", False) == in_fp8
+    assert getattr(model.lm_head, "use_fp8", False) == in_fp8
 
 
 @for_each(RECORDS[:2])

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from conftest import copy_project
 from lineage import RECORDS
-from mutants import copy_project
 
 NAME = "2099-12-31_OwnRecord"
 

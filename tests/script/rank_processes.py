@@ -3,9 +3,10 @@
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import socket
 import sys
 import time
+import uuid
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,26 +71,27 @@ def start_run(cwd, flags, nproc=1, fault=None):
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the tests and the script
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns where there is no network
         multiprocessing.forkserver.ensure_running()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    store = f"file://{cwd}/store-{uuid.uuid4()}"  # where ranks meet; a port might be taken
     argv = [*map(str, flags), "--run_id", "x"]
     for rank in range(nproc):
         (cwd / f"losses-{rank}").write_text("")
-    processes = [FORKS.Process(target=run_rank, args=(rank, nproc, port, cwd, argv, fault))
+    processes = [FORKS.Process(target=run_rank, args=(rank, nproc, store, cwd, argv, fault))
                  for rank in range(nproc)]
     for process in processes:
         process.start()
     return Run(cwd, processes)
 
 
-def run_rank(rank, nproc, port, cwd, argv, fault):
+def run_rank(rank, nproc, store, cwd, argv, fault):
     """What the process of a rank does: main(), its output in files, a fault put in its way."""
     os.chdir(cwd)
     for number, name in ((1, f"out-{rank}"), (2, f"err-{rank}")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     if nproc > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+                          GLOO_SOCKET_IFNAME="lo")
+        torch.distributed.init_process_group = partial(
+            torch.distributed.init_process_group, init_method=store, rank=rank, world_size=nproc)
     torch.set_num_threads(1)
 
     def note_loss(step, losses):

@@ -9,18 +9,16 @@ import types
 
 import pytest
 import torch
-from conftest import TINY_MODEL
 from test_model import OnCuda, make_model, random_tokens
+from tiny_runs import tiny
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 
-TINY = dataclasses.replace(
-    train_gpt.Hyperparameters(), **TINY_MODEL, attention_pattern="L.S", value_embed_pattern="0..",
-    skip_layer=0, seq_lens=(256, 512, 768), val_seq_len=640, num_iterations=8, extension_steps=0,
-    long_windows=(1, 2, 3, 4, 5), short_windows=(1, 1, 2, 2, 3))
+TINY = tiny(seq_lens="256,512,768", val_seq_len=640, num_iterations=8, extension_steps=0,
+            long_windows="1,2,3,4,5", short_windows="1,1,2,2,3")
 
 
 class HostWait(Exception):

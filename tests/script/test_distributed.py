@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rank_processes import start_run
+from tiny_runs import FLAGS, GROWING, to_argv
 
 import train_gpt
 from train_gpt import parse_args, validate
@@ -18,12 +19,9 @@ STEPS = 12
 # difference, since Muon brings what is next to nothing up to size. The runs compute in float64, in
 # which that is about 1e-11 of a loss, and anything but rounding would show.
 LOSS_RTOL, STATE_RTOL = 1e-9, 1e-6
-FLAGS = f"""--preset pocket --device cpu --model_dim 32 --head_dim 16 --attention_pattern L.S
-    --value_embed_pattern 0.0 --backout_layer 1 --sequences_per_step 12 --seq_lens 128,256
-    --sequences_per_forward 4 --num_iterations {STEPS} --val_every 4 --val_tokens 1500
-    --val_seq_len 256 --warmup_steps 1 --sequence_stride 5 --vocab_multiple 128
-    --embed_lr 0.6 --cooldown_frac 0.4 --freeze_steps 2 --long_windows 1,2
-    --lr_factors 0.8,1.0""".split()  # stages begin at steps 3, 6 and 8
+MODEL = FLAGS | GROWING | dict(  # stages begin at steps 3, 6 and 8
+    num_iterations=STEPS, extension_steps=4, freeze_steps=2, val_every=4, val_tokens=1500,
+    sequences_per_step=12, sequences_per_forward=4, sequence_stride=5, cooldown_frac=0.4)
 
 
 def in_float64(rank):
@@ -63,7 +61,8 @@ def runs(tmp_path_factory, write_shard):
     for name, count in (("train_0", 14_000), ("train_1", 10_000), ("val_0", 1700)):
         tokens = generator.choice(257, size=count, p=np.arange(257) / np.arange(257).sum())
         write_shard(data / f"{name}.bin", tokens)
-    flags = [*FLAGS, "--train_files", f"{data}/train_*.bin", "--val_files", f"{data}/val_*.bin"]
+    files = dict(train_files=f"{data}/train_*.bin", val_files=f"{data}/val_*.bin")
+    flags = to_argv(MODEL | files)
     runs = [start_run(tmp_path_factory.mktemp("run"), flags, size, in_float64) for size in (1, 3)]
     for run in runs:
         assert not any(run.wait()), run.err()
@@ -126,8 +125,8 @@ class TokenCounter(torch.nn.Module):
         return targets[counted].sum().float()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("val_tokens", [1, 128, 1000, 1024, 1025, 1536, 5000])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("val_tokens", [1, 1024, 1025, 5000])
 def test_validation_counts_every_token_once(world_size, val_tokens):
     cfg = dataclasses.replace(
         parse_args(["--preset", "pocket"]), val_tokens=val_tokens, val_seq_len=256)

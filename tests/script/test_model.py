@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY_MODEL
+from tiny_runs import tiny
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
@@ -15,11 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask
 import train_gpt
 from train_gpt import BLOCK, GPT, Hyperparameters
 
-RECORD = Hyperparameters()
-EOT = TINY_MODEL["eot_token"]
-TINY = dataclasses.replace(
-    RECORD, **TINY_MODEL, attention_pattern="LSSL", value_embed_pattern="0..0", skip_layer=0,
-    seq_lens=(256,), val_seq_len=256)
+TINY = tiny()
+EOT = TINY.eot_token
 # Two sums of some hundred fp32 products in different orders, on values of about one.
 FP32 = {"rtol": 1e-4, "atol": 2e-5}
 
@@ -155,4 +152,4 @@ def test_the_losses_are_cross_entropies_in_float64(device, num_targets):
 
 def test_the_record_has_as_many_parameters_as_published():
     with torch.device("meta"):
-        assert sum(p.numel() for p in GPT(RECORD).parameters()) == 268_665_609
+        assert sum(p.numel() for p in GPT(Hyperparameters()).parameters()) == 268_665_609

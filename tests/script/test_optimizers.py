@@ -1,19 +1,14 @@
 """Muon by SVD, Adam by torch.optim; tests/records hold whole steps and all rates."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from conftest import TINY_MODEL
 from lineage_oracles import POLAR_EXPRESS
+from tiny_runs import tiny
 from torch import nn
 
 import train_gpt
-from train_gpt import GPT, Hyperparameters, Ranks, build_optimizers
+from train_gpt import GPT, Ranks, build_optimizers
 
-CFG = replace(
-    Hyperparameters(), **TINY_MODEL, seq_lens=(128,), val_seq_len=128, attention_pattern="LS.L",
-    value_embed_pattern="01.0", skip_layer=0, device="cpu")
 BETAS = (0.65, 0.95)
 
 
@@ -68,9 +63,10 @@ def test_adam_on_bf16_weights_computes_in_fp32_and_rounds_once():
 
 
 def test_a_parameter_without_a_rule_or_a_row_of_the_table_is_an_error():
-    model = GPT(CFG)
+    cfg = tiny()
+    model = GPT(cfg)
     model.stray = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(KeyError, match="stray"):
         model.init_weights(torch.Generator())
     with pytest.raises(AssertionError, match="one row"):
-        build_optimizers(model, CFG, Ranks(CFG))
+        build_optimizers(model, cfg, Ranks(cfg))

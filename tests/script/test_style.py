@@ -1,30 +1,12 @@
-"""train_gpt.py as a file: its sections, how dense it is, what it imports and what that does."""
+"""The scripts as files: what fits a screen, what train_gpt.py imports and what that does."""
 
 import ast
-import functools
-import io
 import re
 import subprocess
 import sys
-import tokenize
-from collections import Counter
 
-from conftest import REPO
-
-SOURCE = (REPO / "train_gpt.py").read_text()
-TREE = ast.parse(SOURCE)
-NODES = list(ast.walk(TREE))
-MOST = {
-    "record": 7_500,  # tokens above the banner: names, numbers, strings, operators, no docstrings
-    "harness": 4_700,  # tokens below it
-    "tokens a line": 10.5,  # of those that have any
-    "packed": 5,  # comprehensions, conditional expressions and := in a hundred statements
-    "pairs": 10,  # statements of the kind `a, b = x, y`
-    "wide": 0.08,  # share of lines of more than 90 columns
-    "widest": 100,  # columns
-    "longest function": 50,  # lines
-    "positional arguments": 6}
-LEAST = {"comments": 0.2}  # a line that has tokens
+import pytest
+from conftest import REPO, SCRIPTS
 
 # Imports the script and fails where that did more than import modules. What torch itself opens
 # while it is imported is out of sight: it is there already.
@@ -44,40 +26,14 @@ assert os.listdir() == [], os.listdir()
 """
 
 
-@functools.cache
-def measures():
-    words = (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP)
-    documentable = ast.Module | ast.ClassDef | ast.FunctionDef
-    documented, tokens, comments = set(), Counter(), 0
-    for node in NODES:
-        if isinstance(node, documentable) and ast.get_docstring(node):
-            documented.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    for token in tokenize.generate_tokens(io.StringIO(SOURCE).readline):
-        comments += token.type == tokenize.COMMENT
-        if token.type in words and token.start[0] not in documented:
-            tokens[token.start[0]] += 1
-    banner = SOURCE[: SOURCE.index("\n# ==== Harness")].count("\n") + 2  # its line
-    comprehensions = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-    packed = sum(isinstance(x, comprehensions | ast.IfExp | ast.NamedExpr) for x in NODES)
-    widths = [len(line) for line in SOURCE.splitlines()]
-    functions = [node for node in NODES if isinstance(node, ast.FunctionDef)]
-    return {
-        "record": sum(count for line, count in tokens.items() if line < banner),
-        "harness": sum(count for line, count in tokens.items() if line > banner),
-        "tokens a line": tokens.total() / len(tokens),
-        "packed": 100 * packed / sum(isinstance(node, ast.stmt) for node in NODES),
-        "pairs": sum(isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
-                     and isinstance(node.targets[0], ast.Tuple) for node in NODES),
-        "wide": sum(width > 90 for width in widths) / len(widths),
-        "widest": max(widths),
-        "comments": comments / len(tokens),
-        "longest function": max(f.end_lineno - f.lineno + 1 for f in functions),
-        "positional arguments": max(len(f.args.posonlyargs + f.args.args) for f in functions)}
-
-
-def test_the_script_is_not_dense():
-    for measure, value in measures().items():
-        assert LEAST.get(measure, 0) <= value <= MOST.get(measure, value), measure
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_lines_and_functions_fit_a_screen(script):
+    """The linter leaves out the records."""
+    source = (REPO / script).read_text()
+    assert max(map(len, source.splitlines())) <= 100
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, node.name
 
 
 def test_import_prints_nothing_reads_no_shard_and_starts_nothing(tmp_path):
@@ -88,10 +44,11 @@ def test_import_prints_nothing_reads_no_shard_and_starts_nothing(tmp_path):
 
 
 def test_it_imports_the_standard_library_and_the_requirements_with_torch_pinned():
-    pairs = re.findall(r"^ *(?:from (\w+)\S* )?import (\w+)", SOURCE, re.M)
+    source = (REPO / "train_gpt.py").read_text()
+    pairs = re.findall(r"^ *(?:from (\w+)\S* )?import (\w+)", source, re.M)
     imported = {package or module for package, module in pairs}
     lines = (REPO / "requirements.txt").read_text().split()
     pins = dict(re.fullmatch(r"([\w-]+)([=>~]=[\d.]+)", line).groups() for line in lines)
     assert set(pins) == {"torch", "numpy", "tiktoken", "huggingface_hub"}
-    assert pins["torch"] == "==2.13.0"
+    assert pins["torch"].startswith("==")
     assert imported - set(sys.stdlib_module_names) <= set(pins)

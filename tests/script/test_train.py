@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import tiny_runs
 import torch
+from conftest import read_shard
 from test_loader import read_tokens, steps_of
-from tiny_runs import FLAGS, STEPS, one_error, to_argv
+from tiny_runs import FLAGS, GROWING, STEPS, one_error, to_argv
 
 import train_gpt
 from train_gpt import Hyperparameters, parse_args, schedule
 
 run, data_flags = tiny_runs.run, tiny_runs.data_flags  # fixtures
-
-GROWING = dict(seq_lens="128,256")  # from step 2 on
 
 
 @torch.no_grad()
@@ -63,9 +62,6 @@ def test_each_steps_line_has_the_losses_of_its_tokens(run, tmp_path, tiny_shards
     assert [float(loss) for *_, loss in logged] == pytest.approx(next_token, abs=6e-5)
     assert next_token[0] < expected[0] and next_token[-1] == expected[-1]
     assert result.values["tokens"] == str(4 * sum(lengths))
-
-
-# Warm-up and clock
 
 
 def test_warm_up_leaves_no_trace_in_a_run_which_its_seed_decides(run):
@@ -121,9 +117,6 @@ def test_the_clock_stops_for_validation_and_checkpoints(run, monkeypatch):
     assert now[0] > 6 * 10_000
 
 
-# Log and console
-
-
 def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     result = run(muon_lr=0.125, seed=7)
     source = train_gpt.SCRIPT.read_text()
@@ -135,7 +128,7 @@ def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     flags = FLAGS | data_flags | {"muon_lr": 0.125, "seed": 7}
     expected = {name: ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 for name, value in dataclasses.asdict(parse_args(to_argv(flags))).items()}
-    scored = (tmp_path / "tiny_val_000000.bin").read_bytes()[1024:]
+    scored = read_shard(tmp_path / "tiny_val_000000.bin")
     expected |= dict(
         head_chunks="1", torch=torch.__version__, threads="1", head="fp32", world_size="1",
         val_digest=hashlib.sha256(scored).hexdigest()[:16],
@@ -203,7 +196,7 @@ def test_a_finished_run_is_evaluated_without_training_data(run, tmp_path, tiny_s
     model = train_gpt.GPT(Hyperparameters(**state["settings"])).eval()
     assert model.windows.tolist() == [2, 1], "loaded by hand, it has the last validation's"
     model.load_state_dict(state["model"])
-    tokens = np.fromfile("other_val_000000.bin", "<u2", offset=1024).astype(np.int64)
+    tokens = read_shard("other_val_000000.bin").astype(np.int64)
     expected = mean_loss(model, tokens[None, :257], [1])
     assert float(again.values["val_loss"]) == pytest.approx(expected, abs=2e-6)
 

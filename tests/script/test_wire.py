@@ -12,14 +12,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from tiny_runs import tiny
 
 import train_gpt
 
 RECORD = train_gpt.Hyperparameters()
-TINY = dataclasses.replace(
-    RECORD, device="cpu", vocab_size=257, eot_token=256, model_dim=32, head_dim=16,
-    attention_pattern="LS.", value_embed_pattern="0.1", skip_layer=0, backout_layer=1,
-    seq_lens=(256,), val_seq_len=256)
+TINY = tiny()
 # Steps of the record, and the groups at rest in each: Adam steps at odd ones, the embedding is the
 # head until step 1254, and most lambdas rest as the stages from 627, 1254 and 1880 begin.
 ADAM = {"embed", "head", "value embeds", "smear gate", "x0 lambdas", "lambdas"}
@@ -81,9 +79,6 @@ def padded_bytes(model, world_size):
     return total
 
 
-# Bytes on the wire
-
-
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_a_step_reduces_gradients_once_and_gathers_parameters_once(monkeypatch, world_size, step):
@@ -123,22 +118,17 @@ def test_a_step_reduces_gradients_once_and_gathers_parameters_once(monkeypatch, 
         assert tensor.untyped_storage().data_ptr() in owned, "a temporary tensor was sent"
 
 
-# What is chosen for a GPU
-
-
 H100 = ((9, 0), 227, 84)  # compute capability, KiB of shared memory, GB of memory
 
 
 @pytest.mark.parametrize("card, flags, chunks, head", [
     (H100, {}, 1, "fp8"), (H100, dict(head_chunks=3, fp8_head=False), 3, "bf16"),
-    (((10, 0), 227, 192), {}, 1, "fp8"), (((8, 0), 163, 41.5), {}, 2, "bf16"),
-    (((8, 6), 99, 24.8), {}, 3, "bf16"), (((8, 9), 99, 16), {}, 5, "fp8"),
-    (((8, 6), 99, 12), {}, 6, "bf16"),
-], ids=["H100", "flags", "B200", "A100", "3090", "4080", "3060"])
+    (((8, 0), 163, 41.5), {}, 2, "bf16"), (((8, 9), 99, 16), {}, 5, "fp8"),
+], ids=["H100", "flags", "A100", "4080"])
 def test_what_a_card_gets(monkeypatch, card, flags, chunks, head):
     """Logits of 80 GB cards are one piece, as published. A smaller card takes as many as needed,
-    one with little shared memory small blocks in the backward pass. Flags go before.
-    """
+    one with little shared memory small blocks in the backward pass. Flags go before. The records'
+    tests hold the types of the weights."""
     capability, shared_kib, memory_gb = card
     properties = types.SimpleNamespace(
         shared_memory_per_block_optin=shared_kib * 1024, total_memory=int(memory_gb * 1e9))
@@ -161,7 +151,3 @@ def test_what_a_card_gets(monkeypatch, card, flags, chunks, head):
     assert (model.lm_head.use_fp8, model.head_type) == (head == "fp8", head)
     options = train_gpt.SMALL_TILES if shared_kib == 99 else None
     assert all(block.attn.kernel_options == options for block in model.blocks if block.attn)
-    in_bf16 = {name for name, param in model.named_parameters() if param.dtype == torch.bfloat16}
-    assert in_bf16 == {
-        "embed.weight", *(f"value_embeds.{i}.weight" for i in range(3)), "lm_head.weight",
-        "smear_gate.weight", *(f"blocks.{i}.attn.attn_gate.weight" for i in range(11) if i != 6)}

@@ -1,4 +1,7 @@
-"""Whole runs of a tiny model in the tests' process: the fixtures `run` and `data_flags`."""
+"""The tiny model that the tests train, and whole runs of it in their process: `run`, `data_flags`.
+
+A test that needs another model says by `tiny(...)` what differs.
+"""
 
 import re
 from pathlib import Path
@@ -8,19 +11,27 @@ import pytest
 
 import train_gpt
 
+LAYERS = dict(attention_pattern="LS.L", value_embed_pattern="0..0", skip_layer=0, backout_layer=2)
+# Stages begin at steps 0, 2, 4 and 5 of 6, the second one with longer sequences where they grow.
+STAGES = dict(seq_lens="128", long_windows="1,2", short_windows="1")
+GROWING = dict(seq_lens="128,256", lr_factors="0.8,1.0")
 STEPS = 6
 FLAGS = dict(
-    preset="pocket", device="cpu", run_id="x", num_iterations=STEPS, warmup_steps=1,
-    model_dim=32, head_dim=16, attention_pattern="LS.L", value_embed_pattern="0..0",
-    backout_layer=2, vocab_multiple=128, embed_lr=0.6,
-    long_windows="1,2", short_windows="1",  # from step 2 on, two blocks
-    extension_steps=1, freeze_steps=1,
-    seq_lens="128", sequences_per_step=4, sequences_per_forward=2, sequence_stride=1,
-    val_every=3, val_tokens=700, val_seq_len=256)
+    preset="pocket", device="cpu", run_id="x", model_dim=32, head_dim=16, vocab_multiple=128,
+    embed_lr=0.6, num_iterations=STEPS, extension_steps=1, freeze_steps=1, warmup_steps=1,
+    sequences_per_step=4, sequences_per_forward=2, sequence_stride=1, val_every=3, val_tokens=700,
+    val_seq_len=256) | LAYERS | STAGES
 
 
 def to_argv(flags):
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def tiny(**flags):
+    """The hyperparameters of the tiny model, which are the record's but for its sizes."""
+    sizes = dict(vocab_size=257, eot_token=256, model_dim=32, head_dim=16, vocab_multiple=128,
+                 seq_lens="256", val_seq_len=256, device="cpu")
+    return train_gpt.parse_args(to_argv(sizes | LAYERS | flags))
 
 
 @pytest.fixture

@@ -32,9 +32,10 @@ class Station(station_28.Station):
             long_windows=self.windows, short_windows=shorts, max_document_tokens=self.max_document)
 
     def streams_of(self, shards, lengths):
-        limits = dict.fromkeys(self.seq_lens, self.max_document)
-        if self.first_document:
-            limits[self.seq_lens[0]] = self.first_document
+        lengths, limits = list(lengths), []
+        for length in lengths:
+            is_first = self.first_document and length == self.seq_lens[0]
+            limits.append(self.first_document if is_first else self.max_document)
         return packed_streams(shards, lengths, self.streams, self.eot_token, limits)
 
     def stage(self, step):

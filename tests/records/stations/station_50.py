@@ -52,14 +52,14 @@ class Station(station_43.Station):
 
     def shifted(self, channels):
         """Whether some channels of a key are those of the token before: those that do not turn."""
-        return channels // (self.head_dim // 4) % 2 == 1
+        return channels // (len(channels) // 4) % 2 == 1
 
     def keys(self, layer, k):
         """In layers with a long window they are offset, but for the first token's."""
         if self.attention_pattern[layer] != "L":
             return k
         previous = torch.cat([k[:, :1], k[:, :-1]], dim=1)
-        return torch.where(self.shifted(torch.arange(self.head_dim)), previous, k)
+        return torch.where(self.shifted(torch.arange(k.size(-1))), previous, k)
 
     def mlp(self, c_fc, c_proj, u):
         return (u @ c_fc.T).clamp(min=0) ** 2 @ c_proj

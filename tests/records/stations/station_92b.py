@@ -1,0 +1,37 @@
+"""The second of seven steps to #92: the output mixes ten sources, at factors of twelve groups of
+channels. It has no public number."""
+
+import torch
+from stations import station_92a
+from stations.station_82 import gelu
+
+
+class Station(station_92a.Station):
+    groups = 12  # of neighbouring channels
+    adam = station_92a.Station.adam | {"mudd_w2g": 0.25}
+    decays = station_92a.Station.decays | {"mudd_w2g": 0.005}
+    our_weights = station_92a.Station.our_weights | {r"mudd_output\.groups.*": "mudd_w2g"}
+
+    @property
+    def constant(self):
+        before = super().constant
+        return before | {"mudd_b2": before["mudd_b2"] + [0.0] * 5}
+
+    def parameter_shapes(self):
+        return super().parameter_shapes() | dict(
+            mudd_w2=(14 + 10, 64), mudd_b2=(14 + 10,), mudd_w2g=(10, self.groups, 64))
+
+    def mixed(self, weights, x, sources):
+        """All factors are made from the stream before. Those of groups have no bias."""
+        hidden = gelu(x @ weights["mudd_w1"][1].T)
+        width = self.model_dim // self.groups
+        found = []
+        for group in range(self.groups):
+            channels = slice(width * group, width * (group + 1))
+            y = x[:, channels]
+            for k, source in enumerate(sources):
+                factor = hidden @ weights["mudd_w2"][14 + k] + weights["mudd_b2"][14 + k]
+                factor = factor + hidden @ weights["mudd_w2g"][k, group]
+                y = y + 0.1 * factor[:, None] * source[:, channels]
+            found.append(y)
+        return torch.cat(found, dim=1)

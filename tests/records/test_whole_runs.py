@@ -1,0 +1,278 @@
+"""Whole small runs of the records from #88 on, on one and on eight ranks, against the oracles.
+
+The oracle runs first, from the script's first weights. Ranks are threads, each with a model and
+optimizers of its own. Losses, gradients, weights, moments, averages, offsets of the sweeps and what
+validation finds are compared as each step begins, and after the last one.
+
+What scripts call otherwise than the oracle stands in the tables below.
+"""
+
+import copy
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lineage import (
+    held_since,
+    in_float64,
+    load,
+    make_model,
+    some_forbidden,
+    some_prefixes,
+    tiny_flags,
+    tiny_station,
+)
+from test_lineage import EXACT, public, random_shards
+from test_records import Exchange
+
+SAMPLED = 91.06  # the place of the first station with candidates, 92f
+# Our names of an optimizer's state: what the oracle calls it. Averages are (average,) there.
+MOMENTS = dict(mean="mean", square="square", fast="fast", slow="slow")
+AVERAGES = dict(ends="ends", late="late", banks="banks", tables="tables")
+TABLE = "ngram_embed.weight"  # is zero at first, which would give rounding errors alone
+SIGNS = "bigram_signs", "ngram_signs"  # buffers of a model
+
+
+class OracleRun:
+    """What a station does in a whole run: lists with an entry a step."""
+
+    def __init__(self, station, weights):
+        self.station = station
+        self.losses, self.grads, self.weights, self.states, self.offsets = [], [], [], [], []
+        self.validations = {}
+        steps = range(station.total_steps())
+        self.streams = list(station.streams_of_steps(random_shards(3, 40_000), steps))
+        self.val_tokens = random_shards(1, 2_000, seed=5)[0]
+        state = station.optimizer_state(weights)
+        for step, streams in enumerate(self.streams):
+            self.note(weights, state)
+            if step == 4:
+                self.validate(weights, step)
+            loss, grads = station.gradients(weights, streams, step)
+            self.losses.append(loss / station.seq_len(step))
+            waiting = {}  # what the script's gradients are before the step: sums over streams
+            for name, grad in grads.items():
+                if grad is not None:
+                    waiting[name] = len(streams) * (state[name].get("sum", 0.0) + grad)
+            self.grads.append(waiting)
+            station.optimizer_step(weights, grads, state, step)
+        station.finish(weights, state)
+        self.note(weights, state)
+        self.validate(weights, len(steps))
+
+    def note(self, weights, state):
+        self.weights.append({name: p.clone() for name, p in weights.items()})
+        self.states.append(copy.deepcopy(state))
+        self.offsets.append(list(getattr(self.station, "offsets", None) or ()))
+
+    def validate(self, weights, step):
+        streams = self.station.validation_streams(self.val_tokens)
+        self.validations[step] = self.station.validation_loss(weights, streams, step).item()
+
+
+class RankRun:
+    """A rank's side of the script's training loop. It compares as it goes."""
+
+    first_step = 0
+
+    def __init__(self, script, cfg, model, dist=None, rank=0):
+        self.script, self.cfg, self.model, self.rank = script, cfg, model, rank
+        self.ranks, self.world_size = script.Ranks(cfg), dist.world_size if dist else 1
+        if dist:
+            self.ranks.rank, self.ranks.world_size, dist.mine.rank = rank, dist.world_size, rank
+        self.optimizers = script.build_optimizers(model, cfg, self.ranks)
+        for optimizer in self.optimizers:
+            optimizer.dtype = torch.float64
+        self.loader = self.health = self
+        self.step, self.losses, self.validated = 0, [], []
+
+    def run(self, oracle):
+        self.oracle = oracle
+        for table in self.tables():
+            table.load_full_rows(oracle.weights[0][TABLE])
+        self.script.train(self, self.cfg)
+        assert self.step == oracle.station.total_steps()
+        assert self.validated == list(oracle.validations)
+        return self.losses
+
+    def tables(self):
+        """The optimizer of which each rank has a part of the rows, if there is one."""
+        return [optimizer for optimizer in self.optimizers if hasattr(optimizer, "full_rows")]
+
+    def hold(self, what, found, expected):
+        """All tensors by public names; of the embedding none while it is the head."""
+        for name, x in found.items():
+            if name in expected and not (name == "embed.weight" and self.is_tied()):
+                y = expected[name].reshape(x.shape)
+                error = (x - y).norm()
+                assert error <= EXACT * y.norm() + 1e-12, (what, self.step, name)
+
+    def is_tied(self):
+        """As a step begins that follows tied ones, or in it."""
+        station = self.oracle.station
+        return station.tied(self.step) and self.step < station.total_steps()
+
+    def pause(self, step, complete):
+        oracle = self.oracle
+        is_last = step == oracle.station.total_steps()
+        assert self.step == step and complete == oracle.station.complete(step)
+        found = public(oracle.station, self.model)
+        for table in self.tables():
+            found[TABLE] = table.full_rows()
+        assert found.keys() == oracle.weights[step].keys()
+        self.hold("weights", found, oracle.weights[step])
+        if complete:
+            self.hold_state(step)
+        if hasattr(self.model, "offsets"):
+            assert self.model.offsets.tolist() == oracle.offsets[step], step
+        if step in oracle.validations:
+            tokens = oracle.val_tokens[: oracle.station.val_tokens + 1]
+            found = self.script.validate(self.model, tokens, self.cfg, self.ranks)
+            assert found == pytest.approx(oracle.validations[step], rel=1e-11)
+            self.validated.append(step)
+        return is_last
+
+    def hold_state(self, step):
+        """Moments and averages of all ranks, by parameter, as a checkpoint has them."""
+        state = self.oracle.states[step]
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for optimizer in self.optimizers:
+            sizes = [p.numel() for p in optimizer.group.params]
+            for key, whole in optimizer.full_state().items():
+                if whole.numel() != sum(sizes) or key not in MOMENTS | AVERAGES:
+                    continue  # a count, or moments of lanes or rows: the weights tell of them
+                pairs = []
+                for p, part in zip(optimizer.group.params, whole.split(sizes)):
+                    pairs.append((names[id(p)], SimpleNamespace(grad=part.view_as(p))))
+                fake = SimpleNamespace(named_parameters=lambda pairs=pairs: pairs)
+                expected = {}
+                for name, own in state.items():
+                    if name != "averages" and MOMENTS.get(key) in own:
+                        of = own[MOMENTS[key]]
+                        expected[name] = torch.stack(of) if isinstance(of, list) else of
+                for (average, name), x in state.get("averages", {}).items():
+                    if average == AVERAGES.get(key):
+                        expected[name] = x
+                found = public(self.oracle.station, fake, grads=True)
+                own = {public_name for public_name, x in found.items() if x.any()}
+                self.hold(key, {name: found[name] for name in own}, expected)
+
+    def next_step(self, *_):
+        """This rank's streams in their order, one a forward pass."""
+        streams = self.oracle.streams[self.step]
+        share = len(streams) // self.world_size
+        mine = streams[self.rank * share : (self.rank + 1) * share]
+        return [[torch.from_numpy(np.stack([x])) for x in stream] for stream in mine]
+
+    def check(self, step, losses):
+        self.losses.append(losses[0].item())
+        if self.world_size == 1:
+            found = public(self.oracle.station, self.model, grads=True)
+            if self.oracle.station.tied(step):
+                found["lm_head.weight"] += found["embed.weight"]
+            self.hold("gradients", found, self.oracle.grads[step])
+
+    def log_step(self, step):
+        self.step += 1
+        assert self.step == step
+
+
+class Ranks8(Exchange):
+    """With what a table of rows needs besides, for ranks that send each other unlike numbers."""
+
+    def __init__(self, world_size):
+        super().__init__(world_size)
+        self.sizes = [None] * world_size
+
+    def all_to_all_single(self, out, x, output_split_sizes=None, input_split_sizes=None,
+                          async_op=False):
+        rank, ranks = self.mine.rank, self.world_size
+        self.barrier.wait()
+        self.sizes[rank] = input_split_sizes or [len(x) // ranks] * ranks
+        self.barrier.wait()
+        sizes = list(self.sizes)
+
+        def put(parts):
+            mine = [part.split(of)[rank] for part, of in zip(parts, sizes)]
+            out.copy_(torch.cat(mine))
+
+        return self.collect(x, async_op, put)
+
+
+@functools.cache
+def run_the_oracle(record):
+    """From the first weights of a script, which are the same on all ranks."""
+    script, station = load(record.folder), record.station
+    model = make_model(script, tiny_config(record))
+    station = tiny_station(station, station.run_length, streams=8, **station.tiny)
+    for name in SIGNS:
+        if hasattr(model, name):
+            station.signs = getattr(model, name)
+    station.prefixes = some_prefixes(station.vocab_size)
+    station.forbidden = some_forbidden(station.vocab_size)
+    weights = public(station, model)
+    if TABLE in station.parameter_shapes():
+        rows = torch.empty(station.parameter_shapes()[TABLE])
+        weights[TABLE] = rows.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    return OracleRun(station, weights)
+
+
+def tiny_config(record):
+    station = record.station
+    return tiny_flags(
+        load(record.folder), station.run_length, sequences_per_step=8, **station.tiny)
+
+
+@held_since(88)
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_a_whole_run_is_that_of_the_oracle(record, world_size, monkeypatch):
+    script, cfg = load(record.folder), tiny_config(record)
+    with in_float64():
+        oracle = run_the_oracle(record)
+        models = [make_model(script, cfg) for _ in range(world_size)]
+        if world_size == 1:
+            losses = [RankRun(script, cfg, models[0]).run(oracle)]
+        else:
+            dist = Ranks8(world_size)
+            monkeypatch.setattr(script, "dist", dist)
+
+            def run(rank):
+                return RankRun(script, cfg, models[rank], dist, rank).run(oracle)
+
+            with ThreadPoolExecutor(world_size) as threads:
+                losses = list(threads.map(run, range(world_size)))
+        assert np.mean(losses, axis=0) == pytest.approx(oracle.losses, rel=1e-11)
+
+
+@held_since(SAMPLED)
+def test_candidates_are_those_of_the_oracle(record):
+    """In a vocabulary of the record's size, with enough classes in the window, too few, and none
+    wanted; from each new offset on."""
+    script, station = load(record.folder), record.station
+    cases = [(3000, 10_240), (9000, 10_240), (64, 64), (1, 24_576)]
+    for offset, (count, wanted) in zip((0, 44_016, 50_303, 7), cases, strict=True):
+        targets = np.random.default_rng(count).permutation(50_257)[:count]
+        for _ in range(3):
+            found, new = script.candidates(
+                torch.from_numpy(targets), torch.tensor(offset), wanted, station.vocab_size)
+            expected, offset = station.candidates(targets, offset, wanted)
+            assert found.tolist() == expected and int(new) == offset
+    swept = [20_011 * k % 50_304 for k in range(30_000)]
+    found, new = script.candidates(torch.tensor(swept), torch.tensor(0), 32_768, 50_304)
+    assert (found.tolist(), int(new)) == station.candidates(swept, 0, 32_768)
+
+
+@held_since(92)
+def test_rows_and_signs_of_ngrams_are_those_of_the_oracle(record):
+    script, station = load(record.folder), record.station
+    tokens = np.random.default_rng(0).integers(0, 50_257, size=4096)
+    tokens[[0, 1, 2]] = 50_256, 0, 50_256
+    given, rows = torch.from_numpy(tokens)[None], station.ngram_rows
+    expected = station.rows_read(tokens)
+    assert script.hash_bigrams(given, rows)[0].tolist() == expected["pairs"]
+    assert script.hash_trigrams(given, rows)[0].tolist() == expected["threes"]
+    found = script.sign_rows(given, station.sign_rows)
+    assert tuple(x[0].tolist() for x in found) == station.sign_rows_read(tokens)

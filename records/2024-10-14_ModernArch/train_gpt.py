@@ -221,7 +221,8 @@ def round_up(value: int, multiple: int) -> int:
 
 def norm(x: Tensor) -> Tensor:
     """RMS norm over the last dimension. The epsilon is that of the type."""
-    return F.rms_norm(x, x.shape[-1:], eps=torch.finfo(x.dtype).eps)
+    epsilon = torch.finfo(x.dtype).eps
+    return F.rms_norm(x, x.shape[-1:], eps=epsilon).type_as(x)  # autocast would make it fp32
 
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -414,7 +414,7 @@ class CausalSelfAttention(nn.Module):
         self.num_heads = dim // cfg.head_dim
         self.scale = cfg.head_dim**-0.5
         self.kernel_options = None  # of FlexAttention
-        first = uniform((3 * dim) ** -0.5)  # @YouJiacheng
+        first = uniform((3 * dim) ** -0.5)
         self.c_q = CastedLinear(dim, dim, group="attention", first=first)
         self.c_k = CastedLinear(dim, dim, group="attention", first=first)
         self.c_v = CastedLinear(dim, dim, group="attention", first=first)

@@ -123,7 +123,10 @@ def columns_of(script, cfg):
         names = dict(lr_factor="lr_factors", max_document_tokens="max_document_tokens")
         for field, name in names.items():
             if hasattr(cfg.stages[0], field):
-                columns[name] = tuple(getattr(row, field) for row in cfg.stages[:-2])
+                values = [getattr(row, field) for row in cfg.stages[:-2]]
+                while values[-2:-1] == values[-1:]:  # the last one holds from there on
+                    values.pop()
+                columns[name] = tuple(values)
     return columns
 
 

@@ -38,7 +38,8 @@ class Station(station_80.Station):
     our_scalars = {name: of for name, of in station_80.Station.our_scalars.items()
                    if name != "backout_lambda"}
     our_weights = station_80.Station.our_weights | {
-        r"mudd_.*\.(w.)\.weight": r"mudd_\1", r"mudd_.*\.bias": "mudd_b2",
+        r"(network|output_factors)\.(w.)\.weight": r"mudd_\2",
+        r"(network|output_factors)\.bias": "mudd_b2",
         r"attn\.xsa_lambda": "xsa_alphas"}
 
     def last_layer(self):

@@ -29,13 +29,17 @@ class Station(station_83.Station):
     def gate_rows(self):
         """(kind, layer, rows, first value) of the gates of both networks, in their order."""
         heads = self.model_dim // self.head_dim
-        early = [("xsa", 1, heads, 0.0), ("xsa", 3, heads, 0.0), ("heads", 3, heads, 0.25)]
+        early = []
         for layer in (0, 1, 2, 3):
+            early += [("xsa", layer, heads, 0.0)] * (layer in (1, 3))
+            early += [("heads", layer, heads, 0.25)] * (layer == 3)
             early += [("x0", layer, 1, 0.0), ("bigram", layer, 1, 0.05)]
-        late = [("xsa", 4, heads, 0.0), ("xsa", 7, heads, 0.0), ("heads", 10, heads, 0.25)]
+        late = []
         for layer in (4, 5, 7, 8, 9):
+            late += [("skip", 6, 1, 0.5)] * (layer == 7)
+            late += [("xsa", layer, heads, 0.0)] * (layer in (4, 7))
             late += [("x0", layer, 1, 0.0), ("bigram", layer, 1, 0.05)]
-        late += [("skip", 6, 1, 0.5), ("w1", 10, heads, 1.0), ("w2", 10, heads, 0.0)]
+        late += [("heads", 10, heads, 0.25), ("w1", 10, heads, 1.0), ("w2", 10, heads, 0.0)]
         return early, late
 
     def gates_of(self, weights, number, x):

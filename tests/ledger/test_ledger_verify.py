@@ -264,15 +264,16 @@ def forge(script, preset, name, **header):
 @pytest.mark.slow
 def test_four_logs_of_four_people_are_filed_in_this_project(tmp_path, pocket_data, capsys):
     """Of two H100 machines with two drivers, a 4090 and a Mac: the pages and their tests agree."""
+    project = tmp_path / "project"
     for name in subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO,
                                         text=True).splitlines():
         if (REPO / name).is_file():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPO / name, tmp_path / name)
-    (tmp_path / "data/pocket").symlink_to(pocket_data)
+            (project / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPO / name, project / name)
+    (project / "data/pocket").symlink_to(pocket_data)
     gpu = {"torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2,28,9", "triton": "3.7.1",
            "gpus": "8"}
-    script, preset, brought = tmp_path / "train_gpt.py", "record", []
+    script, preset, brought = project / "train_gpt.py", "record", []
     for number, words in enumerate((
             (preset, H100, gpu | {"world_size": "8", "driver": "580.95.05"}),
             (preset, H100, gpu | {"world_size": "8", "driver": "570.124.06", "save_every": "100"}),
@@ -280,11 +281,11 @@ def test_four_logs_of_four_people_are_filed_in_this_project(tmp_path, pocket_dat
             ("pocket", "Apple M4 Pro (arm64, DEFAULT)", {"save_every": "240"}))):
         brought.append(tmp_path / f"{number}.txt")
         brought[-1].write_text(forge(script, words[0], words[1], **words[2]))
-    folder = str(tmp_path / "records")
+    folder = str(project / "records")
     assert main(["file", *map(str, brought), "--folder", folder]) == 0, capsys.readouterr()
     assert capsys.readouterr().out.count(" → 2025-12-22_MultiTokenPrediction/logs/") == 4
     assert main(["list", folder, "--write"]) == 0
-    front = (tmp_path / "README.md").read_text()
+    front = (project / "README.md").read_text()
     assert "No GPU has run it yet" not in front
     assert "there are 3 runs here: of #53 MultiTokenPrediction, on NVIDIA GeForce RTX" in front
     lines = capsys.readouterr().out.splitlines()
@@ -295,7 +296,7 @@ def test_four_logs_of_four_people_are_filed_in_this_project(tmp_path, pocket_dat
                     ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider",
                      "tests/pages/test_facts.py", "tests/pages/test_links.py",
                      "tests/ledger/test_ledger_logs.py"]):
-        done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True,
+        done = subprocess.run([sys.executable, *command], cwd=project, capture_output=True,
                               text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

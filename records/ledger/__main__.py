@@ -57,8 +57,9 @@ def run_verb(args):
     contestants = run.contestants_of(args.operands, args.preset)
     run.run_all(contestants, args)
     status, paths = 0, [log.path for one in contestants if one.record for log in one.logs]
-    if args.file:
-        _, status = put_away(RECORDS, paths)
+    if args.file and paths:
+        folder = next(one.record.folder.parent for one in contestants if one.record)
+        _, status = put_away(folder, paths)
     elif paths:
         names = {f"{os.path.relpath(path.parent).rpartition('-')[0]}-*/log.txt" for path in paths}
         tell(["to file the records' logs: python records/ledger file " + " ".join(sorted(names))])

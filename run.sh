@@ -172,7 +172,7 @@ if [ -n "$on_gpu" ]; then
 fi
 if [ "$gpus" = 0 ]; then
     data=pocket.py
-    given --preset || resumed || set -- --preset pocket --save_every 240 "$@"
+    given --preset || resumed || set -- --preset pocket --save_every 120 "$@"
     [ ! -r /proc/stat ] || [ -n "${OMP_NUM_THREADS-}" ] ||
         OMP_NUM_THREADS=$(limits_of_threads | sort -n | grep -m 1 -v '^0$')
 fi

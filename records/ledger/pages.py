@@ -12,8 +12,8 @@ from ledger.scripts import diff_sources
 
 WIDTH = 100  # columns of a terminal
 # The newest public record and its minutes, by the table of github.com/KellerJordan/modded-nanogpt
-# as it stood on 2026-08-01 (commit f411b3d3).
-NEWEST, NEWEST_MONTH, NEWEST_MINUTES = 89, "July 2026", 1.23
+# as it stood on 2026-10-03.
+NEWEST, NEWEST_MONTH, NEWEST_MINUTES = 92, "September 2026", 0.665
 GREY = "#8a9299"
 
 LADDER = ("Record", "Minutes", "Loss (n)", "Float64")
@@ -28,7 +28,7 @@ the parent's mean in the same setting, with the two-sided p of the paired t-test
 preset's rates or its validation, so the difference is not the idea's alone. Minutes (median), Time
 (its ratio to the parent's; the smallest and largest ratio by seed): of whole runs alone on their
 machine."""
-FRONT = ("Record", "Idea", "Published (min)", "Changed lines")
+FRONT = ("Record", "Idea", "Public record (min), not run here", "Changed lines")
 CONTEST = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 CONTEST_LEGEND = """\
 Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's

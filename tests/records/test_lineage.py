@@ -7,8 +7,8 @@ is not public, or has no station yet, is not here.
 
 import functools
 import inspect
-import math
 import itertools
+import math
 import re
 from types import SimpleNamespace
 

@@ -238,5 +238,5 @@ def test_the_printed_command_trains_on_the_shards(run_text, tmp_path, capsys, si
     assert flags[flags.index("--max_document_tokens") + 1] == "0"
     # Whole blocks, and one more token at least, the last target.
     assert 0 < len(read_splits(tmp_path / "my [odd] folder")[1]) - val_tokens <= 128
-    assert not train_gpt.main([*flags, "--num_iterations", "10", "--warmup_steps", "0"])  # of all stages
+    assert not train_gpt.main([*flags, "--num_iterations", "10", "--warmup_steps", "0"])
     assert "val_loss" in capsys.readouterr().out

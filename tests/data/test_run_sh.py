@@ -135,10 +135,10 @@ def plan_for(monkeypatch, capsys):
     return plan
 
 
-def flags_of(card):
-    """The flags of the card's row on the page."""
+def flags_of(sequences):
+    """The flags that the page has for sequences of half the length, a quarter or an eighth."""
     page = (REPO / "docs" / "gpus.md").read_text()
-    return re.search(rf"^\| {card} .*?`python train_gpt.py (.*?)`", page, re.MULTILINE)[1]
+    return re.search(rf'^{sequences}="(.*)"$', page, re.MULTILINE)[1]
 
 
 POCKET = "--preset pocket --save_every 120"
@@ -155,9 +155,9 @@ PLANS = [  # GiB of each GPU, flags, the data that are made, processes, flags th
     ("80", "--train_files mine/*.bin", "", 1, ""),
     # The smallest GPU sets the length of the sequences, unless flags do.
     ("22.0", "", "fineweb.py 8", 1, ""),
-    ("79.1 15.6 79.1", "", "fineweb.py 8", 2, flags_of("16 GB")),
-    ("9.6", "--seed 3", "fineweb.py 8", 1, flags_of("12 GB")),
-    ("7.7", "", "fineweb.py 8", 1, flags_of("8 GB")),
+    ("79.1 15.6 79.1", "", "fineweb.py 8", 2, flags_of("half")),
+    ("9.6", "--seed 3", "fineweb.py 8", 1, flags_of("quarter")),
+    ("7.7", "", "fineweb.py 8", 1, flags_of("eighth")),
     ("7.7", "--sequences_per_step=16", "fineweb.py 11", 1, ""),
     ("5.8", "--preset pocket", "pocket.py", 1, "")]
 

@@ -57,8 +57,9 @@ def run_verb(args):
     contestants = run.contestants_of(args.operands, args.preset)
     run.run_all(contestants, args)
     status, paths = 0, [log.path for one in contestants if one.record for log in one.logs]
-    if args.file:
-        _, status = put_away(RECORDS, paths)
+    if args.file and paths:
+        folder = next(one.record.folder.parent for one in contestants if one.record)
+        _, status = put_away(folder, paths)
     elif paths:
         names = {f"{os.path.relpath(path.parent).rpartition('-')[0]}-*/log.txt" for path in paths}
         tell(["to file the records' logs: python records/ledger file " + " ".join(sorted(names))])
@@ -112,7 +113,8 @@ def verify_verb(args):
     tell(notes)
     if args.replay and not findings:
         findings = run.replay_all(records, args.replay)
-    words = "\n".join(findings) or f"{len(records)} record(s) verified: the logs bear every claim"
+    verified = f"{len(records)} record(s) verified: the logs bear every claim on our own runs"
+    words = "\n".join(findings) or verified
     return words, 1 if findings else 0
 
 

@@ -4,6 +4,7 @@ A log of ours: the script's source, or `source sha256: …` in its place; a line
 of `key: value` lines; such a line again; a line for each step and validation; `---`; results.
 """
 
+import contextlib
 import hashlib
 import math
 import re
@@ -59,7 +60,7 @@ class Log:
 
     @property
     def last_step(self) -> int:
-        return max(self.val | self.train, default=0)
+        return max(self.val | self.train)
 
     @property
     def finished(self) -> bool:
@@ -106,7 +107,7 @@ class Log:
     @property
     def setting(self) -> tuple:
         """The machine, its software, and what was asked of it: the values of SETTING."""
-        found = {"jobs": "1", **self.header, **self.final}
+        found = {"jobs": "1", **self.final, **self.header}
         if self.on_gpu:
             found["threads"] = ""  # of the host, which decide nothing there
         return tuple(found.get(name, "") for name in SETTING)
@@ -146,6 +147,8 @@ def split_source(text: str):
 def read_log(path: Path, text: str | None = None) -> Log:
     """Parse a log, or its text. Raises LedgerError where it is none."""
     text = (text or read_text(path)).replace("\r\n", "\n")  # as git for Windows checks it out
+    for old, name in (("tel", "val_loss"), ("trl", "train_loss")):  # the first public logs
+        text = re.sub(rf"^s:(\d+) {old}:", rf"step:\1 {name}:", text, flags=re.M)
     log = Log(path, *split_source(text))
     body, _, rest = log.body.rpartition("\n")
     if re.fullmatch(r"step:.* step_avg:[\d.]+ms", rest):
@@ -176,7 +179,9 @@ def parse_step(log: Log, line: str):
         step, *planned = map(int, pairs["step"].split("/"))
         for name in pairs.keys() & {"train_loss", "next_token_loss", "val_loss"}:
             found[name] = float(pairs[name])
-        ms = milliseconds(pairs["train_time"]) if "train_time" in pairs else None
+        time = pairs.get("train_time", "")
+        unit = 1 if time.endswith("ms") else 1000  # 943ms, or 739.639s in track 3
+        ms = unit * float(time.rstrip("ms")) if time else None
     except ValueError:
         log.notes.append(f"a step line that cannot be read: {line[:60]!r}")
         return
@@ -191,33 +196,18 @@ def parse_step(log: Log, line: str):
         log.train[step] = (loss, ms)
 
 
-def milliseconds(text: str) -> float:
-    """`943ms`, or `739.639s` as track 3 has it."""
-    if text.endswith("ms"):
-        return float(text[:-2])
-    return 1000 * float(text.removesuffix("s"))
-
-
-# ---- Other people's logs ----
-def read_foreign(path: Path) -> Log:
-    """A log of any form that is known, with a validation. Raises LedgerError."""
-    text = re.sub(r"^s:(\d+) tel:", r"step:\1 val_loss:", read_text(path), flags=re.M)
-    log = read_log(path, re.sub(r"^s:(\d+) trl:", r"step:\1 train_loss:", text, flags=re.M))
-    if not log.val:
-        raise LedgerError(f"{path} has no validation in {log.last_step} steps; give a longer run")
-    return log
-
-
 def read_folder(folder: Path):
-    """(logs below a folder, how many files there are none); no source is run."""
+    """(logs with a validation below a folder, number of other files); no source is run."""
     logs, others = [], 0
     for path in sorted(folder.rglob("*")):
         if path.suffix in ENDINGS and path.is_file():
-            try:
-                logs.append(read_foreign(path))
-                logs[-1].body = ""  # a thousand of them are large
-            except LedgerError:
-                others += 1
+            with contextlib.suppress(LedgerError):
+                log = read_log(path)
+                log.body = ""  # a thousand of them are large
+                if log.val:
+                    logs.append(log)
+                    continue
+            others += 1
     return logs, others
 
 
@@ -228,10 +218,9 @@ def source_of(operand: str) -> str:
         path = path / "train_gpt.py"
     if path.suffix == ".py":
         return read_text(path)
-    if path.is_dir():
-        sources = {log.source for log in read_folder(path)[0]} - {None}
-    else:
-        sources = {split_source(read_text(path))[0]} - {None}
+    found = [log.source for log in read_folder(path)[0]] if path.is_dir() else [
+        split_source(read_text(path))[0]]
+    sources = set(found) - {None}
     if len(sources) != 1:
-        raise LedgerError(f"{operand} has {len(sources)} sources; give a script, or one of its logs")
+        raise LedgerError(f"{operand} has {len(sources)} sources; give a script or one log")
     return sources.pop()

@@ -12,14 +12,14 @@ from ledger.scripts import diff_sources
 
 WIDTH = 100  # columns of a terminal
 # The newest public record and its minutes, by the table of github.com/KellerJordan/modded-nanogpt
-# as it stood on 2026-08-01 (commit f411b3d3).
-NEWEST, NEWEST_MONTH, NEWEST_MINUTES = 89, "July 2026", 1.23
+# as it stood on 2026-10-03.
+NEWEST, NEWEST_MONTH, NEWEST_MINUTES = 92, "September 2026", 0.665
 GREY = "#8a9299"
 
-LADDER = ("Record", "Minutes", "Loss (n)", "Float64")
+LADDER = ("Record", "Public record (min), not run here", "Its loss (n)", "Float64")
 LADDER_LEGEND = """\
-Minutes, Loss: of the public record's n runs on 8×H100, by its own files. Float64: the largest
-difference of our script from the public one."""
+Minutes and losses are those of the public record's n runs on 8×H100 (#91's loss: on one H100), by
+its own files. Float64: the largest difference of our script from the public one."""
 RUNS = ("Record", "Loss ± std (n)", "Target", "Minutes", "Difference", "Time")
 RUNS_LEGEND = """\
 Loss: all runs of a setting. Target: p that the mean lies below the rules' target. Difference: from
@@ -28,7 +28,7 @@ the parent's mean in the same setting, with the two-sided p of the paired t-test
 preset's rates or its validation, so the difference is not the idea's alone. Minutes (median), Time
 (its ratio to the parent's; the smallest and largest ratio by seed): of whole runs alone on their
 machine."""
-FRONT = ("Record", "Idea", "Published (min)", "Changed lines")
+FRONT = ("Record", "Idea", "Public record (min), not run here", "Changed lines")
 CONTEST = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 CONTEST_LEGEND = """\
 Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's
@@ -162,10 +162,10 @@ def shown_settings(records: list):
     All of the record's preset, then those in which a third of the records was run.
     """
     found = settings(records)
-    shown = {setting: rows for setting, rows in sorted(found.items(), key=lambda item: -len(item[1]))
-             if setting[0] == "record" or 3 * len(rows) >= len(records)}
-    first = sorted(shown, key=lambda setting: setting[0] != "record")
-    return {setting: shown[setting] for setting in first}, len(found) - len(shown)
+    shown = [setting for setting, rows in found.items()
+             if setting[0] == "record" or 3 * len(rows) >= len(records)]
+    shown.sort(key=lambda setting: (setting[0] != "record", -len(found[setting])))
+    return {setting: found[setting] for setting in shown}, len(found) - len(shown)
 
 
 def ladder_text(chosen: list) -> str:
@@ -175,12 +175,9 @@ def ladder_text(chosen: list) -> str:
     for setting, rows in shown.items():
         parts.append(textwrap.fill(machine_words(setting) + ":", WIDTH))
         parts.append(text_table(RUNS, [runs_row(*row) for row in rows]))
-    parts.append(RUNS_LEGEND)
-    return "\n\n".join(parts + other_settings(left))
-
-
-def other_settings(left: int):
-    return [f"Runs in {left} more setting(s) stand on the records' pages."] if left else []
+    if left:
+        parts.append(f"Runs in {left} more setting(s) stand on the records' pages.")
+    return "\n\n".join([*parts, RUNS_LEGEND])
 
 
 # ---- Pages ----
@@ -189,7 +186,8 @@ def blocks(folder: Path, records: list):
     found = {folder / "README.md": {"": records_block(records)}}
     if (folder.parent / "README.md").exists():
         rows = [linked(front_row(one), one, f"{folder.name}/") for one in records]
-        found[folder.parent / "README.md"] = {"": markdown(FRONT, rows), "gpus": gpus_block(records)}
+        front = {"": markdown(FRONT, rows), "gpus": gpus_block(records)}
+        found[folder.parent / "README.md"] = front
     for record in records:
         found[record.folder / "README.md"] = {"": record_block(record)}
     return found
@@ -202,13 +200,12 @@ def records_block(records: list) -> str:
     for setting, rows in shown.items():
         cells = [linked(runs_row(*row), row[0], "") for row in rows]
         parts += [machine_words(setting) + ":", markdown(RUNS, cells)]
-    if not shown:
-        parts.append("Not measured yet.")
+    if left:
+        parts.append(f"Runs in {left} more setting(s) stand on the records' pages.")
     rules = []
     for preset, rule in RULES.items():
         rules.append([preset, *(f"`{value or 'not known here'}`" for value in rule.values())])
-    heading = ("preset", *RULES["record"])
-    return "\n\n".join([*parts, *other_settings(left), RUNS_LEGEND, markdown(heading, rules)])
+    return "\n\n".join([*parts, RUNS_LEGEND, markdown(("preset", *RULES["record"]), rules)])
 
 
 def record_block(record: Record) -> str:
@@ -250,7 +247,7 @@ def filled(path: Path, text: str, parts: dict) -> str:
 
 
 def write_pages(folder: Path, records: list):
-    """Make the generated lines of all READMEs anew, and the ladder's picture. Raises LedgerError."""
+    """Make the READMEs' generated lines and the ladder's picture anew. Raises LedgerError."""
     texts = {}
     for path, parts in blocks(folder, records).items():  # all are made before one is written
         texts[path] = filled(path, read_text(path), parts)

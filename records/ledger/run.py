@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -147,7 +148,7 @@ def run_one(one: Contestant, seed: int, args) -> Log:
         log = read_log(path)
         if log.finished and not log.resumed:
             return log
-    path.unlink(missing_ok=True)  # what is left of a run that was stopped
+    shutil.rmtree(path.parent, ignore_errors=True)  # what is left of a run that was stopped
     flags = {"preset": args.preset, "seed": seed, "run_id": run_id, **one.flags}
     train(one.script, args.out, flags, args.nproc, threads)
     if args.jobs > 1:
@@ -229,7 +230,7 @@ def build_models(script: Path, checkpoint: Path, device: str):
 
 
 def logits_of(cfg, model, rows: np.ndarray, device: str):
-    """Yield the logits of rows of tokens (B, T), piece by piece, (positions, V), from numpy's side."""
+    """Yield the logits of rows of tokens (B, T), piece by piece, as numpy's (positions, V)."""
     import torch
 
     with torch.no_grad():
@@ -372,15 +373,15 @@ def replay_all(chosen: list, seeds: int):
     for record in chosen:
         for logs, others in record.measured():
             if logs[0].on_gpu and gpus() < logs[0].ranks:
-                print(f"{record.folder.name}: {machine_words(logs[0].setting)}: this machine has no "
-                      "such GPUs; not run again", file=sys.stderr)
+                print(f"{record.folder.name}: {machine_words(logs[0].setting)}: this machine has "
+                      "no such GPUs; not run again", file=sys.stderr)
                 continue
-            some = random.sample(logs, min(seeds, len(logs)))
-            turns = [(record, some, logs)]
+            turns = [(record, logs)]
             if others and record.parent not in chosen:
-                turns.append((record.parent, random.sample(others, min(seeds, len(others))), others))
-            for turn in turns:
-                found, words = replay(*turn)
+                turns.append((record.parent, others))
+            for one, runs in turns:
+                some = random.sample(runs, min(seeds, len(runs)))
+                found, words = replay(one, some, runs)
                 wrong += found
                 print(words, file=sys.stderr)
     return wrong

@@ -8,18 +8,9 @@ import ast
 import re
 from pathlib import Path
 
-from ledger import pages
+from ledger import pages, records
 from ledger.logs import LedgerError, Log, machine_words, read_text, sha256
-from ledger.records import (
-    FLOOR,
-    FOLDER_NAME,
-    RULES,
-    SEEDS,
-    Record,
-    find_records,
-    read_run,
-    shows_gain,
-)
+from ledger.records import FLOOR, RULES, SEEDS, Record, find_records, read_run
 from ledger.scripts import BANNER, above, imports_of, meaning, settings_of
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
@@ -123,7 +114,7 @@ def record_findings(record: Record, root: Path, notes: list):
     """Every claim of a record that its files do not bear; adds to the notes."""
     folder, parent, gain = record.folder, record.claim["parent"], record.claim.get("gain")
     found = script_findings(record, root, notes)
-    if not FOLDER_NAME.fullmatch(folder.name):
+    if not records.FOLDER_NAME.fullmatch(folder.name):
         found.append("the folder's name is not a date and a name, YYYY-MM-DD_Name")
     if parent and not record.parent:
         found.append(f"its parent {parent}/record.json is missing, damaged or not older")
@@ -139,32 +130,31 @@ def record_findings(record: Record, root: Path, notes: list):
     settings_of(record.path, {"preset": "pocket"})  # raises where it does not run
     found += source_findings(record, notes)
     found += runs_findings(record, notes)
-    if gain and not shows_gain(record):
+    if gain and not records.shows_gain(record):
         found.append(f"it claims a gain in {gain} over its parent, and its runs do not show it: "
                      f"that needs {SEEDS[gain]} pairs in one setting, of seeds from 0 on")
     return found
 
 
-def page_findings(folder: Path, records: list, only: str | None):
+def page_findings(folder: Path, known: list, only: str | None):
     """Pages whose generated lines are not what the logs give."""
     found = []
-    for path, parts in pages.blocks(folder, records).items():
-        if only not in (None, path.parent.name):
-            continue
-        try:
-            text = read_text(path)
-            if pages.filled(path, text, parts) != text:
-                found.append(f"{path.relative_to(folder.parent)} is not what `list --write` gives")
-        except (LedgerError, OSError) as error:
-            found.append(str(error))
+    try:
+        for path, parts in pages.blocks(folder, known).items():
+            if only in (None, path.parent.name):
+                name, text = path.relative_to(folder.parent), read_text(path)
+                if pages.filled(path, text, parts) != text:
+                    found.append(f"{name} is not what `list --write` gives")
+    except (LedgerError, OSError, ValueError) as error:
+        found.append(str(error))
     return found
 
 
 def verify(folder: Path, only: str | None):
     """(records, findings, notes): those of a folder, or the one that is meant, and their claims."""
-    (records, wrong), notes = find_records(folder), []
+    (known, wrong), notes = find_records(folder), []
     findings = [words for words in wrong if only in (None, words.partition("/")[0])]
-    chosen = [one for one in records if only in (None, one.folder.name)]
+    chosen = [one for one in known if only in (None, one.folder.name)]
     if not chosen and not findings:
         raise LedgerError(f"{folder / (only or '')} has no record.json; give records/ or a record")
     root = folder.parent / "train_gpt.py"
@@ -174,9 +164,9 @@ def verify(folder: Path, only: str | None):
         except (LedgerError, OSError, SyntaxError, ValueError) as error:
             found = [str(error)]
         findings += [f"{record.folder.name}: {text}" for text in found]
-    findings += page_findings(folder, records, only)
+    findings += page_findings(folder, known, only)
     if not only:
-        same = [record.folder.name for record in records if record.script == read_text(root)]
+        same = [record.folder.name for record in known if record.script == read_text(root)]
         if len(same) != 1:
             findings.append("the root's train_gpt.py has the bytes of "
                             f"{' and '.join(same) or 'no record'}; it has to have those of one")
@@ -190,9 +180,9 @@ def file_name(log: Log) -> str:
     return f"{log.preset}-seed-{log.seed}-{sha256(log.body)[:8]}.txt"
 
 
-def record_of(log: Log, records: list) -> Record:
+def record_of(log: Log, known: list) -> Record:
     """The record whose script wrote a log. Raises LedgerError where it is none, or is not fit."""
-    for record in records:
+    for record in known:
         if log.source_sha256 == sha256(record.script) or (
                 log.source and meaning(above(log.source)) == meaning(above(record.script))):
             settings = settings_of(record.path, {"preset": log.preset})
@@ -204,11 +194,11 @@ def record_of(log: Log, records: list) -> Record:
 
 def file_logs(folder: Path, paths: list):
     """Copy logs into the folders of their records: (where they went, what was refused)."""
-    (records, refused), took = find_records(folder), []
+    (known, refused), took = find_records(folder), []
     for path in sorted(paths):
         try:
             log = read_run(path)
-            record = record_of(log, records)
+            record = record_of(log, known)
         except (LedgerError, OSError, SyntaxError, ValueError) as error:
             refused.append(f"{path}: refused: {error}")
             continue

@@ -141,7 +141,7 @@ def flags_of(card):
     return re.search(rf"^\| {card} .*?`python train_gpt.py (.*?)`", page, re.MULTILINE)[1]
 
 
-POCKET = "--preset pocket --save_every 240"
+POCKET = "--preset pocket --save_every 120"
 PLANS = [  # GiB of each GPU, flags, the data that are made, processes, flags that are put first
     ("", "--run_id=ab --val_files x", "pocket.py", 1, POCKET),
     ("", "--preset=pocket --seed 3", "pocket.py", 1, ""),

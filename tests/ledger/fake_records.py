@@ -13,8 +13,6 @@ from conftest import REPO
 
 sys.path.insert(0, str(REPO / "records"))
 
-from ledger import pages
-
 PARENT, NEWEST = "2026-01-01_First", "2026-02-02_Second"
 SEEDS = 10
 
@@ -84,7 +82,7 @@ def parse_args(argv):
         cfg[name] = parts or type(cfg[name])(value)
     return SimpleNamespace(**cfg)
 
-def text_of(value):
+def show(value):
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 def harness(cfg):
@@ -92,12 +90,12 @@ def harness(cfg):
         sys.exit("train_gpt.py: out of luck")
     folder = Path("logs") / cfg.run_id
     folder.mkdir(parents=True)
-    machine = dict(device="cpu (fake)", torch="2.13.0+cpu", seed=cfg.seed, world_size=1,
+    machine = dict(device="Fake 1 (x86_64)", torch="2.13.0+cpu", seed=cfg.seed, world_size=1,
                    parameters=1234, threads=os.environ["OMP_NUM_THREADS"])
     header = vars(cfg) | machine | dict(
         val_digest="f89a85391a8fc0bf", train_digest="db4041a8d500cfab", python="3.11")
     lines = [Path(__file__).read_text(), "=" * 100]
-    lines += [f"{k}: {text_of(v)}" for k, v in header.items()] + ["=" * 100]
+    lines += [f"{k}: {show(v)}" for k, v in header.items()] + ["=" * 100]
     for step, loss, ms in train(cfg):
         loss = validate(loss)
         average = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
@@ -139,11 +137,10 @@ def make_records(root: Path) -> Path:
                  "source": "https://example.org/log"}
     claims = {
         PARENT: {"change": "the first", "parent": None, "published": published,
-                 "modelled_minutes": None, "equality": {"largest": 3e-13, "of": "8 steps"},
-                 "gain": None},
+                 "equality": {"largest": 3e-13, "of": "8 steps"}},
         NEWEST: {"change": "less loss", "parent": PARENT, "published": None,
-                 "modelled_minutes": 2.5, "equality": None, "gain": "loss"}}
-    block = "\n".join(pages.BLOCK)
+                 "modelled_minutes": 2.5, "gain": "loss"}}
+    block = "<!-- ledger: begin -->\n<!-- ledger: end -->"
     for name, claim in claims.items():
         folder = root / "records" / name
         folder.mkdir(parents=True)
@@ -152,6 +149,7 @@ def make_records(root: Path) -> Path:
         (folder / "README.md").write_text(f"# {name}\n\n{block}\n\nEnd.\n")
     for path in (root / "records" / "README.md", root / "README.md"):
         path.write_text(f"# Records\n\n{block}\n\nEnd.\n")
+    edit(root / "README.md", "# Records\n", f"# Front\n\n{block.replace('begin', 'begin gpus')}\n")
     (root / "train_gpt.py").write_text(CHILD)
     return root / "records"
 

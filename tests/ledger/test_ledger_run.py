@@ -1,9 +1,5 @@
 """Scripts are measured in turns; what is finished is kept; what fails is named."""
 
-import glob
-import importlib.util
-import json
-import os
 import re
 import signal
 import subprocess
@@ -12,10 +8,10 @@ import time
 
 import pytest
 from conftest import REPO
-from fake_records import CHILD, NEWEST, PARENT, SCRIPT, SEEDS, edit, make_records, sha_of
+from fake_records import CHILD, NEWEST, PARENT, SCRIPT, SEEDS, edit, make_records, set_gain
 from ledger import logs
+from ledger import run as runs
 from ledger.__main__ import main
-from ledger.table import settings_of
 from scipy import stats
 
 pytest_plugins = ["record_fixtures"]
@@ -36,81 +32,84 @@ def write_script(path, line, new):
     return path
 
 
-def test_runs_go_in_turns(measured):
+def test_runs_go_in_turns_and_results_are_those_of_the_logs(measured, capsys):
     folders = [path for path in (measured / "out/logs").iterdir() if seed_of(path)]
     order = sorted(folders, key=lambda path: path.stat().st_mtime_ns)
     assert [seed_of(path) for path in order] == [
         (name, str(seed)) for seed in range(SEEDS) for name in (PARENT, NEWEST)]
-
-
-def test_filed_logs_lie_in_their_records_and_one_of_them_is_whole(measured):
-    for name, source in ((PARENT, SCRIPT), (NEWEST, CHILD)):
-        kept = logs.seed_files(measured / "records" / name / "logs")
-        assert [path.name for path in kept] == [f"seed-{i}.txt" for i in range(SEEDS)]
-        sizes = [path.read_text().count(source) for path in kept]
-        assert sizes == [1] + [0] * (SEEDS - 1)
-        assert kept[1].read_text().startswith(f"source sha256: {sha_of(source)}\n===")
-
-
-def test_results_are_those_of_the_logs(measured, capsys):
     records = measured / "records"
-    operands = [records / PARENT, records / NEWEST, "--out", measured / "out"]
-    assert run(*operands, "--json") == 0
-    first, second = json.loads(capsys.readouterr().out)
-    losses = []
-    for name in (PARENT, NEWEST):
-        files = logs.seed_files(records / name / "logs")
-        losses.append([logs.read_log(path).val_loss for path in files])
-    assert [first["losses"], second["losses"]] == losses
-    p = stats.ttest_1samp(losses[0], 1.64, alternative="less").pvalue
-    assert first["target"] == 1.64 and first["p_target"] == pytest.approx(p)
-    assert first["against"] is None and second["against"]["name"] == PARENT
-    p = stats.ttest_rel(losses[1], losses[0]).pvalue
-    assert second["against"]["p"] == pytest.approx(p)
-    assert run(*operands) == 0
+    assert run(records / PARENT, records / NEWEST, "--out", measured / "out") == 0  # all are kept
     out, err = capsys.readouterr()
-    assert all(len(line) <= 120 for line in out.splitlines()) and "paired" in out
-    assert f"({SEEDS})" in out and "−0.1" in out and "×" in out and " s\n" in err
-    (command,) = re.findall(r"to file the records' logs: python records/ledger (file .*)\n", err)
-    found = [path for word in command.split()[1:] for path in glob.glob(word)]
-    assert len(found) == 2 * SEEDS and all(path.endswith("/log.txt") for path in found)
+    losses = {name: [logs.read_log(path / "log.txt").val_loss for path in order
+                     if seed_of(path)[0] == name] for name in (PARENT, NEWEST)}
+    p = stats.ttest_rel(losses[NEWEST], losses[PARENT]).pvalue
+    words = f"{sum(losses[NEWEST]) / SEEDS - sum(losses[PARENT]) / SEEDS:.4f} (p {p:.2g})"
+    assert words.replace("-", "−") in out and f"({SEEDS})" in out and "×" in out and " s\n" in err
+    (command,) = re.findall(r"to file the records' logs: python records/ledger file (.*)\n", err)
+    assert [word.split("-seed-*")[0][-8:] for word in command.split()] == sorted(
+        {path.name.split("-seed-")[0][-8:] for path in folders},
+        key=lambda word: command.index(word))
 
 
-def test_a_script_is_tried_against_itself_with_flags(tmp_path, monkeypatch, capfd):
-    place = tmp_path / "elsewhere"  # from any folder, with a script from any other
-    place.mkdir()
-    monkeypatch.chdir(place)
-    monkeypatch.delenv("OMP_NUM_THREADS")
+def test_a_folder_of_records_is_run_and_filed_by_one_command(tmp_path):
+    """Seed by seed over all records, two at once, and again without training anything."""
+    records = make_records(tmp_path)
+    set_gain(records, None)
+    words = [records, "--seeds", 3, "--jobs", 2, "--file", "--out", tmp_path / "out"]
+    assert run(*words) == 0
+    began = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("log.txt")}
+    edit(records / NEWEST / "train_gpt.py", "import random", "import random  # a comment")
+    assert run(*words) == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("log.txt")} == began
+    assert len(began) == 6
+    for name, source in ((PARENT, SCRIPT), (NEWEST, CHILD)):
+        texts = [path.read_text() for path in sorted((records / name / "logs").iterdir())]
+        assert [text.count(source) for text in texts] == [1, 0, 0]  # one is whole
+        assert all(text.endswith("jobs: 2\n") for text in texts)
+    edit(records / NEWEST / "train_gpt.py", "import random  # a comment", "import random")
+    assert main(["list", str(records), "--write"]) == main(["verify", str(records)]) == 0
+
+
+def test_two_scripts_of_one_name_are_two_contestants(tmp_path, monkeypatch, capsys):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "s.py").write_text(SCRIPT)
-    names = ["s", "s:muon_lr=0.1,long_windows=1,2,loss=1.9", "s:save_every=7"]
-    operands = [f"../{name.replace('s', 's.py', 1)}" for name in names]
-    assert run(*operands, "--seeds", 2, "--json") == 0
-    first, second, third = json.loads(capfd.readouterr().out)
-    assert [found["name"] for found in (first, second, third)] == names
-    assert second["against"]["name"] == third["against"]["name"] == "s"
-    assert second["against"]["difference"] == pytest.approx(0.3, abs=0.02)
-    assert third["against"]["difference"] == 0 and third["against"]["p"] == 1
-    paths = list(place.rglob("log.txt"))
-    headers = [logs.read_log(path).header for path in paths]
-    shown = {(header["muon_lr"], header["long_windows"], header["loss"]) for header in headers}
-    assert shown == {("0.05", "1,1", "1.6"), ("0.1", "1,2", "1.9")}
-    assert {header["threads"] for header in headers} == {str(len(os.sched_getaffinity(0)))}
-    assert (place / "logs/ledger/data/pocket.py").exists()  # the repository's
-    began = {path: path.stat().st_mtime_ns for path in paths[1:]}
-    edit(paths[0], "step:31/40", "resumed at step:30 from a.pt\nstep:31/40")
-    assert run(*operands, "--seeds", 3) == 0
-    out = capfd.readouterr().out
-    assert all(f"\n{name} " in out for name in names)  # whole, or long ones look alike
-    assert len(list(place.rglob("log.txt"))) == 9
-    for path in paths[1:]:  # finished runs are used again, but not a resumed one
-        assert path.stat().st_mtime_ns == began[path]
-    assert "resumed" not in paths[0].read_text()
+    (tmp_path / "elsewhere/s.py").write_text(SCRIPT.replace("both(1.6)", "both(1.9)"))
+    operands = ["../s.py", "s.py", "s.py:muon_lr=0.1,long_windows=1,2"]
+    assert run(*operands, "--seeds", 2) == 0
+    rows = capsys.readouterr().out.splitlines()[2:5]
+    assert [row.split("  ")[0] for row in rows] == ["s", "s (2)", "s:muon_lr=0.1,long_windows=1,2"]
+    assert "+0.2" in rows[1] or "+0.3" in rows[1]
+    assert (tmp_path / "elsewhere/logs/ledger/data/pocket.py").exists()  # the repository's
+    headers = [logs.read_log(path).header for path in tmp_path.rglob("log.txt")]
+    assert {(header["muon_lr"], header["loss"]) for header in headers} == {
+        ("0.05", "1.6"), ("0.05", "1.9"), ("0.1", "1.9")}
 
 
-def test_two_jobs_share_the_cores_and_their_logs_tell(tmp_path, monkeypatch, capsys):
+def test_runs_of_two_settings_are_never_pooled(tmp_path, monkeypatch, capsys):
+    (tmp_path / "s.py").write_text(SCRIPT)
+    words = [tmp_path / "s.py", "--out", tmp_path / "out", "--seeds"]
+    assert run(*words, 1) == 0
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.delattr(os, "sched_getaffinity")  # macOS has none
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert run(*words, 2) == 0  # begins anew with two threads
+    threads = [logs.read_log(path).header["threads"] for path in tmp_path.rglob("log.txt")]
+    assert sorted(threads) == ["1", "2", "2"]
+    edit(next(path for path in tmp_path.rglob("log.txt") if "threads: 2" in path.read_text()),
+         "device: Fake 1", "device: Fake 3")  # kept on a disk that two machines share
+    assert run(*words, 2) == 1
+    assert "Fake 3" in (err := capsys.readouterr().err) and "give another --out" in err
+
+
+def test_a_claim_is_read_before_anything_is_trained(tmp_path, capsys):
+    records = make_records(tmp_path)
+    edit(records / NEWEST / "record.json", '"gain": "loss"', '"gain": "fame"')
+    assert run(records / PARENT, records / NEWEST, "--out", tmp_path / "out") == 2
+    assert f"{NEWEST}/record.json has gain fame; it is loss, time or" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_jobs_run_at_once_and_their_logs_tell(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("OMP_NUM_THREADS")
     both = """
     import time
     deadline = time.monotonic() + 60
@@ -125,26 +124,19 @@ def test_two_jobs_share_the_cores_and_their_logs_tell(tmp_path, monkeypatch, cap
     out, err = capsys.readouterr()
     assert "×" not in out and " s\n" not in err  # their times are no measure
     found = [logs.read_log(path) for path in (tmp_path / "out").rglob("log.txt")]
-    assert [(log.header["threads"], log.final["jobs"]) for log in found] == 2 * [("3", "2")]
+    assert [(log.header["threads"], log.final["jobs"]) for log in found] == 2 * [("1", "2")]
 
 
-def test_a_script_that_trains_when_it_is_imported_is_not_imported(tmp_path):
-    trap = tmp_path / "trap"
-    (tmp_path / "s.py").write_text(f"open({str(trap)!r}, 'w')\n")
-    assert settings_of(tmp_path / "s.py", {"preset": "pocket"}) == {}
-    assert not trap.exists()
-
-
-def test_a_failing_run_is_named_and_the_rest_kept(tmp_path, capfd):
-    records = make_records(tmp_path)
-    words = [records / PARENT, f"{records / NEWEST}:muon_lr=13", "--out", tmp_path / "out"]
-    assert run(*words, "--seeds", 3) == 1
-    err = capfd.readouterr().err.splitlines()
-    assert f"[4/6] {NEWEST}:muon_lr=13 seed 1: exit status 1" in err[-1]
-    assert "out of luck" in err[-1] and "the same command goes on" in err[-1]
-    done = {seed_of(path.parent) for path in (tmp_path / "out").rglob("log.txt")}
-    assert done >= {(PARENT, "0"), (NEWEST, "0"), (PARENT, "1")}
-    assert not list(records.rglob("seed-*.txt"))
+@pytest.mark.parametrize("line, new, words", [
+    ("folder = Path", "    sys.exit('bad luck')\n", "exit status 1, its last words: bad luck"),
+    ("folder = Path", "    return\n", "it wrote no logs/s-"),
+    ("machine = dict", "    Path(__file__).write_text(Path(__file__).read_text() + '# changed')\n",
+     "its script was changed")])
+def test_a_failing_run_is_named(line, new, words, tmp_path, capsys):
+    script = write_script(tmp_path / "s.py", line, new)
+    assert run(script, "--seeds", 1, "--out", tmp_path / "out") == 1
+    err = capsys.readouterr().err
+    assert f"ledger: [1/1] s seed 0: {words}" in err and "what is done is kept in" in err
 
 
 def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
@@ -162,7 +154,7 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=30)[1]
     assert process.returncode == 1 and "Traceback" not in err, err
-    assert "stopped; what is done is kept in" in err
+    assert "stopped; the same command goes on; what is done is kept in" in err
     (tmp_path / "go").touch()
     (first,) = (path.stat().st_mtime_ns for path in tmp_path.rglob("log.txt"))
     done = subprocess.run(command, capture_output=True, text=True)
@@ -170,16 +162,50 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     assert first == min(path.stat().st_mtime_ns for path in tmp_path.rglob("log.txt"))
 
 
-def test_a_script_that_changes_while_it_runs_is_found(tmp_path, capfd):
-    change = "    Path(__file__).write_text(Path(__file__).read_text() + '# changed')\n"
-    script = write_script(tmp_path / "s.py", "machine = dict", change)
-    assert run(script, "--seeds", 1, "--out", tmp_path / "out") == 1
-    assert "its script was changed" in capfd.readouterr().err
+@pytest.mark.parametrize("command, words", [
+    ("run a.py:val_tokens=2048 a.py", "a.py validates on val_tokens 262144, a.py:val_tokens=2048 "
+     "on 2048: losses on other tokens do not compare"),
+    ("run a.py a.py", "the script and the settings of a.py"),
+    ("run a.py a.py:muon_lr=5e-2", "settings of a.py"),  # what the preset says already
+    ("run a.py a.py:seed=3", "seed is the ledger's; use --preset or --seeds"),
+    ("run a.py a.py:lr=3", "a.py: --lr 3: no such"),
+    ("run a.py:muon_lr", "'muon_lr' is no flag"),
+    ("run folder", "folder: no script there"),
+    ("run a.py bad.py", "bad.py: invalid syntax"),
+    ("run a.py --jobs 0", "--jobs: 0 is not a whole number"),
+    ("run a.py --out a.py/out", "a.py/out"),
+    ("verify --replay 0", "--replay: 0 is not a whole number"),
+    ("verify folder", "folder has no record.json; give records/ or a record"),
+    ("verify missing/2026-01-01_X", "no such folder"),
+    ("diff a.py nowhere", "No such file"),
+    ("diff a.py folder", "folder has 0 sources"),
+    ("file blank.txt binary.bin", "blank.txt: refused: blank.txt is empty"),
+    ("book folder --out site", "no records there, so no pages; give a folder that has")])
+def test_bad_input_is_answered_in_a_line_and_nothing_is_written(
+        command, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name, text in (("a.py", SCRIPT), ("bad.py", "def parse_args(:\n"), ("blank.txt", "\n\n"),
+                       ("binary.bin", "a\xff\xfe")):
+        (tmp_path / name).write_bytes(text.encode("latin1"))
+    try:
+        status = main(command.split())
+    except SystemExit as error:
+        status = error.code
+    err = capsys.readouterr().err
+    assert status == 2 and words in err and err.count("\n") <= 2 and "Traceback" not in err, err
+    assert not (tmp_path / "logs").exists() and not (tmp_path / "site").exists()
 
 
-def test_a_missing_package_is_told_before_anything_is_run(tmp_path, monkeypatch, capsys):
+def test_what_needs_a_missing_package_says_so_first(tmp_path, monkeypatch, capsys):
     (tmp_path / "s.py").write_text(SCRIPT)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "scipy" else 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "scipy" else 1)
     assert run(tmp_path / "s.py", "--out", tmp_path / "out") == 2
     told = "ledger: scipy is not installed; pip install -r requirements-dev.txt\n"
     assert capsys.readouterr().err == told and not (tmp_path / "out").exists()
+
+
+def test_a_script_that_trains_when_it_is_imported_is_not_imported(tmp_path):
+    (tmp_path / "s.py").write_text(f"open({str(tmp_path / 'trap')!r}, 'w')\n")
+    assert runs.settings_of(tmp_path / "s.py", {"preset": "pocket"}) == {}
+    assert not (tmp_path / "trap").exists()

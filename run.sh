@@ -90,8 +90,8 @@ check_gpu_machine() {
     [[ ! $driver =~ ^[0-9]+ ]] || ((BASH_REMATCH >= oldest_driver)) || die "NVIDIA's driver is" \
         "$driver, and torch needs $oldest_driver or newer: update it, or name a Python with a" \
         "torch for this one: PYTHON=/path/to/python"
-    headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))' \
-        2>/dev/null) || return 0  # the set-up tells what is wrong with this Python
+    is_new "$python" || return 0  # which the set-up tells
+    headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))')
     [ -n "${CC-}" ] || command -v gcc clang >/dev/null ||
         die "no C compiler, which Triton needs: install gcc, or set CC"
     [ -e "$headers/Python.h" ] || die "no $headers/Python.h, which Triton needs: install" \

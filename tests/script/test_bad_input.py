@@ -24,8 +24,8 @@ WEIGHTS = "logs/x/step-000006.pt"
 
 @pytest.mark.parametrize(("words", "code", "said"), [
     (to_argv(FLAGS), 0, ""),
-    (["--seq_lens", "100"], 2, "train_gpt.py: error: --seq_lens and val_seq_len must be "
-                               "multiples of 128; here it is 100\n"),
+    (["--val_seq_len", "100"], 2, "train_gpt.py: error: --val_seq_len must be a multiple of 128; "
+                                  "here it is 100\n"),
 ], ids=["run", "error"])
 def test_a_process_ends_as_main_does_in_ascii_and_without_a_home_too(
     data_flags, tmp_path, words, code, said
@@ -81,7 +81,7 @@ def test_a_bad_run_leaves_the_log_of_a_good_one_alone(run, tmp_path):
     assert anew.log.startswith(train_gpt.SCRIPT.read_text())
 
 
-MEMORY = "out of memory; lower --seq_lens or --sequences_per_forward\n"
+MEMORY = "out of memory; shorten the sequences or lower --sequences_per_forward\n"
 
 
 @pytest.mark.parametrize(("error", "ending"), [
@@ -170,7 +170,7 @@ def test_init_trains_on_other_data_and_can_be_resumed(run, checkpoint, tiny_shar
 def test_init_names_what_does_not_fit(run, checkpoint):
     for named, flags in {
         "size mismatch for lm_head.weight": dict(model_dim=64),
-        "value_embeds.1.weight": dict(value_embed_pattern="0..1"),
+        "value_embeds.1.weight": dict(layers="L0:skip,S,.:backout,L1"),
     }.items():
         line = one_error(run(run_id="y", init=checkpoint, **flags))
         assert f"{checkpoint}: " in line and named in line and "name another" in line

@@ -1,6 +1,5 @@
 """Checkpoints on disk: found whole or not at all, kept, refused, written durably. In process."""
 
-import dataclasses
 import math
 import os
 from pathlib import Path
@@ -26,7 +25,7 @@ def make_state(cfg):
     for optimizer in optimizers:
         for x in optimizer.tensors():
             x.normal_(generator=generator)
-    settings = {name: train_gpt.show(value) for name, value in dataclasses.asdict(cfg).items()}
+    settings = {name: train_gpt.show(value) for name, value in vars(cfg).items()}
     return dict(step=20, settings=settings, data="0123456789abcdef", threads=1,
                 loader=(1, 512), train_time_ms=1234.5, model=model.state_dict(),
                 optimizers={o.name: o.full_state() for o in optimizers})
@@ -85,11 +84,11 @@ def assert_skipped(folder, capsys):
 def test_what_is_saved_is_found_and_loaded(folder, state, capsys):
     path, found = newest_checkpoint(folder)
     assert path == str(folder / "step-000020.pt") and capsys.readouterr().err == ""
-    assert equal(found, state | dict(settings=dataclasses.asdict(TINY)))
+    assert equal(found, state | dict(settings=vars(TINY)))
 
 
 def test_damaged_files_are_skipped(folder, state, assert_skipped, capsys):
-    """Empty, cut off or with a flipped bit; more damage is in test_fuzz.py."""
+    """Empty, cut off or with a flipped bit."""
     path = folder / "step-000020.pt"
     content = path.read_bytes()
     flipped = bytearray(content)
@@ -114,8 +113,7 @@ ODD = [  # where in a state, and a value that no run saves; None: nothing is the
     ("settings", None), ("settings", dict(no_such="1")),
     ("settings muon_lr", None),  # no default is taken
     ("settings muon_lr", "nan"), ("settings seed", "1.5"), ("model", None), ("model", "text"),
-    ("optimizers", [1]), ("data", Malice()), ("model lm_head.weight", torch.tensor([1])),
-    ("model lm_head.weight", torch.tensor([0, math.nan])),
+    ("optimizers", [1]), ("data", Malice()), ("model lm_head.weight", torch.tensor([0, math.nan])),
     ("optimizers head square", torch.tensor([math.inf, 0]))]
 
 

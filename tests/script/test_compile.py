@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 
-TINY = tiny(seq_lens="256,512,768", val_seq_len=640, num_iterations=8, extension_steps=0,
-            long_windows="1,2,3,4,5", short_windows="1,1,2,2,3")
+TINY = tiny(stages="1:256:128:128:1:3,1:512:256:128:1.5:2,1:768:384:256:1.7:1,"
+                   "0:768:512:256:1.7:1,0:768:640:384:1.7:1",
+            val_seq_len=640, num_iterations=8, extension_steps=0)
 
 
 class HostWait(Exception):
@@ -51,14 +52,14 @@ def test_a_training_step_never_waits_for_the_device(monkeypatch, fp8, head_chunk
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(train_gpt, "dense_mask", train_gpt.flex_mask)
     model = make_model(TINY)
-    model.tokens_per_piece = max(TINY.seq_lens) // head_chunks
+    model.tokens_per_chunk = 768 // head_chunks
     model.lm_head.use_fp8 = fp8
     ranks = types.SimpleNamespace(rank=0, world_size=1)
     optimizers = train_gpt.build_optimizers(model, TINY, ranks)
     before = [p.detach().clone() for p in model.parameters()]
     for steps in (range(2), range(6, 8)):  # Adam steps at the second; the head is tied, and not
         first = train_gpt.schedule(steps[0], TINY)
-        model.set_stage(first.stage)
+        model.set_stage(first)
         tokens = random_tokens(1, first.seq_len + 1, seed=0)
         batch = tokens[:, :-1], tokens[:, 1:].long()
         update = train_gpt.step_tied if first.tied else train_gpt.step_optimizers

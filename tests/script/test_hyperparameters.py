@@ -10,8 +10,9 @@ import train_gpt
 from train_gpt import POCKET, Hyperparameters, main, parse_args
 
 FIELDS = dataclasses.fields(Hyperparameters)
-IN_RECORD = dataclasses.asdict(Hyperparameters())
+IN_RECORD = vars(Hyperparameters())
 IN_POCKET = IN_RECORD | POCKET
+REST = ",0:128:1:1:1:1,0:128:1:1:1:1"  # stages: the extension and the last validation
 BAD = {  # flags, and the words that the line has
     "--no_such_flag 1": "unrecognized arguments: --no_such_flag 1",
     "--num_iterations many": "argument --num_iterations: invalid flag value: 'many'",
@@ -19,14 +20,18 @@ BAD = {  # flags, and the words that the line has
     "--num_iterations 10000000": "num_iterations must be at most a million; here it is 10000000",
     f"--seed {2**70}": "--seed: invalid",
     "--muon_lr nan": "--muon_lr: invalid",
-    "--lr_factors 1,nan": "argument --lr_factors: invalid flag value: '1,nan'",
-    "--long_windows 0": "--long_windows: invalid",
-    "--seq_lens 128,100": "seq_lens and val_seq_len must be multiples of 128; here it is 128,100",
+    f"--stages 1:128:1:1:nan:1{REST}": "argument --stages: invalid flag value: '1:128:1:1:nan:1,",
+    f"--stages 1:128:0:1:1:1{REST}": "argument --stages: invalid",
+    f"--stages 1:128:1:1:1{REST}": "argument --stages: invalid",
+    f"--stages 1:100:1:1:1:1{REST}": "--stages must have lengths that are multiples of 128; here",
+    f"--stages 0:128:1:1:1:1{REST}": "--stages must have a row with a share, one of the extension",
+    f"--stages {REST[1:]}": "--stages must have a row with a share",
     "--eot_token 257": "--eot_token must be below vocab_size; here it is 257",
-    "--attention_pattern LSSL": "--value_embed_pattern must have an entry a layer; here it is 0.",
-    "--attention_pattern LXSL": "--attention_pattern must be of L, S and .; here it is LXSL",
-    "--skip_layer 1": "--skip_layer must lie below the first .; here it is 1",
-    "--backout_layer 2": "--backout_layer must be a layer",
+    "--layers L:skip,X:backout": "--layers must be at most 99 words such as L, S0, ., L:skip or",
+    f"--layers L:skip:backout{100 * ',S'}": "--layers must be at most 99 words",
+    "--layers S:backout,.,L:skip": "--layers must have one word with :skip, below the first .",
+    "--layers L:skip,L:skip,S:backout": "--layers must have one word with :skip",
+    "--layers L:skip,.": "--layers must have one word with :backout; here it is L:skip,.",
     "--cooldown_frac 0": "--cooldown_frac must be above 0, at most 1; here it is 0.0",
     "--head_dim 6": "--head_dim must be a multiple of 4; here it is 6",
     "--model_dim 100": "--model_dim must be a multiple of head_dim; here it is 100",
@@ -42,8 +47,7 @@ def test_the_presets_are_the_table_and_what_differs_from_it():
     assert parse_args([]) == Hyperparameters()
     pocket = parse_args(["--preset", "pocket"])
     assert pocket == Hyperparameters(**POCKET) and pocket.preset == "pocket"
-    assert (pocket.model_dim, pocket.vocab_size, pocket.val_tokens) == (64, 257, 262_144)
-    assert all(IN_RECORD[name] != value for name, value in POCKET.items())
+    assert (pocket.model_dim, pocket.vocab_size, pocket.val_tokens) == (64, 257, 65_536)
 
 
 @pytest.mark.parametrize("preset", [[], ["--preset", "pocket"]])
@@ -54,7 +58,8 @@ def test_what_is_shown_of_each_field_is_a_flag_that_gives_its_value(preset):
     assert train_gpt.parse_flags(shown) == values
 
 
-def test_help_has_each_flag_with_its_meaning_and_values(capsys):
+def test_help_has_each_flag_with_its_meaning_and_values(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # no row of stages is broken
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])
     assert not exit_.value.code

@@ -60,31 +60,33 @@ def as_the_kernel_sees(mask):
         BLOCK_SIZE=BLOCK, mask_mod=seen)
 
 
-@pytest.mark.parametrize("window, document_tokens", [(1, 300), (2, 20), (2, math.inf), (5, 300)])
+@pytest.mark.parametrize("reach, document_tokens",
+                         [(50, 300), (128, 300), (256, 20), (300, math.inf), (640, 300)])
 def test_both_attention_paths_equal_the_formula_and_visit_no_block_that_nobody_sees(
-    monkeypatch, window, document_tokens
+    monkeypatch, reach, document_tokens
 ):
-    """Token i sees token j where j <= i, both in one document, `window` · 128 apart at most."""
+    """Token i sees token j where j <= i, both in one document, `reach` apart at most."""
     # By plain operations; on a CPU FlexAttention refuses gradients, which it has.
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    starts = random_tokens(2, 4 * BLOCK, window, document_tokens) == EOT
+    starts = random_tokens(2, 4 * BLOCK, reach, document_tokens) == EOT
     starts[:, 0] = True
     docs = starts.flatten().cumsum(0).int()
     i, j = torch.meshgrid(torch.arange(len(docs)), torch.arange(len(docs)), indexing="ij")
-    seen = (j <= i) & (docs[i] == docs[j]) & (i - j <= BLOCK * window)
+    seen = (j <= i) & (docs[i] == docs[j]) & (i - j <= reach)
     shape = (3, 2, 4 * BLOCK, 2, 16)
     qkv = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.5
     expected = F.scaled_dot_product_attention(
         *qkv.double().flatten(1, 2).transpose(1, 2), attn_mask=seen, scale=1.0)
     expected = expected.transpose(0, 1).view(shape[1:])
-    arguments = docs.view(2, -1), torch.tensor(window, dtype=torch.int32)
+    arguments = docs.view(2, -1), torch.tensor(reach, dtype=torch.int32)
     dense_mask, flex_mask = train_gpt.dense_mask(*arguments), train_gpt.flex_mask(*arguments)
     with torch.no_grad():
         for mask in (dense_mask, as_the_kernel_sees(flex_mask)):
             found = train_gpt.attend(*qkv, mask, None)
             torch.testing.assert_close(found.double(), expected, **FP32)
 
-    assert dense_mask.numel() == len(docs) * BLOCK * min(window + 1, 4)
+    keys = min(32 * math.ceil(reach / 32) + 32, 4 * BLOCK)  # of blocks of 32
+    assert dense_mask.numel() == len(docs) * keys
     blocks = seen.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     assert flex_mask.full_kv_num_blocks.sum() == blocks.all(-1).all(1).sum()
     visited = flex_mask.kv_num_blocks + flex_mask.full_kv_num_blocks
@@ -94,17 +96,17 @@ def test_both_attention_paths_equal_the_formula_and_visit_no_block_that_nobody_s
 @pytest.mark.parametrize("length", [1, 127, 128, 200])
 def test_a_text_of_any_length_is_seen_as_the_beginning_of_a_longer_one(length):
     tokens, model = random_tokens(2, 256, 6), make_model()
-    model.windows[:] = torch.tensor([2, 1])
+    model.reach[:] = torch.tensor([256, 128])
     with torch.no_grad():
         whole, part = (model.logits(model.hidden(x)) for x in (tokens, tokens[:, :length]))
     torch.testing.assert_close(part, whole[:, :length], **FP32)
 
 
 @pytest.mark.parametrize("size, sizes", [(512, [512]), (256, [256, 256]), (200, [200, 200, 112])])
-def test_the_head_takes_pieces_that_the_backward_pass_computes_again(size, sizes):
+def test_the_head_takes_chunks_that_the_backward_pass_computes_again(size, sizes):
     """Or all logits would be in memory at once. The records' tests hold the losses."""
     tokens, model, taken = random_tokens(2, 256, 0), make_model(), []
-    head_loss, model.tokens_per_piece = model.head_loss, size
+    head_loss, model.tokens_per_chunk = model.head_loss, size
     model.head_loss = lambda x, *rest: (taken.append(len(x)), head_loss(x, *rest))[1]
     losses = model(tokens, tokens.long(), 3)
     assert taken == sizes

@@ -4,7 +4,6 @@ Collectives say at once that they are under way: the sizes of what would be sent
 rank among N, and nothing needs N processes.
 """
 
-import dataclasses
 import math
 import types
 from collections import Counter
@@ -35,7 +34,7 @@ class Wire:
 
     def __init__(self, monkeypatch):
         self.events, self.tensors = [], []
-        monkeypatch.setattr(dist, "init_process_group", lambda: None)
+        monkeypatch.setattr(dist, "init_process_group", lambda **options: None)
         for name in (REDUCE, GATHER):
             monkeypatch.setattr(dist, name, self.collective(name))
         for name in OTHERS:
@@ -85,7 +84,8 @@ def test_a_step_reduces_gradients_once_and_gathers_parameters_once(monkeypatch, 
     """What rests sends nothing; the head takes the tied embedding's gradients along. All are under
     way before the first one is waited for."""
     wire = Wire(monkeypatch)
-    for key, value in dict(RANK=world_size - 1, WORLD_SIZE=world_size, LOCAL_RANK=0).items():
+    variables = dict(RANK=world_size - 1, WORLD_SIZE=world_size, LOCAL_RANK=0)
+    for key, value in dict(variables, MASTER_ADDR="127.0.0.1").items():
         monkeypatch.setenv(key, str(value))
     ranks, model = train_gpt.Ranks(TINY), train_gpt.GPT(TINY)
     for module in (model.embed, model.value_embeds, model.lm_head, model.smear_gate):
@@ -123,10 +123,10 @@ H100 = ((9, 0), 227, 84)  # compute capability, KiB of shared memory, GB of memo
 
 @pytest.mark.parametrize("card, flags, chunks, head", [
     (H100, {}, 1, "fp8"), (H100, dict(head_chunks=3, fp8_head=False), 3, "bf16"),
-    (((8, 0), 163, 41.5), {}, 2, "bf16"), (((8, 9), 99, 16), {}, 5, "fp8"),
+    (((8, 0), 163, 41.5), {}, 2, "bf16"), (((8, 9), 99, 16), {}, 8, "fp8"),
 ], ids=["H100", "flags", "A100", "4080"])
 def test_what_a_card_gets(monkeypatch, card, flags, chunks, head):
-    """Logits of 80 GB cards are one piece, as published. A smaller card takes as many as needed,
+    """Logits of 80 GB cards are one chunk, as published. A smaller card takes as many as needed,
     one with little shared memory small blocks in the backward pass. Flags go before. The records'
     tests hold the types of the weights."""
     capability, shared_kib, memory_gb = card
@@ -134,20 +134,23 @@ def test_what_a_card_gets(monkeypatch, card, flags, chunks, head):
         shared_memory_per_block_optin=shared_kib * 1024, total_memory=int(memory_gb * 1e9))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cfg = dataclasses.replace(RECORD, **flags)
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(train_gpt.Ranks, "__init__", lambda self, cfg: vars(self).update(
+        rank=0, world_size=1, device=device))
+    words = ["--run_id=x", *(f"--{name}={value}" for name, value in flags.items())]
+    built = []
+    monkeypatch.setattr(train_gpt, "Run", lambda cfg, *args: built.append(cfg))
+    with pytest.raises(AttributeError):  # it is no run
+        train_gpt.run_script(words)
+    (cfg,) = built
     with torch.device("meta"):
         model = train_gpt.GPT(cfg)
-    model.init_weights = lambda generator: None
     model.compile = lambda **options: vars(model).update(options)
-    ranks = types.SimpleNamespace(rank=0, world_size=1, device=torch.device("cuda", 0))
-    monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
-    monkeypatch.setattr(train_gpt, "GPT", lambda cfg: model)
-    monkeypatch.setattr(train_gpt, "build_optimizers", lambda *args: [])
-    train_gpt.build(cfg, ranks)
+    train_gpt.prepare_for_cuda(model, cfg, device)
     assert model.dynamic is False, "compiled for the shapes that come, or not at all"
-    assert model.head_chunks == chunks
-    assert chunks - 1 < 49152 / model.tokens_per_piece <= chunks
-    assert model.tokens_per_piece % 128 == 0
-    assert (model.lm_head.use_fp8, model.head_type) == (head == "fp8", head)
+    assert cfg.head_chunks == chunks
+    assert chunks - 1 < 49152 / model.tokens_per_chunk <= chunks
+    assert model.tokens_per_chunk % 128 == 0
+    assert model.lm_head.use_fp8 == (head == "fp8")
     options = train_gpt.SMALL_TILES if shared_kib == 99 else None
     assert all(block.attn.kernel_options == options for block in model.blocks if block.attn)

@@ -11,10 +11,12 @@ import pytest
 
 import train_gpt
 
-LAYERS = dict(attention_pattern="LS.L", value_embed_pattern="0..0", skip_layer=0, backout_layer=2)
+LAYERS = dict(layers="L0:skip,S,.:backout,L0")
 # Stages begin at steps 0, 2, 4 and 5 of 6, the second one with longer sequences where they grow.
-STAGES = dict(seq_lens="128", long_windows="1,2", short_windows="1")
-GROWING = dict(seq_lens="128,256", lr_factors="0.8,1.0")
+STAGES = dict(stages="1:128:128:128:1:3,1:128:256:128:1.5:2,1:128:256:128:1.7:1,"
+                     "0:128:256:128:1.7:1,0:128:256:128:1.7:1")
+GROWING = dict(stages="1:128:128:128:.8:3,1:256:256:128:1:2,1:256:256:128:1:1,"
+                      "0:256:256:128:1:1,0:256:256:128:1:1")
 STEPS = 6
 FLAGS = dict(
     preset="pocket", device="cpu", run_id="x", model_dim=32, head_dim=16, vocab_multiple=128,
@@ -30,8 +32,8 @@ def to_argv(flags):
 def tiny(**flags):
     """The hyperparameters of the tiny model, which are the record's but for its sizes."""
     sizes = dict(vocab_size=257, eot_token=256, model_dim=32, head_dim=16, vocab_multiple=128,
-                 seq_lens="256", val_seq_len=256, device="cpu")
-    return train_gpt.parse_args(to_argv(sizes | LAYERS | flags))
+                 val_seq_len=256, device="cpu")
+    return train_gpt.parse_args(to_argv(sizes | LAYERS | STAGES | flags))
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def run(data_flags, tmp_path, monkeypatch, capsys):
             patch.setattr(train_gpt, "build", noted)
             result.code = train_gpt.main(argv or to_argv(FLAGS | data_flags | flags))
         result.out, result.err = capsys.readouterr()
-        folder = re.search(r"piece\(s\), (logs/.+)$", result.out, re.M)
+        folder = re.search(r"chunk\(s\), (logs/.+)$", result.out, re.M)
         result.log = Path(folder[1], "log.txt").read_text() if folder else ""
         block = result.log.rpartition("\n---\n")[2]
         result.values = dict(re.findall(r"^(\w+): (.*)$", block, re.M))

@@ -15,6 +15,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("device.cpp")
 COMPILER = os.environ.get("CXX", "g++")
+# Without the path of the torch that it was built with: another one of that version may load it.
+FLAGS = ["-shared", "-fPIC", "-O1", "-std=c++20", "-lc10", "-ltorch_cpu"]
 TRITON = "3.7.1"  # what torch 2.13 pins for CUDA; requirements-dev.txt has the same
 
 
@@ -53,7 +55,7 @@ def build() -> Path:
     Raises RuntimeError with the compiler's words.
     """
     torch_version = importlib.metadata.version("torch")
-    key = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
     library = cache_folder() / f"device-{torch_version}-{key}.so"
     if library.exists():
         return library
@@ -62,9 +64,7 @@ def build() -> Path:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
         includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
-        libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
-        flags = ["-shared", "-fPIC", "-O1", "-std=c++20"]
-        command = [COMPILER, *flags, *includes, SOURCE, "-o", built, *libraries]
+        command = [COMPILER, *includes, SOURCE, "-o", built, f"-L{torch}/lib", *FLAGS]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{SOURCE.name} does not compile:\n{done.stderr[-4000:]}")
@@ -76,4 +76,6 @@ def load() -> ctypes.CDLL:
     """The library, loaded. Raises RuntimeError where torch is there already: it asks once."""
     if "torch" in sys.modules:
         raise RuntimeError("the host GPU must be installed before torch is imported")
+    for name in "c10", "torch_cpu":  # those of this process's torch
+        ctypes.CDLL(str(torch_folder() / "lib" / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)

@@ -119,8 +119,9 @@ def stand_in_for_torch_cuda(device) -> None:
     cuda.get_device_name = lambda device=None: card.name
     cuda.is_bf16_supported = lambda including_emulation=True: card.capability >= (8, 0)
     cuda.is_tf32_supported = lambda: card.capability >= (8, 0)
-    cuda.mem_get_info = lambda device=None: (card.memory, card.memory)
+    cuda.mem_get_info = lambda device=None: (2**20, card.memory)  # the host's is for the tests
     cuda.max_memory_allocated = lambda device=None: 0  # nobody counts
+    cuda.reset_peak_memory_stats = nothing()
     # Order of the work: Health, the benchmarks, generated wrapper code.
     cuda.Stream, cuda.Event = Stream, Event
     cuda.current_stream = lambda device=None: stream
@@ -184,7 +185,7 @@ def stand_in_for_nccl(device) -> None:
 
     init_process_group = dist.init_process_group
 
-    def init_with_gloo(backend=None, *args, **kwargs):
+    def init_with_gloo(backend=None, *args, device_id=None, **kwargs):
         device.host_gpu_hand_collectives_to_gloo()
         backend = (backend or "cpu:gloo,cuda:nccl").replace("nccl", "gloo")
         return init_process_group(backend, *args, **kwargs)

@@ -89,7 +89,7 @@ def run_rank(rank, nproc, store, cwd, argv, fault):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     if nproc > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc),
-                          GLOO_SOCKET_IFNAME="lo")
+                          MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
         torch.distributed.init_process_group = partial(
             torch.distributed.init_process_group, init_method=store, rank=rank, world_size=nproc)
     torch.set_num_threads(1)

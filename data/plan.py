@@ -7,6 +7,7 @@ line is a script of this folder that makes its data.
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,8 +18,10 @@ import train_gpt
 # its peak, and 1.5 GiB for CUDA, gaps between tensors and a screen.
 PARTS = [(21.8, 1), (13.5, 2), (9.2, 4), (6.5, 8)]
 FEWEST_SHARDS = 8  # of FineWeb, each of 100 million tokens; enough for most records
-PREFIXES = "data/fineweb10B/prefixes.npy"
-OWN_PLAN = ("--seq_lens", "--sequences_per_step", "--sequences_per_forward", "--resume")
+TABLES = {  # files that records read beside the text, and what makes them
+    "data/fineweb10B/prefixes.npy": "prefixes.py",
+    "data/fineweb10B/canonical.npz": "canonical.py"}
+OWN_PLAN = ("--stages", "--seq_len", "--sequences_per_step", "--sequences_per_forward", "--resume")
 
 
 def flags_that_fit(cfg, gib: float) -> str:
@@ -30,8 +33,12 @@ def flags_that_fit(cfg, gib: float) -> str:
         return "none"
     if cfg.sequences_per_forward >= parts:  # of the first records: the same steps in more passes
         return f"--sequences_per_forward {cfg.sequences_per_forward // parts}"
-    lengths = ",".join(str(length // parts) for length in cfg.seq_lens)
-    flags = f"--seq_lens {lengths} --sequences_per_step {cfg.sequences_per_step * parts}"
+    if hasattr(cfg, "stages"):
+        rows = tuple(replace(row, seq_len=row.seq_len // parts) for row in cfg.stages)
+        flags = f"--stages {train_gpt.show(rows)}"
+    else:
+        flags = f"--seq_len {cfg.seq_len // parts}"
+    flags += f" --sequences_per_step {cfg.sequences_per_step * parts}"
     if parts == 8:  # else validation would be the peak
         flags += f" --val_seq_len {min(cfg.val_seq_len, 131072)}"
     return flags
@@ -43,12 +50,11 @@ def scripts_of_data(cfg) -> list[str]:
         return ["pocket.py"]
     if "fineweb" not in cfg.train_files:
         return []
-    _, tokens = train_gpt.plan(cfg)
-    scripts = [f"fineweb.py {max(FEWEST_SHARDS, math.ceil(tokens / 1e8))}"]
-    made = (Path(__file__).parent.parent / PREFIXES).exists()
-    if getattr(cfg, "prefix_file", "") == PREFIXES and not made:
-        scripts.insert(0, "prefixes.py")
-    return scripts
+    repo = Path(__file__).parent.parent
+    paths = [getattr(cfg, name, "") for name in ("prefix_file", "canonical_file")]
+    scripts = [TABLES[path] for path in paths if path in TABLES and not (repo / path).exists()]
+    shards = math.ceil(train_gpt.plan(cfg).tokens / 1e8)
+    return [*scripts, f"fineweb.py {max(FEWEST_SHARDS, shards)}"]
 
 
 def plan(argv: list[str]):

@@ -27,9 +27,9 @@ STDIN = "-"
 BLOCK_CHARS = 1 << 18  # of a text, read at a time
 SHARD_TOKENS = 100_000_000  # in a shard at most
 BLOCK_TOKENS = 128  # val_tokens and val_seq_len are multiples of it
-PRESET_VAL_TOKENS = 262_144  # what the pocket preset validates on
+PRESET_VAL_TOKENS = 65_536  # what the pocket preset validates on
 PRESET_VAL_SEQ_LEN = 4096  # in sequences of so many tokens
-MIN_TRAIN_TOKENS = 16 * 128 + 1  # a step of the pocket preset; the last token is a target only
+MIN_TRAIN_TOKENS = 8 * 384 + 1  # a step of the pocket preset; the last token is a target only
 MIN_VAL_TOKENS = BLOCK_TOKENS + 1
 
 # No GPT-2 token spans a place between a non-space and a space or newline, so that the tokens of
@@ -213,6 +213,7 @@ def training_command(out: Path, tokenizer: str, num_val: int) -> str:
         "val_files": f"{files}/text_val_*.bin",
         "vocab_size": END_OF_TEXT[tokenizer] + 1,
         "eot_token": END_OF_TEXT[tokenizer],
+        "max_document_tokens": 0,  # the presets drop what is behind the first part of a document
         "val_seq_len": min(val_tokens, PRESET_VAL_SEQ_LEN),
         "val_tokens": min(val_tokens, PRESET_VAL_TOKENS),
     }

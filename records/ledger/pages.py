@@ -16,10 +16,10 @@ WIDTH = 100  # columns of a terminal
 NEWEST, NEWEST_MONTH, NEWEST_MINUTES = 92, "September 2026", 0.665
 GREY = "#8a9299"
 
-LADDER = ("Record", "Minutes", "Loss (n)", "Float64")
+LADDER = ("Record", "Public record (min), not run here", "Its loss (n)", "Float64")
 LADDER_LEGEND = """\
-Minutes, Loss: of the public record's n runs on 8×H100, by its own files. Float64: the largest
-difference of our script from the public one."""
+Minutes and losses are those of the public record's n runs on 8×H100 (#91's loss: on one H100), by
+its own files. Float64: the largest difference of our script from the public one."""
 RUNS = ("Record", "Loss ± std (n)", "Target", "Minutes", "Difference", "Time")
 RUNS_LEGEND = """\
 Loss: all runs of a setting. Target: p that the mean lies below the rules' target. Difference: from

@@ -198,7 +198,7 @@ def test_wrong_flags_are_told_before_any_download(fake):
     env = os.environ | dict(PYTHONPATH=REPO, CUDA_VISIBLE_DEVICES="")
     script = [sys.executable, "-P", REPO / "data" / "plan.py"]
     plan = subprocess.check_output([*script, "--preset", "pocket"], env=env, text=True)
-    assert plan == "0 1 1 16 \npocket.py\n"
+    assert plan == "0 1 1 8 \npocket.py\n"
     for wrong in "--sede 3", "--num_iterations=0":
         run = subprocess.run([*script, *wrong.split()], env=env, text=True, capture_output=True)
         assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stderr
@@ -211,27 +211,34 @@ def test_wrong_flags_are_told_before_any_download(fake):
 DATA = {  # of most, the first eight shards; of these all that their steps of 524,288 tokens take
     "records/2024-10-14_ModernArch/train_gpt.py": ["fineweb.py 27"],
     "records/2024-11-03_UntieEmbed/train_gpt.py": ["fineweb.py 25"],
-    "records/2026-07-13_PrefixTargets/train_gpt.py": ["prefixes.py", "fineweb.py 8"]}
+    "records/2026-07-13_PrefixTargets/train_gpt.py": ["prefixes.py", "fineweb.py 8"],
+    "records/2026-08-06_CanonicalMask/train_gpt.py": [
+        "prefixes.py", "canonical.py", "fineweb.py 8"]}
+
+
+def lengths_of(cfg):
+    return [row.seq_len for row in getattr(cfg, "stages", [cfg])]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_is_planned_with_its_data_and_for_a_small_gpu(script, monkeypatch, tmp_path):
     """The tokens of its steps stay what they were."""
     real = script_module(script)
+    monkeypatch.setattr(plan_tool, "train_gpt", real)
     cfg = real.parse_args([])
     for gib, parts in (79.1, 1), (15.6, 2), (11.6, 4), (7.7, 8):
         flags = plan_tool.flags_that_fit(cfg, gib)
         assert bool(flags) == (parts > 1)
         small = real.parse_args(flags.split())
-        at_once = [length * small.sequences_per_forward * parts for length in small.seq_lens]
-        assert at_once == [length * cfg.sequences_per_forward for length in cfg.seq_lens]
-        tokens = [length * small.sequences_per_step for length in small.seq_lens]
-        assert tokens == [length * cfg.sequences_per_step for length in cfg.seq_lens]
-    monkeypatch.setattr(plan_tool, "train_gpt", real)
+        for found, before in zip(lengths_of(small), lengths_of(cfg), strict=True):
+            at_once = before * cfg.sequences_per_forward
+            assert found * small.sequences_per_forward * parts == at_once
+            assert found * small.sequences_per_step == before * cfg.sequences_per_step
     monkeypatch.setattr(plan_tool, "__file__", f"{tmp_path}/data/plan.py")
     data = DATA.get(script, ["fineweb.py 8"])
     assert plan_tool.scripts_of_data(cfg) == data
-    write(tmp_path / plan_tool.PREFIXES, "")  # which are not made again
+    for table in plan_tool.TABLES:  # which are not made again
+        write(tmp_path / table, "")
     assert plan_tool.scripts_of_data(cfg) == data[-1:]
 
 

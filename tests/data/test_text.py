@@ -222,11 +222,11 @@ def test_bad_input_is_one_line_and_nothing_is_left(run_text, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(("size", "val_tokens"), [
-    (115_179, 5632), (2177, 128)])  # the last one is the least that is taken
+    (115_179, 5632), (3201, 128)])  # the last one is the least that is taken
 def test_the_printed_command_trains_on_the_shards(run_text, tmp_path, capsys, size, val_tokens):
-    """Also where they are shorter than the preset's validation sequences."""
+    """Also where they are shorter than the preset's validation sequences; on all of a document."""
     content = (b"some words of text\n" * 6100)[:size]
-    run_text("-", stdin=content[:2176], refused=["2,177 token(s), of 2,178 at least"])
+    run_text("-", stdin=content[:3200], refused=["3,201 token(s), of 3,202 at least"])
     printed = run_text("--out", "my [odd] folder", "-", stdin=content)
     said, command = printed.splitlines()[-2:]
     assert "--repeat_data true in place of --preset pocket" in said
@@ -235,7 +235,8 @@ def test_the_printed_command_trains_on_the_shards(run_text, tmp_path, capsys, si
     program, script, *flags = shlex.split(command)
     assert program == "python" and (tmp_path / script).resolve() == REPO / "train_gpt.py"
     assert int(flags[flags.index("--val_tokens") + 1]) == val_tokens
+    assert flags[flags.index("--max_document_tokens") + 1] == "0"
     # Whole blocks, and one more token at least, the last target.
     assert 0 < len(read_splits(tmp_path / "my [odd] folder")[1]) - val_tokens <= 128
-    assert not train_gpt.main([*flags, "--num_iterations", "1", "--warmup_steps", "0"])
+    assert not train_gpt.main([*flags, "--num_iterations", "10", "--warmup_steps", "0"])
     assert "val_loss" in capsys.readouterr().out

@@ -86,7 +86,7 @@ def project(tmp_path, checkpoint, monkeypatch):
     (copy / "dump.xz").write_bytes(lzma.compress(b"A line of a dump.\n" * 5000))
     copy_project(copy)
     (copy / "logs" / "RUN").mkdir(parents=True)
-    shutil.copy(checkpoint, copy / "logs" / "RUN" / "step-000240.pt")
+    shutil.copy(checkpoint, copy / "logs" / "RUN" / "step-000120.pt")
     monkeypatch.chdir(copy)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(copy / "home"))

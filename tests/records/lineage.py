@@ -187,6 +187,8 @@ def make_model(script, cfg):
     """A model in which no weight is zero, so that everything has a part."""
     model, generator = script.GPT(cfg), torch.Generator().manual_seed(0)
     model.init_weights(generator)
+    if hasattr(model, "read_tables"):
+        model.read_tables()
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim < 2:

@@ -148,7 +148,6 @@ class Station:
     parameters: int | None = None  # how many there are, where that was published
     run_length = 5  # scheduled steps of the tiny run that our script is held to
     tiny = dict(model_dim=32, head_dim=16)  # what it has of its sizes
-    changed_lines = 150  # at most, of our script against its parent's
     # Steps and data
     num_iterations = 5100  # N, the steps that the schedules are made for
     extension = 0  # E, the steps after them

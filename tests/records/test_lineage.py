@@ -7,8 +7,8 @@ is not public, or has no station yet, is not here.
 
 import functools
 import inspect
-import math
 import itertools
+import math
 import re
 from types import SimpleNamespace
 
@@ -269,8 +269,10 @@ class HeldRun:
         self.state = self.station.optimizer_state(self.weights)
         steps = range(self.station.total_steps())
         self.steps = self.station.streams_of_steps(random_shards(3, 8_000), steps)
-        self.val_tokens = random_shards(1, 2_000, seed=5)[0]
+        self.val_tokens = random_shards(1, 2_000, seed=5)[0][: self.station.val_tokens + 1]
         self.loader = self.health = self
+        self.logged = []
+        self.log = self.logged.append
 
     def hold(self, what, grads=False, factor=1):
         """Weights, or gradients, against the oracle's."""
@@ -294,8 +296,7 @@ class HeldRun:
         self.hold(self.weights)
         streams = self.station.validation_streams(self.val_tokens)
         expected = self.station.validation_loss(self.weights, streams, step).item()
-        tokens = self.val_tokens[: self.station.val_tokens + 1]
-        found = self.script.validate(self.model, tokens, self.cfg, self.ranks)
+        found = self.script.validate(self.model, self.val_tokens, self.cfg, self.ranks)
         assert found == pytest.approx(expected, rel=1e-12)
         self.validated.append(step)
         return is_last
@@ -340,3 +341,7 @@ def test_a_whole_run_takes_the_published_steps(record):
         run.script.train(run, run.cfg)
         last = run.station.total_steps()
         assert run.step == last and run.validated == [4, last]
+        if hasattr(run.station, "unmasked_loss"):
+            streams = run.station.validation_streams(run.val_tokens)
+            loss = run.station.unmasked_loss(run.weights, streams, last).item()
+            assert run.logged == [f"val_loss without the mask of canonical tokens: {loss:.4f}"]

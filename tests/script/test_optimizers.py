@@ -3,11 +3,9 @@
 import pytest
 import torch
 from lineage_oracles import POLAR_EXPRESS
-from tiny_runs import tiny
 from torch import nn
 
 import train_gpt
-from train_gpt import GPT, Ranks, build_optimizers
 
 BETAS = (0.65, 0.95)
 
@@ -60,11 +58,3 @@ def test_adam_on_bf16_weights_computes_in_fp32_and_rounds_once():
     for found, exact in ((weight, expected), (mean, m), (square, v)):
         bound = 2**-8 * exact.abs() + 1e-5  # one rounding to bf16, and fp32's own
         assert ((found.double() - exact).abs() <= bound).all()
-
-
-def test_a_parameter_of_no_row_of_the_table_is_an_error():
-    cfg = tiny()
-    model = GPT(cfg)
-    model.stray = train_gpt.weight(4, 4, group="strays")
-    with pytest.raises(KeyError, match="strays"):
-        build_optimizers(model, cfg, Ranks(cfg))

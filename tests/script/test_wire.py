@@ -4,7 +4,6 @@ Collectives say at once that they are under way: the sizes of what would be sent
 rank among N, and nothing needs N processes.
 """
 
-import dataclasses
 import math
 import types
 from collections import Counter

@@ -6,7 +6,6 @@ from stations import station_18
 
 class Station(station_18.Station):
     parameters = 275_598_388
-    changed_lines = 150
     num_iterations = 1395
     window_tokens = 1728
     table_rows = 50_257

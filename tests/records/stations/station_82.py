@@ -24,7 +24,7 @@ def network(weights, x, kind, number, rows):
 class Station(station_80.Station):
     num_iterations = 1375
     extension = 10
-    bf16 = station_80.Station.bf16 | {"mudd_last", "mudd_output"}  # by our names
+    bf16 = station_80.Station.bf16 | {"w1", "w2", "bias", "output_factors"}  # by our names
     xsa_pattern = ".X.XX..XX.X"
     mudd_biases = [0.0] * 6 + [20.0, 20.0, LAST, 10.0, 0.0, 0.5, LAST, 10.0]  # of the last layer
     mudd_biases += [0.0, -5.0, 0.0, 0.0, 0.0]  # of the head

@@ -46,8 +46,7 @@ sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
 from host_gpu.trace import document_starts, trace  # noqa: E402
-from sample import load_script  # noqa: E402
-from shards import DataError, write_shard  # noqa: E402
+from shards import DataError, load_script, write_shard  # noqa: E402
 
 import train_gpt  # noqa: E402
 
@@ -247,14 +246,14 @@ def time_steps(argv, my_turn, other_turn, times):
     seconds = []
     started = None
 
-    def next_step_in_turn(self, length):
+    def next_step_in_turn(self, now):
         nonlocal started
         if started is not None:
             seconds.append(time.perf_counter() - started)
             other_turn.release()
         my_turn.acquire()
         started = time.perf_counter()
-        return next_step(self, length)
+        return next_step(self, now)
 
     try:
         script = load_script(Path(argv[0]))
@@ -312,7 +311,8 @@ def gpu(args, flags):
     folder = REPO / "logs" / time.strftime("gpu-%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     say(f"measuring, then testing, in {GPU_SECONDS} s at most; kept in {folder}")
-    sizes = dict(train=16 * cfg.sequences_per_step * cfg.seq_lens[-1], val=cfg.val_seq_len + 1)
+    longest = train_gpt.plan(cfg).longest
+    sizes = dict(train=16 * cfg.sequences_per_step * longest, val=cfg.val_seq_len + 1)
     with tempfile.TemporaryDirectory() as data:
         for name, size in sizes.items():  # random tokens, in documents as long as FineWeb's
             tokens = np.random.default_rng(0).integers(cfg.eot_token, size=size)
@@ -361,9 +361,8 @@ def print_steps(text, cfg):
         tokens = cfg.sequences_per_step * now.seq_len
         ms = (end - begin) / STAGE_STEPS
         mfu = f"{6 * tokens * multiplied / ms / spec / 1e9:.1%}" if spec else "unknown peak"
-        window = train_gpt.BLOCK * train_gpt.at_stage(cfg.long_windows, now.stage)
-        rows.append([f"{now.seq_len:,}", f"{len(now.target_weights)}", f"{window}", f"{ms:.1f}",
-                     f"{1000 * tokens / ms:,.0f}", mfu])
+        rows.append([f"{now.seq_len:,}", f"{len(now.target_weights)}", f"{now.long_window}",
+                     f"{ms:.1f}", f"{1000 * tokens / ms:,.0f}", mfu])
     say(f"{name}, torch {final['torch']}: the mean of {STAGE_STEPS} steps of each stage")
     print_table(["tokens a sequence", "targets", "window", "ms a step", "tokens/s", "MFU"], rows)
     say(f"memory at the peak: {int(final['peak_memory_mib']) / 2**10:.1f} GiB")
@@ -374,7 +373,7 @@ def trace_here(script, *arguments):
     """The script's trace for H100 and H200. Raises UserError where none can be made."""
     if reason := host_gpu.obstacle():
         raise train_gpt.UserError(reason)
-    if "long_windows" not in script.read_text():
+    if "long_window: " not in script.read_text():
         raise train_gpt.UserError(f"--script {script}: it has no windows by stage")
     return trace("sm_90", *arguments, script=script)
 
@@ -422,7 +421,7 @@ def memory(args, flags):
     gib = {name: size / 2**30 for name, size in found.memory.items()}
     sent = [size / 1e9 for size in found.facts["wire"]]
     say("counted in generated code, not measured; without CUDA's own and gaps\n"
-        f"on one GPU, head in {found.facts['head_chunks']} piece(s), GiB at the peak: "
+        f"on one GPU, head in {found.facts['head_chunks']} chunk(s), GiB at the peak: "
         f"{gib['peak of backward']:.1f} of training, {gib['peak of validation']:.1f} of "
         "validation, which --val_seq_len lowers\n"
         f"of training's, GiB: {gib['state']:.1f} weights, gradients and the optimizers' state; "

@@ -20,18 +20,24 @@ from train_gpt import BLOCK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
+
+def stages_of(length):
+    """The record's rows with sequences of one length."""
+    rows = train_gpt.Hyperparameters().stages
+    return tuple(dataclasses.replace(row, seq_len=length) for row in rows)
+
+
 ON_HOST = torch.cuda.is_available() and "standing in" in torch.cuda.get_device_name()
 SMALL = dataclasses.replace(
     train_gpt.Hyperparameters(), vocab_size=1000, eot_token=999, model_dim=256,
-    attention_pattern="LS.L", value_embed_pattern="0..0", skip_layer=0, backout_layer=2,
-    seq_lens=(3072,), val_seq_len=4096, val_tokens=8192, val_every=3, num_iterations=16,
-    extension_steps=1, sequences_per_step=2, head_chunks=1,
-    warmup_steps=2)  # Adam steps at the second
+    layers=("L0:skip", "S", ".:backout", "L0"), stages=stages_of(3072),
+    val_seq_len=4096, val_tokens=8192, val_every=3, num_iterations=16, extension_steps=1,
+    sequences_per_step=2, head_chunks=1, warmup_steps=2)  # Adam steps at the second
 if ON_HOST:  # its kernels are interpreted
     SMALL = dataclasses.replace(
         SMALL, vocab_size=257, eot_token=256, vocab_multiple=16, model_dim=32, head_dim=16,
-        attention_pattern="L.S", value_embed_pattern="0..", backout_layer=0, seq_lens=(384,),
-        val_seq_len=256, val_tokens=256, num_iterations=5, sequences_per_step=1)
+        layers=("L0:skip:backout", ".", "S"), stages=stages_of(384), val_seq_len=256,
+        val_tokens=256, num_iterations=5, sequences_per_step=1)
 # Relative error of a norm. bf16 keeps 8 bits: 0.4 % a rounding, some ten of which add up in a row.
 BF16_ERROR = 0.03
 
@@ -78,8 +84,9 @@ def on_the_gpu(model, cfg):
 def make_batch(cfg, rows=1):
     """Of the first three blocks, the last has the begin of two documents, the others see one."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(cfg.eot_token, (rows, max(cfg.seq_lens) + 1), generator=generator)
-    tokens[:, [300, 340, *range(1000, max(cfg.seq_lens), 300)]] = cfg.eot_token
+    length = cfg.stages[0].seq_len
+    tokens = torch.randint(cfg.eot_token, (rows, length + 1), generator=generator)
+    tokens[:, [300, 340, *range(1000, length, 300)]] = cfg.eot_token
     targets = tokens[:, 1:].clone()
     targets[:, -3:] = -1
     return tokens[:, :-1].int(), targets
@@ -87,9 +94,9 @@ def make_batch(cfg, rows=1):
 
 def losses_and_gradients(model, batch, window):
     """Of three targets a token, with a long window of so many blocks."""
-    model.windows.copy_(torch.tensor([window, max(1, window // 2)]))
+    model.reach.copy_(BLOCK * torch.tensor([window, max(1, window // 2)]))
     model.zero_grad()
-    batch = [x.to(model.windows.device) for x in batch]
+    batch = [x.to(model.reach.device) for x in batch]
     losses = train_gpt.accumulate_gradients(model, [batch], train_gpt.schedule(0, model.cfg))
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return losses.cpu(), {name: grad.cpu().clone() for name, grad in grads.items()}
@@ -100,7 +107,7 @@ def test_compiled_flex_attention_equals_the_dense_formula(window):
     model = on_the_gpu(make_model(SMALL), SMALL)  # it has the options that this GPU gets
     options = model.blocks[0].attn.kernel_options
     generator = torch.Generator("cuda").manual_seed(0)
-    length = max(SMALL.seq_lens)
+    length = SMALL.stages[0].seq_len
     shape = (1, length, SMALL.model_dim // SMALL.head_dim, SMALL.head_dim)
     tensors = [torch.randn(shape, generator=generator, device="cuda") for _ in range(4)]
     *qkv, gradient = [x.bfloat16() for x in tensors]
@@ -109,10 +116,10 @@ def test_compiled_flex_attention_equals_the_dense_formula(window):
     position = torch.arange(length, device="cuda")
     distance = position[:, None] - position
     seen = (docs[0, :, None] == docs[0]) & (distance >= 0) & (distance <= window * BLOCK)
-    blocks = torch.tensor(window, dtype=torch.int32, device="cuda")
+    reach = torch.tensor(window * BLOCK, dtype=torch.int32, device="cuda")
 
     def flex(q, k, v):
-        return train_gpt.attend(0.12 * q, k, v, train_gpt.flex_mask(docs, blocks), options)
+        return train_gpt.attend(0.12 * q, k, v, train_gpt.flex_mask(docs, reach), options)
 
     def dense(q, k, v):
         q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
@@ -139,8 +146,8 @@ def errors_of(grads, reference):
     return errors
 
 
-@pytest.mark.parametrize("fp8, pieces", [(False, 1), (False, 4), (True, 1)])
-def test_a_step_in_few_bits_is_as_near_to_fp32_as_the_cpus_in_the_same(fp8, pieces, monkeypatch):
+@pytest.mark.parametrize("fp8, chunks", [(False, 1), (False, 4), (True, 1)])
+def test_a_step_in_few_bits_is_as_near_to_fp32_as_the_cpus_in_the_same(fp8, chunks, monkeypatch):
     """FlexAttention and compiled kernels may round elsewhere than the CPU's operators do, but no
     more often."""
     # The script's are those of the record's width.
@@ -150,7 +157,7 @@ def test_a_step_in_few_bits_is_as_near_to_fp32_as_the_cpus_in_the_same(fp8, piec
         pytest.skip("this GPU has no FP8")
     cpu = make_model(SMALL)
     gpu = on_the_gpu(cpu, dataclasses.replace(SMALL, fp8_head=fp8))
-    gpu.tokens_per_piece = train_gpt.round_up(max(SMALL.seq_lens) // pieces, 128)
+    gpu.tokens_per_chunk = train_gpt.round_up(SMALL.stages[0].seq_len // chunks, 128)
     assert gpu.lm_head.use_fp8 == fp8
     same_types = copy.deepcopy(cpu)
     same_types.lm_head.use_fp8 = fp8
@@ -176,7 +183,7 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path,
     """The script's own loop, through all stages, with validations between the steps. What the
     log's header tells of CUDA, its driver and its libraries is asked here a second time."""
     monkeypatch.chdir(tmp_path)
-    tokens = 2 * SMALL.num_iterations * SMALL.sequences_per_step * max(SMALL.seq_lens)
+    tokens = 2 * SMALL.num_iterations * SMALL.sequences_per_step * SMALL.stages[0].seq_len
     cfg = dataclasses.replace(
         SMALL,
         train_files=tiny_shards([tokens], eot=SMALL.eot_token),
@@ -187,10 +194,10 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path,
     next_step = run.loader.next_step
     log_step = run.log_step
 
-    def next_step_from_which_no_wait_is_allowed(length):
+    def next_step_from_which_no_wait_is_allowed(now):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
-        return next_step(length)
+        return next_step(now)
 
     def log_step_to_which_no_wait_is_allowed(*args):
         log_step(*args)
@@ -240,7 +247,7 @@ def changes_by_noise(model, cfg, dtype=torch.float32):
     """How much each weight changes in such steps, with Newton-Schulz in dtype."""
     model.zero_grad()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizers = train_gpt.build_optimizers(model, cfg, one_rank(model.windows.device))
+    optimizers = train_gpt.build_optimizers(model, cfg, one_rank(model.reach.device))
     for optimizer in optimizers:
         if isinstance(optimizer, train_gpt.Muon):
             optimizer.dtype = dtype

@@ -97,7 +97,7 @@ def test_windows_chunks_rows_and_a_small_card_change_nothing():
     cpu = make_model(cfg)
     gpu = in_fp32(cpu, cfg)
     assert gpu.blocks[0].attn.kernel_options == train_gpt.SMALL_TILES
-    gpu.tokens_per_piece = 384
+    gpu.tokens_per_chunk = 384
     batch = make_batch(cfg, rows=2)
     losses = [assert_same_step(gpu, cpu, batch, window=1)]
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -108,9 +108,11 @@ def test_windows_chunks_rows_and_a_small_card_change_nothing():
 # ---- whole runs -------------------------------------------------------------
 
 STEPS = 4  # each of a stage of its own
+ONE_TARGET = "1:128:128:128:1:1,0:128:128:128:1:1,0:128:128:128:1:1"
 FLAGS = dict(
     preset="pocket", model_dim=32, head_dim=32, sequences_per_step=2, sequences_per_forward=2,
-    seq_lens=128, val_seq_len=256, val_tokens=256, val_every=2, save_every=2, warmup_steps=1,
+    stages="1:128:128:128:1:3,1:128:128:128:1:2," + ONE_TARGET,
+    val_seq_len=256, val_tokens=256, val_every=2, save_every=2, warmup_steps=1,
     num_iterations=STEPS, extension_steps=1, run_id="x")
 
 
@@ -139,10 +141,10 @@ def val_losses(log):
 def test_a_run_is_stopped_and_resumed_and_the_ledger_reads_it(run, monkeypatch):
     """It trains, validates, saves, stops, and goes on to the very same end."""
 
-    def next_step_and_signal(loader, length):
+    def next_step_and_signal(loader, now):
         patch.undo()
         os.kill(os.getpid(), signal.SIGTERM)
-        return loader.next_step(length)
+        return loader.next_step(now)
 
     code, whole = run("cuda")
     assert code == 0
@@ -163,7 +165,7 @@ def test_a_run_is_stopped_and_resumed_and_the_ledger_reads_it(run, monkeypatch):
 
 def test_a_checkpoint_of_one_device_is_resumed_on_the_other(run):
     """Validated where it is resumed, it has the loss that it had where it was saved."""
-    run = functools.partial(run, targets_ahead=1)  # one graph for all stages
+    run = functools.partial(run, stages=ONE_TARGET)  # one graph for all stages
     for saved_on, resumed_on in (("cpu", "cuda"), ("cuda", "cpu")):
         name = f"from-{saved_on}"
         code, saved = run(saved_on, run_id=name, num_iterations=2)

@@ -17,21 +17,21 @@ on_the_host = host.on_the_host  # a fixture
 
 # What differs from the sizes of the root's models.
 SIZES = {
-    "2026-01-07_PairedHeads": dict(attention_pattern="PL."),
+    "2026-01-07_PairedHeads": dict(layers=("P0:skip:backout", "L", ".")),
     "2026-04-08_HeadPairMuon": dict(
-        attention_pattern="P.L", value_embed_pattern="0.1", bigram_rows=97,
-        max_document_tokens=(0,)),
+        layers=("P0:skip:saved", ".", "L1"), bigram_rows=97),
     "2026-07-13_PrefixTargets": dict(
-        attention_pattern="L.L", value_embed_pattern="0.1", xsa_pattern="X..", gate_pattern="G.G",
-        bigram_rows=97, bigram_width=24, sign_rows=32, max_document_tokens=(0,))}
+        layers=("L0xg:skip:saved", ".", "L1g"), bigram_rows=97, bigram_width=24, sign_rows=32)}
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_step_in_fp32_is_that_of_the_cpu(name, monkeypatch):
     script = load(REPO / "records" / name, block=128)
-    sizes = dataclasses.asdict(host.TINY)
-    sizes.pop("freeze_steps")
-    cfg = script.Hyperparameters(**sizes | SIZES[name])
+    cfg = script.Hyperparameters()
+    stages = tuple(dataclasses.replace(row, seq_len=384) for row in cfg.stages)
+    sizes = vars(host.TINY) | dict(stages=stages) | SIZES[name]
+    known = {name: value for name, value in sizes.items() if hasattr(cfg, name)}
+    cfg = dataclasses.replace(cfg, **known)
     monkeypatch.setattr(test_gpu, "train_gpt", script)
     cpu = test_gpu.make_model(cfg)
     gpu = host.in_fp32(cpu, cfg)

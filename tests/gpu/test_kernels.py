@@ -37,11 +37,12 @@ SPILLED_BY_OTHERS = dict(sm_80=3152, sm_90=5552)
 
 def few_layers_of(script: Path) -> list[str]:
     """The flags that leave a script three layers, with each kind of heads, tables and gates."""
-    source = script.read_text()
-    values = dict(
-        attention_pattern="P.L" if "[LPS.]" in source else "S.L", value_embed_pattern="0.1",
-        xsa_pattern="..X", gate_pattern="G.G", skip_layer="0", backout_layer="0")
-    return [x for k, v in values.items() if f"\n    {k}: " in source for x in (f"--{k}", v)]
+    form = re.search(r"^LAYER_WORD = .*", script.read_text(), re.MULTILINE)[0]
+    marks = "".join(mark for mark in (":skip", ":backout", ":saved") if mark in form)
+    gates = "g" if "g?" in form else ""
+    first = "P" if "P" in form.partition("(")[2] else "S"
+    xsa = "x" if "x?" in form else ""
+    return ["--layers", f"{first}0{gates}{marks},.,L1{xsa}{gates}"]
 
 
 @functools.cache
@@ -138,7 +139,7 @@ def test_logits_are_read_once_in_few_bits_and_by_compiled_kernels_alone(get_trac
 
 @pytest.mark.cards
 @pytest.mark.parametrize("head_chunks", [2, 4, 8, 16])
-def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
+def test_chunks_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
     found, whole = (few_layers("sm_90", "--phases", "train", "--head_chunks", str(n))
                     for n in (head_chunks, 1))
     assert found.breaks == []
@@ -150,7 +151,7 @@ def test_pieces_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
     logits = found.facts["tokens"] * found.facts["padded_vocab"]
     assert found.memory["kept"] < whole.memory["kept"] - 1.9 * logits
     saved = whole.memory["peak of backward"] - found.memory["peak of backward"]
-    # Of few layers; from some pieces on, their peak lies elsewhere than in the head.
+    # Of few layers; from some chunks on, their peak lies elsewhere than in the head.
     assert saved >= min(4 * logits * (1 - 1.5 / head_chunks), 2.5 * logits)
 
 

@@ -29,27 +29,24 @@ def in_float64(rank):
     os.environ["LOCAL_RANK"] = "0"  # as on nodes of one process each
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
-    main, build, built = train_gpt.main, train_gpt.build, []
+    build, train = train_gpt.build, train_gpt.train
 
     def build_in_float64(cfg, ranks):
         model, optimizers = build(cfg, ranks)
         for optimizer in optimizers:
             optimizer.dtype = torch.float64  # Muon's
-        built.extend([model, optimizers])
         return model, optimizers
 
-    def main_then_save(argv):
-        code = main(argv)
-        model, optimizers = built
+    def train_then_save(run, cfg):
+        train(run, cfg)
         torch.save(dict(
-            model=model.state_dict(),
-            state_size=sum(x.numel() for o in optimizers for x in o.state.values()),
-            full_state={f"{o.name} {key}": x for o in optimizers
+            model=run.model.state_dict(),
+            state_size=sum(x.numel() for o in run.optimizers for x in o.state.values()),
+            full_state={f"{o.name} {key}": x for o in run.optimizers
                         for key, x in o.full_state().items()},
         ), f"found-{rank}.pt")
-        return code
 
-    train_gpt.build, train_gpt.main = build_in_float64, main_then_save
+    train_gpt.build, train_gpt.train = build_in_float64, train_then_save
 
 
 @pytest.fixture(scope="module")

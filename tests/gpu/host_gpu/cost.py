@@ -64,7 +64,7 @@ GROUPS = (  # the first whose pattern is in the launch's name
 
 
 def is_logits(tensor: list, facts: dict) -> bool:
-    """Whether a [type, shape] has the size of a piece's logits. A gradient of the head has not."""
+    """Whether a [type, shape] has the size of a chunk's logits. A gradient of the head has not."""
     return math.prod(tensor[1]) >= facts["head_tokens"] * facts["padded_vocab"]
 
 

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-import inspect
 import itertools
 import json
 import math
@@ -49,7 +48,7 @@ OPTIMIZER_STEPS = 2  # after which every optimizer has stepped
 class Trace:
     """What a script does on one GPU of a card. Sizes in bytes.
 
-    facts: stages, the number of steps in each; of the noted one head_tokens of a piece of the head,
+    facts: stages, the number of steps in each; of the noted one head_tokens of a chunk of the head,
         block_pairs that attention visits in a forward pass, the mean of the stage's steps, and
         wire, the bytes that a rank hands to collectives in a step without Adam and in one with it.
     memory: state (weights, their gradients, the optimizers'), kept (from the forward for the
@@ -267,17 +266,18 @@ def stand_in_for_tensors(notes: Notes) -> None:
 
     torch._C._dynamo.guards._empty_strided_cuda = empty_strided_cuda
     torch._C._dynamo.guards._reinterpret_tensor = reinterpret_tensor
-    torch.nn.Module.bfloat16 = bfloat16
     notes.library = torch.library.Library("aten", "IMPL")  # gone when nothing holds it
     notes.library.impl("_scaled_mm.out", lambda *args, out, **kwargs: out, "Meta")
 
 
-def bfloat16(module):
-    """torch.nn.Module.bfloat16 with new parameters: fake ones have no C++ objects to swap."""
-    for owner in module.modules():
-        for name, parameter in list(owner.named_parameters(recurse=False)):
-            setattr(owner, name, torch.nn.Parameter(parameter.detach().bfloat16()))
-    return module
+def cast_weights(model):
+    """What `prepare_for_cuda` does, by new parameters: fake ones do not change their type."""
+    for owner in model.modules():
+        for name, param in list(owner.named_parameters(recurse=False)):
+            if param.bf16:
+                new = torch.nn.Parameter(param.detach().bfloat16())
+                vars(new).update(vars(param))
+                setattr(owner, name, new)
 
 
 # ---- The run ------------------------------------------------------------------------------------
@@ -293,12 +293,12 @@ class Tracer:
         spec = importlib.util.spec_from_file_location("traced_script", path)
         self.script = sys.modules["traced_script"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.script)
-        if hasattr(self.script, "read_prefixes"):  # a table that data/prefixes.py makes
-            self.script.read_prefixes = lambda cfg: torch.zeros(cfg.vocab_size, dtype=torch.int64)
-        self.cfg = self.script.parse_args(flags)
+        self.device = torch.device("cuda", 0)
+        cfg = self.script.parse_args(flags)
+        chunks = cfg.head_chunks or self.script.default_head_chunks(self.device)
+        self.cfg = dataclasses.replace(cfg, head_chunks=chunks)
         self.stages = stages(self.script, self.cfg)
         self.stage = stage % len(self.stages)
-        self.device = torch.device("cuda", 0)
 
     def compiled(self, part: str, function):
         before = self.notes.modules
@@ -326,7 +326,11 @@ class Tracer:
         return targets.int(), targets
 
     def build(self):
-        self.model, self.optimizers = self.script.build(self.cfg, self.ranks(1))
+        with self.device:  # no weight has values
+            self.model = self.script.GPT(self.cfg)
+        cast_weights(self.model)
+        self.script.prepare_for_cuda(self.model, self.cfg, self.device)
+        self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks(1))
         owned = [*self.model.parameters(), *self.model.buffers()]
         for optimizer in self.optimizers:
             owned += [*vars(optimizer).values(), *optimizer.state.values()]
@@ -335,7 +339,7 @@ class Tracer:
                 self.notes.allocated(x)
 
     def set_stage(self, step: int):
-        self.model.set_stage(self.script.schedule(step, self.cfg).stage)
+        self.model.set_stage(self.script.schedule(step, self.cfg))
 
     def gradients(self, step: int):
         now = self.script.schedule(step, self.cfg)
@@ -368,7 +372,7 @@ class Tracer:
     def validate(self):
         """After some step, and after the last one, which has windows of its own."""
         cfg = self.cfg
-        tokens = cfg.sequences_per_forward * max(cfg.seq_lens)
+        tokens = cfg.sequences_per_forward * max(row.seq_len for row in cfg.stages)
         pair = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
         self.model.eval()
         with torch.no_grad():
@@ -408,11 +412,11 @@ class Tracer:
         length, targets = shapes(self.script.schedule(steps[0], cfg))
         tokens = cfg.sequences_per_forward * length
         return dict(
-            head_chunks=model.head_chunks, fp8=model.head_type == "fp8",
+            head_chunks=cfg.head_chunks, fp8=model.lm_head.use_fp8,
             padded_vocab=len(model.lm_head.weight), model_dim=cfg.model_dim,
             optimizer_steps=OPTIMIZER_STEPS, stages=[len(each) for each in self.stages],
             stage=self.stage, targets=targets, tokens=tokens,
-            head_tokens=min(model.tokens_per_piece, tokens),
+            head_tokens=min(model.tokens_per_chunk, tokens),
             step_tokens=cfg.sequences_per_step * length,
             block_pairs=block_pairs(self.script, cfg, steps), wire=sorted(self.wire))
 
@@ -449,21 +453,19 @@ def block_pairs(script, cfg, steps: list[int]) -> float:
 
     Paired heads have twice the blocks for half of the heads. Composed heads attend once for each.
     """
-    tokens = cfg.sequences_per_forward * script.schedule(steps[0], cfg).seq_len
-    longest = getattr(cfg, "max_document_tokens", 0)  # it cuts longer ones
-    if isinstance(longest, tuple):
-        longest = script.at_stage(longest, script.schedule(steps[0], cfg).stage)
+    first = script.schedule(steps[0], cfg)
+    tokens = cfg.sequences_per_forward * first.seq_len
+    # It cuts longer ones. From #77 on each stage has its own.
+    longest = getattr(first, "max_document_tokens", getattr(cfg, "max_document_tokens", 0))
     starts = torch.zeros(tokens, dtype=torch.int32)
     starts[document_starts(tokens, longest or math.inf)] = 1
     docs = starts.cumsum(0, dtype=torch.int32)
-    in_tokens = "reach" in inspect.signature(script.flex_mask).parameters  # from #58 on
+    letters = Counter(script.read_layer(word).window for word in cfg.layers)
     times = Counter()  # that layers visit so many tokens back, with so many positions a token
     for step in steps:
-        stage = script.schedule(step, cfg).stage
-        for letter, windows in zip("LSP", (cfg.long_windows, *[cfg.short_windows] * 2)):
-            reach = script.at_stage(windows, stage) * (script.BLOCK if in_tokens else 1)
-            positions = 2 if letter == "P" else 1
-            times[reach, positions] += cfg.attention_pattern.count(letter)
+        now = script.schedule(step, cfg)
+        for letter, reach in zip("LSP", (now.long_window, now.short_window, now.short_window)):
+            times[reach, 2 if letter == "P" else 1] += letters[letter]
         if hasattr(cfg, "composed_window"):
             times[cfg.composed_window - 1, 1] += cfg.model_dim // cfg.head_dim
     total = 0

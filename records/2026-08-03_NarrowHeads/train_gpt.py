@@ -583,7 +583,9 @@ def gather_window(blocks: Tensor, window: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
-    """Attention among all B·T tokens under either mask. q, k: (B, T, H, K). v and the result: (B, T, H, D / H).
+    """Attention among all B·T tokens under either mask.
+
+    q, k: (B, T, H, K). v and the result: (B, T, H, D / H).
 
     The scale is 1, as q and k each carry the root of the attention scale (`GPT.set_stage`).
     """

@@ -6,7 +6,7 @@
     python tests/bench.py baselines [--seeds 5]         losses of a small plain GPT, of counting
     python tests/bench.py busy [--num_iterations 100]   times by threads, idle and with a core taken
     python tests/bench.py turns --script FILE           a step's time, FILE's beside train_gpt.py's
-    python tests/bench.py gpu                           steps, memory, tests on this GPU
+    python tests/bench.py gpu                           steps, kernels, memory on this GPU
     python tests/bench.py kernels [--card rtx4090]      the same modelled, without a GPU
     python tests/bench.py memory [--script FILE]        memory and bytes sent, counted without one
 
@@ -15,8 +15,8 @@ Any other flag goes to train_gpt.py or FILE. Numbers are medians, with (lowest-h
 --picture draws the runs whose output is kept in the folder of the picture's name (docs/pocket/).
 Where that folder is not there, they are made first.
 
-`gpu` takes less than ten minutes and needs no data. Its tests need pytest, the rest does not. All
-that it prints, and the log of its run, is kept in a new folder under logs/.
+`gpu` takes half an hour and needs no data (tests/gpu/half_hour.py). All that it finds is in one
+file under logs/.
 """
 
 import argparse
@@ -32,21 +32,20 @@ import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
+import half_hour  # noqa: E402
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
-from host_gpu.trace import document_starts, trace  # noqa: E402
-from shards import DataError, load_script, write_shard  # noqa: E402
+from host_gpu.trace import trace  # noqa: E402
+from shards import DataError, load_script  # noqa: E402
 
 import train_gpt  # noqa: E402
 
@@ -57,11 +56,6 @@ EVERY = {"pocket": ["--val_every", "10"], "against": ["--eval_every", "50"]}  # 
 VALIDATION = r"^step:\d+/\d+ val_loss:([\d.]+) train_time:(\d+)ms"  # as both print it
 LABELS = {"pocket": ("train_gpt.py --preset pocket", "tab:blue"),
           "against": ("plain GPT, settings of nanoGPT's CPU quickstart", "dimgray")}
-SPEC_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "4090": 165.2, "3090": 71.0}  # bf16
-GPU_SECONDS = 580  # of `gpu`, at most: its tests get what the measurements leave
-STAGE_STEPS = 10  # of each of the record's three stages, in the run that `gpu` measures
-SHORT_RUN = ["--num_iterations", str(3 * STAGE_STEPS), "--val_every", str(STAGE_STEPS),
-             "--extension_steps", "0", "--repeat_data", "true"]
 
 say = functools.partial(print, flush=True)
 
@@ -301,71 +295,18 @@ def turns(args, flags):
     say(f"a step of FILE takes {spread(ratios, 3)} times as long; {len(ratios)} seed(s)")
 
 
-# ---- gpu: the record's step on synthetic documents ----
+# ---- gpu: half an hour of one ----
 def gpu(args, flags):
-    """Measure the record on this GPU, then run its tests, which a failure does not stop."""
+    """Measure the record on this GPU. It is measured where its steps were, whatever else fails."""
     if not torch.cuda.is_available():
         raise train_gpt.UserError("torch finds no CUDA device; `kernels` and `memory` model one")
-    end = time.monotonic() + GPU_SECONDS
-    cfg = train_gpt.parse_args([*flags, *SHORT_RUN])
-    folder = REPO / "logs" / time.strftime("gpu-%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True, exist_ok=True)
-    say(f"measuring, then testing, in {GPU_SECONDS} s at most; kept in {folder}")
-    longest = train_gpt.plan(cfg).longest
-    sizes = dict(train=16 * cfg.sequences_per_step * longest, val=cfg.val_seq_len + 1)
-    with tempfile.TemporaryDirectory() as data:
-        for name, size in sizes.items():  # random tokens, in documents as long as FineWeb's
-            tokens = np.random.default_rng(0).integers(cfg.eot_token, size=size)
-            tokens[[0, *document_starts(size)]] = cfg.eot_token
-            write_shard(Path(data, f"{name}_0.bin"), tokens)
-        files = ["--train_files", f"{data}/train_*.bin", "--val_files", f"{data}/val_*.bin",
-                 "--val_tokens", str(cfg.val_seq_len), "--run_id", folder.name]
-        run = kept_run(["train_gpt.py", *flags, *SHORT_RUN, *files], folder / "run.txt", end)
-    if not run.failed:
-        with (folder / "steps.txt").open("w") as file, contextlib.redirect_stdout(file):
-            print_steps(run.text, cfg)
-        say((folder / "steps.txt").read_text())
-    tests = kept_run(["-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu",
-                      "tests/gpu/test_gpu.py"], folder / "tests.txt", end)
-    say("tests: " + (tests.text.strip().splitlines() or ["nothing printed"])[-1])
-    failed = [each.failed for each in (run, tests) if each.failed]
-    if failed:
-        raise RunFailed("; ".join(failed))
-
-
-def kept_run(words, path, end):
-    """Run Python until that time at most. What it prints is in the file, and in the result."""
-    with path.open("w") as file:
-        try:
-            code = subprocess.run([sys.executable, *words], cwd=REPO, stdout=file, stderr=file,
-                                  timeout=max(60, end - time.monotonic())).returncode
-        except subprocess.TimeoutExpired:
-            code = "out of time"
-    return SimpleNamespace(text=path.read_text(errors="replace"),
-                           failed=code and f"{path}: {code}")
-
-
-def print_steps(text, cfg):
-    """Print the time of a step in each stage, and memory, by what a run has printed."""
-    final = final_values(text)
-    name = final["device"]
-    spec = next((tflops for part, tflops in SPEC_TFLOPS.items() if part in name), None)
-    with torch.device("meta"):
-        model = train_gpt.GPT(cfg)
-    matrices = [model.lm_head.weight, *(p for p in model.blocks.parameters() if p.ndim >= 2)]
-    multiplied = sum(p.numel() for p in matrices)
-    rows = []
-    times = [int(ms) for _, ms in re.findall(VALIDATION, text, re.M)]  # at each stage's begin
-    for stage, (begin, end) in enumerate(itertools.pairwise(times)):
-        now = train_gpt.schedule(stage * STAGE_STEPS, cfg)
-        tokens = cfg.sequences_per_step * now.seq_len
-        ms = (end - begin) / STAGE_STEPS
-        mfu = f"{6 * tokens * multiplied / ms / spec / 1e9:.1%}" if spec else "unknown peak"
-        rows.append([f"{now.seq_len:,}", f"{len(now.target_weights)}", f"{now.long_window}",
-                     f"{ms:.1f}", f"{1000 * tokens / ms:,.0f}", mfu])
-    say(f"{name}, torch {final['torch']}: the mean of {STAGE_STEPS} steps of each stage")
-    print_table(["tokens a sequence", "targets", "window", "ms a step", "tokens/s", "MFU"], rows)
-    say(f"memory at the peak: {int(final['peak_memory_mib']) / 2**10:.1f} GiB")
+    file = REPO / "logs" / time.strftime("gpu-%Y%m%d-%H%M%S.txt")
+    file.parent.mkdir(exist_ok=True)
+    say(f"half an hour; all that is found is in {file}")
+    measured = half_hour.run_parts(file, flags)
+    say(f"measured: {', '.join(measured) or 'nothing'}; please send {file}")
+    if "steps" not in measured:
+        raise RunFailed(f"no step was timed; {file} has the reasons")
 
 
 # ---- kernels and memory: what the compiler makes of the step, on a stand-in for a GPU ----

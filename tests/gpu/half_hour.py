@@ -1,0 +1,276 @@
+"""What one GPU tells in half an hour. `python tests/bench.py gpu` runs the parts in turn.
+
+Each part is a process of its own, which has to end within its time. All that it prints is in one
+file, and a part that fails stops no other. The first parts are those from which most is learned.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
+from host_gpu.trace import document_starts  # noqa: E402
+from sample import load_script  # noqa: E402
+from shards import write_shard  # noqa: E402
+
+import train_gpt  # noqa: E402
+
+say = functools.partial(print, flush=True)
+VALIDATION = r"^step:\d+/\d+ val_loss:[\d.]+ train_time:(\d+)ms"
+SPEC_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "4090": 165.2, "3090": 71.0}  # bf16
+STAGE_STEPS = 10  # of each of the record's three stages
+SMALL_CARD = 22.9 * 2**30  # bytes that a card of 24 GB has for torch
+GROUPS = (  # of kernels: the first whose pattern is in the name
+    ("attention", "flex_attention|triton_tem|flash"),
+    ("on the wire", "nccl"),
+    ("matrix products", "gemm|nvjet|xmma|cutlass|cublas"),
+    ("copies", "Memcpy|Memset"),
+    ("other compiled kernels", "triton_"),
+    ("torch's own kernels", ""))
+
+
+# ---- Parts ------------------------------------------------------------------
+
+
+def machine(flags):
+    """What the machine has."""
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    say(f"Python {sys.version}\nPython.h: {headers.exists()}, /dev/shm: "
+        f"{shutil.disk_usage('/dev/shm').total / 2**30:.1f} GiB, cores: {os.cpu_count()}")
+    for name, value in train_gpt.machine_facts(torch.device("cuda", 0)).items():
+        say(f"{name}: {value}")
+    for command in ["nvidia-smi"], ["gcc", "--version"], ["free", "-g"]:
+        if shutil.which(command[0]):
+            say(subprocess.run(command, capture_output=True, text=True).stdout)
+
+
+def fp8(flags):
+    """The three kinds of FP8 products, of ones: each sum is 256 cubed."""
+    ones = torch.ones(256, 256, device="cuda")
+    e4m3, e5m2 = ones.to(torch.float8_e4m3fn), ones.to(torch.float8_e5m2)
+    scale = torch.ones((), device="cuda")
+    for a, b, dtype in ((e4m3, e4m3, torch.bfloat16), (e5m2, e4m3, torch.bfloat16),
+                        (e4m3, e5m2, torch.float32)):
+        y = torch._scaled_mm(a, b.T, scale, scale, out_dtype=dtype)
+        right = y.double().sum().item() == 256**3
+        say(f"{a.dtype} times {b.dtype}: {'right' if right else 'WRONG'}")
+
+
+def attention(flags, length=8192, heads=6, reach=1024, repeats=200):
+    """Result and gradients of FlexAttention's kernels beside the formula in fp32.
+
+    FlashAttention-4 under FlexAttention is compared, too, where its package is there. Its first
+    releases had a race, which one launch of hundreds shows.
+    """
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (1, length, heads, 128)
+    q, k, v, gradient = (
+        torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(4))
+    q = 0.12 * q
+    docs = torch.zeros(1, length, dtype=torch.int32, device="cuda")
+    docs[0, document_starts(length)] = 1
+    docs = docs.cumsum(1, dtype=torch.int32)
+    reach = torch.tensor(reach, dtype=torch.int32, device="cuda")
+
+    def with_options(options):
+        def flex(q, k, v):
+            return train_gpt.attend(q, k, v, train_gpt.flex_mask(docs, reach), options)
+
+        return torch.compile(flex, dynamic=False)
+
+    def dense(q, k, v):
+        q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+        place = torch.arange(length, device="cuda")
+        distance = place[:, None] - place
+        seen = (docs[0, :, None] == docs[0]) & (distance >= 0) & (distance <= reach)
+        scores = (q @ k.mT).masked_fill(~seen, -math.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2)
+
+    def results(function):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        y = function(*leaves)
+        y.backward(gradient.to(y.dtype))
+        return [x.double() for x in (y.detach(), *(leaf.grad for leaf in leaves))]
+
+    expected = results(dense)
+    kernels = {"Triton": None}
+    if importlib.util.find_spec("flash_attn"):
+        kernels["FlashAttention-4"] = {"BACKEND": "FLASH"}
+    else:
+        say('no FlashAttention-4: pip install "flash-attn-4[cu13]"')
+    for name, options in kernels.items():
+        function = with_options(options)
+        worst = [0.0] * 4
+        for _ in range(repeats):
+            for i, (x, reference) in enumerate(zip(results(function), expected)):
+                error = ((x - reference).norm() / reference.norm()).item()
+                worst[i] = max(worst[i], error if math.isfinite(error) else math.inf)
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            results(function)
+        torch.cuda.synchronize()
+        ms = 1000 * (time.perf_counter() - begin) / repeats
+        errors = ", ".join(f"{part} {error:.4f}" for part, error in zip("yqkv", worst))
+        say(f"{name}, {repeats} times: largest relative errors of result and gradients: {errors}; "
+            f"{ms:.2f} ms with the copies")
+
+
+def steps(flags, script=train_gpt, stage_steps=STAGE_STEPS):
+    """Milliseconds of a step in each stage, on documents of noise, and memory at the peak."""
+    text = short_run(script, flags, stage_steps)
+    times = [int(ms) for ms in re.findall(VALIDATION, text, re.MULTILINE)]
+    final = dict(re.findall(r"^(\w+): (.*)$", text, re.MULTILINE))
+    cfg = script.parse_args(short_flags(flags, stage_steps))
+    spec = next((tflops for name, tflops in SPEC_TFLOPS.items() if name in final["device"]), None)
+    with torch.device("meta"):
+        model = script.GPT(cfg)
+    matrices = [model.lm_head.weight, *(p for p in model.blocks.parameters() if p.ndim >= 2)]
+    multiplied = sum(p.numel() for p in matrices)
+    say(f"{final['device']}, torch {final['torch']}: the mean of {stage_steps} steps of each stage")
+    for stage, (begin, end) in enumerate(itertools.pairwise(times)):
+        now = script.schedule(stage * stage_steps, cfg)
+        tokens = cfg.sequences_per_step * now.seq_len
+        ms = max(1, end - begin) / stage_steps
+        mfu = f", MFU {6 * tokens * multiplied / ms / spec / 1e9:.1%}" if spec else ""
+        say(f"stage {stage}: sequences of {now.seq_len:,} tokens, {ms:.1f} ms a step, "
+            f"{1000 * tokens / ms:,.0f} tokens/s{mfu}")
+    say(f"memory at the peak: {int(final['peak_memory_mib']) / 2**10:.1f} GiB")
+
+
+def kernels(flags, script=train_gpt, stage_steps=STAGE_STEPS):
+    """The kernels of a step in each stage: groups, and the sixty that take longest."""
+    next_step = script.TokenLoader.next_step
+    calls = itertools.count()
+    profiles = []
+
+    def next_step_profiled(loader, now):
+        step = next(calls)
+        if step % stage_steps == stage_steps - 2:
+            torch.cuda.synchronize()
+            profiles.append(torch.profiler.profile())
+            profiles[-1].start()
+        elif step % stage_steps == stage_steps - 1:
+            torch.cuda.synchronize()
+            profiles[-1].stop()
+        return next_step(loader, now)
+
+    script.TokenLoader.next_step = next_step_profiled
+    try:
+        short_run(script, flags, stage_steps)
+    finally:
+        script.TokenLoader.next_step = next_step
+    for stage, profile in enumerate(profiles):
+        print_kernels(stage, profile)
+
+
+def print_kernels(stage, profile):
+    rows = [(x.key, x.count, x.self_device_time_total / 1000) for x in profile.key_averages()
+            if x.self_device_time_total]
+    groups = Counter()
+    for name, _, ms in rows:
+        groups[next(group for group, pattern in GROUPS if re.search(pattern, name))] += ms
+    say(f"\nstage {stage}: {sum(groups.values()):.1f} ms of kernels in a step")
+    for group, ms in groups.most_common():
+        say(f"{ms:9.2f} ms  {group}")
+    for name, count, ms in sorted(rows, key=lambda row: -row[2])[:60]:
+        say(f"{ms:9.3f} ms {count:5} times  {name[:100]}")
+
+
+def small_card(flags):
+    """Whether the record fits a card of 24 GB, whose memory is imitated: three chunks, then eight.
+
+    A run that does not fit says so in its last line.
+    """
+    total = torch.cuda.get_device_properties(0).total_memory
+    part = min(1.0, SMALL_CARD / total)
+    os.environ["PYTORCH_ALLOC_CONF"] = (
+        f"expandable_segments:True,per_process_memory_fraction:{part:.3f}")
+    for chunks in "3", "8":
+        say(f"--head_chunks {chunks}:")
+        words = [sys.executable, __file__, "steps", *flags, "--head_chunks", chunks]
+        done = subprocess.run(words, capture_output=True, text=True)
+        say("\n".join((done.stdout + done.stderr).splitlines()[-6:]))
+
+
+def newest(flags):
+    """Steps of the newest record."""
+    path = sorted(REPO.glob("records/20*/train_gpt.py"))[-1]
+    say(path.parent.name)
+    script = load_script(path)
+    if "prefix_file" in path.read_text():
+        flags = [*flags, "--prefix_file", ""]
+    steps(flags, script)
+
+
+PARTS = {  # with the seconds that each may take: 35 minutes at most, some 20 are likely
+    machine: 30, fp8: 60, attention: 240, steps: 600, kernels: 300, small_card: 420, newest: 480}
+
+
+# ---- Runs -------------------------------------------------------------------
+
+
+def short_flags(flags, stage_steps):
+    return [*flags, "--num_iterations", str(3 * stage_steps), "--val_every", str(stage_steps),
+            "--extension_steps", "0", "--repeat_data", "true"]
+
+
+def short_run(script, flags, stage_steps) -> str:
+    """The log of a run of the script on documents of noise, as long as FineWeb's."""
+    flags = short_flags(flags, stage_steps)
+    cfg = script.parse_args(flags)
+    sizes = dict(train=16 * cfg.sequences_per_step * script.plan(cfg).longest,
+                 val=cfg.val_seq_len + 1)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for name, size in sizes.items():
+            tokens = np.random.default_rng(0).integers(cfg.eot_token, size=size)
+            tokens[[0, *document_starts(size)]] = cfg.eot_token
+            write_shard(Path(f"{name}_0.bin"), tokens)
+        flags += ["--train_files", "train_*.bin", "--val_files", "val_*.bin",
+                  "--val_tokens", str(cfg.val_seq_len), "--run_id", "short"]
+        code = script.main(flags)
+        if code:
+            sys.exit(code)
+        text = Path("logs", "short", "log.txt").read_text()
+    return text.rpartition("=" * 100)[2]
+
+
+def run_parts(file, flags, parts=PARTS, words=(sys.executable, __file__)) -> list[str]:
+    """Run each part, all that it prints in the file. Returns the names of those that ended well."""
+    measured = []
+    for part, seconds in parts.items():
+        name = getattr(part, "__name__", part)
+        say(f"{name}, {seconds} s at most ...")
+        with file.open("a") as opened:
+            opened.write(f"\n==== {name}\n")
+            opened.flush()
+            begin = time.monotonic()
+            try:
+                done = subprocess.run([*words, name, *flags], stdout=opened, timeout=seconds,
+                                      stderr=subprocess.STDOUT)
+                said = f"exit code {done.returncode}"
+                measured += [name] * (done.returncode == 0)
+            except subprocess.TimeoutExpired:
+                said = "out of time"
+            opened.write(f"---- {name}: {said} after {time.monotonic() - begin:.0f} s\n")
+        say(f"    {said}")
+    return measured
+
+
+if __name__ == "__main__":
+    {part.__name__: part for part in PARTS}[sys.argv[1]](sys.argv[2:])

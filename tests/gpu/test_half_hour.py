@@ -1,0 +1,83 @@
+"""The half hour of bench.py gpu: its order and its one file, and each part where no GPU is."""
+
+import sys
+from types import SimpleNamespace
+
+import bench
+import half_hour
+import pytest
+import torch
+
+# Each part as a process: one ends well, one badly, one never.
+PARTS = """import sys, time
+print("part", *sys.argv[1:], flush=True)
+if sys.argv[1] == "endless": time.sleep(60)
+sys.exit(sys.argv[1] == "bad")
+"""
+TINY = """--preset pocket --model_dim 32 --head_dim 16 --layers L0:skip,S,.:backout,L0
+    --sequences_per_step 2 --sequences_per_forward 2 --warmup_steps 1 --val_seq_len 256""".split()
+ROWS = ",".join(["1:128:128:128:1:3", "1:256:256:128:1:2", "1:256:256:128:1:1"] + 2 * [
+    "0:256:256:128:1:1"])
+FLAGS = [*TINY, "--stages", ROWS]
+
+
+def test_a_part_that_fails_or_hangs_stops_no_other_and_is_told_in_the_file(tmp_path):
+    script, file = tmp_path / "parts.py", tmp_path / "found.txt"
+    script.write_text(PARTS)
+    parts = {"first": 60, "bad": 60, "endless": 2, "last": 60}
+    words = (sys.executable, str(script))
+    assert half_hour.run_parts(file, ["--a", "b"], parts, words) == ["first", "last"]
+    text = file.read_text()
+    for name, end in dict(first="exit code 0", bad="exit code 1", endless="out of time").items():
+        assert f"==== {name}\npart {name} --a b\n---- {name}: {end} after " in text
+    assert text.index("==== endless") < text.index("==== last")
+
+
+@pytest.mark.parametrize(("measured", "code"), [(["machine", "steps"], 0), (["machine"], 1)])
+def test_the_exit_code_says_whether_steps_were_timed(monkeypatch, tmp_path, measured, code):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "REPO", tmp_path)
+    monkeypatch.setattr(half_hour, "run_parts", lambda file, flags: measured)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "gpu"])
+    assert bench.main() == code
+
+
+def test_steps_are_timed_by_stage(capsys):
+    half_hour.steps([*FLAGS, "--device", "cpu"], stage_steps=2)
+    lines = capsys.readouterr().out.splitlines()[-5:]
+    assert lines[0].endswith("the mean of 2 steps of each stage")
+    for stage, length in enumerate([128, 256, 256]):
+        assert lines[1 + stage].startswith(f"stage {stage}: sequences of {length} tokens, ")
+    assert lines[-1].startswith("memory at the peak: ")
+
+
+def test_kernels_are_summed_by_group(capsys):
+    times = {"triton_tem_fused_flex_attention_1": 3000, "nvjet_tst_128": 2000, "triton_red_2": 500,
+             "void at::native::x": 100, "sm90_xmma_gemm": 1000, "aten::mm": 0}
+    rows = [SimpleNamespace(key=name, count=2, self_device_time_total=us)
+            for name, us in times.items()]
+    half_hour.print_kernels(1, SimpleNamespace(key_averages=lambda: rows))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines[0][:3] == ["stage", "1:", "6.6"]
+    groups = {" ".join(words[2:]): words[0] for words in lines[1:5]}
+    assert groups == {"attention": "3.00", "matrix products": "3.00",
+                      "other compiled kernels": "0.50", "torch's own kernels": "0.10"}
+    assert [words[-1] for words in lines[5:7]] == ["triton_tem_fused_flex_attention_1",
+                                                   "nvjet_tst_128"]
+    assert len(lines) == 5 + 5
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_parts_run_on_the_host_in_place_of_a_gpu(capsys):
+    half_hour.machine([])
+    half_hour.fp8([])
+    half_hour.attention([], length=256, heads=2, reach=128, repeats=1)
+    same = ",".join(3 * ["1:128:128:128:1:1"] + 2 * ["0:128:128:128:1:1"])  # one graph
+    half_hour.kernels([*TINY, "--val_seq_len", "128", "--stages", same], stage_steps=2)
+    text = capsys.readouterr().out
+    assert text.count(": right") == 3 and "WRONG" not in text
+    errors = [float(x) for x in text.partition("gradients: ")[2].partition(";")[0].replace(
+        ",", "").split()[1::2]]
+    assert len(errors) == 4 and max(errors) < 0.03
+    assert text.count("ms of kernels in a step") == 3

@@ -168,10 +168,6 @@ def zeros(param, generator):
     param.zero_()
 
 
-def normal(std):
-    return lambda param, generator: param.normal_(std=std, generator=generator)
-
-
 def uniform(std):
     bound = 3**0.5 * std
     return lambda param, generator: param.uniform_(-bound, bound, generator=generator)

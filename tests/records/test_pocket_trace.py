@@ -14,7 +14,7 @@ FLAGS = dict(preset="pocket", device="cpu", run_id="x", num_iterations=8, save_e
              sequences_per_step=2, val_seq_len=256, val_tokens=600)
 # Where a record knows them: each stage has two steps, of which Adam takes one.
 SHORT = dict(extension_steps=2, freeze_steps=1, momentum_warmup=2, momentum_cooldown=2,
-             sequence_stride=2, prefix_file="prefixes.npy")
+             sequence_stride=2, prefix_file="prefixes.npy", canonical_file="canonical.npz")
 
 # What one CPU does not reach, by the reason: functions, and how statements begin
 FUNCTIONS = dict(
@@ -105,7 +105,7 @@ def lines_run(file, last_line, function):
 
 @pytest.fixture
 def data(tmp_path, write_shard):
-    """Flags of two training shards, a validation one and a table of prefixes.
+    """Flags of two training shards, a validation one, tables of prefixes and of forbidden pairs.
 
     The documents of the first shard are too few for a run, and its last one is long.
     """
@@ -123,6 +123,9 @@ def data(tmp_path, write_shard):
     write("train_1.bin", 3000, last_document=3000)
     write("val_0.bin", 700, last_document=700)
     np.save(tmp_path / "prefixes.npy", some_prefixes(257))
+    # Tokens 3 and 7 are never followed by 5, nor 9 by 11 and 13.
+    np.savez(tmp_path / "canonical.npz", before=[3, 7, 9], before_ends=[2, 3], after=[5, 11, 13],
+             after_ends=[1, 3])
     return dict(train_files="train_*.bin", val_files="val_*.bin")
 
 

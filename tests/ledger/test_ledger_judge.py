@@ -112,7 +112,7 @@ def verdict(monkeypatch):
 
     def judge(function, script, checkpoint, *_):
         found = {"loss": run.read_log(checkpoint.with_name("log.txt")).val_loss,
-                 "digest": "f89a85391a8fc0bf", **HONEST}
+                 "digest": "1407c02db97ab9a7", **HONEST}
         return found | {name: value(found[name]) for name, value in changes.items()}
 
     monkeypatch.setattr(run, "apart", judge)

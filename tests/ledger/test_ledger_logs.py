@@ -167,7 +167,7 @@ def test_list_tells_the_table(measured, capsys):
     page = (folder / "README.md").read_text()
     assert f"| [#5 First]({PARENT}) | 15.2 | 3.2741 (1) | 3e-13 |" in page
     assert f"| [Second]({NEWEST}) | 1.5" in page and f"({SEEDS}) |" in page
-    assert "| pocket | `1.64` | `262144` |" in page and page.endswith("\n\nEnd.\n")
+    assert "| pocket | `1.78` | `65536` |" in page and page.endswith("\n\nEnd.\n")
     machine = "Preset pocket on Fake 1 (x86_64), 1 rank(s), 1 thread(s), torch 2.13.0+cpu:"
     page = (folder / NEWEST / "README.md").read_text()
     assert f"\n{machine}\n" in page and "No GPU has run this record yet." in page
@@ -188,7 +188,7 @@ def test_list_tells_the_table(measured, capsys):
 @pytest.mark.parametrize("old, new, retuned", [
     ("muon_lr: float = both(0.05)", "muon_lr: float = row(0.1, 0.05)", False),
     ("muon_lr: float = both(0.05)", "muon_lr: float = row(0.05, 0.1)", True),
-    ("val_tokens: int = row(10_485_760, 262_144)", "val_tokens: int = row(1, 2)", True),
+    ("val_tokens: int = row(10_485_760, 65_536)", "val_tokens: int = row(1, 2)", True),
     ("    loss: f", "    head_lr: float = both(1.0)\n    loss: f", False)])
 def test_a_retuned_preset_is_told(old, new, retuned, tmp_path):
     """A rate that the parent does not know belongs to the idea."""
@@ -202,7 +202,8 @@ def test_our_own_records_fit_a_screen(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 12 and all(len(line) <= 120 for line in lines)
-    assert "#88 PrefixTargets".split() + ["1.243"] in map(str.split, lines)  # no loss is published
+    row = ["#88", "PrefixTargets", "1.243", "1e-10"]  # no loss is published
+    assert row in map(str.split, lines)
 
 
 @pytest.mark.parametrize("verb", ["run", "file", "list", "diff", "verify", "book", ""])

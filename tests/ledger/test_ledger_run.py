@@ -163,7 +163,7 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
 
 
 @pytest.mark.parametrize("command, words", [
-    ("run a.py:val_tokens=2048 a.py", "a.py validates on val_tokens 262144, a.py:val_tokens=2048 "
+    ("run a.py:val_tokens=2048 a.py", "a.py validates on val_tokens 65536, a.py:val_tokens=2048 "
      "on 2048: losses on other tokens do not compare"),
     ("run a.py a.py", "the script and the settings of a.py"),
     ("run a.py a.py:muon_lr=5e-2", "settings of a.py"),  # what the preset says already

@@ -375,7 +375,7 @@ class Tracer:
         tokens = cfg.sequences_per_forward * max(row.seq_len for row in cfg.stages)
         pair = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.script.store_masks(self.device):
             for act in self.compiled, self.compiled, self.noted:
                 act("validation", lambda: self.model(*pair))
                 self.set_stage(cfg.num_iterations)

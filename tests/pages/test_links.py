@@ -8,8 +8,9 @@ from conftest import REPO, SCRIPTS, script_module
 from page_text import BLOCKS, PAGES, prose_of, text_of
 
 # Flags of programs that are not ours, as far as the pages name them
-OTHERS = set("""--standalone --nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint
-    --max-restarts --shutdown-timeout --random-order --help""".split())
+OTHERS = set("""--local-addr --shm-size --standalone --nproc_per_node --nnodes --rdzv_backend
+    --rdzv_endpoint
+    --max-restarts --shutdown-timeout --signals-to-handle --random-order --help""".split())
 
 
 def links_of(page):

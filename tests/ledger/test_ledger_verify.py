@@ -294,7 +294,7 @@ def test_four_logs_of_four_people_are_filed_in_this_project(tmp_path, pocket_dat
         assert any(f"driver {driver}" in line for line in lines)
     for command in (["records/ledger", "verify"],
                     ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider",
-                     "tests/pages/test_facts.py", "tests/pages/test_links.py",
+                     "tests/pages/test_links.py",
                      "tests/ledger/test_ledger_logs.py"]):
         done = subprocess.run([sys.executable, *command], cwd=project, capture_output=True,
                               text=True)

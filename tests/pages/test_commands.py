@@ -111,7 +111,7 @@ def test_python_runs(block, project):
 @pytest.mark.slow
 def test_torchrun_runs_on_two_ranks(project, capfd):
     """The line of the front page, with the pocket and two processes."""
-    line = "torchrun --standalone --nproc_per_node=8 train_gpt.py"
+    line = "torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py"
     assert any(line in block.commands() for block in BLOCKS)
     line = line.replace("torchrun", "python -m torch.distributed.run").replace("node=8", "node=2")
     printed = run(f"{line} --preset pocket {FEW}", capfd)

@@ -1632,7 +1632,7 @@ def load_checkpoint(path: Path) -> dict:
         # A run resumed from NaN would fail at the same step for ever.
         for tensors in (state["model"], *state["optimizers"].values()):
             for name, tensor in tensors.items():
-                if not tensor.isfinite().all():
+                if not (tensor.is_floating_point() and tensor.isfinite().all()):
                     raise ValueError(f"{name} is not finite")
     # zipfile and torch raise nearly any exception for a damaged file.
     except Exception as error:
@@ -2073,7 +2073,7 @@ class Run:
         self.log(text, left, console=is_tenth or "val_loss" in losses)
 
     def save_checkpoint(self, step):
-        """Save all that a resumed run needs to be equal to the bit. Raises UserError."""
+        """Save all that a resumed run needs: on a CPU it is equal to the bit. Raises UserError."""
         self.saved_step = step
         state = dict(
             step=step,

@@ -110,11 +110,15 @@ class Malice:
 
 
 ODD = [  # where in a state, and a value that no run saves; None: nothing is there
-    ("settings", None), ("settings", dict(no_such="1")),
+    ("settings", None), ("settings", [1]), ("settings", dict(no_such="1")),
     ("settings muon_lr", None),  # no default is taken
-    ("settings muon_lr", "nan"), ("settings seed", "1.5"), ("model", None), ("model", "text"),
-    ("optimizers", [1]), ("data", Malice()), ("model lm_head.weight", torch.tensor([0, math.nan])),
-    ("optimizers head square", torch.tensor([math.inf, 0]))]
+    ("settings muon_lr", "nan"), ("settings seed", "1.5"), ("settings stages", ""),
+    ("model", None), ("model", "text"), ("optimizers", [1]), ("data", Malice()),
+    ("model backout_lambda", torch.tensor(1)), ("optimizers head mean", torch.zeros(9, dtype=bool)),
+    ("model lm_head.weight", torch.tensor([0, math.nan])),
+    ("model backout_lambda", torch.tensor(-math.inf)),
+    ("optimizers head square", torch.tensor([math.inf, 0])),
+    ("optimizers mlp mean", torch.tensor([[0], [math.nan]]))]
 
 
 @pytest.mark.parametrize("keys, value", ODD, ids=lambda part: str(part)[:20])  # no address

@@ -15,13 +15,12 @@ this one  1cb5f242494e30552a6fc38c33d777716acc9018848fe74494f7cace294db222, 70,8
     python data/canonical.py
 """
 
-import os
 import unicodedata
 from pathlib import Path
 
 import numpy as np
 from prefixes import read_vocabulary
-from shards import Parser, run
+from shards import Parser, run, whole_file
 
 PATH = Path(__file__).parent / "fineweb10B" / "canonical.npz"
 CONTRACTIONS = {b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d"}  # split from what follows
@@ -132,10 +131,8 @@ def main() -> None:
         parts[name] = np.concatenate(of).astype(np.uint16)
         parts[f"{name}_ends"] = np.cumsum([len(ids) for ids in of], dtype=np.int32)
     PATH.parent.mkdir(exist_ok=True)
-    partial = PATH.with_name(f".{PATH.name}.{os.getpid()}.partial")
-    with open(partial, "wb") as file:
+    with whole_file(PATH) as file:
         np.savez_compressed(file, **parts)
-    os.replace(partial, PATH)  # whole or not at all
     pairs = sum(len(before) * len(after) for before, after in zip(rows, columns))
     print(f"{PATH}: {pairs} pairs of tokens that are never neighbours")
 

@@ -2,13 +2,13 @@
 banner runs but those named here."""
 
 import ast
-import importlib.util
 import itertools
 import sys
 
 import numpy as np
 import pytest
 from lineage import RECORDS, for_each, some_prefixes
+from shards import load_script
 
 FLAGS = dict(preset="pocket", device="cpu", run_id="x", num_iterations=8, save_every=2,
              sequences_per_step=2, val_seq_len=256, val_tokens=600)
@@ -147,17 +147,9 @@ def unreached(record, run):
     return missed
 
 
-def load(record):
-    """The script as a module of its own, with nothing exchanged."""
-    spec = importlib.util.spec_from_file_location("traced", record.folder / "train_gpt.py")
-    module = sys.modules["traced"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @for_each(RECORDS)
 def test_the_pocket_runs_every_statement_of_the_record(record, data, tmp_path, monkeypatch):
-    script = load(record)
+    script = load_script(record.folder / "train_gpt.py")
     monkeypatch.chdir(tmp_path)
     known = vars(script.Hyperparameters())
     flags = FLAGS | data | {name: value for name, value in SHORT.items() if name in known}

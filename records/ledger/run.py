@@ -264,6 +264,8 @@ def judge(script: Path, checkpoint: Path, preset: str, device: str):
     short = min(length, PIECE)  # of rows that are only compared
     starting = range(0, len(tokens) - 1 - short, short)
     first, second = (row_at(start, short) for start in draw.sample(starting, 2))
+    # Other tokens everywhere, so that no mixture of the rows goes unseen by chance
+    second = np.where(second == first, (second + 1) % cfg.vocab_size, second)
     alone = whole(first)
     mixed = abs(whole(second, first)[short:] - alone).max()
 

@@ -1,12 +1,5 @@
 """The ledger of records: measure, file, list, compare and verify them, and read others' logs.
 
-    python records/ledger run A B ... --seeds 10 --jobs 2  train in turns and compare
-    python records/ledger file LOG ...                     put logs into their records' folders
-    python records/ledger list [FOLDER] [--write]          the table of records, or of others' logs
-    python records/ledger diff A B                         what changed, section by section
-    python records/ledger verify [FOLDER] [--replay N]     hold every claim to its logs
-    python records/ledger book [FOLDER] --out SITE         a static site, a page for each record
-
 A and B are record folders, scripts or logs, of this project or of the public speedrun. P-values
 need scipy and pictures matplotlib (requirements-dev.txt). Exit status: 1 where a claim or a run
 fails, 2 where the input cannot be used. records/README.md has the rules.
@@ -20,14 +13,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "data"))  # has shards.py
 
 from ledger import logs, pages, run, scripts
 from ledger.logs import LedgerError
 from ledger.records import FOLDER_NAME, find_records
 from ledger.verify import file_logs, verify
-
-RECORDS = run.REPO / "records"
-NEXT = "`python records/ledger list --write` is next"
 
 
 def split_folder(name: str):
@@ -50,81 +41,89 @@ def tell(lines: list):
         print(f"ledger: {line}", file=sys.stderr)
 
 
-# ---- Verbs: the words for what each found, and the exit status ----
-def run_verb(args):
+# ---- Verbs: each returns the exit status ----
+def run_verb(args) -> int:
     require("scipy")
     args.out = Path(args.out).resolve()
     contestants = run.contestants_of(args.operands, args.preset)
     run.run_all(contestants, args)
-    status, paths = 0, [log.path for one in contestants if one.record for log in one.logs]
+    print(pages.contest_text(run.results(contestants)))
+    ours = [one for one in contestants if one.record]
+    paths = [log.path for one in ours for log in one.logs]
     if args.file and paths:
-        folder = next(one.record.folder.parent for one in contestants if one.record)
-        _, status = put_away(folder, paths)
-    elif paths:
+        return put_away(ours[0].record.folder.parent, paths)
+    if paths:
         names = {f"{os.path.relpath(path.parent).rpartition('-')[0]}-*/log.txt" for path in paths}
         tell(["to file the records' logs: python records/ledger file " + " ".join(sorted(names))])
-    rows = map(pages.contest_row, run.results(contestants))
-    return f"{pages.text_table(pages.CONTEST, rows)}\n\n{pages.CONTEST_LEGEND}", status
+    return 0
 
 
-def put_away(folder: Path, paths: list):
+def put_away(folder: Path, paths: list) -> int:
     took, refused = file_logs(folder, paths)
     tell(refused)
+    print("\n".join(took) or "nothing is filed")
     if took:
         tell(["`python records/ledger list --write` is next"])
-    return "\n".join(took) or "nothing is filed", 2 if refused else 0
+    return 2 if refused else 0
 
 
-def file_verb(args):
+def file_verb(args) -> int:
     return put_away(args.folder, [Path(operand) for operand in args.operands])
 
 
-def list_verb(args):
+def list_verb(args) -> int:
     folder, only = split_folder(args.folder)
     require("scipy", *["matplotlib"] * args.write)
     records, wrong = find_records(folder)
+    if not records and not wrong:
+        return list_others(Path(args.folder).resolve())
     tell(wrong)
-    if args.write and records:
+    if args.write:
         pages.write_pages(folder, records)
-    if records or wrong:
-        chosen = [one for one in records if only in (None, one.folder.name)]
-        return pages.ladder_text(chosen), 2 if wrong else 0
-    folder = Path(args.folder).resolve()
+    print(pages.ladder_text([one for one in records if only in (None, one.folder.name)]))
+    return 2 if wrong else 0
+
+
+def list_others(folder: Path) -> int:
+    """Other people's logs."""
     found, others = logs.read_folder(folder)
     words = f"{others} file(s) are no log with a validation; known are {logs.FORMS}"
     if not found:
-        raise LedgerError(f"{args.folder} has no records and no logs: {words}")
-    rows = [pages.foreign_row(log, folder) for log in found]
-    return pages.text_table(pages.FOREIGN, rows) + (f"\n\n{words}" if others else ""), 0
+        raise LedgerError(f"{folder} has no records and no logs: {words}")
+    print(pages.text_table(pages.FOREIGN, [pages.foreign_row(log, folder) for log in found]))
+    if others:
+        print(f"\n{words}")
+    return 0
 
 
-def diff_verb(args):
-    found = scripts.diff_sources(logs.source_of(args.a), logs.source_of(args.b))
-    lines = [f"{args.a} → {args.b}: +{found['added']} −{found['removed']} lines"]
-    for section in found["sections"]:
-        lines.append("\n--- {title}: +{added} −{removed} ---".format(**section))
-        lines += section["lines"]
-    return "\n".join(lines), 0
+def diff_verb(args) -> int:
+    a, b = logs.source_of(args.a), logs.source_of(args.b)
+    print(f"{args.a} → {args.b}: {scripts.count_changes(a, b)} lines")
+    for title, groups in scripts.diff_sources(a, b).items():
+        print(f"\n--- {title}: {scripts.count_lines(groups)} ---")
+        print("\n".join(scripts.unified(groups)))
+    return 0
 
 
-def verify_verb(args):
+def verify_verb(args) -> int:
     require("scipy")
     records, findings, notes = verify(*split_folder(args.folder))
     tell(notes)
     if args.replay and not findings:
         findings = run.replay_all(records, args.replay)
     verified = f"{len(records)} record(s) verified: the logs bear every claim on our own runs"
-    words = "\n".join(findings) or verified
-    return words, 1 if findings else 0
+    print("\n".join(findings) or verified)
+    return 1 if findings else 0
 
 
-def book_verb(args):
+def book_verb(args) -> int:
     from ledger import book  # it needs packages that no other verb does
 
     records, wrong = find_records(Path(args.folder))
     tell(wrong)
-    pages_of_it = book.write_book(records, Path(args.out), args.source)
-    return f"wrote {len(pages_of_it)} pages; open {args.out}/index.html", 2 if wrong else 0
+    written = book.write_book(records, Path(args.out), args.source)
+    print(f"wrote {len(written)} pages; open {args.out}/index.html")
+    return 2 if wrong else 0
 
 
 # ---- Command line ----
@@ -149,7 +148,7 @@ def make_parser() -> Parser:
         verb.set_defaults(action=action)
         return verb.add_argument
 
-    flag = add("run", run_verb, "measure scripts on this machine, in turns")
+    flag = add("run", run_verb, "train scripts on this machine, in turns, and compare them")
     flag("operands", nargs="+", metavar="A", help="record folder or script, also with flags: "
          "A:name=value,name=value; a folder of records stands for all of them")
     flag("--preset", default="pocket", help="of every run (default: pocket)")
@@ -159,12 +158,13 @@ def make_parser() -> Parser:
     flag("--out", default="logs/ledger", help="keeps the runs (default: logs/ledger)")
     flag("--file", action="store_true", help="also file the records' logs")
 
+    records = run.REPO / "records"
     flag = add("file", file_verb, "put finished logs into the folders of the records they are of")
     flag("operands", nargs="+", metavar="LOG", help="logs/RUN/log.txt")
-    flag("--folder", type=Path, default=RECORDS, help="of records (default: records/)")
+    flag("--folder", type=Path, default=records, help="of records (default: records/)")
 
     flag = add("list", list_verb, "the table of records, or of other people's logs")
-    flag("folder", nargs="?", default=RECORDS, help="default: records/")
+    flag("folder", nargs="?", default=records, help="default: records/")
     flag("--write", action="store_true",
          help="also make the READMEs' blocks and ladder.png anew, from the logs")
 
@@ -173,11 +173,11 @@ def make_parser() -> Parser:
     flag("b", metavar="B")
 
     flag = add("verify", verify_verb, "hold every claim to its logs; exit 1 if one fails")
-    flag("folder", nargs="?", default=RECORDS, help="default: records/")
+    flag("folder", nargs="?", default=records, help="default: records/")
     flag("--replay", type=count, metavar="N", help="run N of each record's seeds again")
 
     flag = add("book", book_verb, "a static site with a page for each record")
-    flag("folder", nargs="?", default=RECORDS, help="default: records/")
+    flag("folder", nargs="?", default=records, help="default: records/")
     flag("--out", required=True, metavar="SITE", help="folder to write it to")
     flag("--source", metavar="URL", help="of the repository's files, for links to them")
     return parser
@@ -187,15 +187,13 @@ def main(argv: list | None = None) -> int:
     """Run a verb; the exit status."""
     args = make_parser().parse_args(argv)
     try:
-        words, status = args.action(args)
+        return args.action(args)
     except OSError as error:
         tell([f"{error.filename}: {error.strerror}; give another path"])
         return 2
     except (LedgerError, ValueError, ImportError) as error:
         tell([error])
         return getattr(error, "status", 2)
-    print(words)
-    return status
 
 
 if __name__ == "__main__":

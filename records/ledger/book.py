@@ -3,6 +3,7 @@
 import ast
 import io
 import re
+import statistics
 from difflib import SequenceMatcher
 from html import escape
 from itertools import zip_longest
@@ -10,9 +11,9 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 from ledger import pages
-from ledger.logs import LedgerError, read_text
-from ledger.records import RULES, Record, neighbours
-from ledger.scripts import above, changes, diff_sources, sections
+from ledger.logs import LedgerError, Log, read_text
+from ledger.records import RULES, Record
+from ledger.scripts import above, count_changes, count_lines, diff_sources, sections
 from markdown_it import MarkdownIt
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -53,15 +54,16 @@ def write_book(records: list, out: Path, source: str | None):
         style = style.replace(place, "\n".join(colours))
     (out / "style.css").write_text(style, encoding="utf-8")
     save_svg(pages.ladder_figure(records, width=6), out / "ladder.svg")
-    ladder = pages.markdown(pages.FRONT, [pages.linked(pages.front_row(one), one, "../records/")
-                                          for one in records])
-    text = INDEX.format(len(records), ladder, pages.records_block(records))
     folder = records[0].folder.parent
+    text = INDEX.format(
+        len(records), pages.front_block(records, ""), pages.records_block(records))
     found = [save_page(out / "index.html", "", from_markdown(text, folder))]
     for record in records:
         links = '<a href="index.html">The ladder</a>\n'
-        for word, other in neighbours(record, records):
-            links += f'<a href="{other.folder.name}.html">{word}: {other.name}</a>\n'
+        for other in records:
+            if record.parent is other or other.parent is record:
+                word = "Parent" if record.parent is other else "Next"
+                links += f'<a href="{other.folder.name}.html">{word}: {other.name}</a>\n'
         text = read_text(record.folder / "README.md")
         place = PLACE.search(text)
         body = (from_markdown(text[:place.start()], record.folder, source) + change_of(record)
@@ -98,32 +100,32 @@ def change_of(record: Record) -> str:
     """What the record changes of its parent; of the first one, the whole script."""
     script, parent = above(record.script), above(record.parent.script) if record.parent else ""
     words = escape(ast.get_docstring(ast.parse(script)) or "")
-    changed = diff_sources(parent, script)
     parts = [
         "<h2>The change</h2>" if parent else '<h2 class="whole">The script</h2>',
-        "<p>+{added} −{removed} lines.</p>".format(**changed),
+        f"<p>{count_changes(parent, script)} lines.</p>",
         f"<details><summary>The script's docstring</summary><pre>{words}</pre></details>"]
-    before, after = sections(parent), sections(script)
-    for section in changed["sections"]:
-        title = section["title"]
-        (numbers, old), (new_numbers, new) = before[title], after[title]
-        left, right = coloured(numbers, old), coloured(new_numbers, new)
+    left, right = coloured(parent), coloured(script)
+    for title, groups in diff_sources(parent, script).items():
         rows = ""
-        for group in changes(old, new):
+        for group in groups:
             rows += row(NONE, NONE)  # a gap
-            for _, i, i_end, j, j_end in group:
-                for lines in zip_longest(left[i:i_end], right[j:j_end], fillvalue=NONE):
+            for old, new in group:
+                old_lines = [(number, left[number]) for number in old]
+                new_lines = [(number, right[number]) for number in new]
+                for lines in zip_longest(old_lines, new_lines, fillvalue=NONE):
                     rows += row(*lines)
-        parts.append("<h3>{title}: +{added} −{removed}</h3>".format(**section))
+        parts.append(f"<h3>{title}: {count_lines(groups)}</h3>")
         parts.append(f'<div class="code" tabindex="0"><table>{rows}</table></div>')
     return "\n".join(parts)
 
 
-def coloured(numbers: list, section: list):
-    """(its number in the source, its HTML) of each line of a section."""
-    form = HtmlFormatter(nowrap=True)
-    text = highlight("\n".join(section), PythonLexer(stripnl=False), form)
-    return list(zip(numbers, text.split("\n")))
+def coloured(source: str) -> dict:
+    """Number: the HTML of each line."""
+    form, found = HtmlFormatter(nowrap=True), {}
+    for numbers, lines in sections(source).values():
+        text = highlight("\n".join(lines), PythonLexer(stripnl=False), form)
+        found |= zip(numbers, text.split("\n"))
+    return found
 
 
 def row(old: tuple, new: tuple) -> str:
@@ -150,16 +152,17 @@ def cells(side: str, line: tuple, other: tuple) -> str:
 def curves_of(record: Record, out: Path) -> str:
     """Pictures of the record's losses, public and on the pocket, where there are any."""
     found = ""
-    for kind, target, words in (
-            (published, RULES["record"]["target_loss"], "Published validation loss"),
-            (pocket, RULES["pocket"]["target_loss"], "Loss on the pocket, each run")):
+    for kind, preset, words in (
+            (published, "record", "Published validation loss"),
+            (pocket, "pocket", "Loss on the pocket, each run")):
         if kind(record):
             name = f"{record.folder.name}-{kind.__name__}.svg"
             both = [one for one in (record, record.parent) if one]
-            figure = curves_figure({one.name: kind(one) for one in both}, float(target))
-            save_svg(figure, out / name)
-            found += (f'<figure><img src="{name}" alt="{words}, beside the parent\'s"><figcaption>'
-                      f"{words}, beside the parent's</figcaption></figure>")
+            target = float(RULES[preset]["target_loss"])
+            save_svg(curves_figure({one.name: kind(one) for one in both}, target), out / name)
+            words += ", beside the parent's"
+            found += (f'<figure><img src="{name}" alt="{words}"><figcaption>{words}</figcaption>'
+                      "</figure>")
     return f"<h2>Curves</h2>\n{found}\n" if found else ""
 
 
@@ -173,12 +176,23 @@ def published(record: Record):
 def pocket(record: Record):
     """(steps, losses) of each run that the record has on the pocket, of one setting."""
     runs = [logs for logs in record.runs().values() if logs[0].preset == "pocket"]
-    return [pages.curve_of(log) for log in max(runs, key=len, default=[])]
+    return [pocket_curve(log) for log in max(runs, key=len, default=[])]
+
+
+def pocket_curve(log: Log):
+    """(steps, losses): of the training in 50 pieces, and of the last validation."""
+    train = [(step, loss) for step, (loss, _) in sorted(log.train.items())]
+    size = max(1, len(train) // 50)
+    points = []
+    for first in range(0, len(train) - size + 1, size):
+        steps, losses = zip(*train[first : first + size])
+        points.append((steps[-1], statistics.fmean(losses)))
+    return tuple(zip(*points, (log.last_step, log.val_loss)))
 
 
 def curves_figure(curves: dict, target: float):
     """Losses of runs over their steps, by name."""
-    figure, axis = pages.picture(4.5, 6)
+    figure, axis = pages.new_figure(4.5, 6)
     losses = [target]
     for index, (name, runs) in enumerate(curves.items()):
         for number, (steps, loss) in enumerate(runs):

@@ -56,7 +56,6 @@ class Log:
     train: dict[int, tuple] = field(default_factory=dict)  # step: (next token's loss, time)
     val: dict[int, tuple] = field(default_factory=dict)  # step: (validation loss, time)
     planned_steps: int | None = None
-    notes: list[str] = field(default_factory=list)  # what is odd: stopped, resumed, failed, cut
 
     @property
     def last_step(self) -> int:
@@ -152,28 +151,24 @@ def read_log(path: Path, text: str | None = None) -> Log:
     log = Log(path, *split_source(text))
     body, _, rest = log.body.rpartition("\n")
     if re.fullmatch(r"step:.* step_avg:[\d.]+ms", rest):
-        body += "\n" + rest
-    elif rest:  # a number that was cut looks like a whole one
-        log.notes.append(f"cut in the middle of a line ({rest[:40]!r}), which is not used")
+        body += "\n" + rest  # all else may be cut, and a number that was cut looks like a whole one
     if header := re.search(rf"^{RULE}$(.*?)(^{RULE}$|\Z)", body, re.M | re.S):
         log.header.update(PAIR.findall(header[1]))
     if blocks := re.findall(r"^---((?:\n\w+: .*)*)$", body, re.M):
         log.final.update(PAIR.findall(blocks[-1]))
-    for line in re.findall(r"^(?:step:|resumed at |stopped at |error:).*", body, re.M):
-        if line.startswith("step:"):
-            parse_step(log, line)
-        elif "val_loss" not in log.final or line.startswith("resumed"):  # else it went on, or
-            log.notes.append(line.replace("error:", "failed:"))  # it stands in its sample of text
+    for line in re.findall(r"^step:.*", body, re.M):
+        parse_step(log, line)
     if not log.val and not log.train:
         raise LedgerError(f"{path} has no training steps that can be read, or was cut inside its "
                           f"source; known are {FORMS}")
-    if not log.finished and not any("stopped" in note for note in log.notes):
-        log.notes.append(f"stopped at step {log.last_step} of {log.planned_steps}")
     return log
 
 
 def parse_step(log: Log, line: str):
-    """Read a `step:1/10 val_loss:…` line; of several tokens ahead, the next one's training loss."""
+    """Read a `step:1/10 val_loss:…` line; of several tokens ahead, the next one's training loss.
+
+    A line that cannot be read is left out.
+    """
     pairs, found = dict(pair.partition(":")[::2] for pair in line.split()), {}
     try:
         step, *planned = map(int, pairs["step"].split("/"))
@@ -183,7 +178,6 @@ def parse_step(log: Log, line: str):
         unit = 1 if time.endswith("ms") else 1000  # 943ms, or 739.639s in track 3
         ms = unit * float(time.rstrip("ms")) if time else None
     except ValueError:
-        log.notes.append(f"a step line that cannot be read: {line[:60]!r}")
         return
     if planned:
         log.planned_steps = planned[0]
@@ -212,15 +206,12 @@ def read_folder(folder: Path):
 
 
 def source_of(operand: str) -> str:
-    """The source of a script, of a log, or of a folder that has one. Raises LedgerError."""
+    """The source of a script, of a record's folder, or in a log. Raises LedgerError."""
     path = Path(operand)
-    if (path / "train_gpt.py").is_file():
-        path = path / "train_gpt.py"
-    if path.suffix == ".py":
-        return read_text(path)
-    found = [log.source for log in read_folder(path)[0]] if path.is_dir() else [
-        split_source(read_text(path))[0]]
-    sources = set(found) - {None}
-    if len(sources) != 1:
-        raise LedgerError(f"{operand} has {len(sources)} sources; give a script or one log")
-    return sources.pop()
+    if path.is_dir():
+        path /= "train_gpt.py"
+    text = read_text(path)
+    source = text if path.suffix == ".py" else split_source(text)[0]
+    if source is None:
+        raise LedgerError(f"{operand} has no source; give a script, or a log that has one")
+    return source

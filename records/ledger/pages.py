@@ -2,13 +2,12 @@
 
 import re
 import statistics
-import sys
 import textwrap
 from pathlib import Path
 
 from ledger.logs import LedgerError, Log, machine_words, read_text
-from ledger.records import RULES, Record, compare, is_retuned, p_below
-from ledger.scripts import diff_sources
+from ledger.records import RULES, Comparison, Record, compare, is_retuned, p_below
+from ledger.scripts import count_changes
 
 WIDTH = 100  # columns of a terminal
 # The newest public record and its minutes, by the table of github.com/KellerJordan/modded-nanogpt
@@ -21,6 +20,7 @@ LADDER_LEGEND = """\
 Minutes and losses are those of the public record's n runs on 8×H100 (#91's loss: on one H100), by
 its own files. Float64: the largest difference of our script from the public one."""
 RUNS = ("Record", "Loss ± std (n)", "Target", "Minutes", "Difference", "Time")
+CONTEST = ("Contestant", *RUNS[1:], "Shown from")
 RUNS_LEGEND = """\
 Loss: all runs of a setting. Target: p that the mean lies below the rules' target. Difference: from
 the parent's mean in the same setting, with the two-sided p of the paired t-test; * where p < 0.01;
@@ -28,21 +28,14 @@ the parent's mean in the same setting, with the two-sided p of the paired t-test
 preset's rates or its validation, so the difference is not the idea's alone. Minutes (median), Time
 (its ratio to the parent's; the smallest and largest ratio by seed): of whole runs alone on their
 machine."""
-FRONT = ("Record", "Idea", "Public record (min), not run here", "Changed lines")
-CONTEST = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 CONTEST_LEGEND = """\
-Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's
-mean, or else the first contestant's, with the p of a two-sided t-test, paired by seed; * where
-p < 0.01. Shown from: the smallest difference that would reach that. Time: ratio of the medians,
-and range of the ratios by seed, which only runs alone on the machine (--jobs 1) measure."""
+Of a contestant whose parent does not run, Difference and Time are against the first one. Shown
+from: the smallest difference that would have p < 0.01."""
+FRONT = ("Record", "Idea", "Public record (min), not run here", "Changed lines")
 FOREIGN = ("Log", "Source", "Steps", "Loss", "Minutes")  # Source: of its sha256
 
 
 # ---- Cells ----
-def signed(number: float) -> str:
-    return f"{number:+.4f}".replace("-", "−")
-
-
 def loss_cell(losses: list) -> str:
     spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
     return f"{statistics.fmean(losses):.4f}{spread} ({len(losses)})"
@@ -57,62 +50,68 @@ def minutes_cell(times: list) -> str:
     return f"{statistics.median(times) / 60_000:.3f}" if times else ""
 
 
-def difference_cell(against: dict | None, mark: str = "") -> str:
+def difference_cell(against: Comparison | None, mark: str = "") -> str:
     """From the parent's mean; without a p where there is but one pair."""
     if not against:
         return ""
-    if against["equal"]:
+    if against.equal:
         return "equal"
-    words = signed(against["difference"])
-    if against["p"] is not None:
-        words += f" (p {against['p']:.2g})".replace("-", "−")
-    return words + "*" * against["shown"] + mark
+    words = f"{against.difference:+.4f}"
+    if against.p is not None:
+        words += f" (p {against.p:.2g})"
+    return words.replace("-", "−") + "*" * against.shown + mark
 
 
-def time_cell(against: dict | None) -> str:
-    if not against or not against["timed"]:
+def time_cell(against: Comparison | None) -> str:
+    if not against or not against.ratios:
         return ""
-    return "×{time:.3f} ({fastest:.3f}–{slowest:.3f})".format(**against)
+    return f"×{against.time:.3f} ({min(against.ratios):.3f}–{max(against.ratios):.3f})"
 
 
 # ---- Rows ----
-def ladder_row(record: Record):
+def row(record: Record, cells: list, above: str | None = None):
+    """The record's name and the cells. `above`: the way to its folder, where the name is a link."""
+    name = record.name if above is None else f"[{record.name}]({above}{record.folder.name})"
+    return [name, *cells]
+
+
+def ladder_cells(record: Record):
     """What is published of a record, and how far ours is from it."""
     published, equality = record.published, record.claim.get("equality")
-    loss = ""
+    minutes = loss = ""
+    if published:
+        minutes = f"{published['minutes']:g}"
     if published.get("val_loss"):
         loss = "{val_loss:.4f} ({n})".format(**published)
-    return [record.name, f"{published['minutes']:g}" if published else "", loss,
-            f"{equality['largest']:.0e}" if equality else ""]
+    return [minutes, loss, f"{equality['largest']:.0e}" if equality else ""]
 
 
-def runs_row(record: Record, logs: list, others: list):
-    """What logs of one setting give, against the parent's there."""
+def runs_cells(logs: list, against: Comparison | None, mark: str = ""):
+    """What logs of one setting give, by themselves and against others."""
     losses = [log.val_loss for log in logs]
-    target = float(RULES[logs[0].preset]["target_loss"])
-    mark = "†" if others and is_retuned(record, logs[0].preset) else ""
-    against = compare(logs, others)
-    return [record.name, loss_cell(losses), p_cell(p_below(losses, target)),
+    target = float(logs[0].header["target_loss"])
+    return [loss_cell(losses), p_cell(p_below(losses, target)),
             minutes_cell([log.measured_ms for log in logs]),
             difference_cell(against, mark), time_cell(against)]
 
 
-def front_row(record: Record):
-    """A record on the front page, with the number of lines that were changed."""
-    lines = ""
-    if record.parent:
-        lines = "+{added} −{removed}".format(**diff_sources(record.parent.script, record.script))
-    minutes = f"{record.published['minutes']:g}" if record.published else "not public"
-    return [record.name, record.claim["change"], minutes, lines]
+def runs_row(record: Record, logs: list, others: list, above: str | None = None):
+    """A record's logs of one setting, against its parent's there."""
+    mark = "†" if others and is_retuned(logs[0], others[0]) else ""
+    return row(record, runs_cells(logs, compare(logs, others), mark), above)
 
 
-def contest_row(found: dict):
+def contest_row(label: str, logs: list, against: Comparison | None):
     """A contestant of `run`."""
-    against = found["against"]
-    shown_from = against and against["smallest_shown"]
-    label = re.sub(r"^[\d-]{10}_", "", found["name"])
-    return [label, loss_cell(found["losses"]), p_cell(found["p_target"]), difference_cell(against),
-            f"{shown_from:.2g}" if shown_from else "", time_cell(against)]
+    shown_from = f"{against.smallest_shown:.2g}" if against and against.smallest_shown else ""
+    return [re.sub(r"^[\d-]{10}_", "", label), *runs_cells(logs, against), shown_from]
+
+
+def front_cells(record: Record):
+    """A record on the front page, with the number of lines that were changed."""
+    lines = count_changes(record.parent.script, record.script) if record.parent else ""
+    minutes = f"{record.published['minutes']:g}" if record.published else "not public"
+    return [record.claim["change"], minutes, lines]
 
 
 def foreign_row(log: Log, folder: Path):
@@ -120,64 +119,63 @@ def foreign_row(log: Log, folder: Path):
     steps = f"{log.last_step:,}"
     if not log.finished:
         steps += f" of {log.planned_steps:,}"
-    name = log.path.relative_to(folder).as_posix()
-    return [name, (log.source_sha256 or "")[:6], steps, f"{log.val_loss:.4f}",
-            minutes_cell([log.train_time_ms])]
+    return [log.path.relative_to(folder).as_posix(), (log.source_sha256 or "")[:6], steps,
+            f"{log.val_loss:.4f}", minutes_cell([log.train_time_ms])]
 
 
 # ---- Tables ----
 def text_table(heading: tuple, rows: list) -> str:
-    rows = list(rows)
     widths = [max(map(len, column)) for column in zip(heading, *rows)]
     lines = []
-    for row in (heading, ["-" * width for width in widths], *rows):
-        lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
+    for cells in (heading, ["-" * width for width in widths], *rows):
+        lines.append("  ".join(map(str.ljust, cells, widths)).rstrip())
     return "\n".join(lines)
 
 
 def markdown(heading: tuple, rows: list) -> str:
     lines = []
-    for row in (heading, ["---"] * len(heading), *rows):
-        lines.append("| " + " | ".join(row) + " |")
+    for cells in (heading, ["---"] * len(heading), *rows):
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def linked(row: list, record: Record, above: str):
-    """A row whose name leads to its record; `above` is the way to the records' folders."""
-    return [f"[{row[0]}]({above}{record.folder.name})", *row[1:]]
+def shown_settings(records: list):
+    """(setting: its rows, of those that the table of all records shows; the number of the others).
 
-
-def settings(records: list):
-    """Setting: (record, its logs, its parent's) of each record that was run in it."""
+    A row is a record, its logs and its parent's. Shown are all settings of the record's preset,
+    then those in which a third of the records was run.
+    """
     found = {}
     for record in records:
         for logs, others in record.measured():
             found.setdefault(logs[0].setting, []).append((record, logs, others))
-    return found
-
-
-def shown_settings(records: list):
-    """(settings that the table of all records shows, how many it leaves to the records' pages).
-
-    All of the record's preset, then those in which a third of the records was run.
-    """
-    found = settings(records)
     shown = [setting for setting, rows in found.items()
              if setting[0] == "record" or 3 * len(rows) >= len(records)]
     shown.sort(key=lambda setting: (setting[0] != "record", -len(found[setting])))
     return {setting: found[setting] for setting in shown}, len(found) - len(shown)
 
 
-def ladder_text(chosen: list) -> str:
-    """Claims, then the runs of each setting, for a terminal."""
-    parts = [text_table(LADDER, map(ladder_row, chosen)), LADDER_LEGEND]
-    shown, left = (settings(chosen), 0) if len(chosen) == 1 else shown_settings(chosen)
-    for setting, rows in shown.items():
-        parts.append(textwrap.fill(machine_words(setting) + ":", WIDTH))
-        parts.append(text_table(RUNS, [runs_row(*row) for row in rows]))
+def overview(records: list, table, above: str | None = None):
+    """Parts of a page: the claims, and the runs of the settings that count most."""
+    parts = [table(LADDER, [row(one, ladder_cells(one), above) for one in records]), LADDER_LEGEND]
+    shown, left = shown_settings(records)
+    for setting, runs in shown.items():
+        parts.append(machine_words(setting) + ":")
+        parts.append(table(RUNS, [runs_row(*run, above) for run in runs]))
     if left:
         parts.append(f"Runs in {left} more setting(s) stand on the records' pages.")
-    return "\n\n".join([*parts, RUNS_LEGEND])
+    return [*parts, RUNS_LEGEND]
+
+
+def ladder_text(chosen: list) -> str:
+    """Claims and runs for a terminal."""
+    parts = overview(chosen, text_table)
+    return "\n\n".join(part if "\n" in part else textwrap.fill(part, WIDTH) for part in parts)
+
+
+def contest_text(results: list) -> str:
+    table = text_table(CONTEST, [contest_row(*result) for result in results])
+    return "\n\n".join([table, RUNS_LEGEND, CONTEST_LEGEND])
 
 
 # ---- Pages ----
@@ -185,40 +183,37 @@ def blocks(folder: Path, records: list):
     """README: the generated lines of each of its blocks, by the block's name."""
     found = {folder / "README.md": {"": records_block(records)}}
     if (folder.parent / "README.md").exists():
-        rows = [linked(front_row(one), one, f"{folder.name}/") for one in records]
-        front = {"": markdown(FRONT, rows), "gpus": gpus_block(records)}
-        found[folder.parent / "README.md"] = front
+        found[folder.parent / "README.md"] = {"": front_block(records, f"{folder.name}/"),
+                                              "gpus": gpus_block(records)}
     for record in records:
         found[record.folder / "README.md"] = {"": record_block(record)}
     return found
 
 
+def front_block(records: list, above: str) -> str:
+    return markdown(FRONT, [row(record, front_cells(record), above) for record in records])
+
+
 def records_block(records: list) -> str:
     """All claims, the runs of the settings that count most, and the rules."""
-    parts = [markdown(LADDER, [linked(ladder_row(one), one, "") for one in records]), LADDER_LEGEND]
-    shown, left = shown_settings(records)
-    for setting, rows in shown.items():
-        cells = [linked(runs_row(*row), row[0], "") for row in rows]
-        parts += [machine_words(setting) + ":", markdown(RUNS, cells)]
-    if left:
-        parts.append(f"Runs in {left} more setting(s) stand on the records' pages.")
     rules = []
     for preset, rule in RULES.items():
         rules.append([preset, *(f"`{value or 'not known here'}`" for value in rule.values())])
-    return "\n\n".join([*parts, RUNS_LEGEND, markdown(("preset", *RULES["record"]), rules)])
+    return "\n\n".join([*overview(records, markdown, ""),
+                        markdown(("preset", *RULES["record"]), rules)])
 
 
 def record_block(record: Record) -> str:
     """A record beside its parent: claims, and the runs of each of its settings."""
     both = [one for one in (record.parent, record) if one]
-    parts = [markdown(LADDER, [linked(ladder_row(one), one, "../") for one in both])]
+    parts = [markdown(LADDER, [row(one, ladder_cells(one), "../") for one in both])]
     if not any(log.on_gpu for log in record.logs):
         parts.append("No GPU has run this record yet.")
     for logs, others in record.measured():
         rows = []
         if others:
-            rows.append(linked(runs_row(record.parent, others, []), record.parent, "../"))
-        rows.append(linked(runs_row(record, logs, others), record, "../"))
+            rows.append(runs_row(record.parent, others, [], "../"))
+        rows.append(runs_row(record, logs, others, "../"))
         parts += [machine_words(logs[0].setting) + ":", markdown(RUNS, rows)]
     parts.append("[What the columns and marks mean](../README.md).")
     return "\n\n".join(parts)
@@ -253,11 +248,12 @@ def write_pages(folder: Path, records: list):
         texts[path] = filled(path, read_text(path), parts)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8", newline="")
-    save(ladder_figure(records), str(folder / "ladder.png"))
+    picture = ladder_figure(records)
+    picture.savefig(folder / "ladder.png", dpi=200, metadata={"Software": None})
 
 
 # ---- Pictures ----
-def picture(height: float, width: float):
+def new_figure(height: float, width: float):
     import matplotlib.style
     from matplotlib.figure import Figure
 
@@ -268,21 +264,13 @@ def picture(height: float, width: float):
     return figure, figure.subplots()
 
 
-def save(figure, png: str):
-    figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
-    print(f"wrote {png}", file=sys.stderr)
-
-
 def ladder_figure(records: list, width: float = 9):
     """Published minutes of each record, and of the newest public one in grey."""
-    rows, numbers = [], set()
-    for record in records:
-        if record.published:
-            rows.append((record.name, record.published["minutes"], "C0"))
-            numbers.add(record.published["number"])
-    if NEWEST not in numbers:
+    published = [record for record in records if record.published]
+    rows = [(record.name, record.published["minutes"], "C0") for record in published]
+    if NEWEST not in [record.published["number"] for record in published]:
         rows.append((f"#{NEWEST} ({NEWEST_MONTH})", NEWEST_MINUTES, GREY))
-    figure, axis = picture(0.36 * len(rows) + 1.1, width)
+    figure, axis = new_figure(0.36 * len(rows) + 1.1, width)
     for y, (_, minutes, color) in enumerate(rows):
         axis.plot(minutes, y, "o", color=color, markersize=8)
         axis.text(minutes * 1.06, y, f"{minutes:g}", va="center")
@@ -294,15 +282,3 @@ def ladder_figure(records: list, width: float = 9):
     axis.xaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
     return figure
-
-
-def curve_of(log: Log):
-    """(steps, losses): of a run's validations; of its training in 50 pieces, if it has but one."""
-    points = [(step, loss) for step, (loss, _) in sorted(log.val.items()) if step]
-    train = [(step, loss) for step, (loss, _) in sorted(log.train.items()) if loss is not None]
-    if len(points) < 2 and train:
-        size = max(1, len(train) // 50)
-        pieces = [train[i : i + size] for i in range(0, len(train) - size + 1, size)]
-        means = [(piece[-1][0], statistics.fmean(loss for _, loss in piece)) for piece in pieces]
-        points = means + points
-    return tuple(zip(*points))

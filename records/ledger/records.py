@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ledger.logs import LedgerError, Log, read_log, read_text
-from ledger.scripts import settings_of
 
 FOLDER_NAME = re.compile(r"\d{4}-(0\d|1[0-2])-([0-2]\d|3[01])_[A-Za-z0-9]+")
 SIGNIFICANCE = 0.01  # what a p-value has to stay under
@@ -27,10 +26,13 @@ RULES = {  # what the header of every run with a preset has to have; None: not k
 # Nats per token that no honest model reaches: half of what xz needs for the pocket's validation
 # bytes after all 44 MB of its training text (0.94), and less than any published run on FineWeb.
 FLOOR = {"record": 2.0, "pocket": 0.47}
-KEYS = {  # of record.json, in any order; the first three have to be there
-    "change": str, "parent": str | None, "published": dict | None, "gain": str | None,
-    "modelled_minutes": float | None, "equality": dict | None, "reads": str | None,
-    "station": str}  # of a record without a public number: the oracle that it is held to
+# Keys of record.json, in any order
+CLAIM = {"change": str, "parent": str | None, "published": dict | None, "gain": str | None,
+         "modelled_minutes": float | None, "equality": dict | None, "reads": str | None,
+         "station": str}  # of a record without a public number: the oracle that it is held to
+PUBLISHED = {"number": int, "minutes": int | float, "hardware": str, "source": str,
+             "val_loss": float | None, "n": int | None}  # no loss without a published log
+EQUALITY = {"largest": float, "of": str}
 
 
 @dataclass
@@ -79,27 +81,34 @@ def rank_of(logs: list):
     return log.preset != "record", not log.on_gpu, -log.ranks, log.setting
 
 
-def read_claim(folder: Path):
-    """What a folder's record.json says. Raises LedgerError, in words that name what is wrong."""
-    path, wrong = folder / "record.json", []
+def check(name: str, found: dict, kinds: dict, needed):
+    """Raise LedgerError where a key is missing or unknown, or a value of another kind."""
+    if not isinstance(found, dict):
+        raise LedgerError(f"{name} has no usable form: {found!r:.60}; see records/README.md")
+    for key in needed:
+        if key not in found:
+            raise LedgerError(f"{name} lacks {key}; see records/README.md")
+    for key, value in found.items():
+        if key not in kinds:
+            raise LedgerError(f"{name} has {key}; known are {', '.join(kinds)}")
+        if not isinstance(value, kinds[key]):
+            raise LedgerError(f"{name} has a {key} of another kind, {value!r}")
+
+
+def read_claim(folder: Path) -> dict:
+    """What a folder's record.json says. Raises LedgerError."""
+    name = f"{folder.name}/record.json"
     try:
-        claim = json.loads(read_text(path))
-        wrong += [f"lacks {name}" for name in [*KEYS][:3] if name not in claim]
-        wrong += [f"has {name}; known are {', '.join(KEYS)}" for name in claim if name not in KEYS]
-        wrong += [f"has a {name} of another kind, {claim[name]!r}" for name in KEYS & claim.keys()
-                  if not isinstance(claim[name], KEYS[name])]
-        if claim.get("gain") not in (None, *SEEDS):
-            wrong.append(f"has gain {claim['gain']}; it is {', '.join(SEEDS)} or null")
-        published = claim.get("published") or {}
-        if published:  # of a script that has no published log there is no loss
-            known = {name: value or 0 for name, value in published.items()}
-            "{number:d} {minutes:f} {val_loss:f} {n:d} {hardware} {source}".format(**known)
-        if claim.get("equality"):
-            "{largest:f} {of}".format(**claim["equality"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        wrong.append(f"has no usable form: {error!r}")
-    if wrong:
-        raise LedgerError(f"{folder.name}/{path.name} {wrong[0]}; see records/README.md")
+        claim = json.loads(read_text(folder / "record.json"))
+    except ValueError as error:
+        raise LedgerError(f"{name} has no usable form: {error}; see records/README.md") from None
+    check(name, claim, CLAIM, needed=("change", "parent", "published"))
+    if claim["published"]:
+        check(f"{name}: published", claim["published"], PUBLISHED, needed=PUBLISHED)
+    if claim.get("equality"):
+        check(f"{name}: equality", claim["equality"], EQUALITY, needed=EQUALITY)
+    if claim.get("gain") not in (None, *SEEDS):
+        raise LedgerError(f"{name} has gain {claim['gain']}; it is {', '.join(SEEDS)} or null")
     return claim
 
 
@@ -131,7 +140,8 @@ def read_run(path: Path) -> Log:
     """The log of a finished run of ours. Raises LedgerError."""
     log = read_log(path)
     if not log.finished:
-        raise LedgerError(f"is no finished run: {'; '.join(log.notes)}")
+        raise LedgerError(f"is no finished run: it ends at step {log.last_step} of "
+                          f"{log.planned_steps}, or before its results")
     try:
         "{device} {torch} {world_size}".format(**log.header)
         float(log.final["val_loss"]) + float(log.final["train_time_ms"]) + log.seed + log.ranks
@@ -141,34 +151,25 @@ def read_run(path: Path) -> Log:
     return log
 
 
-def chain_of(records: list) -> list:
-    """The longest line of parents and children. All other records stand beside it."""
-    longest = []
-    for record in records:
-        line = [record]
-        while line[0].parent:
-            line.insert(0, line[0].parent)
-        if len(line) > len(longest):
-            longest = line
-    return longest
-
-
-def neighbours(record: Record, records: list):
-    """(a word, a record) of each one that a page leads to: parent, next ones, those beside."""
-    chain = [one.folder for one in chain_of(records)]
-    found = []
-    for other in records:
-        follows = other.parent is record
-        if other is record.parent:
-            found.append(("Parent", other))
-        elif follows and (other.folder in chain or record.folder not in chain):
-            found.append(("Next", other))
-        elif follows or (other.parent and other.parent is record.parent and other is not record):
-            found.append(("Beside", other))
-    return found
-
-
 # ---- What runs show ----
+@dataclass
+class Comparison:
+    """Runs against others of the same seeds, and so of the same data, in pairs by seed."""
+
+    seeds: list[int]
+    difference: float  # of the mean losses, ours less theirs
+    equal: bool  # every loss, to the digit
+    p: float | None  # of the two-sided paired t-test; None where all pairs differ alike
+    smallest_shown: float | None  # the difference that would be significant
+    ratios: list[float]  # of times, ours to theirs, of the pairs that have both
+    time: float | None  # ratio of the medians
+
+    @property
+    def shown(self) -> bool:
+        """Significant, and not by rounding alone."""
+        return self.p is not None and self.p < SIGNIFICANCE and round(self.difference, 4) != 0
+
+
 def p_below(losses: list, target: float) -> float | None:
     """One-sided t-test that the mean lies below `target`; None without spread."""
     if len(set(losses)) < 2:
@@ -185,38 +186,34 @@ def by_seed(logs: list) -> dict:
         runs.setdefault(log.seed, []).append(log)
     found = {}
     for seed, some in runs.items():
-        times = [log.measured_ms for log in some if log.measured_ms]
         loss = statistics.fmean(log.val_loss for log in some)
+        times = [log.measured_ms for log in some if log.measured_ms]
         found[seed] = loss, statistics.fmean(times) if times else None
     return found
 
 
-def compare(logs: list, others: list) -> dict | None:
-    """Runs against others of the same seeds, and so the same data; None where there are none."""
+def compare(logs: list, others: list) -> Comparison | None:
+    """Runs against others; None where they have no seed in common."""
     mine, theirs = by_seed(logs), by_seed(others)
     seeds = sorted(mine.keys() & theirs.keys())
     if not seeds:
         return None
     losses, times = zip(*(mine[seed] for seed in seeds))
     their_losses, their_times = zip(*(theirs[seed] for seed in seeds))
-    found = {"difference": statistics.fmean(losses) - statistics.fmean(their_losses),
-             "n": len(seeds), "equal": losses == their_losses, "p": None, "smallest_shown": None,
-             "shown": False, "timed": 0, "time": None, "fastest": None, "slowest": None}
-    timed = [pair for pair in zip(times, their_times) if None not in pair]
-    if timed:
-        ratios = [ours / other for ours, other in timed]
-        ours, other = map(statistics.median, zip(*timed))
-        found |= {"timed": len(timed), "time": ours / other, "fastest": min(ratios),
-                  "slowest": max(ratios)}
+    difference = statistics.fmean(losses) - statistics.fmean(their_losses)
+    p = smallest_shown = time = None
     if len({a - b for a, b in zip(losses, their_losses)}) > 1:
         from scipy import stats
 
         test = stats.ttest_rel(losses, their_losses)
         low, high = test.confidence_interval(1 - SIGNIFICANCE)
-        found |= {"p": float(test.pvalue), "smallest_shown": float(high - low) / 2}
-        # Not by rounding alone
-        found["shown"] = bool(test.pvalue < SIGNIFICANCE and round(found["difference"], 4))
-    return found
+        p, smallest_shown = float(test.pvalue), float(high - low) / 2
+    timed = [pair for pair in zip(times, their_times) if None not in pair]
+    if timed:
+        ours, other = map(statistics.median, zip(*timed))
+        time = ours / other
+    ratios = [ours / other for ours, other in timed]
+    return Comparison(seeds, difference, losses == their_losses, p, smallest_shown, ratios, time)
 
 
 def shows_gain(record: Record) -> bool:
@@ -225,20 +222,19 @@ def shows_gain(record: Record) -> bool:
     for logs, others in record.measured():
         found = compare(logs, others)
         seeds = sorted(by_seed(logs))
-        pairs = found["timed" if gain == "time" else "n"] if found else 0
-        if pairs < SEEDS[gain] or seeds != [*range(len(seeds))]:
+        if not found or seeds != [*range(len(seeds))]:
             continue
-        better = found["difference"] < 0
-        if gain == "loss" and found["shown"] and better:
+        lower = found.shown and found.difference < 0
+        higher = found.shown and found.difference > 0
+        if gain == "loss" and lower and len(found.seeds) >= SEEDS["loss"]:
             return True
-        if gain == "time" and found["slowest"] < 1 and (better or not found["shown"]):
+        faster = len(found.ratios) >= SEEDS["time"] and max(found.ratios) < 1
+        if gain == "time" and faster and not higher:
             return True
     return False
 
 
-def is_retuned(record: Record, preset: str) -> bool:
-    """Whether a preset's rates, or its validation, differ from those of the record's parent."""
-    ours = settings_of(record.path, {"preset": preset})
-    theirs = settings_of(record.parent.path, {"preset": preset})
-    return any(theirs.get(name, value) != value for name, value in ours.items()
-               if name.endswith("_lr") or name.startswith("val_"))
+def is_retuned(log: Log, other: Log) -> bool:
+    """Whether a rate that both know, or the length of validation rows, differs."""
+    return any(other.header.get(name, value) != value for name, value in log.header.items()
+               if name.endswith("_lr") or name == "val_seq_len")

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import math
 import os
@@ -15,8 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,10 +36,10 @@ COMPARABLE = ("val_files", "val_tokens")  # settings without which losses are no
 class Contestant:
     """A script with its flags that `run` measures, and the logs of its runs."""
 
-    label: str  # as it was given, without the folders above
+    operand: str  # as it was given
+    name: str  # of its script or its folder
     script: Path
     flags: dict[str, str]
-    source: str
     record: Record | None  # that it is, as it stands
     logs: list[Log] = field(default_factory=list)
 
@@ -50,8 +48,7 @@ def expand(operands: list):
     """The operands, with the records of a folder in the place of the folder."""
     found = []
     for operand in operands:
-        path = Path(operand)
-        inside = sorted(path.glob("*/record.json")) if path.is_dir() else []
+        inside = sorted(Path(operand).glob("*/record.json"))
         found += [str(claim.parent) for claim in inside] or [operand]
     return found
 
@@ -59,42 +56,37 @@ def expand(operands: list):
 def contestant_of(operand: str) -> Contestant:
     """The contestant of `PATH` or `PATH:name=value,name=value`. Raises LedgerError."""
     place, _, words = operand.partition(":")
-    path = Path(place).resolve()
+    path, flags, record = Path(place).resolve(), {}, None
     script = path / "train_gpt.py" if path.is_dir() else path
     if script.suffix != ".py" or not script.is_file():
         raise LedgerError(f"{operand}: no script there; give a record folder or a .py file")
-    flags = {}
     for item in re.split(r",(?=[a-zA-Z_]\w*=)", words) if words else ():
-        name, equals, flags[name] = item.partition("=")
+        name, equals, flags[name] = item.partition("=")  # the value may have commas
         if not name.isidentifier() or not equals:
             raise LedgerError(f"{operand}: {item!r} is no flag; give name=value,name=value")
         if name in ("run_id", "preset", "seed"):
             raise LedgerError(f"{operand}: {name} is the ledger's; use --preset or --seeds")
-    record = None
     if path.is_dir() and records.FOLDER_NAME.fullmatch(path.name) and not flags:
         record = Record(path, records.read_claim(path))  # refused now, not after the training
-    label = (path.name if path.is_dir() else path.stem) + operand[len(place):]
-    return Contestant(label, script, flags, read_text(script), record)
+    return Contestant(operand, re.sub(r"\W", "-", path.stem), script, flags, record)
 
 
 def contestants_of(operands: list, preset: str):
     """The operands as contestants, no two alike, with flags that their scripts take."""
-    found, seen, first, labels = [], {}, {}, Counter()
+    found, seen, first = [], {}, None
     for operand in expand(operands):
         one = contestant_of(operand)
         settings = settings_of(one.script, {"preset": preset, **one.flags})
-        key = (one.source, str(settings or one.flags))
+        key = (read_text(one.script), str(settings or one.flags))
         if key in seen:
             raise LedgerError(f"{operand} has the script and the settings of {seen[key]}; give one")
         seen[key] = operand
+        first = settings if first is None else first
         for name in COMPARABLE:
-            value, other = settings.get(name), first.setdefault(name, settings.get(name))
-            if value != other:
-                raise LedgerError(f"{operand} validates on {name} {value}, {operands[0]} on "
-                                  f"{other}: losses on other tokens do not compare; give all one")
-        labels[one.label] += 1
-        if labels[one.label] > 1:
-            one.label += f" ({labels[one.label]})"
+            if settings.get(name) != first.get(name):
+                raise LedgerError(f"{operand} validates on {name} {settings.get(name)}, "
+                                  f"{found[0].operand} on {first.get(name)}: losses on other "
+                                  "tokens do not compare; give all one")
         found.append(one)
     return found
 
@@ -128,7 +120,7 @@ def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str) -> 
         raise LedgerError(f"it wrote no {path.relative_to(folder)}, as --run_id asks", 1)
     log = read_log(path)
     if not log.finished:
-        raise LedgerError("; ".join(log.notes), 1)
+        raise LedgerError(f"it stopped at step {log.last_step} of {log.planned_steps}", 1)
     if log.source_sha256 != source:
         raise LedgerError("its script was changed after it began; start again", 1)
     return log
@@ -138,11 +130,9 @@ def run_one(one: Contestant, seed: int, args) -> Log:
     """The log of a run, made now unless its RUN_ID, which hashes all it depends on, is there."""
     # Small models are the quicker for one thread where other programs take a core.
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    what = [meaning(one.source), one.flags, args.preset, args.nproc, args.jobs, threads,
+    what = [meaning(read_text(one.script)), one.flags, args.preset, args.nproc, args.jobs, threads,
             importlib.metadata.version("torch")]
-    digest = sha256(json.dumps(what, sort_keys=True))[:8]
-    name = re.match(r"[\w-]*", one.label)[0]
-    run_id = f"{name}-{digest}-seed-{seed}"
+    run_id = f"{one.name}-{sha256(json.dumps(what, sort_keys=True))[:8]}-seed-{seed}"
     path = args.out / "logs" / run_id / "log.txt"
     with contextlib.suppress(LedgerError, FileNotFoundError):
         log = read_log(path)
@@ -159,47 +149,40 @@ def run_one(one: Contestant, seed: int, args) -> Log:
 def run_all(contestants: list, args):
     """Every seed of every contestant, A B A B. Raises LedgerError where one fails or is stopped."""
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    pool, futures, first = ThreadPoolExecutor(args.jobs), {}, None
-    for seed, one in itertools.product(range(args.seeds), contestants):
-        futures[pool.submit(run_one, one, seed, args)] = (one, seed)
+    turns = [(one, seed) for seed in range(args.seeds) for one in contestants]
+    pool = ThreadPoolExecutor(args.jobs)
+    futures = [pool.submit(run_one, one, seed, args) for one, seed in turns]
     try:
-        for done, future in enumerate(as_completed(futures), 1):
-            one, seed = futures[future]
-            what = f"[{done}/{len(futures)}] {one.label} seed {seed}"
-            log = future.result()
-            first = first or log
+        for number, (one, seed) in enumerate(turns, 1):
+            what = f"[{number}/{len(turns)}] {one.operand} seed {seed}"
+            log = futures[number - 1].result()
+            one.logs.append(log)
+            first = contestants[0].logs[0]
             if log.setting != first.setting:
                 raise LedgerError(f"it is of {machine_words(log.setting)}; {first.path} is of "
                                   f"{machine_words(first.setting)}; give another --out", 1)
             time = f" in {log.measured_ms / 1000:.2f} s" if log.measured_ms else ""
             print(f"{what}: {log.val_loss:.4f}{time}", file=sys.stderr, flush=True)
     except (LedgerError, KeyboardInterrupt) as error:
-        why = f"{what}: {error}" if isinstance(error, LedgerError) else (
-            "stopped; the same command goes on")
+        stopped = isinstance(error, KeyboardInterrupt)
+        why = "stopped; the same command goes on" if stopped else f"{what}: {error}"
         raise LedgerError(f"{why}; what is done is kept in {args.out}", 1) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list(RUNNING):  # they stop at their next step
             process.terminate()
         pool.shutdown()
-    for future, (one, _) in futures.items():
-        one.logs.append(future.result())
 
 
 def results(contestants: list):
-    """What `run` found, as numbers: each contestant, against its parent or the first one."""
+    """(operand, logs, comparison with its parent, or else with the first one) of each."""
     found = []
     by_folder = {one.record.folder.name: one for one in contestants if one.record}
     for one in contestants:
-        losses = [log.val_loss for log in one.logs]
-        target = float(one.logs[0].header["target_loss"])
-        against = None
-        if one is not contestants[0]:
-            parent = one.record and by_folder.get(one.record.claim["parent"])
-            other = parent or contestants[0]
-            against = {"name": other.label, **records.compare(one.logs, other.logs)}
-        found.append({"name": one.label, "losses": losses, "target": target, "against": against,
-                      "p_target": records.p_below(losses, target)})
+        parent = one.record and by_folder.get(one.record.claim["parent"])
+        other = parent or contestants[0]
+        against = records.compare(one.logs, other.logs) if one is not contestants[0] else None
+        found.append((one.operand, one.logs, against))
     return found
 
 
@@ -210,8 +193,8 @@ PIECE = 4096  # positions whose logits are computed at once
 ROUNDING = {"cpu": 1e-3, "cuda": 0.25}
 
 
-def build_models(script: Path, checkpoint: Path, device: str):
-    """(cfg, the trained model, first weights of its seed and of the next one).
+def build_model(script: Path, checkpoint: Path, device: str):
+    """(cfg, the trained model, whether another seed has the same first weights).
 
     This and `logits_of` are all that the judge takes of a record.
     """
@@ -220,29 +203,34 @@ def build_models(script: Path, checkpoint: Path, device: str):
     script = load_script(script)
     state = script.load_checkpoint(checkpoint)
     cfg = script.hyperparameters({"device": device}, state["settings"])
-    ranks, starts = script.Ranks(cfg), []
-    for seed in (cfg.seed + 1, cfg.seed):
-        model, _ = script.build(dataclasses.replace(cfg, seed=seed), ranks)
-        starts.append(torch.cat([one.detach().flatten().float().cpu()
-                                 for one in model.parameters()]))
+    ranks = script.Ranks(cfg)
+    other, _ = script.build(dataclasses.replace(cfg, seed=cfg.seed + 1), ranks)
+    model, _ = script.build(cfg, ranks)
+    pairs = zip(model.parameters(), other.parameters())
+    seedless = all(torch.equal(one, same) for one, same in pairs)
     script.load_state(model, [], state, checkpoint)
-    return cfg, model.eval(), starts
+    return cfg, model.eval(), seedless
 
 
 def logits_of(cfg, model, rows: np.ndarray, device: str):
     """Yield the logits of rows of tokens (B, T), piece by piece, as numpy's (positions, V)."""
     import torch
 
+    tokens = torch.from_numpy(rows).int().to(device)
+    size = min(PIECE, 2**26 // cfg.vocab_size)
     with torch.no_grad():
-        hidden = model.hidden(torch.from_numpy(rows).int().to(device)).flatten(0, 1)
-        for part in hidden.split(min(PIECE, 2**26 // cfg.vocab_size)):
+        hidden = model.hidden(tokens).flatten(0, 1)
+        for part, inputs in zip(hidden.split(size), tokens.flatten().split(size)):
             logits = model.logits(part)
+            # #91 leaves logits out in its last validation.
+            if getattr(model, "forbidden", None) is not None:
+                logits = model.canonical(logits, inputs)
             if type(logits) is not torch.Tensor:  # another class may compute what it likes
                 raise LedgerError(f"its logits are no tensor but a {type(logits).__name__}")
             yield logits.float().cpu().numpy()
 
 
-def judge(script: Path, checkpoint: Path, preset: str, device: str):
+def judge(script: Path, checkpoint: Path, preset: str, device: str) -> dict:
     """A checkpoint's loss by our own loop, and what is wrong with its model, by its logits alone.
 
     It runs in a process of its own. Data are read here, and numpy does the mathematics.
@@ -252,18 +240,15 @@ def judge(script: Path, checkpoint: Path, preset: str, device: str):
     tokens = np.fromfile(shard, "<u2", int(RULES[preset]["val_tokens"]) + 1, offset=1024)
     digest = hashlib.sha256(tokens).hexdigest()[:16]
     tokens = tokens.astype(np.int64)
-    cfg, model, starts = build_models(script, checkpoint, device)
-
-    def row_at(start, length):
-        return tokens[start : start + length]
+    cfg, model, seedless = build_model(script, checkpoint, device)
 
     def whole(*rows):
         return np.concatenate([*logits_of(cfg, model, np.stack(rows), device)])
 
     length = cfg.val_seq_len
     short = min(length, PIECE)  # of rows that are only compared
-    starting = range(0, len(tokens) - 1 - short, short)
-    first, second = (row_at(start, short) for start in draw.sample(starting, 2))
+    starts = range(0, len(tokens) - 1 - short, short)
+    first, second = (tokens[start : start + short] for start in draw.sample(starts, 2))
     # Other tokens everywhere, so that no mixture of the rows goes unseen by chance
     second = np.where(second == first, (second + 1) % cfg.vocab_size, second)
     alone = whole(first)
@@ -271,7 +256,7 @@ def judge(script: Path, checkpoint: Path, preset: str, device: str):
 
     total = 0.0
     for start in range(0, len(tokens) - 1, length):
-        row = row_at(start, length + 1)
+        row = tokens[start : start + length + 1]
         targets = row[1:]
         for logits in logits_of(cfg, model, row[None, :-1], device):
             logits = logits.astype(np.float64)
@@ -283,14 +268,15 @@ def judge(script: Path, checkpoint: Path, preset: str, device: str):
 
     leak = 0.0
     for _ in range(CUTS):
-        row, cut = row_at(draw.choice(starting), short), draw.randrange(1, short)
+        start, cut = draw.choice(starts), draw.randrange(1, short)
+        row = tokens[start : start + short]
         changed = row.copy()
         changed[cut:] = row[[draw.randrange(short) for _ in row[cut:]]]
         leak = max(leak, abs(whole(row)[:cut] - whole(changed)[:cut]).max())
     mixed = max(mixed, abs(whole(first) - alone).max())  # all other rows were seen since
     bound = ROUNDING[device]
     return {"loss": total / (len(tokens) - 1), "digest": digest, "leaks": bool(leak > bound),
-            "mixes": bool(mixed > bound), "seedless": bool((starts[0] == starts[1]).all())}
+            "mixes": bool(mixed > bound), "seedless": seedless}
 
 
 # ---- Seeds are run again ----
@@ -324,49 +310,48 @@ def run_again(script: Path, old: Log):
 
 def wrong_with(old: Log, new: Log, found: dict):
     """What a verdict holds against a log."""
-    device = "cuda" if new.on_gpu else "cpu"
-    digest = RULES[new.preset]["val_digest"]
+    digest, floor = RULES[new.preset]["val_digest"], FLOOR[new.preset]
     loss, before, now = found["loss"], old.final["val_loss"], new.final["val_loss"]
     reasons = [
         (digest and {found["digest"], new.header["val_digest"]} != {digest},
          "is run again on other validation data than the rules'"),
-        (abs(loss - float(now)) > SAME_WEIGHTS[device],
+        (abs(loss - float(now)) > SAME_WEIGHTS["cuda" if new.on_gpu else "cpu"],
          f"says val_loss {now} when it is run again, and its weights have {loss:.6f}"),
         (new.setting == old.setting and not new.on_gpu and now != before,
          f"has val_loss {before}; run again in the same setting it has {now}"),
-        (loss < FLOOR[new.preset],
-         f"has weights of loss {loss:.4f}: no honest model gets below {FLOOR[new.preset]}"),
+        (loss < floor, f"has weights of loss {loss:.4f}: no honest model gets below {floor}"),
         (found["leaks"], "is of a model whose logits depend on later tokens"),
         (found["mixes"], "is of a model whose logits depend on other rows"),
         (found["seedless"], "is of a script with the same first weights for each seed")]
     return [words for is_wrong, words in reasons if is_wrong]
 
 
+def bound_of(logs: list, count: int) -> float:
+    """How far the mean loss of so many seeds of these logs may move on another machine."""
+    spread = statistics.stdev(log.val_loss for log in logs) if len(logs) > 1 else 0
+    return BOUND * max(MOVES[logs[0].preset], math.sqrt(2) * spread) / math.sqrt(count)
+
+
 def replay(record: Record, chosen: list, logs: list):
-    """Run some of a setting's logs again: (what is wrong with them, and what was found)."""
-    wrong, shifts, differ = [], [], set()
+    """What is wrong with some of a setting's logs, each of which is run again; it is told, too."""
+    wrong, shifts, name = [], [], record.folder.name
     for old in chosen:
         new, found = run_again(record.path, old)
         shifts.append(found["loss"] - old.val_loss)
-        for words in wrong_with(old, new, found):
-            wrong.append(f"{record.folder.name}: logs/{old.path.name} {words}")
-        if new.setting != old.setting:
-            differ.add(machine_words(new.setting))
-        if new.on_gpu:
-            differ.add("a GPU, which sums in any order")
-    seeds = ", ".join(str(log.seed) for log in chosen)
+        wrong += [f"{name}: logs/{old.path.name} {words}" for words in wrong_with(old, new, found)]
     mean = statistics.fmean(shifts)
-    words = (f"{record.folder.name}: seed {seeds} of {machine_words(logs[0].setting)} run again: "
-             f"judged losses are {mean:+.6f} from the logs' in the mean, ")
-    if not differ:
-        return wrong, words + "in the same setting"
-    spread = statistics.stdev(log.val_loss for log in logs) if len(logs) > 1 else 0
-    moves = max(MOVES[logs[0].preset], math.sqrt(2) * spread)
-    bound = BOUND * moves / math.sqrt(len(shifts))
-    words += f"where {len(shifts)} may move by {bound:.4f}, on {'; '.join(sorted(differ))}"
-    if abs(mean) > bound:
-        wrong.append(words)
-    return wrong, words
+    words = (f"{name}: seed {', '.join(str(log.seed) for log in chosen)} of "
+             f"{machine_words(logs[0].setting)} run again: judged losses are {mean:+.6f} from the "
+             "logs' in the mean, ")
+    if new.setting == old.setting and not new.on_gpu:
+        words += "in the same setting"
+    else:
+        bound = bound_of(logs, len(shifts))
+        words += f"where they may move by {bound:.4f}, on {machine_words(new.setting)}"
+        if abs(mean) > bound:
+            wrong.append(words)
+    print(words, file=sys.stderr)
+    return wrong
 
 
 def replay_all(chosen: list, seeds: int):
@@ -378,12 +363,8 @@ def replay_all(chosen: list, seeds: int):
                 print(f"{record.folder.name}: {machine_words(logs[0].setting)}: this machine has "
                       "no such GPUs; not run again", file=sys.stderr)
                 continue
-            turns = [(record, logs)]
+            wrong += replay(record, random.sample(logs, min(seeds, len(logs))), logs)
             if others and record.parent not in chosen:
-                turns.append((record.parent, others))
-            for one, runs in turns:
-                some = random.sample(runs, min(seeds, len(runs)))
-                found, words = replay(one, some, runs)
-                wrong += found
-                print(words, file=sys.stderr)
+                some = random.sample(others, min(seeds, len(others)))
+                wrong += replay(record.parent, some, others)
     return wrong

@@ -5,14 +5,12 @@ import difflib
 import functools
 import multiprocessing
 import re
-import sys
-from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from types import ModuleType
 
 from ledger.logs import LedgerError, read_text
+from shards import load_script
 
 BANNER = "\n# ==== "  # between a record's own part of its script and the harness
 HEADING = re.compile(r"# [-=]{2,} (\w.*?) ?[-=]{3,}")  # of our sections, and the harness's banner
@@ -51,53 +49,72 @@ def imports_of(source: str) -> set:
 
 
 # ---- What changed ----
-def sections(source: str):
+def sections(source: str) -> dict:
     """Title: (line numbers, lines), by the headings of our scripts."""
-    found, title = defaultdict(lambda: ([], [])), "(docstring and imports)"
+    found, title = {}, "(docstring and imports)"
     for number, line in enumerate(source.splitlines(), 1):
         if match := HEADING.fullmatch(line):
             title = match[1]
-        found[title][0].append(number)
-        found[title][1].append(line)
+        numbers, lines = found.setdefault(title, ([], []))
+        numbers.append(number)
+        lines.append(line)
     return found
-
-
-def changes(old: list, new: list):
-    """Groups of opcodes, with some equal lines around each, as a unified diff has them."""
-    # Not difflib.unified_diff, whose autojunk aligns no line that is frequent in a long section.
-    return difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes()
-
-
-def diff_section(title: str, before: tuple, after: tuple):
-    """How many lines came and went, and the lines as a unified diff has them."""
-    lines, count = [], Counter()
-    (numbers, old), (new_numbers, new) = before, after
-    for group in changes(old, new):
-        _, i, _, j, _ = group[0]
-        # 0 where the file has no such section
-        lines.append(f"@@ -{[*numbers, 0][i]} +{[*new_numbers, 0][j]} @@")
-        for tag, i, i_end, j, j_end in group:
-            parts = {"-": old[i:i_end], "+": new[j:j_end]}
-            if tag == "equal":
-                parts = {" ": old[i:i_end]}
-            for sign, part in parts.items():
-                count[sign] += len(part)
-                lines += [sign + line for line in part]
-    return {"title": title, "added": count["+"], "removed": count["-"], "lines": lines}
 
 
 @functools.cache  # each page of records tells the same changes
-def diff_sources(a: str, b: str):
-    """What changed from source `a` to source `b`, as numbers and lines."""
+def diff_sources(a: str, b: str) -> dict:
+    """Section: what changed in it from source `a` to source `b`, in groups with lines around each.
+
+    A group is a list of pairs, the old lines and the new ones, each as {number: line}. Lines that
+    stayed are equal in both, up to their numbers.
+    """
     before, after = sections(a), sections(b)
-    found = {"added": 0, "removed": 0, "sections": []}
+    found = {}
     for title in after | before:
-        section = diff_section(title, before[title], after[title])
-        if section["lines"]:
-            found["sections"].append(section)
-            found["added"] += section["added"]
-            found["removed"] += section["removed"]
+        old_numbers, old = before.get(title, ([], []))
+        numbers, new = after.get(title, ([], []))
+        groups = []
+        # Not difflib.unified_diff, whose autojunk aligns no line that is frequent in a section.
+        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+        for group in matcher.get_grouped_opcodes():
+            pairs = []
+            for _, i, i_end, j, j_end in group:
+                pairs.append((dict(zip(old_numbers[i:i_end], old[i:i_end])),
+                              dict(zip(numbers[j:j_end], new[j:j_end]))))
+            groups.append(pairs)
+        if groups:
+            found[title] = groups
     return found
+
+
+def stayed(old: dict, new: dict) -> bool:
+    return [*old.values()] == [*new.values()]
+
+
+def count_lines(groups: list) -> str:
+    """How many lines came and went."""
+    changed = [pair for group in groups for pair in group if not stayed(*pair)]
+    removed, added = (sum(map(len, lines)) for lines in zip(*changed))
+    return f"+{added} −{removed}"
+
+
+def count_changes(a: str, b: str) -> str:
+    groups = diff_sources(a, b).values()
+    return count_lines(sum(groups, [])) if groups else "+0 −0"
+
+
+def unified(groups: list):
+    """Lines as a unified diff has them."""
+    for group in groups:
+        old, new = group[0]
+        # 0 where the file has no such section
+        yield f"@@ -{min(old, default=0)} +{min(new, default=0)} @@"
+        for old, new in group:
+            if stayed(old, new):
+                yield from (f" {line}" for line in old.values())
+            else:
+                yield from (f"-{line}" for line in old.values())
+                yield from (f"+{line}" for line in new.values())
 
 
 # ---- What a script says of itself, by being run ----
@@ -107,14 +124,6 @@ def apart(function, *what):
     context.set_forkserver_preload(["torch"])  # seconds, which are spent once
     with ProcessPoolExecutor(1, context) as fresh:
         return fresh.submit(function, *what).result()
-
-
-def load_script(script: Path) -> ModuleType:
-    """A script that was run, though not as the main program. Only in a process of its own."""
-    module = sys.modules["record"] = ModuleType("record")  # where dataclasses look for it
-    module.__file__ = str(script)
-    exec(compile(read_text(script), script, "exec"), vars(module))
-    return module
 
 
 def flag_words(flags: dict):

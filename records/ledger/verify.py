@@ -19,7 +19,6 @@ FREE = set("""seed device run_id resume save_every val_every warmup_steps sequen
     head_chunks""".split())
 CHANGE = re.compile(r'^Parent: \S+ Change: (.*?)(?:\n\n|""")', re.M | re.S)
 NAMED = re.compile(r"^Record: (\w[\w-]*)", re.M)  # in a docstring
-STALE = "the harness is newer than logs of {} record(s); `verify --replay N` runs N seeds again"
 FILES = {"README.md", "record.json", "train_gpt.py", "logs"}  # of a record's folder
 
 
@@ -51,19 +50,15 @@ def log_findings(log: Log, settings: dict):
     found, final, header = [], log.final, log.header
     loss, ms = log.val[log.last_step]
     # All are rounded. The clock stops after the last step's line: on a busy machine, some ms later.
-    slack_ms = 1 + float(final["train_time_ms"]) / 1000
-    for name, shown, slack in (("val_loss", loss, 5.06e-5), ("steps", log.last_step, 0),
-                               ("train_time_ms", ms, slack_ms)):
-        if not abs(float(final[name]) - shown) <= slack:
-            found.append(f"its final {name} is {final[name]}, its steps say {shown:g}")
+    if abs(log.val_loss - loss) > 5.06e-5:
+        found.append(f"its final val_loss is {final['val_loss']}, its steps say {loss:g}")
+    if not abs(log.train_time_ms - ms) <= 1 + log.train_time_ms / 1000:
+        found.append(f"its final train_time_ms is {final['train_time_ms']}, its steps say {ms:g}")
     if header["device"].startswith("host standing in for"):
         found.append(f"was made on a {header['device']}, which measures nothing")
     if log.val_loss < FLOOR[log.preset]:
         found.append(f"says a loss of {log.val_loss:.4f}: no honest model gets below "
                      f"{FLOOR[log.preset]}")
-    for name in final.keys() & header.keys():
-        if final[name] != header[name]:
-            found.append(f"has {name} {header[name]}, its final block has {final[name]}")
     for wanted, words in ((settings, "its preset has"), (RULES[log.preset], "by the rules it is")):
         for name in sorted(wanted.keys() - FREE):
             if wanted[name] not in (None, header.get(name)):
@@ -71,42 +66,35 @@ def log_findings(log: Log, settings: dict):
     return found
 
 
-def source_findings(record: Record, notes: list):
-    """Logs whose source is not the script's above the banner; a note where it is not below."""
-    found, script = [], record.script
-    whole = {log.source_sha256: log.source for log in record.logs if log.source}
-    for log in record.logs:
-        source = whole.get(log.source_sha256)
-        if not source:
-            found.append(f"logs/{log.path.name}: has no source, nor has another log that has its "
-                         "sha256; one of each is kept whole")
-        elif meaning(above(source)) != meaning(above(script)):
-            found.append(f"logs/{log.path.name}: was not written by this train_gpt.py: it differs "
-                         "above the banner")
-    if any(source.partition(BANNER)[2] != script.partition(BANNER)[2] for source in whole.values()):
-        notes.append(STALE)
-    return found
+def is_stale(record: Record) -> bool:
+    """Whether the harness changed after a log was written."""
+    harness = record.script.partition(BANNER)[2]
+    return any(log.source and log.source.partition(BANNER)[2] != harness for log in record.logs)
 
 
 def runs_findings(record: Record, notes: list):
     """What is wrong with a record's logs, each by itself and beside the others."""
-    found, seen = list(record.damaged), {}
+    found, script = list(record.damaged), record.script
+    sources = {log.source_sha256: log.source for log in record.logs if log.source}
+    seen, losses = {}, {}
     for log in record.logs:
         wrong = log_findings(log, settings_of(record.path, {"preset": log.preset}))
+        source = sources.get(log.source_sha256)
+        if not source:
+            wrong.append("has no source, nor has another log that has its sha256; one of each is "
+                         "kept whole")
+        elif meaning(above(source)) != meaning(above(script)):
+            wrong.append("was not written by this train_gpt.py: it differs above the banner")
         if log.path.name != file_name(log):
             wrong.append(f"is not called {file_name(log)}, which is made from what is in it")
         other = seen.setdefault(log.losses, log)
         if other is not log and (other.seed != log.seed or other.setting == log.setting):
             wrong.append(f"has each loss of {other.path.name}; one run counts once")
         found += [f"logs/{log.path.name}: {words}" for words in wrong]
-    for setting, logs in record.runs().items():
-        losses = {}
-        for log in logs:
-            losses.setdefault(log.seed, set()).add(log.final["val_loss"])
-        for seed, values in losses.items():
-            if len(values) > 1 and not logs[0].on_gpu:
-                notes.append(f"{record.folder.name}: seed {seed} has {' and '.join(sorted(values))}"
-                             f" on {machine_words(setting)}: two machines of one name")
+        first = losses.setdefault((log.setting, log.seed), log.val_loss)
+        if log.val_loss != first and not log.on_gpu:
+            notes.append(f"{record.folder.name}: seed {log.seed} has {first} and {log.val_loss} on "
+                         f"{machine_words(log.setting)}: two machines of one name")
     return found
 
 
@@ -128,7 +116,6 @@ def record_findings(record: Record, root: Path, notes: list):
     if record.claim.get("reads"):
         notes.append(f"{folder.name}: reads a file: {record.claim['reads']}")
     settings_of(record.path, {"preset": "pocket"})  # raises where it does not run
-    found += source_findings(record, notes)
     found += runs_findings(record, notes)
     if gain and not records.shows_gain(record):
         found.append(f"it claims a gain in {gain} over its parent, and its runs do not show it: "
@@ -157,21 +144,23 @@ def verify(folder: Path, only: str | None):
     chosen = [one for one in known if only in (None, one.folder.name)]
     if not chosen and not findings:
         raise LedgerError(f"{folder / (only or '')} has no record.json; give records/ or a record")
-    root = folder.parent / "train_gpt.py"
+    root, stale = folder.parent / "train_gpt.py", 0
     for record in chosen:
         try:
             found = record_findings(record, root, notes)
+            stale += is_stale(record)
         except (LedgerError, OSError, SyntaxError, ValueError) as error:
             found = [str(error)]
         findings += [f"{record.folder.name}: {text}" for text in found]
+    if stale:
+        notes.insert(0, f"the harness is newer than logs of {stale} record(s); `verify --replay N` "
+                        "runs N seeds again")
     findings += page_findings(folder, known, only)
     if not only:
         same = [record.folder.name for record in known if record.script == read_text(root)]
         if len(same) != 1:
             findings.append("the root's train_gpt.py has the bytes of "
                             f"{' and '.join(same) or 'no record'}; it has to have those of one")
-    if stale := notes.count(STALE):
-        notes = [STALE.format(stale), *(note for note in notes if note != STALE)]
     return chosen, findings, notes
 
 

@@ -88,7 +88,6 @@ def judge(folder, monkeypatch, tokens, weights, old, new):
     (folder / "val.bin").write_bytes(bytes(1024) + tokens.tobytes() + bytes(100))
     monkeypatch.setattr(run, "REPO", folder)
     monkeypatch.setitem(rules.RULES, "pocket", {"val_files": "val.bin", "val_tokens": "1024"})
-    monkeypatch.setitem(__import__("sys").modules, "record", None)  # put back after the test
     (folder / "record.py").write_text(SCRIPT)
     edit(folder / "record.py", old, new)
     state = {"settings": {"seed": 0}, "model": {"table": torch.tensor(weights)}}

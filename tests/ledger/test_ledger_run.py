@@ -78,7 +78,7 @@ def test_two_scripts_of_one_name_are_two_contestants(tmp_path, monkeypatch, caps
     operands = ["../s.py", "s.py", "s.py:muon_lr=0.1,long_windows=1,2"]
     assert run(*operands, "--seeds", 2) == 0
     rows = capsys.readouterr().out.splitlines()[2:5]
-    assert [row.split("  ")[0] for row in rows] == ["s", "s (2)", "s:muon_lr=0.1,long_windows=1,2"]
+    assert [row.split("  ")[0] for row in rows] == operands
     assert "+0.2" in rows[1] or "+0.3" in rows[1]
     assert (tmp_path / "elsewhere/logs/ledger/data/pocket.py").exists()  # the repository's
     headers = [logs.read_log(path).header for path in tmp_path.rglob("log.txt")]
@@ -136,7 +136,7 @@ def test_a_failing_run_is_named(line, new, words, tmp_path, capsys):
     script = write_script(tmp_path / "s.py", line, new)
     assert run(script, "--seeds", 1, "--out", tmp_path / "out") == 1
     err = capsys.readouterr().err
-    assert f"ledger: [1/1] s seed 0: {words}" in err and "what is done is kept in" in err
+    assert f"ledger: [1/1] {script} seed 0: {words}" in err and "what is done is kept in" in err
 
 
 def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
@@ -149,7 +149,7 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     command = [sys.executable, REPO / "records/ledger", "run", script, "--out", tmp_path]
     command += ["--seeds", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert "[1/2] slow seed 0" in process.stderr.readline()
+    assert "slow.py seed 0" in process.stderr.readline()
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=30)[1]
@@ -158,7 +158,7 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     (tmp_path / "go").touch()
     (first,) = (path.stat().st_mtime_ns for path in tmp_path.rglob("log.txt"))
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and "[2/2] slow seed 1: 1." in done.stderr, done.stderr
+    assert done.returncode == 0 and "slow.py seed 1: 1." in done.stderr, done.stderr
     assert first == min(path.stat().st_mtime_ns for path in tmp_path.rglob("log.txt"))
 
 
@@ -178,7 +178,8 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     ("verify folder", "folder has no record.json; give records/ or a record"),
     ("verify missing/2026-01-01_X", "no such folder"),
     ("diff a.py nowhere", "No such file"),
-    ("diff a.py folder", "folder has 0 sources"),
+    ("diff a.py folder", "folder/train_gpt.py: No such file"),
+    ("diff a.py notes.txt", "notes.txt has no source; give a script, or a log that has one"),
     ("file blank.txt binary.bin", "blank.txt: refused: blank.txt is empty"),
     ("book folder --out site", "no records there, so no pages; give a folder that has")])
 def test_bad_input_is_answered_in_a_line_and_nothing_is_written(
@@ -186,7 +187,7 @@ def test_bad_input_is_answered_in_a_line_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     for name, text in (("a.py", SCRIPT), ("bad.py", "def parse_args(:\n"), ("blank.txt", "\n\n"),
-                       ("binary.bin", "a\xff\xfe")):
+                       ("binary.bin", "a\xff\xfe"), ("notes.txt", "notes")):
         (tmp_path / name).write_bytes(text.encode("latin1"))
     try:
         status = main(command.split())

@@ -14,7 +14,6 @@ from ledger.__main__ import main
 
 pytest_plugins = ["record_fixtures"]
 
-THIRD = "2026-03-03_Third"
 NO_GAIN = f"{NEWEST}: it claims a gain in {{}} over its parent, and its runs do not show it"
 H100 = "NVIDIA H100 80GB HBM3"
 SPOILED = {  # by file: what is replaced, what is put there, what is said
@@ -41,7 +40,8 @@ SPOILED = {  # by file: what is replaced, what is put there, what is said
         "an unknown parent": (PARENT, "2026-01-01_No", "2026-01-01_No/record.json is missing")},
     f"{PARENT}/record.json": {
         "a gain over nothing": ('"equality"', '"gain": "loss", "equality"', "gain in loss"),
-        "no source": ('"source"', '"sauce"', "has no usable form: KeyError('source')"),
+        "no source": ('"source"', '"sauce"', f"{PARENT}/record.json: published lacks source"),
+        "a number in words": ('15.2', '"15.2"', "has a minutes of another kind, '15.2'"),
         "a published time": ("15.2", "14.2", "records/README.md is not what `list --wr"),
         "a claim that is none": ("{", "[", f"{PARENT}/record.json has no usable form")},
     f"{NEWEST}/logs/*seed-0*": {
@@ -186,21 +186,6 @@ def test_wrong_files_and_folders_are_found(records, capsys):
     assert findings(records, capsys) == [
         "2026-03-03_Fourth/record.json is missing",
         f"{NEWEST}: its folder has platform.py, which no record needs; delete it"]
-
-
-def test_a_page_has_its_place_in_the_chain(tmp_path):
-    """Beside the chain stand a child that is nobody's parent, and whatever is shorter."""
-    folder = make_records(tmp_path)
-    for name, parent in ((THIRD, PARENT), ("2026-04-04_Fourth", NEWEST)):
-        shutil.copytree(folder / NEWEST, folder / name)
-        edit(folder / name / "record.json", PARENT, parent)
-    known, wrong = records.find_records(folder)
-    places = {one.name: [(word, other.name) for word, other in records.neighbours(one, known)]
-              for one in known}
-    assert not wrong and places == {
-        "#5 First": [("Next", "Second"), ("Beside", "Third")],
-        "Second": [("Parent", "#5 First"), ("Beside", "Third"), ("Next", "Fourth")],
-        "Third": [("Parent", "#5 First"), ("Beside", "Second")], "Fourth": [("Parent", "Second")]}
 
 
 # ---- Filing ----

@@ -284,7 +284,7 @@ def judge(script: Path, checkpoint: Path, preset: str, device: str) -> dict:
 # so much, and at least the root of 2 times the standard deviation of the record's own seeds. The
 # pocket's was measured for #88, ten seeds of an EPYC on a Xeon; the record's of two public runs of
 # #21.
-MOVES = {"pocket": 0.03, "record": 0.0027}
+MOVES = {"pocket": 0.02, "record": 0.0027}
 # Honest seeds move both ways, so the mean of N of them by MOVES / √N. Three such are passed by one
 # honest mean in 370.
 BOUND = 3

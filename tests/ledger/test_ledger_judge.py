@@ -1,14 +1,18 @@
 """Replay: a model is judged by its logits alone, and a log by a run of its seed."""
 
 import hashlib
+import re
 
 import numpy as np
 import pytest
 import torch
+from conftest import REPO
 from fake_records import NEWEST, PARENT, edit, set_gain
 from ledger import records as rules
 from ledger import run
 from ledger.__main__ import main
+from ledger.scripts import flag_words
+from shards import load_script
 
 pytest_plugins = ["record_fixtures"]
 
@@ -103,6 +107,26 @@ def test_the_judge_refuses_what_is_no_plain_tensor(tmp_path, monkeypatch):
               "return x.as_subclass(Double)")
 
 
+def test_the_judge_leaves_out_what_the_last_validation_leaves_out(
+        tmp_path, pocket_data, monkeypatch):
+    """#91's mask of pairs that never occur, here bytes from 128 on after all others."""
+    record = REPO / "records/2026-08-06_CanonicalMask/train_gpt.py"
+    np.savez(tmp_path / "pairs.npz", before=np.arange(128), before_ends=[128],
+             after=np.arange(128, 256), after_ends=[128])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(rules.RULES, "pocket", rules.RULES["pocket"] | {"val_tokens": "8192"})
+    flags = {"preset": "pocket", "device": "cpu", "num_iterations": 2, "save_every": 2,
+             "warmup_steps": 0, "val_tokens": 8192, "val_seq_len": 1024, "run_id": "a",
+             "canonical_file": "pairs.npz"}
+    assert load_script(record).main(flag_words(flags)) == 0
+    log = run.read_log(tmp_path / "logs/a/log.txt")
+    (unmasked,) = re.findall(r"without the mask of canonical tokens: (\S+)", log.body)
+    assert float(unmasked) - log.val_loss > 0.1
+    found = run.judge(record, tmp_path / "logs/a/step-000002.pt", "pocket", "cpu")
+    assert {name: found[name] for name in HONEST} == HONEST
+    assert abs(found["loss"] - log.val_loss) < 1e-5
+
+
 # ---- Logs are held to a run of their seed ----
 @pytest.fixture
 def verdict(monkeypatch):
@@ -145,23 +169,25 @@ def test_replay_tells_what_the_judge_finds(name, value, words, records, verdict,
     assert words in out and out.startswith(f"{PARENT}: logs/pocket-seed-")
 
 
-@pytest.mark.parametrize("spread, seeds, share, is_wrong", [
-    (0.001, 1, 0.97, False), (0.001, 1, -1.03, True), (0.001, 4, -0.97, False),
-    (0.001, 4, 1.03, True), (0.1, 1, 1.03, False)])
+@pytest.mark.parametrize("spread, seeds, moves", [
+    (0.001, 1, 0.02), (0.001, 4, 0.02), (0.1, 1, 2**0.5 * 0.1 * (10 / 9) ** 0.5)])
+@pytest.mark.parametrize("share, is_wrong", [(0.97, False), (-0.97, False), (1.03, True),
+                                             (-1.03, True)])
 def test_elsewhere_the_mean_is_held_to_the_records_own_spread(
-        spread, seeds, share, is_wrong, records, verdict):
+        spread, seeds, moves, share, is_wrong, records, verdict, capsys):
     """Honest seeds move both ways: of four times as many, the mean moves half as far."""
     record = rules.find_records(records)[0][1]
     for log in record.logs:
         log.header["torch"] = "2.11.0"
         log.final["val_loss"] = f"{1.5 + spread * (-1) ** log.seed:.6f}"
     chosen = record.logs[:seeds]
-    shift = share * 3 * 0.03 / seeds**0.5
+    shift = share * 3 * moves / seeds**0.5
     losses = iter([log.val_loss for log in chosen])
     verdict["loss"] = lambda _: next(losses) + shift
-    wrong, words = run.replay(record, chosen, record.logs)
-    assert f"{shift:+.6f} from the logs' in the mean, where {seeds} may move by " in words
-    assert (words in wrong) == is_wrong and "torch 2.13.0+cpu" in words
+    wrong = run.replay(record, chosen, record.logs)
+    told = capsys.readouterr().err.strip()
+    assert f"{shift:+.6f} from the logs' in the mean, where they may move by " in told
+    assert (told in wrong) == is_wrong and "torch 2.13.0+cpu" in told
 
 
 def test_what_this_machine_cannot_run_is_told(records, monkeypatch, capsys):

@@ -47,7 +47,7 @@ def run_verb(args) -> int:
     args.out = Path(args.out).resolve()
     contestants = run.contestants_of(args.operands, args.preset)
     run.run_all(contestants, args)
-    print(pages.contest_text(run.results(contestants)))
+    print(pages.contest_text(contestants))
     ours = [one for one in contestants if one.record]
     paths = [log.path for one in ours for log in one.logs]
     if args.file and paths:
@@ -90,7 +90,7 @@ def list_others(folder: Path) -> int:
     words = f"{others} file(s) are no log with a validation; known are {logs.FORMS}"
     if not found:
         raise LedgerError(f"{folder} has no records and no logs: {words}")
-    print(pages.text_table(pages.FOREIGN, [pages.foreign_row(log, folder) for log in found]))
+    print(pages.others_text(found, folder))
     if others:
         print(f"\n{words}")
     return 0

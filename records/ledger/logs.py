@@ -89,10 +89,6 @@ class Log:
         return "cuda" in self.header
 
     @property
-    def ranks(self) -> int:
-        return int(self.header.get("world_size", 0))
-
-    @property
     def resumed(self) -> bool:
         return "\nresumed at " in self.body
 

@@ -1,11 +1,10 @@
 """What is shown: tables on the terminal, the generated lines of the READMEs, the ladder."""
 
-import re
 import statistics
 import textwrap
 from pathlib import Path
 
-from ledger.logs import LedgerError, Log, machine_words, read_text
+from ledger.logs import LedgerError, machine_words, read_text
 from ledger.records import RULES, Comparison, Record, compare, is_retuned, p_below
 from ledger.scripts import count_changes
 
@@ -32,95 +31,6 @@ CONTEST_LEGEND = """\
 Of a contestant whose parent does not run, Difference and Time are against the first one. Shown
 from: the smallest difference that would have p < 0.01."""
 FRONT = ("Record", "Idea", "Public record (min), not run here", "Changed lines")
-FOREIGN = ("Log", "Source", "Steps", "Loss", "Minutes")  # Source: of its sha256
-
-
-# ---- Cells ----
-def loss_cell(losses: list) -> str:
-    spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
-    return f"{statistics.fmean(losses):.4f}{spread} ({len(losses)})"
-
-
-def p_cell(p: float | None) -> str:
-    return "" if p is None else f"{p:.1g}".replace("-", "−")
-
-
-def minutes_cell(times: list) -> str:
-    times = [ms for ms in times if ms]
-    return f"{statistics.median(times) / 60_000:.3f}" if times else ""
-
-
-def difference_cell(against: Comparison | None, mark: str = "") -> str:
-    """From the parent's mean; without a p where there is but one pair."""
-    if not against:
-        return ""
-    if against.equal:
-        return "equal"
-    words = f"{against.difference:+.4f}"
-    if against.p is not None:
-        words += f" (p {against.p:.2g})"
-    return words.replace("-", "−") + "*" * against.shown + mark
-
-
-def time_cell(against: Comparison | None) -> str:
-    if not against or not against.ratios:
-        return ""
-    return f"×{against.time:.3f} ({min(against.ratios):.3f}–{max(against.ratios):.3f})"
-
-
-# ---- Rows ----
-def row(record: Record, cells: list, above: str | None = None):
-    """The record's name and the cells. `above`: the way to its folder, where the name is a link."""
-    name = record.name if above is None else f"[{record.name}]({above}{record.folder.name})"
-    return [name, *cells]
-
-
-def ladder_cells(record: Record):
-    """What is published of a record, and how far ours is from it."""
-    published, equality = record.published, record.claim.get("equality")
-    minutes = loss = ""
-    if published:
-        minutes = f"{published['minutes']:g}"
-    if published.get("val_loss"):
-        loss = "{val_loss:.4f} ({n})".format(**published)
-    return [minutes, loss, f"{equality['largest']:.0e}" if equality else ""]
-
-
-def runs_cells(logs: list, against: Comparison | None, mark: str = ""):
-    """What logs of one setting give, by themselves and against others."""
-    losses = [log.val_loss for log in logs]
-    target = float(logs[0].header["target_loss"])
-    return [loss_cell(losses), p_cell(p_below(losses, target)),
-            minutes_cell([log.measured_ms for log in logs]),
-            difference_cell(against, mark), time_cell(against)]
-
-
-def runs_row(record: Record, logs: list, others: list, above: str | None = None):
-    """A record's logs of one setting, against its parent's there."""
-    mark = "†" if others and is_retuned(logs[0], others[0]) else ""
-    return row(record, runs_cells(logs, compare(logs, others), mark), above)
-
-
-def contest_row(label: str, logs: list, against: Comparison | None):
-    """A contestant of `run`."""
-    shown_from = f"{against.smallest_shown:.2g}" if against and against.smallest_shown else ""
-    return [re.sub(r"^[\d-]{10}_", "", label), *runs_cells(logs, against), shown_from]
-
-
-def front_cells(record: Record):
-    """A record on the front page, with the number of lines that were changed."""
-    lines = count_changes(record.parent.script, record.script) if record.parent else ""
-    minutes = f"{record.published['minutes']:g}" if record.published else "not public"
-    return [record.claim["change"], minutes, lines]
-
-
-def foreign_row(log: Log, folder: Path):
-    """Another people's log."""
-    steps = f"{log.last_step:,}"
-    if not log.finished:
-        steps += f" of {log.planned_steps:,}"
-    return [log.path.relative_to(folder).as_posix(), (log.source_sha256 or "")[:6], steps,
-            f"{log.val_loss:.4f}", minutes_cell([log.train_time_ms])]
 
 
 # ---- Tables ----
@@ -137,6 +47,57 @@ def markdown(heading: tuple, rows: list) -> str:
     for cells in (heading, ["---"] * len(heading), *rows):
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def name_of(record: Record, above: str | None) -> str:
+    """The record's name, which leads to its folder where `above`, the way there, is given."""
+    return record.name if above is None else f"[{record.name}]({above}{record.folder.name})"
+
+
+def minutes_of(times: list) -> str:
+    times = [ms for ms in times if ms]
+    return f"{statistics.median(times) / 60_000:.3f}" if times else ""
+
+
+def ladder(records: list, table, above: str | None = None) -> str:
+    """What is published of each record, and how far ours is from it."""
+    rows = []
+    for record in records:
+        published, equality = record.published, record.claim.get("equality")
+        minutes = f"{published['minutes']:g}" if published else ""
+        loss = "{val_loss:.4f} ({n})".format(**published) if published.get("val_loss") else ""
+        largest = f"{equality['largest']:.0e}" if equality else ""
+        rows.append([name_of(record, above), minutes, loss, largest])
+    return table(LADDER, rows)
+
+
+def runs_cells(logs: list, against: Comparison | None, mark: str = ""):
+    """What logs of one setting give, by themselves and against others."""
+    losses = [log.val_loss for log in logs]
+    loss = f"{statistics.fmean(losses):.4f}"
+    if len(losses) > 1:
+        loss += f" ± {statistics.stdev(losses):.4f}"
+    p = p_below(losses, float(logs[0].header["target_loss"]))
+    below = "" if p is None else f"{p:.1g}"
+    difference = time = ""
+    if against and against.equal:
+        difference = "equal"
+    elif against:
+        difference = f"{against.difference:+.4f}"
+        if against.p is not None:
+            difference += f" (p {against.p:.2g})" + "*" * against.shown
+        difference += mark
+    if against and against.ratios:
+        time = f"×{against.time:.3f} ({min(against.ratios):.3f}–{max(against.ratios):.3f})"
+    minutes = minutes_of([log.measured_ms for log in logs])
+    cells = [f"{loss} ({len(losses)})", below, minutes, difference, time]
+    return [cell.replace("-", "−") for cell in cells]
+
+
+def runs_row(record: Record, logs: list, others: list, above: str | None = None):
+    """A record's logs of one setting, against its parent's there."""
+    mark = "†" if others and is_retuned(logs[0], others[0]) else ""
+    return [name_of(record, above), *runs_cells(logs, compare(logs, others), mark)]
 
 
 def shown_settings(records: list):
@@ -157,7 +118,7 @@ def shown_settings(records: list):
 
 def overview(records: list, table, above: str | None = None):
     """Parts of a page: the claims, and the runs of the settings that count most."""
-    parts = [table(LADDER, [row(one, ladder_cells(one), above) for one in records]), LADDER_LEGEND]
+    parts = [ladder(records, table, above), LADDER_LEGEND]
     shown, left = shown_settings(records)
     for setting, runs in shown.items():
         parts.append(machine_words(setting) + ":")
@@ -167,15 +128,36 @@ def overview(records: list, table, above: str | None = None):
     return [*parts, RUNS_LEGEND]
 
 
-def ladder_text(chosen: list) -> str:
+def ladder_text(records: list) -> str:
     """Claims and runs for a terminal."""
-    parts = overview(chosen, text_table)
+    parts = overview(records, text_table)
     return "\n\n".join(part if "\n" in part else textwrap.fill(part, WIDTH) for part in parts)
 
 
-def contest_text(results: list) -> str:
-    table = text_table(CONTEST, [contest_row(*result) for result in results])
-    return "\n\n".join([table, RUNS_LEGEND, CONTEST_LEGEND])
+def contest_text(contestants: list) -> str:
+    """What `run` found: each contestant against its parent, or else against the first one."""
+    rows, by_folder = [], {one.record.folder.name: one for one in contestants if one.record}
+    for one in contestants:
+        parent = by_folder.get(one.record.claim["parent"]) if one.record else None
+        against = None
+        if one is not contestants[0]:
+            against = compare(one.logs, (parent or contestants[0]).logs)
+        shown_from = f"{against.smallest_shown:.2g}" if against and against.smallest_shown else ""
+        name = one.record.name if one.record else one.operand
+        rows.append([name, *runs_cells(one.logs, against), shown_from])
+    return "\n\n".join([text_table(CONTEST, rows), RUNS_LEGEND, CONTEST_LEGEND])
+
+
+def others_text(logs: list, folder: Path) -> str:
+    """Other people's logs, by their last steps."""
+    rows = []
+    for log in logs:
+        steps = f"{log.last_step:,}"
+        if not log.finished:
+            steps += f" of {log.planned_steps:,}"
+        rows.append([log.path.relative_to(folder).as_posix(), (log.source_sha256 or "")[:6], steps,
+                     f"{log.val_loss:.4f}", minutes_of([log.train_time_ms])])
+    return text_table(("Log", "Source", "Steps", "Loss", "Minutes"), rows)  # Source: its sha256
 
 
 # ---- Pages ----
@@ -191,7 +173,13 @@ def blocks(folder: Path, records: list):
 
 
 def front_block(records: list, above: str) -> str:
-    return markdown(FRONT, [row(record, front_cells(record), above) for record in records])
+    """The records on the front page, each with the number of lines that it changed."""
+    rows = []
+    for record in records:
+        lines = count_changes(record.parent.script, record.script) if record.parent else ""
+        minutes = f"{record.published['minutes']:g}" if record.published else "not public"
+        rows.append([name_of(record, above), record.claim["change"], minutes, lines])
+    return markdown(FRONT, rows)
 
 
 def records_block(records: list) -> str:
@@ -206,7 +194,7 @@ def records_block(records: list) -> str:
 def record_block(record: Record) -> str:
     """A record beside its parent: claims, and the runs of each of its settings."""
     both = [one for one in (record.parent, record) if one]
-    parts = [markdown(LADDER, [row(one, ladder_cells(one), "../") for one in both])]
+    parts = [ladder(both, markdown, "../")]
     if not any(log.on_gpu for log in record.logs):
         parts.append("No GPU has run this record yet.")
     for logs, others in record.measured():

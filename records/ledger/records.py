@@ -63,22 +63,17 @@ class Record:
         return f"#{self.published['number']} {name}" if self.published else name
 
     def runs(self) -> dict:
-        """Its logs by setting, what counts most first."""
+        """Its logs by setting, those of the preset record first."""
         found = {}
         for log in sorted(self.logs, key=lambda log: log.seed):
             found.setdefault(log.setting, []).append(log)
-        return dict(sorted(found.items(), key=lambda item: rank_of(item[1])))
+        order = sorted(found, key=lambda setting: (setting[0] != "record", setting))
+        return {setting: found[setting] for setting in order}
 
     def measured(self):
         """(its logs, its parent's) in each setting of its own."""
         theirs = self.parent.runs() if self.parent else {}
         return [(logs, theirs.get(setting, [])) for setting, logs in self.runs().items()]
-
-
-def rank_of(logs: list):
-    """Sorts logs of the record's preset on GPUs before all others."""
-    log = logs[0]
-    return log.preset != "record", not log.on_gpu, -log.ranks, log.setting
 
 
 def check(name: str, found: dict, kinds: dict, needed):
@@ -143,9 +138,9 @@ def read_run(path: Path) -> Log:
         raise LedgerError(f"is no finished run: it ends at step {log.last_step} of "
                           f"{log.planned_steps}, or before its results")
     try:
-        "{device} {torch} {world_size}".format(**log.header)
-        float(log.final["val_loss"]) + float(log.final["train_time_ms"]) + log.seed + log.ranks
-        RULES[log.preset]
+        "{device} {torch}".format(**log.header)
+        float(log.final["val_loss"]) + float(log.final["train_time_ms"]) + log.seed
+        RULES[log.preset], int(log.header["world_size"])
     except (KeyError, ValueError) as error:
         raise LedgerError(f"cannot be read: {error!r}") from None
     return log

@@ -130,28 +130,24 @@ def flag_words(flags: dict):
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-def read_settings(script: Path, words: list) -> dict:
+def read_settings(script: Path, flags: dict) -> dict:
     """A script's hyperparameters, as headers show them. Raises LedgerError."""
     try:
         module = load_script(script)
-        cfg = module.parse_args(words)
+        cfg = module.parse_args(flag_words(flags))
         return {name: module.show(value) for name, value in vars(cfg).items()}
     except BaseException as error:  # whatever the script raises
         raise LedgerError(str(error) or repr(error)) from None
 
 
 @functools.cache
-def ask(script: Path, source: str, *words) -> dict:
-    """What `read_settings` finds, once for each source and flags. Raises LedgerError."""
+def settings_of(script: Path, /, **flags) -> dict:
+    """A script's hyperparameters with these flags, by its own parser. Raises LedgerError."""
+    source = read_text(script)
     try:
         meaning(source)  # raises where it is no Python
         if "\ndef parse_args(" not in source:
             return {}  # it might train at once
-        return apart(read_settings, script, list(words))
+        return apart(read_settings, script, flags)
     except (LedgerError, BrokenProcessPool, SyntaxError) as error:
         raise LedgerError(f"{script.parent.name}/{script.name}: {error}") from None
-
-
-def settings_of(script: Path, flags: dict) -> dict:
-    """A script's hyperparameters with these flags. Raises LedgerError."""
-    return ask(script, read_text(script), *flag_words(flags))

@@ -55,7 +55,7 @@ def script_findings(record: Record, root: Path):
     if not harness or harness != read_text(root).partition(BANNER)[2]:
         found.append("train_gpt.py is not the root's, byte for byte, from its banner on; "
                      "`python records/share_harness.py` copies it")
-    settings_of(record.path, {"preset": "pocket"})  # raises where it does not run
+    settings_of(record.path, preset="pocket")  # raises where it does not run
     return found
 
 
@@ -93,7 +93,7 @@ def logs_findings(record: Record):
     found, runs = list(record.damaged), {}
     sources = {log.source_sha256: log.source for log in record.logs if log.source}
     for log in record.logs:
-        wrong = log_findings(log, settings_of(record.path, {"preset": log.preset}))
+        wrong = log_findings(log, settings_of(record.path, preset=log.preset))
         wrong += source_findings(log, sources.get(log.source_sha256), record.script)
         if log.path.name != file_name(log):
             wrong.append(f"is not called {file_name(log)}, which is made from what is in it")
@@ -193,7 +193,7 @@ def record_of(log: Log, known: list) -> Record:
         script = record.script
         if log.source_sha256 == sha256(script) or (
                 log.source and meaning(above(log.source)) == meaning(above(script))):
-            wrong = log_findings(log, settings_of(record.path, {"preset": log.preset}))
+            wrong = log_findings(log, settings_of(record.path, preset=log.preset))
             if wrong:
                 raise LedgerError("; ".join(wrong))
             return record

@@ -194,6 +194,6 @@ def test_what_this_machine_cannot_run_is_told(records, monkeypatch, capsys):
     record = rules.find_records(records)[0][0]
     record.logs = record.logs[:1]
     record.logs[0].header |= {"cuda": "13.0", "world_size": "8", "device": "NVIDIA H100"}
-    monkeypatch.setattr(run, "gpus", lambda: 7)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
     assert run.replay_all([record], 1) == []
     assert "this machine has no such GPUs; not run again" in capsys.readouterr().err

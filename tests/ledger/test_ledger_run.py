@@ -208,5 +208,5 @@ def test_what_needs_a_missing_package_says_so_first(tmp_path, monkeypatch, capsy
 
 def test_a_script_that_trains_when_it_is_imported_is_not_imported(tmp_path):
     (tmp_path / "s.py").write_text(f"open({str(tmp_path / 'trap')!r}, 'w')\n")
-    assert runs.settings_of(tmp_path / "s.py", {"preset": "pocket"}) == {}
+    assert runs.settings_of(tmp_path / "s.py", preset="pocket") == {}
     assert not (tmp_path / "trap").exists()

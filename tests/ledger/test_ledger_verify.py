@@ -229,7 +229,7 @@ def test_saved_and_resumed_runs_are_taken(old, new, timed, measured, tmp_path, c
 
 def forge(script, preset, name, **header):
     """A log as a machine of this name would write it, of a run whose losses are made up."""
-    values = scripts.settings_of(script, {"preset": preset}) | {
+    values = scripts.settings_of(script, preset=preset) | {
         "val_digest": "1407c02db97ab9a7", "train_digest": "30407b9a0e1c536a", "device": name,
         "run_id": "x", "world_size": "1", "threads": "8", "torch": "2.13.0", "seed": "0"} | header
     rules = records.RULES[preset]

@@ -145,12 +145,6 @@ def notes_on(record: Record):
     return [f"{record.folder.name}: {words}" for words in found]
 
 
-def is_stale(record: Record) -> bool:
-    """Whether the harness changed after a log was written."""
-    harness = record.script.partition(BANNER)[2]
-    return any(log.source and log.source.partition(BANNER)[2] != harness for log in record.logs)
-
-
 def verify(folder: Path, only: str | None):
     """(records, findings, notes): those of a folder, or the one that is meant, and their claims."""
     known, wrong = find_records(folder)
@@ -163,13 +157,14 @@ def verify(folder: Path, only: str | None):
         try:
             found = record_findings(record, root)
             notes += notes_on(record)
-            stale += is_stale(record)
+            written_by = {log.source_sha256 for log in record.logs}
+            stale += not written_by <= {sha256(record.script)}
         except UNREADABLE as error:
             found = [str(error)]
         findings += [f"{record.folder.name}: {text}" for text in found]
     if stale:
-        notes.append(f"the harness is newer than logs of {stale} record(s); `verify --replay N` "
-                     "runs N seeds again")
+        notes.append(f"harness or comments are newer than logs of {stale} record(s); "
+                     "`verify --replay N` runs N seeds again")
     try:
         findings += page_findings(folder, known, only)
     except UNREADABLE as error:

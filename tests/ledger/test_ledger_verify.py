@@ -141,16 +141,18 @@ def test_two_losses_of_a_seed_on_one_cpu_are_told(records, capsys):
                      capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("old, new, told", [
-    ("def validate(loss):", "def validate(loss):\n    # as it was", True),  # in the harness
-    ("import random", "import gzip\nimport random", False),
-    ("A run's log without a run.", "A log, and no run.", False)])
-def test_maintenance_makes_no_log_stale(old, new, told, records, capsys):
+@pytest.mark.parametrize("old, new", [
+    ("    return loss", "    return 1 * loss"),  # in the harness
+    ("import random", "import gzip\nimport random"),
+    ("A run's log without a run.", "A log, and no run.")])
+def test_maintenance_is_told_and_makes_no_log_wrong(old, new, records, capsys):
+    assert main(["verify", str(records)]) == 0
+    assert "newer than" not in capsys.readouterr().err
     for path in [*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"]:
         edit(path, old, new)
     assert findings_anew(records, capsys) == []
     assert main(["verify", str(records)]) == 0
-    assert told == ("the harness is newer than logs of 2 record(s)" in capsys.readouterr().err)
+    assert "are newer than logs of 2 record(s)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gain, kept", [("loss", 9), ("time", 4)])

@@ -29,7 +29,7 @@ def records(measured, tmp_path):
     return tmp_path / "records"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def no_ladder(monkeypatch):
     """`list --write` draws its picture for `measured`; it takes long."""
     monkeypatch.setattr(pages, "ladder_figure", lambda records: SimpleNamespace(

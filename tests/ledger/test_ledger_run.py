@@ -15,6 +15,7 @@ from ledger.__main__ import main
 from scipy import stats
 
 pytest_plugins = ["record_fixtures"]
+pytestmark = pytest.mark.usefixtures("no_ladder")
 
 
 def run(*words) -> int:

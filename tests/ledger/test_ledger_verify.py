@@ -13,6 +13,7 @@ from ledger import logs, records, scripts, verify
 from ledger.__main__ import main
 
 pytest_plugins = ["record_fixtures"]
+pytestmark = pytest.mark.usefixtures("no_ladder")
 
 NO_GAIN = f"{NEWEST}: it claims a gain in {{}} over its parent, and its runs do not show it"
 H100 = "NVIDIA H100 80GB HBM3"

@@ -19,7 +19,7 @@ LADDER_LEGEND = """\
 Minutes and losses are those of the public record's n runs on 8×H100 (#91's loss: on one H100), by
 its own files. Float64: the largest difference of our script from the public one."""
 RUNS = ("Record", "Loss ± std (n)", "Target", "Minutes", "Difference", "Time")
-CONTEST = ("Contestant", *RUNS[1:], "Shown from")
+CONTEST = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 RUNS_LEGEND = """\
 Loss: all runs of a setting. Target: p that the mean lies below the rules' target. Difference: from
 the parent's mean in the same setting, with the two-sided p of the paired t-test; * where p < 0.01;
@@ -28,8 +28,10 @@ preset's rates or its validation, so the difference is not the idea's alone. Min
 (its ratio to the parent's; the smallest and largest ratio by seed): of whole runs alone on their
 machine."""
 CONTEST_LEGEND = """\
-Of a contestant whose parent does not run, Difference and Time are against the first one. Shown
-from: the smallest difference that would have p < 0.01."""
+Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's
+mean, or else the first contestant's, with the p of a two-sided t-test, paired by seed; * where
+p < 0.01. Shown from: the smallest difference that would reach that. Time: ratio of the medians,
+and range of the ratios by seed, which only runs alone on the machine (--jobs 1) measure."""
 FRONT = ("Record", "Idea", "Public record (min), not run here", "Changed lines")
 
 
@@ -143,9 +145,10 @@ def contest_text(contestants: list) -> str:
         if one is not contestants[0]:
             against = compare(one.logs, (parent or contestants[0]).logs)
         shown_from = f"{against.smallest_shown:.2g}" if against and against.smallest_shown else ""
-        name = one.record.name if one.record else one.operand
-        rows.append([name, *runs_cells(one.logs, against), shown_from])
-    return "\n\n".join([text_table(CONTEST, rows), RUNS_LEGEND, CONTEST_LEGEND])
+        name = one.record.name if one.record else one.operand.replace(".py", "", 1)
+        loss, below, _, difference, time = runs_cells(one.logs, against)
+        rows.append([name, loss, below, difference, shown_from, time])
+    return f"{text_table(CONTEST, rows)}\n\n{CONTEST_LEGEND}"
 
 
 def others_text(logs: list, folder: Path) -> str:

@@ -52,7 +52,7 @@ def script_findings(record: Record, root: Path):
     for name in NAMED.findall(ast.get_docstring(ast.parse(script)) or ""):
         if name != record.folder.name:
             found.append(f"train_gpt.py's docstring says `Record: {name}`, which is not its folder")
-    if not harness or harness != read_text(root).partition(BANNER)[2]:
+    if harness != read_text(root).partition(BANNER)[2]:
         found.append("train_gpt.py is not the root's, byte for byte, from its banner on; "
                      "`python records/share_harness.py` copies it")
     settings_of(record.path, preset="pocket")  # raises where it does not run

@@ -79,7 +79,7 @@ def test_two_scripts_of_one_name_are_two_contestants(tmp_path, monkeypatch, caps
     operands = ["../s.py", "s.py", "s.py:muon_lr=0.1,long_windows=1,2"]
     assert run(*operands, "--seeds", 2) == 0
     rows = capsys.readouterr().out.splitlines()[2:5]
-    assert [row.split("  ")[0] for row in rows] == operands
+    assert [row.split("  ")[0] for row in rows] == ["../s", "s", "s:muon_lr=0.1,long_windows=1,2"]
     assert "+0.2" in rows[1] or "+0.3" in rows[1]
     assert (tmp_path / "elsewhere/logs/ledger/data/pocket.py").exists()  # the repository's
     headers = [logs.read_log(path).header for path in tmp_path.rglob("log.txt")]

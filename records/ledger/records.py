@@ -26,6 +26,9 @@ RULES = {  # what the header of every run with a preset has to have; None: not k
 # Nats per token that no honest model reaches: half of what xz needs for the pocket's validation
 # bytes after all 44 MB of its training text (0.94), and less than any published run on FineWeb.
 FLOOR = {"record": 2.0, "pocket": 0.47}
+NEEDED = {  # what a run's log tells, and what can be made of it
+    "preset": RULES.__getitem__, "device": str, "torch": str, "seed": int, "world_size": int,
+    "target_loss": float, "val_loss": float, "train_time_ms": float}
 # Keys of record.json, in any order
 CLAIM = {"change": str, "parent": str | None, "published": dict | None, "gain": str | None,
          "modelled_minutes": float | None, "equality": dict | None, "reads": str | None,
@@ -138,9 +141,8 @@ def read_run(path: Path) -> Log:
         raise LedgerError(f"is no finished run: it ends at step {log.last_step} of "
                           f"{log.planned_steps}, or before its results")
     try:
-        "{device} {torch}".format(**log.header)
-        float(log.final["val_loss"]) + float(log.final["train_time_ms"]) + log.seed
-        RULES[log.preset], int(log.header["world_size"])
+        for name, kind in NEEDED.items():
+            kind((log.header | log.final)[name])
     except (KeyError, ValueError) as error:
         raise LedgerError(f"cannot be read: {error!r}") from None
     return log

@@ -22,7 +22,8 @@ import numpy as np
 from ledger import records
 from ledger.logs import LedgerError, Log, machine_words, read_log, read_text, sha256
 from ledger.records import FLOOR, RULES, Record
-from ledger.scripts import apart, flag_words, load_script, meaning, settings_of
+from ledger.scripts import apart, flag_words, meaning, settings_of
+from shards import load_script
 
 REPO = Path(__file__).resolve().parents[2]
 RUNNING = set()  # processes

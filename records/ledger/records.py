@@ -26,9 +26,9 @@ RULES = {  # what the header of every run with a preset has to have; None: not k
 # Nats per token that no honest model reaches: half of what xz needs for the pocket's validation
 # bytes after all 44 MB of its training text (0.94), and less than any published run on FineWeb.
 FLOOR = {"record": 2.0, "pocket": 0.47}
-NEEDED = {  # what a run's log tells, and what can be made of it
+NEEDED = {  # what the header of a run's log tells, and what can be made of it
     "preset": RULES.__getitem__, "device": str, "torch": str, "seed": int, "world_size": int,
-    "target_loss": float, "val_loss": float, "train_time_ms": float}
+    "target_loss": float}
 # Keys of record.json, in any order
 CLAIM = {"change": str, "parent": str | None, "published": dict | None, "gain": str | None,
          "modelled_minutes": float | None, "equality": dict | None, "reads": str | None,
@@ -142,7 +142,9 @@ def read_run(path: Path) -> Log:
                           f"{log.planned_steps}, or before its results")
     try:
         for name, kind in NEEDED.items():
-            kind((log.header | log.final)[name])
+            kind(log.header[name])
+        for name in ("val_loss", "train_time_ms"):
+            float(log.final[name])
     except (KeyError, ValueError) as error:
         raise LedgerError(f"cannot be read: {error!r}") from None
     return log

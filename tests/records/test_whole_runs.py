@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from lineage import (
+    LENGTH,
     held_since,
     in_float64,
     load,
@@ -42,7 +43,7 @@ class OracleRun:
     def __init__(self, station, weights):
         self.station = station
         self.losses, self.grads, self.weights, self.states, self.offsets = [], [], [], [], []
-        self.validations = {}
+        self.validations, self.logged = {}, []
         steps = range(station.total_steps())
         self.streams = list(station.streams_of_steps(random_shards(3, 40_000), steps))
         self.val_tokens = random_shards(1, 2_000, seed=5)[0]
@@ -71,6 +72,9 @@ class OracleRun:
     def validate(self, weights, step):
         streams = self.station.validation_streams(self.val_tokens)
         self.validations[step] = self.station.validation_loss(weights, streams, step).item()
+        if hasattr(self.station, "unmasked_loss") and step == self.station.total_steps():
+            loss = self.station.unmasked_loss(weights, streams, step).item()
+            self.logged = [f"val_loss without the mask of canonical tokens: {loss:.4f}"]
 
 
 class RankRun:
@@ -94,10 +98,12 @@ class RankRun:
         for table in self.tables():
             table.load_full_rows(oracle.weights[0][TABLE])
         self.val_tokens = oracle.val_tokens[: oracle.station.val_tokens + 1]
-        self.log = lambda text: None  # of the loss without a mask
+        self.logged = []
+        self.log = self.logged.append
         self.script.train(self, self.cfg)
         assert self.step == oracle.station.total_steps()
         assert self.validated == list(oracle.validations)
+        assert self.logged == oracle.logged
         return self.losses
 
     def tables(self):
@@ -163,11 +169,15 @@ class RankRun:
                 self.hold(key, {name: found[name] for name in own}, expected)
 
     def next_step(self, *_):
-        """This rank's streams in their order, one a forward pass."""
+        """This rank's streams in their order. Steps differ in how many streams a forward pass has,
+        and in whether the head takes them in chunks."""
+        self.model.tokens_per_chunk = 32 if self.step % 4 < 2 else 2 * LENGTH
         streams = self.oracle.streams[self.step]
         share = len(streams) // self.world_size
         mine = streams[self.rank * share : (self.rank + 1) * share]
-        return [[torch.from_numpy(np.stack([x])) for x in stream] for stream in mine]
+        rows = 2 if self.step % 2 == 0 else 1
+        passes = [mine[i : i + rows] for i in range(0, share, rows)]
+        return [[torch.from_numpy(np.stack(x)) for x in zip(*each)] for each in passes]
 
     def check(self, step, losses):
         self.losses.append(losses[0].item())

@@ -17,7 +17,7 @@ STEPS = 12
 # which that is about 1e-11 of a loss, and anything but rounding would show.
 LOSS_RTOL, STATE_RTOL = 1e-9, 1e-6
 MODEL = FLAGS | GROWING | dict(  # stages begin at steps 3, 6 and 8
-    num_iterations=STEPS, extension_steps=4, freeze_steps=2, val_every=4, val_tokens=500,
+    num_iterations=STEPS, extension_steps=4, freeze_steps=2, val_every=4, val_tokens=1500,
     sequences_per_step=12, sequences_per_forward=4, sequence_stride=5, cooldown_frac=0.4)
 
 
@@ -66,7 +66,7 @@ def runs(tmp_path_factory, write_shard):
 
 
 def test_three_ranks_have_the_losses_of_one(runs):
-    """In validation two sequences, of which the last is short, so that a rank has none."""
+    """In validation 6 sequences, of which the last is short; the last rank has none."""
     one, three = runs
     losses = one.mean_losses()
     assert len(losses) == STEPS

@@ -12,6 +12,7 @@ import re
 
 import pytest
 import torch
+from conftest import final_values
 from torch.utils import collect_env
 
 import train_gpt
@@ -232,11 +233,11 @@ def test_a_step_of_the_optimizers_is_as_near_to_fp32_as_the_cpus_in_bf16():
 
 
 @pytest.mark.skipif(ON_HOST, reason="would take hours")
-def test_300_steps_of_the_pocket_learn_on_the_gpu(run_script, pocket_data, final_values):
-    flags = ["--preset", "pocket", "--device", "cuda", "--num_iterations", 300]
+def test_300_steps_of_the_pocket_learn_on_the_gpu(pocket_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--preset", "pocket", "--device", "cuda", "--num_iterations", "300"]
     for name in ("train", "val"):
-        flags += [f"--{name}_files", pocket_data / f"pocket_{name}_*.bin"]
-    run = run_script(flags, timeout=900)
-    assert run.returncode == 0, run.stderr
+        flags += [f"--{name}_files", f"{pocket_data}/pocket_{name}_*.bin"]
+    assert train_gpt.main(flags) == 0
     target = train_gpt.parse_args(["--preset", "pocket"]).target_loss
-    assert float(final_values(run.stdout)["val_loss"]) < 1.05 * target
+    assert float(final_values(capsys.readouterr().out)["val_loss"]) < 1.05 * target

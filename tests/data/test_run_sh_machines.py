@@ -8,13 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import test_run_sh
 from conftest import REPO
-from test_run_sh import FakeRepo, write
+from test_run_sh import write
 
-
-@pytest.fixture
-def fake(tmp_path):
-    return FakeRepo(tmp_path)
+fake = test_run_sh.fake  # a fixture
 
 
 # ---- What is told before gigabytes are fetched ----

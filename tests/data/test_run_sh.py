@@ -333,29 +333,6 @@ def test_a_record_runs_in_place_of_the_root_and_through_links(fake):
     assert fake.calls[-1] == [script, *POCKET.split(), "--seed", "3"]
 
 
-CORES = [  # idle hundredths of a second in 0.2 s, CPUs of the process, cores, the threads
-    (29, 8, 4, 1), (31, 8, 4, 2), (160, 8, 4, 4), (160, 2, 4, 2),
-    (45, 8, 0, 2)]  # where Linux does not tell the cores
-
-
-@pytest.mark.parametrize(("idle", "cpus", "cores", "threads"), CORES)
-def test_threads_are_as_many_as_cores_are_idle(fake, idle, cpus, cores, threads):
-    for name, ticks in ("before", 70_000), ("after", 70_000 + idle):
-        write(fake.stubs / name, f"cpu  11 22 33 {ticks} 44\ncpu0 1 2 3 4 5\n")
-    write(fake.stubs / "siblings", "".join(f"{core},{core + cores}\n" * 2 for core in range(cores)))
-    awk, sort = shutil.which("awk"), shutil.which("sort")
-    programs = {
-        "awk": f'exec {awk} "$1" "$STUBS/before" "$STUBS/after"',
-        "sort": f'case $* in "-u "*/thread_siblings_list) set -- -u "$STUBS/siblings" ;; esac\n'
-                f'exec {sort} "$@"',
-        "nproc": f"echo {cpus}"}
-    for name, text in programs.items():
-        write(fake.stubs / "bin" / name, f"#!/bin/sh\n{text}\n")
-    fake.run(OMP_NUM_THREADS="")
-    linux = Path("/proc/stat").exists()
-    assert fake.variables()["OMP_NUM_THREADS"] == (str(threads) if linux else "")
-
-
 def test_the_environment_is_set_unless_it_is_already(fake):
     """glibc keeps freed memory. On GPUs the threads are torch's to choose."""
     fake.plan("1 1 1 8")

@@ -8,13 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import test_run_sh
 from conftest import REPO
-from test_run_sh import FakeRepo, write
+from test_run_sh import write
 
-
-@pytest.fixture
-def fake(tmp_path):
-    return FakeRepo(tmp_path)
+fake = test_run_sh.fake  # a fixture
 
 
 # ---- What is told before gigabytes are fetched ----
@@ -107,33 +105,41 @@ def test_a_clone_has_no_line_ends_of_windows(tmp_path):
     assert b"\r" not in (tmp_path / "run.sh").read_bytes() + (tmp_path / "a.txt").read_bytes()
 
 
-QUOTAS = [  # files of the control groups, the threads on eight idle cores
-    ({"cpu.max": "max 100000"}, 8),
-    ({"cpu.max": "765000 100000"}, 7),
-    ({"cpu.max": "50000 100000"}, 1),
-    ({"pod/cpu.max": "max 100000", "cpu.max": "200000 100000"}, 2),
-    ({"pod/cpu.max": "300000 100000"}, 3),
-    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-    ({"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, 2)]
+IDLE = 160  # hundredths of a second in 0.2 s, of eight cores
+THREADS = [  # of them, CPUs of the process, cores, files of the control groups, the threads
+    (29, 8, 4, {}, 1), (31, 8, 4, {}, 2), (IDLE, 8, 4, {}, 4), (IDLE, 2, 4, {}, 2),
+    (45, 8, 0, {}, 2),  # where Linux does not tell the cores
+    (IDLE, 8, 8, {"cpu.max": "max 100000"}, 8),
+    (IDLE, 8, 8, {"cpu.max": "765000 100000"}, 7),
+    (IDLE, 8, 8, {"cpu.max": "50000 100000"}, 1),
+    (IDLE, 8, 8, {"pod/cpu.max": "max 100000", "cpu.max": "200000 100000"}, 2),
+    (IDLE, 8, 8, {"pod/cpu.max": "300000 100000"}, 3),
+    (IDLE, 8, 8, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+    (IDLE, 8, 8, {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, 2)]
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="not Linux")
-@pytest.mark.parametrize(("files", "threads"), QUOTAS)
-def test_threads_are_no_more_than_the_quota_of_cpu_time(fake, files, threads):
-    groups = fake.stubs / "groups"
-    write(groups / "cgroup", "0::/pod\n" if "pod/cpu.max" in files else "0::/\n")
-    for name, text in files.items():
-        write(groups / name, text + "\n")
-    cat = shutil.which("cat")
-    write(fake.stubs / "bin" / "cat", f"""#!/bin/sh
-        case $1 in
-            /proc/self/cgroup) exec {cat} '{groups}/cgroup' ;;
-            /sys/fs/cgroup/*) exec {cat} '{groups}'/"${{1#/sys/fs/cgroup/}}" ;;
-        esac
-        exec {cat} "$@"
-        """.replace("\n        ", "\n"))
-    sort = f'[ "$1" = -u ] || exec {shutil.which("sort")} "$@"'
-    for name, text in dict(awk="echo 8", sort=sort, wc="echo 8", nproc="echo 8").items():
+@pytest.mark.parametrize(("idle", "cpus", "cores", "groups", "threads"), THREADS)
+def test_threads_are_as_many_as_cores_are_idle_and_no_more_than_the_quota(
+    fake, idle, cpus, cores, groups, threads
+):
+    for name, ticks in ("before", 70_000), ("after", 70_000 + idle):
+        write(fake.stubs / name, f"cpu  11 22 33 {ticks} 44\ncpu0 1 2 3 4 5\n")
+    write(fake.stubs / "siblings", "".join(f"{core},{core + cores}\n" * 2 for core in range(cores)))
+    write(fake.stubs / "cgroup", "0::/pod\n" if "pod/cpu.max" in groups else "0::/\n")
+    for name, text in groups.items():
+        write(fake.stubs / "groups" / name, text + "\n")
+    awk, cat, sort = map(shutil.which, ("awk", "cat", "sort"))
+    programs = {
+        "awk": f'exec {awk} "$1" "$STUBS/before" "$STUBS/after"',
+        "cat": f"""case $1 in
+            /proc/self/cgroup) exec {cat} "$STUBS/cgroup" ;;
+            /sys/fs/cgroup/*) exec {cat} "$STUBS/groups/${{1#/sys/fs/cgroup/}}" ;;
+            esac; exec {cat} "$@\"""",
+        "sort": f'case $* in "-u "*/thread_siblings_list) set -- -u "$STUBS/siblings" ;; esac\n'
+                f'exec {sort} "$@"',
+        "nproc": f"echo {cpus}"}
+    for name, text in programs.items():
         write(fake.stubs / "bin" / name, f"#!/bin/sh\n{text}\n")
     fake.run(OMP_NUM_THREADS="")
     assert fake.variables()["OMP_NUM_THREADS"] == str(threads)

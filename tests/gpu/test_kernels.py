@@ -9,7 +9,6 @@ All other traces are marked `cards`, those of the records after #53 among them:
 """
 
 import functools
-import math
 import re
 from pathlib import Path
 
@@ -28,11 +27,6 @@ ROOT = Path(train_gpt.SCRIPT)
 LATER = [path for path in sorted(REPO.glob("records/*/train_gpt.py"))
          if path.parent.name > "2025-12-22_MultiTokenPrediction"]
 TRAINING = ("forward", "backward")
-
-# Bytes of a thread's stack that a kernel spills, at most: one of attention's backward pass, and any
-# other, which has been looked at for two cards alone.
-SPILLED = dict(sm_80=424, sm_86=24, sm_89=24, sm_90=48, sm_100=864, sm_120=200)
-SPILLED_BY_OTHERS = dict(sm_80=3152, sm_90=5552)
 
 
 def few_layers_of(script: Path) -> list[str]:
@@ -89,16 +83,12 @@ def assert_all_compile_and_fit(found: Trace):
 
 @pytest.mark.parametrize("get_trace", [*FIRST_STAGES, *FIRST_STAGES_LATER])
 def test_a_script_takes_one_graph_a_stage_and_fits_each_card(get_trace):
-    """Training's graph has two parts, forward and backward. Spills are no more than today's."""
+    """Training's graph has two parts, forward and backward."""
     found = get_trace()
     assert found.breaks == []
     graphs = {part: n for part, n in found.graphs.items() if part != "optimizers"}
     assert graphs == {"stage 0": 2, "within stages": 0, "validation": 1}
     assert_all_compile_and_fit(found)
-    for x in found.binaries:
-        is_attention = ":triton_tem" in x["name"] and "backward" in x["name"]
-        most = SPILLED if is_attention else SPILLED_BY_OTHERS
-        assert x["spilled"] <= most.get(found.card, math.inf), x
 
 
 @pytest.mark.cards
@@ -145,14 +135,8 @@ def test_chunks_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
     assert found.breaks == []
     assert found.graphs == whole.graphs == {"stage 2": 2, "within stages": 0}
     assert found.facts["head_chunks"] == head_chunks
-    kernels = [x["phase"] for x in touching_logits(found, *TRAINING) if x["kind"] == "triton"]
-    assert kernels.count("forward") == head_chunks
-    assert kernels.count("backward") == head_chunks
     logits = found.facts["tokens"] * found.facts["padded_vocab"]
     assert found.memory["kept"] < whole.memory["kept"] - 1.9 * logits
-    saved = whole.memory["peak of backward"] - found.memory["peak of backward"]
-    # Of few layers; from some chunks on, their peak lies elsewhere than in the head.
-    assert saved >= min(4 * logits * (1 - 1.5 / head_chunks), 2.5 * logits)
 
 
 # ---- what one sequence takes ------------------------------------------------------------------
@@ -197,31 +181,9 @@ def test_state_is_weights_gradients_and_moments():
     assert first_stage("sm_90").memory["state"] == pytest.approx(expected, abs=1e4)  # the scalars
 
 
-# What the passes of one sequence launch and move (GB) outside matrix products and attention, and
-# what the forward pass keeps (GB). Traced: fp8 and eleven layers on sm_90.
-BUDGETS = {"fp8": (169, 13.0, 3.1), "bf16": (162, 12.6, 3.2), "last stage": (162, 32.9, 9.2),
-           "eleven layers": (443, 75.9, 21.7)}
-
-
-def check(budget: str, found: Trace) -> None:
-    others = [x for x in launches(found, *TRAINING)
-              if not x["flop"] and ":triton_tem" not in x["name"]]
-    taken = len(others), sum(x["bytes"] for x in others) / 1e9, found.memory["kept"] / 1e9
-    assert all(x <= most for x, most in zip(taken, BUDGETS[budget])), taken
-
-
-@every_stage
-def test_launches_and_bytes_stay_within_todays(get_trace):
-    found = get_trace()
-    first = "fp8" if found.facts["fp8"] else "bf16"
-    check("last stage" if found.facts["stage"] else first, found)
-
-
 @pytest.mark.cards
 def test_the_records_eleven_layers():
-    """Graphs, kernels and what a sequence takes, as of the few."""
     found = trace("sm_90", "--phases", "train,validation", "--binaries")
     assert found.breaks == []
     assert found.graphs == {"stage 2": 2, "within stages": 0, "validation": 1}
     assert_all_compile_and_fit(found)
-    check("eleven layers", found)

@@ -23,9 +23,6 @@ from lineage import (
     held_since,
     in_float64,
     load,
-    make_model,
-    some_forbidden,
-    some_prefixes,
     tiny_flags,
     tiny_station,
 )
@@ -231,6 +228,10 @@ def test_masks_see_what_the_published_ones_do(record, window):
     full = BlockMask.from_kv_blocks(flex.full_kv_num_blocks, flex.full_kv_indices).to_dense()[0, 0]
     blocks, full = (torch.kron(x, torch.ones(BLOCK, BLOCK)).bool() for x in (blocks, full))
     assert torch.equal(blocks & (full | flex.mask_mod(0, 0, i, j)), expected)
+    # No block is visited for nothing, and none is asked about that all of a block sees.
+    for listed, of_block in ((blocks, torch.any), (full, torch.all)):
+        by_block = expected.view(S // BLOCK, BLOCK, S // BLOCK, BLOCK).transpose(1, 2).flatten(2)
+        assert torch.equal(listed[::BLOCK, ::BLOCK], of_block(by_block, dim=2))
     dense = script.dense_mask(docs, reach)[:, 0] == 0
     size, keys = dense.shape[1:]  # of a block of queries, of its keys
     before = keys - size
@@ -238,110 +239,3 @@ def test_masks_see_what_the_published_ones_do(record, window):
     for row, seen in enumerate(dense):  # columns are shifted by what is before the first token
         found[row * size : (row + 1) * size, row * size :][:, :keys] = seen
     assert torch.equal(found[:, before:], expected)
-
-
-# Training
-
-
-class HeldRun:
-    """What a training loop works with, by which each of its steps is held to the oracle's."""
-
-    first_step = 0
-
-    def __init__(self, record, steps):
-        sizes = record.station.tiny
-        self.station = tiny_station(record.station, steps, streams=2, **sizes)
-        self.script, self.step, self.validated = load(record.folder), 0, []
-        self.cfg = tiny_flags(self.script, steps, sequences_per_step=2, **sizes)
-        self.model = make_model(self.script, self.cfg)
-        self.station.prefixes = some_prefixes(self.station.vocab_size)
-        self.station.forbidden = some_forbidden(self.station.vocab_size)
-        for name in ("bigram_signs", "ngram_signs"):
-            if hasattr(self.model, name):
-                self.station.signs = getattr(self.model, name)
-        self.ranks = self.script.Ranks(self.cfg)
-        self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks)
-        for optimizer in self.optimizers:
-            optimizer.dtype = torch.float64
-            if hasattr(optimizer, "updates"):
-                optimizer.updates = optimizer.updates.double()
-        self.weights = public(self.station, self.model)
-        self.state = self.station.optimizer_state(self.weights)
-        steps = range(self.station.total_steps())
-        self.steps = self.station.streams_of_steps(random_shards(3, 8_000), steps)
-        self.val_tokens = random_shards(1, 2_000, seed=5)[0][: self.station.val_tokens + 1]
-        self.loader = self.health = self
-        self.logged = []
-        self.log = self.logged.append
-
-    def hold(self, what, grads=False, factor=1):
-        """Weights, or gradients, against the oracle's."""
-        found, tied = public(self.station, self.model, grads), self.station.tied(self.step)
-        if grads and tied:
-            found["lm_head.weight"] += found["embed.weight"]
-        for name, x in found.items():
-            if name != "embed.weight" or not tied:
-                expected = torch.zeros(()) if what[name] is None else what[name]
-                error = (x / factor - expected).norm()
-                assert error <= EXACT * expected.norm() + 1e-12, (self.step, name)
-
-    def pause(self, step, complete):
-        """Validates in two places, and holds that a save would lose no gradients."""
-        assert complete == self.begins_anew(step)
-        is_last = step == self.cfg.num_iterations
-        if step != 4 and not is_last:
-            return False
-        if is_last:
-            self.station.finish(self.weights, self.state)
-        self.hold(self.weights)
-        streams = self.station.validation_streams(self.val_tokens)
-        expected = self.station.validation_loss(self.weights, streams, step).item()
-        found = self.script.validate(self.model, self.val_tokens, self.cfg, self.ranks)
-        assert found == pytest.approx(expected, rel=1e-12)
-        self.validated.append(step)
-        return is_last
-
-    def begins_anew(self, step):
-        """Whether no gradients are left over, as they are where Adam has not stepped."""
-        return self.station.complete(step)
-
-    def next_step(self, now):
-        self.hold(self.weights)
-        assert now.seq_len == self.station.seq_len(self.step)
-        self.model.tokens_per_chunk = 64 if self.step % 4 < 2 else 2 * LENGTH
-        self.streams = next(self.steps)
-        together = self.step % 2 == 0  # in one forward pass
-        parts = [self.streams] if together else [[stream] for stream in self.streams]
-        # Sums of all streams' gradients, up to #24 of means over each pass
-        self.factor = len(self.streams) if self.station.summed_loss else len(parts)
-        # Inputs and targets, a row a stream
-        return [[torch.from_numpy(np.stack(rows)) for rows in zip(*part)] for part in parts]
-
-    def check(self, step, losses):
-        assert step == self.step
-        station, weights = self.station, self.weights
-        loss, grads = station.gradients(weights, self.streams, step)
-        if self.begins_anew(step):
-            tokens = station.seq_len(step) if station.summed_loss else 1
-            assert losses[0].item() == pytest.approx(loss / tokens, rel=1e-12)
-            self.hold(grads, grads=True, factor=self.factor)
-        station.optimizer_step(weights, grads, self.state, step)
-
-    def log_step(self, step):
-        assert step == self.step + 1
-        self.step += 1
-
-
-@held_since(5, before=92)  # which test_whole_runs.py holds, with its table
-def test_a_whole_run_takes_the_published_steps(record):
-    """Each step of the loop: windows, losses, gradients, both optimizers, validation."""
-    steps = record.station.run_length
-    with in_float64():
-        run = HeldRun(record, steps)
-        run.script.train(run, run.cfg)
-        last = run.station.total_steps()
-        assert run.step == last and run.validated == [4, last]
-        if hasattr(run.station, "unmasked_loss"):
-            streams = run.station.validation_streams(run.val_tokens)
-            loss = run.station.unmasked_loss(run.weights, streams, last).item()
-            assert run.logged == [f"val_loss without the mask of canonical tokens: {loss:.4f}"]

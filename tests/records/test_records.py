@@ -6,7 +6,6 @@ banner is the root's, and is tested there; `verify` compares its bytes, and who 
 """
 
 import functools
-import math
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -227,27 +226,3 @@ def test_ranks_together_step_as_one_does(script, monkeypatch):
             found = [threads.submit(steps_of_a_rank, *then, rank, dist) for rank in range(5)]
     for future in found:
         torch.testing.assert_close(future.result(), expected, rtol=1e-9, atol=1e-12)
-
-
-def test_it_trains_two_steps_of_the_pocket(
-    record, script, pocket_data, tmp_path, monkeypatch, capsys, final_values
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(script.signal, "signal", lambda *args: None)  # the tests keep theirs
-    flags = "--preset pocket --device cpu --num_iterations 2 --warmup_steps 0 --val_tokens 2048"
-    flags += " --sequences_per_step 8 --save_every 2 --run_id two"
-    assert script.main(flags.split()) == 0
-    values, log = final_values(capsys.readouterr().out), (tmp_path / "logs/two/log.txt").read_text()
-    assert log.startswith(record.source) and final_values(log) == values
-    assert re.findall(r"^step:(\d)/2 (\w+):", log, re.M) == [
-        ("1", "train_loss"), ("2", "train_loss"), ("2", "val_loss")]
-    assert 3 < float(values["val_loss"]) < (7 if record.parent is None else math.log(272))
-    state = script.load_checkpoint(tmp_path / "logs/two/step-000002.pt")
-    model = script.GPT(script.Hyperparameters(**state["settings"]))
-    model.load_state_dict(state["model"])
-    tokens = sum(8 * script.schedule(step, model.cfg).seq_len for step in range(2))
-    assert (values["steps"], values["tokens"]) == ("2", str(tokens))
-    used = {parameter.group for parameter in model.parameters()}
-    assert state["step"] == 2
-    assert list(state["optimizers"]) == [
-        name for name in script.parameter_groups(model.cfg) if name in used]

@@ -4,14 +4,12 @@ Graphs and kernels are looked at in tests/gpu.
 """
 
 import dataclasses
-import itertools
 import types
 
 import pytest
 import torch
-from test_model import OnCuda, make_model, random_tokens
+from test_model import make_model, random_tokens
 from tiny_runs import tiny
-from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,36 +68,3 @@ def test_a_training_step_never_waits_for_the_device(monkeypatch, fp8, head_chunk
                 update(optimizers, now, 1)
     changed = [not torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True)]
     assert all(changed), "nothing was trained"
-
-
-def test_health_is_read_one_step_late_on_cuda(monkeypatch):
-    """While the host reads the news of a step, the GPU has the whole next one to do."""
-    calls, numbers = [], itertools.count()
-
-    def record_event():
-        number = next(numbers)
-        calls.append(f"record {number}")
-        return types.SimpleNamespace(synchronize=lambda: calls.append(f"wait {number}"))
-
-    def copy(rows, device, non_blocking=False):
-        assert device == "cpu" and non_blocking
-        calls.append("copy")
-        return rows.as_subclass(Tensor)
-
-    monkeypatch.setattr(train_gpt.signal, "signal", lambda *args: None)
-    stream = types.SimpleNamespace(record_event=record_event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(OnCuda, "to", copy)
-    health = train_gpt.Health(types.SimpleNamespace(all_gather=lambda news: news[None]))
-    first, second, bad = torch.tensor([[5, 3], [4, 2], [torch.inf, 1]]).as_subclass(OnCuda)
-    with NoHostWait():
-        health.check(0, first)
-    health.told_to_stop = True
-    health.check(1, second)
-    assert calls == ["copy", "record 0", "copy", "record 1", "wait 0"]
-    assert (health.losses, health.stopping) == ([5.0, 3.0], False)
-    health.check(2, bad)
-    assert (health.losses, health.stopping) == ([4.0, 2.0], True)
-    with pytest.raises(train_gpt.UserError, match="step 2: the loss is inf; lower"):
-        health.read()
-    assert calls[-1] == "wait 2"

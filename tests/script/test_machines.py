@@ -186,7 +186,12 @@ def test_a_terminal_that_closes_ends_a_run_at_a_save(tmp_path, data_flags, ignor
 
 
 def note_threads(rank):
-    """Have main() leave in a file the names of the threads that are alive at its end."""
+    """Have main() leave in a file the names of the threads that are alive at its end.
+
+    A rank that fails may end while another still connects to it, which then has no group to end.
+    With torch's barrier none goes on before all are connected.
+    """
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     main = train_gpt.main
 
     def main_then_note(argv):

@@ -1,7 +1,6 @@
-"""Masks, attention and losses against float64; tests/records hold the whole model and its steps."""
+"""Texts of any length, the head's chunks and losses; tests/records hold the whole model."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -9,11 +8,8 @@ import torch
 import torch.nn.functional as F
 from tiny_runs import tiny
 from torch import Tensor
-from torch.nn.attention import flex_attention as flex
-from torch.nn.attention.flex_attention import BlockMask
 
-import train_gpt
-from train_gpt import BLOCK, GPT, Hyperparameters
+from train_gpt import GPT
 
 TINY = tiny()
 EOT = TINY.eot_token
@@ -36,61 +32,6 @@ def random_tokens(rows, length, seed, document_tokens=60):
     tokens = generator.integers(0, EOT, size=(rows, length))
     tokens[generator.random(tokens.shape) < 1 / document_tokens] = EOT
     return torch.from_numpy(tokens.astype(np.int32))
-
-
-def as_the_kernel_sees(mask):
-    """The same mask, its blocks' lists part of the predicate: a CPU asks it about every pair of
-    tokens, the kernel only within the partial blocks; of a full one it sees all."""
-
-    def listed(count, indices):
-        blocks = torch.arange(indices.size(-1))
-        first = torch.where(blocks < count[0, 0, :, None], indices[0, 0].long(), len(blocks))
-        chosen = torch.zeros(len(blocks), len(blocks) + 1, dtype=torch.bool)
-        return chosen.scatter(1, first, True)
-
-    partial = listed(mask.kv_num_blocks, mask.kv_indices)
-    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
-
-    def seen(b, h, q, k):
-        block = q // BLOCK, k // BLOCK
-        return full[block] | (partial[block] & mask.mask_mod(b, h, q, k))
-
-    return BlockMask.from_kv_blocks(
-        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
-        BLOCK_SIZE=BLOCK, mask_mod=seen)
-
-
-@pytest.mark.parametrize("reach, document_tokens",
-                         [(50, 300), (128, 300), (256, 20), (300, math.inf), (640, 300)])
-def test_both_attention_paths_equal_the_formula_and_visit_no_block_that_nobody_sees(
-    monkeypatch, reach, document_tokens
-):
-    """Token i sees token j where j <= i, both in one document, `reach` apart at most."""
-    # By plain operations; on a CPU FlexAttention refuses gradients, which it has.
-    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    starts = random_tokens(2, 4 * BLOCK, reach, document_tokens) == EOT
-    starts[:, 0] = True
-    docs = starts.flatten().cumsum(0).int()
-    i, j = torch.meshgrid(torch.arange(len(docs)), torch.arange(len(docs)), indexing="ij")
-    seen = (j <= i) & (docs[i] == docs[j]) & (i - j <= reach)
-    shape = (3, 2, 4 * BLOCK, 2, 16)
-    qkv = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.5
-    expected = F.scaled_dot_product_attention(
-        *qkv.double().flatten(1, 2).transpose(1, 2), attn_mask=seen, scale=1.0)
-    expected = expected.transpose(0, 1).view(shape[1:])
-    arguments = docs.view(2, -1), torch.tensor(reach, dtype=torch.int32)
-    dense_mask, flex_mask = train_gpt.dense_mask(*arguments), train_gpt.flex_mask(*arguments)
-    with torch.no_grad():
-        for mask in (dense_mask, as_the_kernel_sees(flex_mask)):
-            found = train_gpt.attend(*qkv, mask, None)
-            torch.testing.assert_close(found.double(), expected, **FP32)
-
-    keys = min(32 * math.ceil(reach / 32) + 32, 4 * BLOCK)  # of blocks of 32
-    assert dense_mask.numel() == len(docs) * keys
-    blocks = seen.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    assert flex_mask.full_kv_num_blocks.sum() == blocks.all(-1).all(1).sum()
-    visited = flex_mask.kv_num_blocks + flex_mask.full_kv_num_blocks
-    assert visited.sum() == blocks.any(-1).any(1).sum()
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 200])
@@ -150,8 +91,3 @@ def test_the_losses_are_cross_entropies_in_float64(device, num_targets):
     grad = raw.grad.as_subclass(Tensor).double()
     torch.testing.assert_close(grad, exact.grad, rtol=1e-5, atol=2e-7)
     assert (grad[[3, 17, 63]] == 0).all()
-
-
-def test_the_record_has_as_many_parameters_as_published():
-    with torch.device("meta"):
-        assert sum(p.numel() for p in GPT(Hyperparameters()).parameters()) == 268_665_609

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import final_values
 from rank_processes import Run, at_each_step, start_run
 from test_checkpoints import equal
 from tiny_runs import FLAGS, GROWING, to_argv
@@ -168,7 +169,7 @@ def killed_in_second_save(moment, rank):
 
 
 @pytest.mark.parametrize("moment", ["half-written", "after rename"])
-def test_killed_in_a_save(start, whole, final_values, moment):
+def test_killed_in_a_save(start, whole, moment):
     """What the killed save leaves behind does no harm; the checkpoint before it is used. The log
     goes on, and the clock."""
     args = ("--save_every", 4, "--resume", "auto")

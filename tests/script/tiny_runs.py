@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import final_values
 
 import train_gpt
 
@@ -68,8 +69,7 @@ def run(data_flags, tmp_path, monkeypatch, capsys):
         result.out, result.err = capsys.readouterr()
         folder = re.search(r"chunk\(s\), (logs/.+)$", result.out, re.M)
         result.log = Path(folder[1], "log.txt").read_text() if folder else ""
-        block = result.log.rpartition("\n---\n")[2]
-        result.values = dict(re.findall(r"^(\w+): (.*)$", block, re.M))
+        result.values = final_values(result.log)
         return result
 
     return run_main

@@ -7,12 +7,8 @@ What it lacks, and what is put in its place:
 - libdevice, the maths that Inductor calls, is empty: NumPy's functions;
 - a reduction with a combine function of its own goes element by element: by halves;
 - arguments are copied to the host and back, the language is patched at every launch: neither.
-
-And what a GPU would not tell: a kernel that reads or writes outside of the memory it was given
-ends in an error, and memory that nobody has written holds NaN.
 """
 
-import bisect
 import inspect
 import math
 import types
@@ -42,16 +38,12 @@ def install() -> None:
     InterpreterBuilder.cast_impl = cast
     InterpreterBuilder.create_fp_to_fp = lambda self, x, type, rounding: cast(self, x, type)
     InterpreterBuilder.create_dot = dot
-    InterpreterBuilder.create_masked_load = checked(InterpreterBuilder.create_masked_load, "reads")
-    InterpreterBuilder.create_masked_store = checked(
-        InterpreterBuilder.create_masked_store, "writes")
     interpreter.ReduceOps.generic_reduce = reduce_by_halves
     interpreter.GridExecutor.__call__ = launch
     for name, function in LIBDEVICE.items():
         setattr(libdevice, name, elementwise(function))
     patch_language_once()
     take_the_largest_blocks()
-    poison_new_memory()
 
 
 # ---- Numbers ----------------------------------------------------------------
@@ -131,7 +123,6 @@ def launch(self, *arguments, **kwargs) -> None:
     names = inspect.getfullargspec(self.fn).args
     known = {k: v for k, v in kwargs.items() if k in names}
     values = inspect.getcallargs(self.fn, *arguments, **known)
-    Bounds.of_launch = Bounds(self.fn.__name__, values.values())
     values = {
         name: value if name in self.constexprs else interpreter._implicit_cvt(value)
         for name, value in values.items()}
@@ -175,60 +166,3 @@ def take_the_largest_blocks() -> None:
         return run(self, *args, **kwargs)
 
     CachingAutotuner.run = run_the_largest
-
-
-# ---- Memory -----------------------------------------------------------------
-
-
-class Bounds:
-    """The memory that a launch was given: the storages of its tensors."""
-
-    of_launch: "Bounds"
-
-    def __init__(self, kernel: str, arguments):
-        storages = [x.untyped_storage() for x in arguments if isinstance(x, torch.Tensor)]
-        ranges = sorted({(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages})
-        self.kernel = kernel
-        self.starts = np.array([start for start, _ in ranges], np.uint64)
-        self.ends = np.array([end for _, end in ranges], np.uint64)
-
-    def check(self, verb: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> None:
-        """Raise IndexError where an address that is not masked is in none of the storages."""
-        addresses = np.broadcast_to(pointers, np.broadcast_shapes(pointers.shape, mask.shape))
-        addresses = addresses[np.broadcast_to(mask.astype(bool), addresses.shape)]
-        if not addresses.size:
-            return
-        low, high = addresses.min(), addresses.max() + np.uint64(width)
-        at = bisect.bisect_right(self.starts, low) - 1
-        if at >= 0 and high <= self.ends[at]:
-            return  # all in one of them, as nearly always
-        at = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
-        outside = (at < 0) | (addresses + np.uint64(width) > self.ends[np.maximum(at, 0)])
-        if outside.any():
-            raise IndexError(f"{self.kernel} {verb} outside of its tensors: {outside.sum()} times")
-
-
-def checked(operation, verb: str):
-    """A masked load or store, of addresses that are looked at before."""
-
-    def access(self, pointers, *rest):
-        mask = rest[0 if verb == "reads" else 1]
-        width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        Bounds.of_launch.check(verb, pointers.data, mask.data, width)
-        return operation(self, pointers, *rest)
-
-    return access
-
-
-def poison_new_memory() -> None:
-    """Whatever generated code allocates begins as NaN, or -1: what is read must be written."""
-    guards = torch._C._dynamo.guards
-    allocate = guards._empty_strided_cuda
-
-    def allocate_poisoned(size, stride, dtype):
-        tensor = allocate(size, stride, dtype)
-        storage = tensor.untyped_storage()
-        tensor.new_empty(0, dtype=torch.uint8).set_(storage).fill_(255)
-        return tensor
-
-    guards._empty_strided_cuda = allocate_poisoned

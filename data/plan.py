@@ -16,7 +16,7 @@ import train_gpt
 
 # (GiB of a GPU, into how many parts its sequences are cut). What the root was counted to hold at
 # its peak, and 1.5 GiB for CUDA, gaps between tensors and a screen.
-PARTS = [(21.8, 1), (13.5, 2), (9.2, 4), (6.5, 8)]
+PARTS = [(21.3, 1), (13.0, 2), (9.4, 4), (6.6, 8)]
 FEWEST_SHARDS = 8  # of FineWeb, each of 100 million tokens; enough for most records
 TABLES = {  # files that records read beside the text, and what makes them
     "data/fineweb10B/prefixes.npy": "prefixes.py",

@@ -987,6 +987,7 @@ import shutil
 import socket
 import sysconfig
 from datetime import timedelta
+from unittest import mock
 
 SCRIPT = Path(__file__).resolve()
 
@@ -1125,11 +1126,15 @@ def store_masks(device):
 
     Inductor would not store the mask's first keys there, which FlexAttention reads, and fail.
     """
-    if device.type == "cpu":
-        return contextlib.nullcontext()
-    from torch._inductor import config  # takes a second, and a CPU needs none
+    context = contextlib.ExitStack()
+    if device.type == "cuda":
+        from torch._inductor import config, ir  # take a second, and a CPU needs none
 
-    return config.patch(realize_reads_threshold=1)
+        context.enter_context(config.patch(realize_reads_threshold=1))
+        # Where the reach is a constant, they are still computed within the kernel, from a tensor
+        # of one dimension, whose layout is not decided yet.
+        context.enter_context(mock.patch.object(ir.FlexibleLayout, "allow_indexing", True))
+    return context
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ file, and a part that fails stops no other. The first parts are those from which
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -209,12 +210,13 @@ def small_card(flags):
 
 
 def newest(flags):
-    """Steps of the newest record."""
+    """Steps of the newest record, without the tables that it would read from files."""
     path = sorted(REPO.glob("records/20*/train_gpt.py"))[-1]
     say(path.parent.name)
     script = load_script(path)
-    if "prefix_file" in path.read_text():
-        flags = [*flags, "--prefix_file", ""]
+    for field in dataclasses.fields(script.Hyperparameters):
+        if field.name.endswith("_file"):
+            flags = [*flags, f"--{field.name}", ""]
     steps(flags, script)
 
 

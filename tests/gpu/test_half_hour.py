@@ -7,6 +7,7 @@ import bench
 import half_hour
 import pytest
 import torch
+from conftest import REPO
 
 # Each part as a process: one ends well, one badly, one never.
 PARTS = """import sys, time
@@ -49,6 +50,20 @@ def test_steps_are_timed_by_stage(capsys):
     for stage, length in enumerate([128, 256, 256]):
         assert lines[1 + stage].startswith(f"stage {stage}: sequences of {length} tokens, ")
     assert lines[-1].startswith("memory at the peak: ")
+
+
+def test_the_newest_record_needs_no_file(monkeypatch, capsys):
+    """It is timed where nothing was fetched."""
+    taken = []
+    monkeypatch.setattr(half_hour, "steps", lambda flags, script: taken.append((flags, script)))
+    half_hour.newest(["--seed", "3"])
+    ((flags, script),) = taken
+    newest = max(REPO.glob("records/20*/train_gpt.py"))
+    assert script.__file__ == str(newest)
+    cfg = script.parse_args(flags)
+    assert cfg.seed == 3
+    assert [name for name, value in vars(cfg).items() if str(value).startswith("data/")] == [
+        "train_files", "val_files"]  # those are noise
 
 
 def test_kernels_are_summed_by_group(capsys):

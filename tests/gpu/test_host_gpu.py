@@ -74,6 +74,17 @@ def assert_same_step(gpu, cpu, batch, window):
     return losses
 
 
+def assert_same_validation(gpu, cpu, batch, store_masks):
+    losses = []
+    for model in gpu, cpu:
+        device = model.reach.device
+        model.eval()
+        with torch.no_grad(), store_masks(device):
+            losses.append(model(*(x.to(device) for x in batch)).cpu())
+        model.train()
+    torch.testing.assert_close(*losses, rtol=FP32_RTOL, atol=0)
+
+
 def assert_same_update(gpu, cpu, cfg):
     changes = changes_by_noise(gpu, cfg)
     for name, change in changes_by_noise(cpu, cfg).items():
@@ -83,10 +94,11 @@ def assert_same_update(gpu, cpu, cfg):
 
 
 def test_a_step_in_fp32_is_that_of_the_cpu():
-    """Forward, backward and both optimizers: attention, norms, embeddings, head and loss."""
+    """Forward, backward, validation, both optimizers: attention, norms, embeddings, head, loss."""
     cpu = make_model(TINY)
     gpu = in_fp32(cpu, TINY)
     assert_same_step(gpu, cpu, make_batch(TINY), window=2)
+    assert_same_validation(gpu, cpu, make_batch(TINY), train_gpt.store_masks)
     assert_same_update(gpu, cpu, TINY)
 
 

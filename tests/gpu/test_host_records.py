@@ -1,4 +1,4 @@
-"""The records after #53 on the GPU path without a GPU: loss, gradients and steps are the CPU's.
+"""The records after #53 on the GPU path without a GPU: losses, gradients, steps are the CPU's.
 
 As in test_host_gpu.py, whose models and tolerances these are, kernels are interpreted. Each thing
 that a record brought is in one of the models: what the others brought, these three have too.
@@ -40,4 +40,5 @@ def test_a_step_in_fp32_is_that_of_the_cpu(name, monkeypatch):
         assert (cpu.prefixes[: cfg.vocab_size].numpy() == some_prefixes(cfg.vocab_size)).all()
         gpu.prefixes.copy_(cpu.prefixes)
     host.assert_same_step(gpu, cpu, test_gpu.make_batch(cfg), window=2)
+    host.assert_same_validation(gpu, cpu, test_gpu.make_batch(cfg), script.store_masks)
     host.assert_same_update(gpu, cpu, cfg)

@@ -118,10 +118,10 @@ def num_bytes(tensor) -> int:
 
 
 def bytes_of_kernel(kernel) -> int:
-    """Of each buffer the elements a kernel touches, once. Inductor's own estimate counts the whole
-    of a buffer that is sliced."""
+    """What a kernel reads and what it writes, each element of a buffer once. Inductor's own
+    estimate counts the whole of a buffer that is sliced."""
     from torch._inductor.codegen.common import RemovedArg
-    from torch._inductor.dependencies import MemoryDep
+    from torch._inductor.dependencies import MemoryDep, WeakDep
     from torch._inductor.virtualized import V
 
     names = set()
@@ -130,21 +130,28 @@ def bytes_of_kernel(kernel) -> int:
     for x in kernel.args.inplace_buffers.values():
         if not isinstance(x, RemovedArg):
             names |= set(x.other_names)
-    names.difference_update(kernel.removed_buffers, V.graph.removed_buffers)
+    for handler in kernel, V.graph:  # what is never stored
+        names -= handler.removed_buffers | handler.inplaced_to_remove
+    # A buffer that is changed in place goes by another name from then on. Arguments have the first.
+    first_names = V.graph.scheduler.mutation_real_name
+    changed = {first_names.get(name, name) for name in kernel.features.get_mutations()}
     total = 0
     for name, accesses in kernel.features.buf_accesses().items():
-        if name not in names:
+        first_name = first_names.get(name, name)
+        if first_name not in names:
             continue
         touched = {}  # elements, by the expression that indexes them
         for access in accesses:
-            if not isinstance(access, MemoryDep):  # it may be all
-                touched[None] = math.inf
-                continue
-            used = [n for variable, n in access.ranges.items()
-                    if access.is_indirect() or variable in access.index.free_symbols]
-            touched[access.index] = math.prod(map(int, used))
-        elements = min(int(V.graph.get_numel(name)), sum(touched.values()))
-        total += elements * V.graph.get_dtype(name).itemsize
+            if isinstance(access, MemoryDep):
+                used = [n for variable, n in access.ranges.items()
+                        if access.is_indirect() or variable in access.index.free_symbols]
+                touched[access.index] = math.prod(map(int, used))
+            elif not isinstance(access, WeakDep) and first_name not in changed:
+                touched[None] = math.inf  # it may be all; the others only say what comes first
+        elements = min(int(V.graph.get_numel(first_name)), sum(touched.values()))
+        if any(getattr(access, "mode", None) == "atomic_add" for access in accesses):
+            elements *= 2  # it reads and writes
+        total += elements * V.graph.get_dtype(first_name).itemsize
     return total
 
 

@@ -15,7 +15,8 @@ below the banner reads data, validates, saves and logs. It is the same in every 
 Technique                                         where it is
 ReLU²                                             MLP
 QK-norm, merged QKV, value embeddings             CausalSelfAttention
-sparse attention gate, value gate                 CausalSelfAttention
+sparse attention gate                             CausalSelfAttention
+value gate, skip gate                             CausalSelfAttention, GPT.hidden
 key offset                                        offset_keys
 paired heads                                      CausalSelfAttention, GPT.views
 half-truncated rotary embedding                   GPT.set_stage, rotate
@@ -25,8 +26,8 @@ FP8 head                                          FP8Product, Head
 softcapped logits                                 GPT.logits
 multi-token prediction                            schedule, GPT.forward, GPT.head_loss
 bigram table, signs                               hash_bigrams, GPT.bigrams
-smeared embeddings, gated skip                    GPT.smear, GPT.hidden
-saved activation for late attention               GPT.hidden
+smeared embeddings, skip                          GPT.smear, GPT.hidden
+saved activation: late attention, backout         GPT.hidden
 dense connections                                 Factors, LastBlock, GPT.hidden
 exclusive self-attention                          CausalSelfAttention
 Polar Express, NorMuon                            orthogonalize, muon_update
@@ -593,13 +594,13 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:
-    """Shift the half of each key that does not rotate by one token: @classiclarryd, #49, 50 steps.
+    """Shift half of each key by one token: @classiclarryd, #49, 50 steps.
 
     A query that matches an earlier token then finds the token after it, in a single layer.
     """
     first = k_BTHK[:, :1]  # has no previous token
     previous = torch.cat([first, k_BTHK[:, :-1]], dim=1)
-    # Quarters of a key: first entries of the pairs (rotating, still), then the second ones.
+    # The half that does not rotate. Quarters are first entries of the pairs, then second ones.
     entry = torch.arange(k_BTHK.size(-1), device=k_BTHK.device)
     quarter = 4 * entry // len(entry)
     return torch.where(quarter % 2 == 1, previous, k_BTHK)
@@ -652,8 +653,8 @@ class CausalSelfAttention(nn.Module):
             k = offset_keys(k)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             value = value_embed.view_as(v)
-            # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate. It sees
-            # the value too: @photon_mz, #70.
+            # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate
+            # It sees the value too: @photon_mz, #70.
             if self.value_gate is not None:
                 half = GATE_CHANNELS // 2
                 seen = torch.cat([x[..., :half], value_embed[..., :half]], dim=-1)

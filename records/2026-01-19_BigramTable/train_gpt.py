@@ -921,7 +921,7 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in fp32 and in place.
 
     Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
-    mean, square: in fp32, also of bf16 weights: @ChrisJMcCormick, #56. count: steps, a tensor.
+    count: steps taken, a tensor.
     """
     count += 1
     beta1, beta2 = betas
@@ -1058,6 +1058,7 @@ class Adam(ShardedOptimizer):
 
     def __init__(self, name, group, params, ranks):
         super().__init__(name, group, params, ranks)
+        # In fp32, also of bf16 weights: @ChrisJMcCormick, #56
         self.state["mean"] = torch.zeros_like(self.my_grad).float()
         self.state["square"] = torch.zeros_like(self.my_grad).float()
         self.state["count"] = torch.zeros_like(self.lr)

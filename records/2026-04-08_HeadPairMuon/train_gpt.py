@@ -6,8 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-04-08_HeadPairMuon
-Parent: 2026-03-06_SavedActivation. Change: Muon orthogonalises queries and keys by pairs of heads,
-and normalises wide matrices by column.
+Parent: 2026-03-06_SavedActivation. Change: Muon on head pairs; wide matrices normalised by column.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -76,7 +75,7 @@ class Layer(NamedTuple):
     window: str  # L: long, S: short, P: short, of paired heads, .: no attention
     table: str  # which value embeddings it has, or nothing
     skip: bool  # layers without attention add its output
-    saved: bool  # later attention reads its output; the last layer's loses it
+    saved: bool  # later attention and the output read its output
 
 
 LAYER_WORD = re.compile(r"([LPS.])(\d?)(:skip)?(:saved)?")
@@ -948,7 +947,7 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in fp32 and in place.
 
     Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
-    mean, square: in fp32, also of bf16 weights: @ChrisJMcCormick, #56. count: steps, a tensor.
+    count: steps taken, a tensor.
     """
     count += 1
     beta1, beta2 = betas
@@ -1087,6 +1086,7 @@ class Adam(ShardedOptimizer):
 
     def __init__(self, name, group, params, ranks):
         super().__init__(name, group, params, ranks)
+        # In fp32, also of bf16 weights: @ChrisJMcCormick, #56
         self.state["mean"] = torch.zeros_like(self.my_grad).float()
         self.state["square"] = torch.zeros_like(self.my_grad).float()
         self.state["count"] = torch.zeros_like(self.lr)

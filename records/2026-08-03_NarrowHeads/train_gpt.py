@@ -76,7 +76,7 @@ from torch.utils.checkpoint import checkpoint
 
 # ---- Hyperparameters --------------------------------------------------------
 class Layer(NamedTuple):
-    """A layer of the model, in --layers a word such as P1, ., Lxg:skip, Sx:saved or L4g."""
+    """A layer of the model, in --layers a word such as S1, ., L:skip or S2:saved."""
 
     window: str  # L: long, S: short, P: short, of paired heads, .: no attention
     table: str  # which value embeddings it has, or nothing
@@ -789,7 +789,7 @@ class Block(nn.Module):
         self.post_lambdas = weight(2, group="injection lambdas", first=constant(1.0, 1.0))
 
     def factors(self, x) -> dict:
-        """Its own factors by name. They are numbers, whatever its input x."""
+        """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
         resid_attn, resid_mlp = self.resid_lambdas
         post_attn, post_mlp = self.post_lambdas
         return dict(
@@ -804,7 +804,7 @@ class Block(nn.Module):
         if self.attn is not None:
             y = self.attn(norm(read), value_embed, view, factors)
             x = factors["resid_attn"] * x + factors["post_attn"] * y
-            for name, activation in stream.items():  # @KoszarskyB, @Grad62304977
+            for name, activation in stream.items():
                 if name in factors:
                     x = x + factors[name] * activation
         return factors["resid_mlp"] * x + factors["post_mlp"] * self.mlp(norm(x))
@@ -1148,7 +1148,7 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in fp32 and in place.
 
     Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
-    mean, square: in fp32, also of bf16 weights: @ChrisJMcCormick, #56. count: steps, a tensor.
+    count: steps taken, a tensor.
     """
     count += 1
     beta1, beta2 = betas
@@ -1293,6 +1293,7 @@ class Adam(ShardedOptimizer):
 
     def __init__(self, name, group, params, ranks):
         super().__init__(name, group, params, ranks)
+        # In fp32, also of bf16 weights: @ChrisJMcCormick, #56
         self.state["mean"] = torch.zeros_like(self.my_grad).float()
         self.state["square"] = torch.zeros_like(self.my_grad).float()
         self.state["count"] = torch.zeros_like(self.lr)

@@ -223,8 +223,8 @@ def check_flags(cfg) -> dict:
         "model_dim must be at least 12": cfg.model_dim >= GATE_CHANNELS,
         "layers must be at most 99 words such as P, S0x, ., L1x:skip or Sx:saved":
             are_words and len(layers) <= 99,
-        "layers must have one word with :skip, below the first .":
-            len(skips) == 1 and "." not in windows[: skips[0] + 1],
+        "layers must have one word with :skip, below the last and the first .":
+            len(skips) == 1 and skips[0] < len(layers) - 1 and "." not in windows[: skips[0] + 1],
         "layers must have one word with :saved": sum(layer.saved for layer in layers) == 1,
         "layers must have a word with value embeddings": any(layer.table for layer in layers),
         "layers must have x only with L and S":

@@ -1559,10 +1559,10 @@ class Log:
     """Rank 0's log file and console. The other ranks write nothing.
 
     A resumed run adds to its log. For any other run a log of the same name is a UserError, unless
-    it `goes_on`: then it was killed before it saved anything, and begins anew.
+    it `may_restart`: then it was killed before it saved anything, and begins anew.
     """
 
-    def __init__(self, cfg, ranks, goes_on=False):
+    def __init__(self, cfg, ranks, may_restart=False):
         self.run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S")
         self.folder = Path("logs", self.run_id)  # in the current folder
         self.path = self.folder / "log.txt"
@@ -1570,7 +1570,7 @@ class Log:
         self.is_new = not cfg.resume
         self.file = None
         # By rank 0 alone: another one may come when the log is open.
-        if self.enabled and self.path.exists() and not goes_on:
+        if self.enabled and self.path.exists() and not may_restart:
             raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
                             "its run by --resume auto, or name another --run_id")
 
@@ -1610,7 +1610,7 @@ class Log:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Health:
+class LossExchange:
     """Ranks exchange their losses at every step, and whether a signal told one of them to stop.
 
     On CUDA this is read one step late, so that the host never waits for the current step.
@@ -1618,7 +1618,7 @@ class Health:
 
     def __init__(self, ranks):
         self.ranks = ranks
-        self.news = []  # not read yet: step, rows of all ranks, CUDA event
+        self.pending = []  # not read yet: step, rows of all ranks, CUDA event
         self.told_to_stop = False  # this rank
         self.stopping = False  # any rank was told to
         self.losses = []  # of the step read last
@@ -1632,18 +1632,18 @@ class Health:
 
     def check(self, step, losses):
         """Exchange the losses of a step before its update. Raises UserError, as `read`."""
-        news = torch.cat([losses.float(), torch.full_like(losses[:1], self.told_to_stop)])
-        rows = self.ranks.all_gather(news).to("cpu", non_blocking=True)
+        row = torch.cat([losses.float(), torch.full_like(losses[:1], self.told_to_stop)])
+        rows = self.ranks.all_gather(row).to("cpu", non_blocking=True)
         event = None
-        if news.is_cuda:
+        if row.is_cuda:
             event = torch.cuda.current_stream().record_event()  # after the copy above
-        self.news.append((step, rows, event))
-        self.read(late=int(news.is_cuda))
+        self.pending.append((step, rows, event))
+        self.read(late=int(row.is_cuda))
 
     def read(self, late=0):
-        """Read all news but the last `late`. Raises UserError where a loss is not finite."""
-        while len(self.news) > late:
-            step, rows, event = self.news.pop(0)
+        """Read what is pending but the last `late`. Raises UserError where a loss is not finite."""
+        while len(self.pending) > late:
+            step, rows, event = self.pending.pop(0)
             if event:
                 event.synchronize()
             *self.losses, stops = rows.mean(0).tolist()  # all ranks have as many tokens
@@ -1708,32 +1708,35 @@ class Run:
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
         self.plan = plan(cfg)
-        # The data are checked before the model is built.
-        self.val_tokens = read_val_tokens(cfg)
-        self.loader = None  # evaluation needs no training data
-        self.data = ""  # digest of the training data
-        if self.first_step < self.last:
-            self.loader = TokenLoader(cfg, ranks, *state["loader"], log)
-            self.data = self.loader.digest
-            check_data(cfg, self.loader, self.plan.tokens, state.get("data", self.data))
+        self.open_data(state)  # checked before the model is built
         self.model, self.optimizers = build(cfg, ranks)
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
-        self.facts = machine_facts(ranks.device) | dict(
-            seed=cfg.seed,
-            world_size=ranks.world_size,
-            parameters=sum(optimizer.numel for optimizer in self.optimizers),
-        )
         self.write_header()
         if self.loader:
             self.warm_up()
-        if cfg.resume:
+        if cfg.resume:  # after the warm-up, which leaves no trace
             load_state(self.model, self.optimizers, state, cfg.resume)
             log(f"resumed at step:{self.first_step} from {cfg.resume}")
-        self.health = Health(ranks)  # catches signals from here on
+        self.health = LossExchange(ranks)  # catches signals from here on
         self.started = time.perf_counter()  # the clock
 
+    def open_data(self, state):
+        """Read the validation tokens and open the training data. Raises UserError."""
+        self.val_tokens = read_val_tokens(self.cfg)
+        self.loader = None  # evaluation needs no training data
+        self.data = ""  # digest of the training data
+        if self.first_step < self.last:
+            self.loader = TokenLoader(self.cfg, self.ranks, *state["loader"], self.log)
+            self.data = self.loader.digest
+            check_data(self.cfg, self.loader, self.plan.tokens, state.get("data", self.data))
+
     def write_header(self):
-        """Begin the log with the script and all settings."""
+        """Begin the log with the script, all settings and what machine it is."""
+        self.facts = machine_facts(self.ranks.device) | dict(
+            seed=self.cfg.seed,
+            world_size=self.ranks.world_size,
+            parameters=sum(optimizer.numel for optimizer in self.optimizers),
+        )
         head = "fp32"
         if self.ranks.device.type == "cuda":
             head = "fp8" if getattr(self.model.lm_head, "use_fp8", False) else "bf16"
@@ -1789,29 +1792,32 @@ class Run:
 
         complete: no gradients are waiting for the next step, so nothing is lost by a save.
         """
-        cfg = self.cfg
         is_last = step == self.last
         stops = self.health.stopping and not is_last
-        validates = is_last or (cfg.val_every and step % cfg.val_every == 0)
-        saves = False
-        # The step that a run was resumed from is saved already.
-        if cfg.save_every and step > self.first_step:
-            # Whether a multiple of save_every lies between, as not every step can be saved
-            passed = step // cfg.save_every > self.saved_step // cfg.save_every
-            saves = is_last or (complete and (passed or stops))
+        validates = is_last or (self.cfg.val_every and step % self.cfg.val_every == 0)
+        saves = self.is_save_due(step, complete, stops)
         # The clock stands from here until it is started again.
         if validates or saves:
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
             self.train_time_ms = self.elapsed_ms()
             if validates:
-                self.val_loss = validate(self.model, self.val_tokens, cfg, self.ranks)
+                self.val_loss = validate(self.model, self.val_tokens, self.cfg, self.ranks)
                 self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
             if saves:
                 self.save_checkpoint(step)
             self.started = time.perf_counter()
-        self.stopped = stops and (saves or not cfg.save_every)
+        self.stopped = stops and (saves or not self.cfg.save_every)
         return is_last or self.stopped
+
+    def is_save_due(self, step, complete, stops) -> bool:
+        every = self.cfg.save_every
+        # The step that a run was resumed from is saved already.
+        if not every or step <= self.first_step:
+            return False
+        # Whether a multiple of save_every lies between, as not every step can be saved
+        passed = step // every > self.saved_step // every
+        return step == self.last or (complete and (passed or stops))
 
     def elapsed_ms(self):
         """Time spent on training: what was counted before, and since the clock started."""
@@ -1995,7 +2001,7 @@ def run_script(argv) -> int:
     with Ranks(cfg) as ranks:
         chunks = cfg.head_chunks or default_head_chunks(ranks.device)
         cfg = replace(cfg, head_chunks=chunks)
-        log = Log(cfg, ranks, goes_on=given.get("resume"))
+        log = Log(cfg, ranks, may_restart=given.get("resume"))
         if path:
             torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
         left = cfg.num_iterations - state["step"]

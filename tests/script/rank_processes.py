@@ -106,10 +106,10 @@ def run_rank(rank, nproc, store, cwd, argv, fault):
 
 def at_each_step(action):
     """Call `action(step, losses)` once a step's gradients are there, before its update."""
-    check = train_gpt.Health.check
+    check = train_gpt.LossExchange.check
 
     def check_after_action(health, step, losses):
         action(step, losses)
         return check(health, step, losses)
 
-    train_gpt.Health.check = check_after_action
+    train_gpt.LossExchange.check = check_after_action

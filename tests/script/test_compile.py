@@ -73,7 +73,7 @@ def test_a_training_step_never_waits_for_the_device(monkeypatch, fp8, head_chunk
 
 
 def test_health_is_read_one_step_late_on_cuda(monkeypatch):
-    """While the host reads the news of a step, the GPU has the whole next one to do."""
+    """While the host reads what is pending of a step, the GPU has the whole next one to do."""
     calls, numbers = [], itertools.count()
 
     def record_event():
@@ -90,7 +90,7 @@ def test_health_is_read_one_step_late_on_cuda(monkeypatch):
     stream = types.SimpleNamespace(record_event=record_event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(OnCuda, "to", copy)
-    health = train_gpt.Health(types.SimpleNamespace(all_gather=lambda news: news[None]))
+    health = train_gpt.LossExchange(types.SimpleNamespace(all_gather=lambda row: row[None]))
     first, second, bad = torch.tensor([[5, 3], [4, 2], [torch.inf, 1]]).as_subclass(OnCuda)
     with NoHostWait():
         health.check(0, first)

@@ -94,7 +94,7 @@ def test_a_step_reduces_gradients_once_and_gathers_parameters_once(monkeypatch, 
     expected = padded_bytes(model, world_size)
     optimizers = train_gpt.build_optimizers(model, TINY, ranks)
     monkeypatch.setattr(train_gpt.signal, "signal", lambda *args: None)
-    train_gpt.Health(ranks).check(0, torch.ones(2))
+    train_gpt.LossExchange(ranks).check(0, torch.ones(2))
     assert wire.events == [(GATHER, 12)], "two losses and a signal in fp32"
     wire.events.clear()
     wire.tensors.clear()

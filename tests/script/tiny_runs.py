@@ -51,7 +51,7 @@ def run(data_flags, tmp_path, monkeypatch, capsys):
 
     def run_main(argv=None, **flags):
         result = SimpleNamespace(losses=[])
-        check, build = train_gpt.Health.check, train_gpt.build
+        check, build = train_gpt.LossExchange.check, train_gpt.build
 
         def checked(self, step, losses):
             result.losses.append(losses.tolist())
@@ -62,7 +62,7 @@ def run(data_flags, tmp_path, monkeypatch, capsys):
             return result.model, result.optimizers
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_gpt.Health, "check", checked)
+            patch.setattr(train_gpt.LossExchange, "check", checked)
             patch.setattr(train_gpt, "build", noted)
             result.code = train_gpt.main(argv or to_argv(FLAGS | data_flags | flags))
         result.out, result.err = capsys.readouterr()

@@ -296,7 +296,7 @@ def stage_of(step: int, cfg) -> tuple[int, float]:
 
 
 def stage_starts(cfg) -> list[float]:
-    """Where the stages start, in steps. Most thirds of a run are no whole number of them."""
+    """Where the stages start, in steps. These need not be whole numbers."""
     scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
     shares = [row.share for row in cfg.stages[:-2]]
     behind = itertools.accumulate(shares, initial=0.0)  # shares before each stage

@@ -23,7 +23,8 @@ sliding windows over documents, FlexAttention     first_keys, flex_mask, attend
 FP8 head                                          FP8Product, Head
 softcapped logits                                 GPT.logits
 multi-token prediction                            schedule, GPT.forward, GPT.head_loss
-smeared embeddings, skip, backout                 GPT.smear, GPT.hidden
+smeared embeddings, skip                          GPT.smear, GPT.hidden
+backout                                           GPT.hidden
 Polar Express, NorMuon                            orthogonalize, muon_update
 cautious weight decay                             muon_update, adam_update
 sharded optimizers, Adam every other step         ShardedOptimizer, Adam, step_optimizers
@@ -33,6 +34,7 @@ rates, momentum, lengths, windows by stage        Stage, schedule
 """
 
 import argparse
+import bisect
 import fcntl
 import glob
 import hashlib
@@ -66,20 +68,20 @@ from torch.utils.checkpoint import checkpoint
 
 # ---- Hyperparameters --------------------------------------------------------
 class Layer(NamedTuple):
-    """A layer of the model, in --layers a word such as S1, ., L:skip or S2:backout."""
+    """A layer of the model, in --layers a word such as S1, ., L:skip or S2:saved."""
 
     window: str  # L: long, S: short, .: no attention
     table: str  # which value embeddings it has, or nothing
     skip: bool  # layers without attention add its output
-    backout: bool  # its output is subtracted from the last layer's
+    saved: bool  # its output is subtracted from the last layer's
 
 
-LAYER_WORD = re.compile(r"([LS.])(\d?)(:skip)?(:backout)?")
+LAYER_WORD = re.compile(r"([LS.])(\d?)(:skip)?(:saved)?")
 
 
 def read_layer(word: str) -> Layer:
-    window, table, skip, backout = LAYER_WORD.fullmatch(word).groups()
-    return Layer(window, table, bool(skip), bool(backout))
+    window, table, *marks = LAYER_WORD.fullmatch(word).groups()
+    return Layer(window, table, *map(bool, marks))
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Hyperparameters:
     model_dim: int = 768  # width of the residual stream
     head_dim: int = 128  # width of an attention head
     layers: tuple = (  # a word a layer: window, value embeddings, marks
-        "S1", "S2", "S", "L:skip", "S", "S", ".", "S:backout", "S0", "S1", "L2",
+        "S1", "S2", "S", "L:skip", "S", "S", ".", "S:saved", "S0", "S1", "L2",
     )
     attention_scale: float = 0.1  # factor of the attention scores in the first stage
     rope_base: int = 1024  # inverse of the lowest rotary frequency
@@ -165,7 +167,7 @@ POCKET = dict(
     eot_token=256,
     model_dim=64,
     head_dim=16,
-    layers=("L0:skip", "S:backout", ".", "L0"),
+    layers=("L0:skip", "S:saved", ".", "L0"),
     attention_scale=0.5,
     rope_base=32,
     embed_lr=0.5,
@@ -211,11 +213,11 @@ def check_flags(cfg) -> dict:
         "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
         "model_dim must be a multiple of head_dim": cfg.model_dim % cfg.head_dim == 0,
         "model_dim must be at least 12": cfg.model_dim >= GATE_CHANNELS,
-        "layers must be at most 99 words such as L, S0, ., L:skip or S1:backout":
+        "layers must be at most 99 words such as S, S0, ., L1:skip or S:saved":
             are_words and len(layers) <= 99,
         "layers must have one word with :skip, below the first .":
             len(skips) == 1 and "." not in windows[: skips[0] + 1],
-        "layers must have one word with :backout": sum(layer.backout for layer in layers) == 1,
+        "layers must have one word with :saved": sum(layer.saved for layer in layers) == 1,
         "stages must have a row with a share, one of the extension, one of the last validation":
             any(stage.share > 0 for stage in scheduled),
         "stages must have lengths that are multiples of 128":
@@ -281,16 +283,19 @@ def schedule(step: int, cfg) -> Schedule:
 
 def stage_of(step: int, cfg) -> tuple[int, float]:
     """The index of a step's stage, and which part of the stage lies behind the step."""
-    *scheduled, extension, last_validation = range(len(cfg.stages))
-    if step == cfg.num_iterations:
-        return last_validation, 0.0
-    shares = [cfg.stages[index].share for index in scheduled]
-    behind = sum(shares) * step / max(1, cfg.num_iterations - cfg.extension_steps)
-    for index, share in zip(scheduled, shares):
-        if behind < share:
-            return index, behind / share
-        behind -= share
-    return extension, 0.0
+    first_steps = [*stage_starts(cfg), math.inf]
+    index = bisect.bisect(first_steps, step) - 1
+    start, end = first_steps[index : index + 2]
+    return index, (step - start) / (end - start)
+
+
+def stage_starts(cfg) -> list[float]:
+    """Where the stages start, in steps. These need not be whole numbers."""
+    scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
+    shares = [row.share for row in cfg.stages[:-2]]
+    behind = itertools.accumulate(shares, initial=0.0)  # shares before each stage
+    starts = [scheduled * share / sum(shares) for share in behind]
+    return [*starts, cfg.num_iterations]
 
 
 def yarn(stage: int, cfg, device=None):
@@ -573,13 +578,13 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:
-    """Shift the half of each key that does not rotate by one token: @classiclarryd, #49, 50 steps.
+    """Shift half of each key by one token: @classiclarryd, #49, 50 steps.
 
     A query that matches an earlier token then finds the token after it, in a single layer.
     """
     first = k_BTHK[:, :1]  # has no previous token
     previous = torch.cat([first, k_BTHK[:, :-1]], dim=1)
-    # Quarters of a key: first entries of the pairs (rotating, still), then the second ones.
+    # The half that does not rotate. Quarters are first entries of the pairs, then second ones.
     entry = torch.arange(k_BTHK.size(-1), device=k_BTHK.device)
     quarter = 4 * entry // len(entry)
     return torch.where(quarter % 2 == 1, previous, k_BTHK)
@@ -595,11 +600,11 @@ class View(NamedTuple):
 class CausalSelfAttention(nn.Module):
     """Attention whose heads are gated by the first channels of its input."""
 
-    def __init__(self, cfg, offsets_keys):
+    def __init__(self, cfg, layer: Layer):
         super().__init__()
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
-        self.offsets_keys = offsets_keys
+        self.offsets_keys = layer.window == "L"
         self.kernel_options = None  # of FlexAttention
         # Merged: @fernbear.bsky.social, @YouJiacheng. Uniform at first: @YouJiacheng
         self.qkv_w = weight(3, dim, dim, group="attention", first=uniform(dim**-0.5))
@@ -652,14 +657,14 @@ class Block(nn.Module):
         self.layer = layer
         self.attn = None
         if layer.window != ".":
-            self.attn = CausalSelfAttention(cfg, offsets_keys=layer.window == "L")
+            self.attn = CausalSelfAttention(cfg, layer)
         self.mlp = MLP(cfg)
         # The stream grows by 1.1 a layer at first; the embedding's share begins at 0.
         self.x_lambda = weight(group="lambdas", first=constant(1.1))
         self.x0_lambda = weight(group="x0 lambdas")
 
     def factors(self) -> dict:
-        """The factors of its input's terms, by their names: @KoszarskyB, @Grad62304977."""
+        """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
         return dict(x=self.x_lambda, x0=self.x0_lambda)
 
     def forward(self, terms, value_embed, view):
@@ -733,10 +738,12 @@ class GPT(nn.Module):
         # FlexAttention is fast only where it is compiled.
         on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
         make_mask = flex_mask if on_gpu else dense_mask
-        rotary = self.rotary[:, : inputs_BT.size(1)]
+        T = inputs_BT.size(1)
+        long, short = self.reach
         views = {}
-        for letter, reach in zip("LS", self.reach):
+        for letter, reach in dict(L=long, S=short).items():
             if any(block.layer.window == letter for block in self.blocks):
+                rotary = self.rotary[:, :T]
                 views[letter] = View(rotary, make_mask(docs_BT, reach))
         return views
 
@@ -760,10 +767,10 @@ class GPT(nn.Module):
             x = block(dict(x=x, x0=x0), values.get(layer.table), views.get(layer.window))
             if layer.skip:
                 stream["skip"] = x
-            if layer.backout:
-                stream["backout"] = x
+            if layer.saved:
+                stream["saved"] = x
         # Backout: subtract what only the early layers needed: @snimu, #40
-        x = x - self.backout_lambda * stream["backout"]
+        x = x - self.backout_lambda * stream["saved"]
         return norm(x[:, :length])
 
     def smear(self, x_BTD):

@@ -15,7 +15,8 @@ below the banner reads data, validates, saves and logs. It is the same in every 
 Technique                                         where it is
 ReLU²                                             MLP
 QK-norm, merged QKV, value embeddings             CausalSelfAttention
-sparse attention gate, value gate                 CausalSelfAttention
+sparse attention gate                             CausalSelfAttention
+value gate, skip gate                             CausalSelfAttention, GPT.hidden
 key offset                                        offset_keys
 half-truncated rotary embedding                   GPT.set_stage, rotate
 YaRN, growing windows                             yarn, GPT.set_stage
@@ -23,7 +24,8 @@ sliding windows over documents, FlexAttention     first_keys, flex_mask, attend
 FP8 head                                          FP8Product, Head
 softcapped logits                                 GPT.logits
 multi-token prediction                            schedule, GPT.forward, GPT.head_loss
-smeared embeddings, gated skip, backout           GPT.smear, GPT.hidden
+smeared embeddings, skip                          GPT.smear, GPT.hidden
+backout                                           GPT.hidden
 Polar Express, NorMuon                            orthogonalize, muon_update
 cautious weight decay                             muon_update, adam_update
 sharded optimizers, Adam every other step         ShardedOptimizer, Adam, step_optimizers
@@ -33,6 +35,7 @@ rates, momentum, lengths, windows by stage        Stage, schedule
 """
 
 import argparse
+import bisect
 import fcntl
 import glob
 import hashlib
@@ -66,20 +69,20 @@ from torch.utils.checkpoint import checkpoint
 
 # ---- Hyperparameters --------------------------------------------------------
 class Layer(NamedTuple):
-    """A layer of the model, in --layers a word such as S1, ., L:skip or S2:backout."""
+    """A layer of the model, in --layers a word such as S1, ., L:skip or S2:saved."""
 
     window: str  # L: long, S: short, .: no attention
     table: str  # which value embeddings it has, or nothing
     skip: bool  # layers without attention add its output
-    backout: bool  # its output is subtracted from the last layer's
+    saved: bool  # its output is subtracted from the last layer's
 
 
-LAYER_WORD = re.compile(r"([LS.])(\d?)(:skip)?(:backout)?")
+LAYER_WORD = re.compile(r"([LS.])(\d?)(:skip)?(:saved)?")
 
 
 def read_layer(word: str) -> Layer:
-    window, table, skip, backout = LAYER_WORD.fullmatch(word).groups()
-    return Layer(window, table, bool(skip), bool(backout))
+    window, table, *marks = LAYER_WORD.fullmatch(word).groups()
+    return Layer(window, table, *map(bool, marks))
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Hyperparameters:
     model_dim: int = 768  # width of the residual stream
     head_dim: int = 128  # width of an attention head
     layers: tuple = (  # a word a layer: window, value embeddings, marks
-        "S1", "S2", "S", "L:skip", "S", "S", ".", "S:backout", "S0", "S1", "L2",
+        "S1", "S2", "S", "L:skip", "S", "S", ".", "S:saved", "S0", "S1", "L2",
     )
     attention_scale: float = 0.1  # factor of the attention scores in the first stage
     rope_base: int = 1024  # inverse of the lowest rotary frequency
@@ -164,7 +167,7 @@ POCKET = dict(
     eot_token=256,
     model_dim=64,
     head_dim=16,
-    layers=("L0:skip", "S:backout", ".", "L0"),
+    layers=("L0:skip", "S:saved", ".", "L0"),
     attention_scale=0.5,
     rope_base=32,
     embed_lr=0.5,
@@ -209,11 +212,11 @@ def check_flags(cfg) -> dict:
         "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
         "model_dim must be a multiple of head_dim": cfg.model_dim % cfg.head_dim == 0,
         "model_dim must be at least 12": cfg.model_dim >= GATE_CHANNELS,
-        "layers must be at most 99 words such as L, S0, ., L:skip or S1:backout":
+        "layers must be at most 99 words such as S, S0, ., L1:skip or S:saved":
             are_words and len(layers) <= 99,
         "layers must have one word with :skip, below the first .":
             len(skips) == 1 and "." not in windows[: skips[0] + 1],
-        "layers must have one word with :backout": sum(layer.backout for layer in layers) == 1,
+        "layers must have one word with :saved": sum(layer.saved for layer in layers) == 1,
         "stages must have a row with a share, one of the extension, one of the last validation":
             any(stage.share > 0 for stage in scheduled),
         "stages must have lengths that are multiples of 128":
@@ -280,16 +283,19 @@ def schedule(step: int, cfg) -> Schedule:
 
 def stage_of(step: int, cfg) -> tuple[int, float]:
     """The index of a step's stage, and which part of the stage lies behind the step."""
-    *scheduled, extension, last_validation = range(len(cfg.stages))
-    if step == cfg.num_iterations:
-        return last_validation, 0.0
-    shares = [cfg.stages[index].share for index in scheduled]
-    behind = sum(shares) * step / max(1, cfg.num_iterations - cfg.extension_steps)
-    for index, share in zip(scheduled, shares):
-        if behind < share:
-            return index, behind / share
-        behind -= share
-    return extension, 0.0
+    first_steps = [*stage_starts(cfg), math.inf]
+    index = bisect.bisect(first_steps, step) - 1
+    start, end = first_steps[index : index + 2]
+    return index, (step - start) / (end - start)
+
+
+def stage_starts(cfg) -> list[float]:
+    """Where the stages start, in steps. These need not be whole numbers."""
+    scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
+    shares = [row.share for row in cfg.stages[:-2]]
+    behind = itertools.accumulate(shares, initial=0.0)  # shares before each stage
+    starts = [scheduled * share / sum(shares) for share in behind]
+    return [*starts, cfg.num_iterations]
 
 
 def yarn(stage: int, cfg, device=None):
@@ -573,13 +579,13 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:
-    """Shift the half of each key that does not rotate by one token: @classiclarryd, #49, 50 steps.
+    """Shift half of each key by one token: @classiclarryd, #49, 50 steps.
 
     A query that matches an earlier token then finds the token after it, in a single layer.
     """
     first = k_BTHK[:, :1]  # has no previous token
     previous = torch.cat([first, k_BTHK[:, :-1]], dim=1)
-    # Quarters of a key: first entries of the pairs (rotating, still), then the second ones.
+    # The half that does not rotate. Quarters are first entries of the pairs, then second ones.
     entry = torch.arange(k_BTHK.size(-1), device=k_BTHK.device)
     quarter = 4 * entry // len(entry)
     return torch.where(quarter % 2 == 1, previous, k_BTHK)
@@ -623,7 +629,8 @@ class CausalSelfAttention(nn.Module):
             k = offset_keys(k)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate
-            gate_BTH = 2 * torch.sigmoid(self.value_gate(x[..., :GATE_CHANNELS]))
+            seen = x[..., :GATE_CHANNELS]
+            gate_BTH = 2 * torch.sigmoid(self.value_gate(seen))
             v = v + gate_BTH[..., None] * value_embed.view_as(v)
         y = attend(q, k, v, view.mask, self.kernel_options)
         # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
@@ -663,7 +670,7 @@ class Block(nn.Module):
         self.x0_lambda = weight(group="x0 lambdas")
 
     def factors(self) -> dict:
-        """The factors of its input's terms, by their names: @KoszarskyB, @Grad62304977."""
+        """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
         return dict(x=self.x_lambda, x0=self.x0_lambda)
 
     def forward(self, terms, value_embed, view):
@@ -738,10 +745,12 @@ class GPT(nn.Module):
         # FlexAttention is fast only where it is compiled.
         on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
         make_mask = flex_mask if on_gpu else dense_mask
-        rotary = self.rotary[:, : inputs_BT.size(1)]
+        T = inputs_BT.size(1)
+        long, short = self.reach
         views = {}
-        for letter, reach in zip("LS", self.reach):
+        for letter, reach in dict(L=long, S=short).items():
             if any(block.layer.window == letter for block in self.blocks):
+                rotary = self.rotary[:, :T]
                 views[letter] = View(rotary, make_mask(docs_BT, reach))
         return views
 
@@ -761,15 +770,16 @@ class GPT(nn.Module):
             layer = block.layer
             # The published skip enters at the one layer that has no attention.
             if block.attn is None:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
-                gate = 2 * torch.sigmoid(self.skip_gate(x0[..., :GATE_CHANNELS]))  # 1 at first
+                # The gate is 1 at first.
+                gate = 2 * torch.sigmoid(self.skip_gate(x0[..., :GATE_CHANNELS]))  # (B, T, 1)
                 x = x + torch.sigmoid(self.skip_lambda) * gate * stream["skip"]
             x = block(dict(x=x, x0=x0), values.get(layer.table), views.get(layer.window))
             if layer.skip:
                 stream["skip"] = x
-            if layer.backout:
-                stream["backout"] = x
+            if layer.saved:
+                stream["saved"] = x
         # Backout: subtract what only the early layers needed: @snimu, #40
-        x = x - self.backout_lambda * stream["backout"]
+        x = x - self.backout_lambda * stream["saved"]
         return norm(x[:, :length])
 
     def smear(self, x_BTD):
@@ -877,7 +887,7 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in fp32 and in place.
 
     Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
-    mean, square: in fp32, also of bf16 weights: @ChrisJMcCormick, #56. count: steps, a tensor.
+    count: steps taken, a tensor.
     """
     count += 1
     beta1, beta2 = betas
@@ -1013,6 +1023,7 @@ class Adam(ShardedOptimizer):
 
     def __init__(self, name, group, params, ranks):
         super().__init__(name, group, params, ranks)
+        # In fp32, also of bf16 weights: @ChrisJMcCormick, #56
         self.state["mean"] = torch.zeros_like(self.my_grad).float()
         self.state["square"] = torch.zeros_like(self.my_grad).float()
         self.state["count"] = torch.zeros_like(self.lr)

@@ -15,7 +15,8 @@ below the banner reads data, validates, saves and logs. It is the same in every 
 Technique                                         where it is
 ReLU²                                             MLP
 QK-norm, merged QKV, value embeddings             CausalSelfAttention
-sparse attention gate, value gate                 CausalSelfAttention
+sparse attention gate                             CausalSelfAttention
+value gate, skip gate                             CausalSelfAttention, GPT.hidden
 key offset                                        offset_keys
 paired heads                                      CausalSelfAttention, GPT.views
 half-truncated rotary embedding                   GPT.set_stage, rotate
@@ -25,7 +26,7 @@ FP8 head                                          FP8Product, Head
 softcapped logits                                 GPT.logits
 multi-token prediction                            schedule, GPT.forward, GPT.head_loss
 bigram table                                      hash_bigrams, GPT.hidden
-smeared embeddings, gated skip                    GPT.smear, GPT.hidden
+smeared embeddings, skip                          GPT.smear, GPT.hidden
 saved activation: late attention, backout         GPT.hidden
 Polar Express, NorMuon                            orthogonalize, muon_update
 cautious weight decay                             muon_update, adam_update
@@ -70,12 +71,12 @@ from torch.utils.checkpoint import checkpoint
 
 # ---- Hyperparameters --------------------------------------------------------
 class Layer(NamedTuple):
-    """A layer of the model, in --layers a word such as P1, ., L:skip, S:saved or L4."""
+    """A layer of the model, in --layers a word such as S1, ., L:skip or S2:saved."""
 
     window: str  # L: long, S: short, P: short, of paired heads, .: no attention
     table: str  # which value embeddings it has, or nothing
     skip: bool  # layers without attention add its output
-    saved: bool  # later attention reads its output; the last layer's loses it
+    saved: bool  # later attention and the output read its output
 
 
 LAYER_WORD = re.compile(r"([LPS.])(\d?)(:skip)?(:saved)?")
@@ -583,13 +584,13 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:
-    """Shift the half of each key that does not rotate by one token: @classiclarryd, #49, 50 steps.
+    """Shift half of each key by one token: @classiclarryd, #49, 50 steps.
 
     A query that matches an earlier token then finds the token after it, in a single layer.
     """
     first = k_BTHK[:, :1]  # has no previous token
     previous = torch.cat([first, k_BTHK[:, :-1]], dim=1)
-    # Quarters of a key: first entries of the pairs (rotating, still), then the second ones.
+    # The half that does not rotate. Quarters are first entries of the pairs, then second ones.
     entry = torch.arange(k_BTHK.size(-1), device=k_BTHK.device)
     quarter = 4 * entry // len(entry)
     return torch.where(quarter % 2 == 1, previous, k_BTHK)
@@ -634,9 +635,9 @@ class CausalSelfAttention(nn.Module):
         if self.offsets_keys:
             k = offset_keys(k)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
-            # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate. It sees
-            # the value too, as published not where heads are paired: @photon_mz, #70.
+            # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate
             seen = x[..., :GATE_CHANNELS]
+            # It sees the value too, as published not where heads are paired: @photon_mz, #70.
             if view.positions == 1:
                 half = GATE_CHANNELS // 2
                 seen = torch.cat([x[..., :half], value_embed[..., :half]], dim=-1)
@@ -943,7 +944,7 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in fp32 and in place.
 
     Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
-    mean, square: in fp32, also of bf16 weights: @ChrisJMcCormick, #56. count: steps, a tensor.
+    count: steps taken, a tensor.
     """
     count += 1
     beta1, beta2 = betas
@@ -1081,6 +1082,7 @@ class Adam(ShardedOptimizer):
 
     def __init__(self, name, group, params, ranks):
         super().__init__(name, group, params, ranks)
+        # In fp32, also of bf16 weights: @ChrisJMcCormick, #56
         self.state["mean"] = torch.zeros_like(self.my_grad).float()
         self.state["square"] = torch.zeros_like(self.my_grad).float()
         self.state["count"] = torch.zeros_like(self.lr)

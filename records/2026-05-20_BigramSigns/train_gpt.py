@@ -6,8 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-05-20_BigramSigns
-Parent: 2026-04-29_DenseConnections. Change: the bigram table is longer and narrower; fixed signs
-tell apart the pairs of tokens that share a row.
+Parent: 2026-04-29_DenseConnections. Change: a longer, narrower bigram table, with fixed signs.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -15,7 +14,8 @@ below the banner reads data, validates, saves and logs. It is the same in every 
 Technique                                         where it is
 ReLU²                                             MLP
 QK-norm, merged QKV, value embeddings             CausalSelfAttention
-sparse attention gate, value gate                 CausalSelfAttention
+sparse attention gate                             CausalSelfAttention
+value gate, skip gate                             CausalSelfAttention, GPT.hidden
 key offset                                        offset_keys
 paired heads                                      CausalSelfAttention, GPT.views
 half-truncated rotary embedding                   GPT.set_stage, rotate
@@ -25,8 +25,8 @@ FP8 head                                          FP8Product, Head
 softcapped logits                                 GPT.logits
 multi-token prediction                            schedule, GPT.forward, GPT.head_loss
 bigram table, signs                               hash_bigrams, GPT.bigrams
-smeared embeddings, gated skip                    GPT.smear, GPT.hidden
-saved activation for late attention               GPT.hidden
+smeared embeddings, skip                          GPT.smear, GPT.hidden
+saved activation: late attention, backout         GPT.hidden
 dense connections                                 Factors, LastBlock, GPT.hidden
 exclusive self-attention                          CausalSelfAttention
 Polar Express, NorMuon                            orthogonalize, muon_update
@@ -72,7 +72,7 @@ from torch.utils.checkpoint import checkpoint
 
 # ---- Hyperparameters --------------------------------------------------------
 class Layer(NamedTuple):
-    """A layer of the model, in --layers a word such as P1, ., Lx:skip, Sx:saved or L4x."""
+    """A layer of the model, in --layers a word such as S1, ., L:skip or S2:saved."""
 
     window: str  # L: long, S: short, P: short, of paired heads, .: no attention
     table: str  # which value embeddings it has, or nothing
@@ -223,8 +223,8 @@ def check_flags(cfg) -> dict:
         "model_dim must be at least 12": cfg.model_dim >= GATE_CHANNELS,
         "layers must be at most 99 words such as P, S0x, ., L1x:skip or Sx:saved":
             are_words and len(layers) <= 99,
-        "layers must have one word with :skip, below the first .":
-            len(skips) == 1 and "." not in windows[: skips[0] + 1],
+        "layers must have one word with :skip, below the last and the first .":
+            len(skips) == 1 and skips[0] < len(layers) - 1 and "." not in windows[: skips[0] + 1],
         "layers must have one word with :saved": sum(layer.saved for layer in layers) == 1,
         "layers must have a word with value embeddings": any(layer.table for layer in layers),
         "layers must have x only with L and S":
@@ -593,13 +593,13 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:
-    """Shift the half of each key that does not rotate by one token: @classiclarryd, #49, 50 steps.
+    """Shift half of each key by one token: @classiclarryd, #49, 50 steps.
 
     A query that matches an earlier token then finds the token after it, in a single layer.
     """
     first = k_BTHK[:, :1]  # has no previous token
     previous = torch.cat([first, k_BTHK[:, :-1]], dim=1)
-    # Quarters of a key: first entries of the pairs (rotating, still), then the second ones.
+    # The half that does not rotate. Quarters are first entries of the pairs, then second ones.
     entry = torch.arange(k_BTHK.size(-1), device=k_BTHK.device)
     quarter = 4 * entry // len(entry)
     return torch.where(quarter % 2 == 1, previous, k_BTHK)
@@ -652,8 +652,8 @@ class CausalSelfAttention(nn.Module):
             k = offset_keys(k)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             value = value_embed.view_as(v)
-            # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate. It sees
-            # the value too: @photon_mz, #70.
+            # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate
+            # It sees the value too: @photon_mz, #70.
             if self.value_gate is not None:
                 half = GATE_CHANNELS // 2
                 seen = torch.cat([x[..., :half], value_embed[..., :half]], dim=-1)
@@ -747,7 +747,7 @@ class Block(nn.Module):
         self.bigram_lambda = weight(group="injection lambdas", first=constant(0.05))
 
     def factors(self, x) -> dict:
-        """Its own factors by name. They are numbers, whatever its input x."""
+        """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
         resid_attn, resid_mlp = self.resid_lambdas
         post_attn, post_mlp = self.post_lambdas
         return dict(
@@ -763,7 +763,7 @@ class Block(nn.Module):
         if self.attn is not None:
             y = self.attn(norm(read), value_embed, view)
             x = factors["resid_attn"] * x + factors["post_attn"] * y
-            for name, activation in stream.items():  # @KoszarskyB, @Grad62304977
+            for name, activation in stream.items():
                 if name in factors:
                     x = x + factors[name] * activation
         return factors["resid_mlp"] * x + factors["post_mlp"] * self.mlp(norm(x))
@@ -1048,7 +1048,7 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in fp32 and in place.
 
     Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
-    mean, square: in fp32, also of bf16 weights: @ChrisJMcCormick, #56. count: steps, a tensor.
+    count: steps taken, a tensor.
     """
     count += 1
     beta1, beta2 = betas
@@ -1191,6 +1191,7 @@ class Adam(ShardedOptimizer):
 
     def __init__(self, name, group, params, ranks):
         super().__init__(name, group, params, ranks)
+        # In fp32, also of bf16 weights: @ChrisJMcCormick, #56
         self.state["mean"] = torch.zeros_like(self.my_grad).float()
         self.state["square"] = torch.zeros_like(self.my_grad).float()
         self.state["count"] = torch.zeros_like(self.lr)

@@ -30,13 +30,13 @@ def stages_of(length):
 ON_HOST = torch.cuda.is_available() and "standing in" in torch.cuda.get_device_name()
 SMALL = dataclasses.replace(
     train_gpt.Hyperparameters(), vocab_size=1000, eot_token=999, model_dim=256,
-    layers=("L0:skip", "S", ".:backout", "L0"), stages=stages_of(3072),
+    layers=("L0:skip", "S", ".:saved", "L0"), stages=stages_of(3072),
     val_seq_len=4096, val_tokens=8192, val_every=3, num_iterations=16, extension_steps=1,
     sequences_per_step=2, head_chunks=1, warmup_steps=2)  # Adam steps at the second
 if ON_HOST:  # its kernels are interpreted
     SMALL = dataclasses.replace(
         SMALL, vocab_size=257, eot_token=256, vocab_multiple=16, model_dim=32, head_dim=16,
-        layers=("L0:skip:backout", ".", "S"), stages=stages_of(384), val_seq_len=256,
+        layers=("L0:skip:saved", ".", "S"), stages=stages_of(384), val_seq_len=256,
         val_tokens=256, num_iterations=5, sequences_per_step=1)
 # Relative error of a norm. bf16 keeps 8 bits: 0.4 % a rounding, some ten of which add up in a row.
 BF16_ERROR = 0.03

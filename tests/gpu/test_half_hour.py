@@ -15,7 +15,7 @@ print("part", *sys.argv[1:], flush=True)
 if sys.argv[1] == "endless": time.sleep(60)
 sys.exit(sys.argv[1] == "bad")
 """
-TINY = """--preset pocket --model_dim 32 --head_dim 16 --layers L0:skip,S,.:backout,L0
+TINY = """--preset pocket --model_dim 32 --head_dim 16 --layers L0:skip,S,.:saved,L0
     --sequences_per_step 2 --sequences_per_forward 2 --warmup_steps 1 --val_seq_len 256""".split()
 ROWS = ",".join(["1:128:128:128:1:3", "1:256:256:128:1:2", "1:256:256:128:1:1"] + 2 * [
     "0:256:256:128:1:1"])

@@ -17,7 +17,7 @@ on_the_host = host.on_the_host  # a fixture
 
 # What differs from the sizes of the root's models.
 SIZES = {
-    "2026-01-07_PairedHeads": dict(layers=("P0:skip:backout", "L", ".")),
+    "2026-01-07_PairedHeads": dict(layers=("P0:skip:saved", "L", ".")),
     "2026-04-08_HeadPairMuon": dict(
         layers=("P0:skip:saved", ".", "L1"), bigram_rows=97),
     "2026-07-13_PrefixTargets": dict(

@@ -32,7 +32,7 @@ TRAINING = ("forward", "backward")
 def few_layers_of(script: Path) -> list[str]:
     """The flags that leave a script three layers, with each kind of heads, tables and gates."""
     form = re.search(r"^LAYER_WORD = .*", script.read_text(), re.MULTILINE)[0]
-    marks = "".join(mark for mark in (":skip", ":backout", ":saved") if mark in form)
+    marks = "".join(mark for mark in (":skip", ":saved") if mark in form)
     gates = "g" if "g?" in form else ""
     first = "P" if "P" in form.partition("(")[2] else "S"
     xsa = "x" if "x?" in form else ""

@@ -1,4 +1,4 @@
-"""Each stage's own limit of documents; each parameter's one optimizer."""
+"""Each stage's own limit of documents; each parameter's one optimizer and its gradient there."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import pytest
 import torch
 from lineage import RECORDS, for_each, held_since, load, tiny_flags
 
+WITH_FP8 = [record for record in RECORDS if "class FP8Product" in record.source]
 ONE_RANK = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 
 
@@ -98,3 +99,66 @@ def test_a_parameter_in_two_places_and_another_in_none_are_found(record, monkeyp
         patch.setattr(model, "parameters", lambda: iter(rows))
         optimizers = script.build_optimizers(model, cfg, ONE_RANK)
     assert faults_of(model, optimizers) == ["blocks.1.mlp.c_fc is in 0 optimizers"]
+
+
+def strides_of(tensor):
+    """Of the dimensions that have more than one entry; the stride of any other says nothing."""
+    sizes = zip(tensor.shape, tensor.stride())
+    return [stride for size, stride in sizes if size > 1]
+
+
+def misplaced_gradients(script, cfg, model) -> list[str]:
+    """Parameters whose gradient, after a backward pass, is no contiguous view of its optimizer's
+    buffer, or arrived from autograd with other strides than that view."""
+    optimizers = script.build_optimizers(model, cfg, ONE_RANK)
+    views = {name: param.grad for name, param in model.named_parameters()}
+    arrived = {name: [] for name in views}
+    for name, param in model.named_parameters():
+        # A hook sees the gradient before it is added to the buffer.
+        param.register_hook(lambda grad, name=name: arrived[name].append(strides_of(grad)))
+    tokens = torch.randint(0, cfg.eot_token, (2, 49), generator=torch.Generator().manual_seed(1))
+    batch = tokens[:, :-1].int(), tokens[:, 1:].contiguous()
+    script.accumulate_gradients(model, [batch], script.schedule(0, cfg))
+
+    faults = []
+    for name, param in model.named_parameters():
+        is_view = param.grad is views[name] and len(optimizers_of(param, optimizers)) == 1
+        if not (is_view and param.grad.is_contiguous()):
+            faults.append(f"{name} has a gradient of its own")
+        elif any(strides != strides_of(param.grad) for strides in arrived[name]):
+            faults.append(f"{name} gets a gradient of strides {arrived[name]}")
+    if not any(arrived.values()):
+        faults.append("no gradient arrived")
+    return faults
+
+
+@for_each(RECORDS)
+def test_each_gradient_arrives_with_the_strides_of_its_view(record):
+    """Else the sum into the buffer would be of unlike layouts, a slow kernel for the head."""
+    script = load(record.folder)
+    assert misplaced_gradients(script, *build(script)) == []
+
+
+@for_each(WITH_FP8)
+def test_so_does_that_of_the_fp8_head(record):
+    script = load(record.folder)
+    cfg, model = build(script)
+    model.lm_head.use_fp8 = True
+    assert misplaced_gradients(script, cfg, model) == []
+
+
+@for_each(WITH_FP8)
+def test_a_transposed_gradient_of_the_fp8_head_is_found(record, monkeypatch):
+    """As the head had it while its product was the transpose of a product."""
+    script = load(record.folder)
+    cfg, model = build(script)
+    model.lm_head.use_fp8 = True
+    backward = script.FP8Product.backward
+
+    def transposed(ctx, grad):
+        grad_x, grad_w = backward(ctx, grad)
+        return grad_x, grad_w.T.contiguous().T
+
+    monkeypatch.setattr(script.FP8Product, "backward", staticmethod(transposed))
+    (fault,) = misplaced_gradients(script, cfg, model)
+    assert fault.startswith("lm_head.weight gets a gradient of strides")

@@ -170,7 +170,7 @@ def test_init_trains_on_other_data_and_can_be_resumed(run, checkpoint, tiny_shar
 def test_init_names_what_does_not_fit(run, checkpoint):
     for named, flags in {
         "size mismatch for lm_head.weight": dict(model_dim=64),
-        "value_embeds.1.weight": dict(layers="L0:skip,S,.:backout,L1"),
+        "value_embeds.1.weight": dict(layers="L0:skip,S,.:saved,L1"),
     }.items():
         line = one_error(run(run_id="y", init=checkpoint, **flags))
         assert f"{checkpoint}: " in line and named in line and "name another" in line

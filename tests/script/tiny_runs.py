@@ -12,7 +12,7 @@ from conftest import final_values
 
 import train_gpt
 
-LAYERS = dict(layers="L0:skip,S,.:backout,L0")
+LAYERS = dict(layers="L0:skip,S,.:saved,L0")
 # Stages begin at steps 0, 2, 4 and 5 of 6, the second one with longer sequences where they grow.
 STAGES = dict(stages="1:128:128:128:1:3,1:128:256:128:1.5:2,1:128:256:128:1.7:1,"
                      "0:128:256:128:1.7:1,0:128:256:128:1.7:1")

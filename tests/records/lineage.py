@@ -138,6 +138,8 @@ def tiny_sizes(published):
         sign_rows=32, composed_window=14)
     for name in ("momentum_cooldown", "freeze_steps"):
         sizes[name] = min(2, getattr(published, name, 0))
+    if hasattr(published, "blend_from"):
+        sizes["blend_from"] = 4
     return sizes
 
 
@@ -165,20 +167,23 @@ def tiny_flags(script, steps=5, **changes):
         vocab_multiple=16, max_document_tokens=documents, seq_len=LENGTH,
         sequences_per_forward=2, device="cpu", head_chunks=1)
     if hasattr(cfg, "stages"):
-        flags["stages"] = tuple(tiny_stages(cfg.stages, documents))
+        windows = *changes.get("windows", (1, 2, 3, 4)), changes.get("final_window", 5)
+        flags["stages"] = tuple(tiny_stages(cfg.stages, documents, windows))
     flags = {k: v for k, v in (flags | changes).items() if hasattr(cfg, k)}
     return dataclasses.replace(cfg, **flags)
 
 
-def tiny_stages(rows, documents):
-    """The rows of a tiny run: windows of 1 to 5 blocks, lengths in the record's proportions."""
+def tiny_stages(rows, documents, windows):
+    """The rows of a tiny run: long windows of so many blocks, the last one in the last validation;
+    lengths in the record's proportions."""
     longest = max(row.seq_len for row in rows)
-    windows = sorted({row.long_window for row in rows})
+    published = sorted({row.long_window for row in rows})
     for index, row in enumerate(rows):
+        window = published.index(row.long_window)
         changes = dict(
             seq_len=LENGTH * row.seq_len // longest,
-            long_window=BLOCK * (windows.index(row.long_window) + 1),
-            short_window=BLOCK * (1 if index < 3 else 2),
+            long_window=BLOCK * windows[window],
+            short_window=BLOCK * max(1, windows[min(window, 3)] // 2),
             max_document_tokens=documents if index else BLOCK)
         yield dataclasses.replace(row, **{k: v for k, v in changes.items() if hasattr(row, k)})
 

@@ -76,7 +76,21 @@ def public(station, model, grads=False):
             merged = torch.cat([merged, merged.new_full((missing,), 0 if grads else value)])
             parts = [merged, merged]
         weights[name] = parts[0] if len(parts) == 1 else merged.view(shapes[name])
+        if name in ("mudd_gate_w2", "mudd_gate_b2"):
+            weights[name] = weights[name][rows_by_layer(station)]
+        if name in ("mudd_w2", "mudd_b2", "mudd_w2g") and hasattr(station, "our_sources"):
+            sources = weights[name][-len(station.our_sources) :]
+            sources.copy_(sources[list(station.our_sources)])
     return weights
+
+
+def rows_by_layer(station):
+    """Where each row of the gates is in our script, which has them by layer and then by kind."""
+    starts = {}
+    for gates in station.gate_rows():
+        for gate in sorted(gates, key=lambda gate: gate[1]):
+            starts[gate] = sum(rows for _, _, rows, _ in starts)
+    return [starts[gate] + row for gate in sum(station.gate_rows(), []) for row in range(gate[2])]
 
 
 # What a run begins with

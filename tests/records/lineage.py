@@ -140,6 +140,8 @@ def tiny_sizes(published):
         sizes[name] = min(2, getattr(published, name, 0))
     if hasattr(published, "blend_from"):
         sizes["blend_from"] = 4
+    if hasattr(published, "ngram_rows"):
+        sizes["ngram_rows"] = 194
     return sizes
 
 
@@ -184,7 +186,8 @@ def tiny_stages(rows, documents, windows):
             seq_len=LENGTH * row.seq_len // longest,
             long_window=BLOCK * windows[window],
             short_window=BLOCK * max(1, windows[min(window, 3)] // 2),
-            max_document_tokens=documents if index else BLOCK)
+            max_document_tokens=documents if index else BLOCK,
+            classes=min(64, getattr(row, "classes", 0)))
         yield dataclasses.replace(row, **{k: v for k, v in changes.items() if hasattr(row, k)})
 
 

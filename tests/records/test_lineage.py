@@ -142,7 +142,8 @@ def test_a_stream_reads_the_published_rows_of_each_table(record):
     """Of tables as long as the record's."""
     station, script, found = record.station, load(record.folder), {}
     rows = {name: getattr(station, name) for name in ("eot_token", "bigram_rows")}
-    model = script.GPT(tiny_flags(script, vocab_size=50_257, vocab_multiple=128, **rows))
+    sizes = rows | dict(vocab_size=50_257, vocab_multiple=128) | station.tiny
+    model = script.GPT(tiny_flags(script, **sizes))
 
     def note(name, _, args):
         found[name] = args[0]

@@ -122,7 +122,9 @@ def test_parameters_begin_as_the_published_ones(record):
     model = script.GPT(tiny_flags(script, model_dim=64))
     model.init_weights(torch.Generator().manual_seed(0))
     found = public(station, model)
-    assert {k: tuple(v.shape) for k, v in found.items()} == station.parameter_shapes()
+    shapes = station.parameter_shapes()
+    shapes.pop("ngram_embed.weight", None)  # no parameter: each rank has a part of its rows
+    assert {k: tuple(v.shape) for k, v in found.items()} == shapes
     for name, p in found.items():
         kind, size = station.initial_distribution(name)
         parts = list(p) if p.ndim == 3 else [p]

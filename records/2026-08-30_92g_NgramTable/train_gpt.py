@@ -87,7 +87,7 @@ class Layer(NamedTuple):
     xsa: bool  # its heads drop their own token's value
     gate: bool  # its heads are gated
     x0: bool  # it adds the embeddings
-    bigram: bool  # it adds the bigrams
+    bigram: bool  # it adds the n-grams
     takes_skip: bool  # it adds the skip, which is the output of another layer
     bare: bool  # it has no MLP
     double: bool  # it has two
@@ -1072,7 +1072,7 @@ class GPT(nn.Module):
             # Not zero at first: @photon_mz, #70
             embedding = Table(vocab, cfg.model_dim, group="value embeds", first=normal(0.01))
             self.value_embeds[table] = embedding
-        self.table = None  # an NgramTable, which `build_optimizers` makes
+        self.ngram_table = None  # an NgramTable, which `build_optimizers` makes
         self.register_buffer("ngram_signs", torch.ones(cfg.sign_rows, cfg.model_dim))
         self.blocks = nn.ModuleList([Block(cfg, layer) for layer in layers[:-1]])
         last_type = Block if layers[-1].window == "." else LastBlock
@@ -1177,9 +1177,9 @@ class GPT(nn.Module):
 
     def __call__(self, inputs_BT, *args):
         """As `forward`, but rows of the table are read, outside the compiled graph."""
-        ids = [hash(inputs_BT, self.cfg.ngram_rows) for hash in (hash_bigrams, hash_trigrams)]
-        rows_BT2D = self.table.read(torch.stack(ids, dim=-1))
-        return super().__call__(inputs_BT, rows_BT2D, *args)
+        rows = self.cfg.ngram_rows
+        ids = torch.stack([hash_bigrams(inputs_BT, rows), hash_trigrams(inputs_BT, rows)], dim=-1)
+        return super().__call__(inputs_BT, self.ngram_table.read(ids), *args)
 
     def hidden(self, inputs_BT, rows_BT2D):
         """The normed output of the last layer, (B, T, D), by the rows of each token's n-grams."""
@@ -1716,8 +1716,8 @@ def build_optimizers(model: GPT, cfg, ranks) -> list[ShardedOptimizer]:
     for name, group in groups.items():
         if members[name]:
             optimizers.append(group.optimizer(name, group, members[name], ranks))
-    model.table = NgramTable("n-grams", groups["n-grams"], cfg, ranks)
-    return [*optimizers, model.table]
+    model.ngram_table = NgramTable("n-grams", groups["n-grams"], cfg, ranks)
+    return [*optimizers, model.ngram_table]
 
 
 def step_optimizers(optimizers, now, divisor):
@@ -1853,7 +1853,7 @@ def accumulate_gradients(model, batches, now, offsets=None) -> Tensor:
             loss = loss + target_weight * target_loss
         loss.backward()
         if not is_warm_up:  # it leaves the table as it is
-            model.table.keep_gradients()
+            model.ngram_table.keep_gradients()
         totals = totals + torch.stack([loss, losses[0]]).detach()
         tokens += targets.numel()
     return totals / tokens

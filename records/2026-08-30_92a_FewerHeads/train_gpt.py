@@ -232,20 +232,20 @@ def check_flags(cfg) -> dict:
     """This record's rules for its flags: words that begin with the flag, whether they hold."""
     are_words = all(LAYER_WORD.fullmatch(word) for word in cfg.layers)
     layers = [read_layer(word) for word in cfg.layers if are_words]
+    windows = "".join(layer.window for layer in layers)
     skips = [index for index, layer in enumerate(layers) if layer.skip]
-    takers = [index for index, layer in enumerate(layers) if layer.takes_skip]
     scheduled = cfg.stages[:-2]
     return {
         "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
         "model_dim must be an even multiple of head_dim": cfg.model_dim % (2 * cfg.head_dim) == 0,
         "model_dim must be at least 12": cfg.model_dim >= GATE_CHANNELS,
-        "layers must be at most 99 words such as P1e, .s, Lxg:skip or S2m":
+        "layers must be at most 99 words such as P, S0x, ., L1xg:skip or Sx:saved":
             are_words and len(layers) <= 99,
-        "layers must have one word with :skip, below the last and all with s":
-            len(skips) == 1 and skips[0] < min([len(layers) - 1, *takers]),
-        "layers must have b in the first word, not in the last, and s only right behind .":
-            are_words and layers[0].bigram and not layers[-1].bigram
-            and all(cfg.layers[index].startswith(".s") for index in takers),
+        "layers must have one word with :skip, below the last and the first .":
+            len(skips) == 1 and skips[0] < len(layers) - 1 and "." not in windows[: skips[0] + 1],
+        "layers must have b in the first word, not in the last, and s only right after .":
+            bool(layers) and layers[0].bigram and not layers[-1].bigram
+            and all(word.startswith(".s") for word in cfg.layers if read_layer(word).takes_skip),
         "layers must have one word with :saved": sum(layer.saved for layer in layers) == 1,
         "layers must have a word with value embeddings": any(layer.table for layer in layers),
         "layers must have x only with L and S, g only with attention":

@@ -138,6 +138,8 @@ def tiny_sizes(published):
         sign_rows=32, composed_window=14)
     for name in ("momentum_cooldown", "freeze_steps"):
         sizes[name] = min(2, getattr(published, name, 0))
+    if hasattr(published, "blend_from"):
+        sizes["blend_from"] = 4
     return sizes
 
 

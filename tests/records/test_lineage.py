@@ -78,6 +78,9 @@ def public(station, model, grads=False):
         weights[name] = parts[0] if len(parts) == 1 else merged.view(shapes[name])
         if name in ("mudd_gate_w2", "mudd_gate_b2"):
             weights[name] = weights[name][rows_by_layer(station)]
+        if name in ("mudd_w2", "mudd_b2", "mudd_w2g") and hasattr(station, "our_sources"):
+            sources = weights[name][-len(station.our_sources) :]
+            sources.copy_(sources[list(station.our_sources)])
     return weights
 
 

@@ -171,6 +171,8 @@ def tiny_flags(script, steps=5, **changes):
     if hasattr(cfg, "stages"):
         windows = *changes.get("windows", (1, 2, 3, 4)), changes.get("final_window", 5)
         flags["stages"] = tuple(tiny_stages(cfg.stages, documents, windows))
+    if "stage_rows" in changes:
+        flags["stages"] = tuple(stages_of(changes["stage_rows"], cfg.stages, windows[-1]))
     flags = {k: v for k, v in (flags | changes).items() if hasattr(cfg, k)}
     return dataclasses.replace(cfg, **flags)
 
@@ -189,6 +191,19 @@ def tiny_stages(rows, documents, windows):
             max_document_tokens=documents if index else BLOCK,
             classes=min(64, getattr(row, "classes", 0)))
         yield dataclasses.replace(row, **{k: v for k, v in changes.items() if hasattr(row, k)})
+
+
+def stages_of(station_rows, rows, final_window):
+    """A script's rows of a station's stages, and one of the last validation."""
+    begin = 0
+    for index, row in enumerate(rows):
+        of = station_rows[min(index, len(station_rows) - 1)]
+        is_scheduled = index < len(rows) - 2
+        yield dataclasses.replace(
+            row, share=float(is_scheduled * (of.end - begin)), seq_len=of.seq_len,
+            long_window=BLOCK * (of.long if index < len(station_rows) else final_window),
+            short_window=BLOCK * of.short, lr_factor=of.peak, max_document_tokens=of.max_document)
+        begin = of.end
 
 
 def make_model(script, cfg):

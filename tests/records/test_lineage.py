@@ -210,13 +210,15 @@ def test_rotary_frequencies_and_scale_are_the_published_ones_in_each_stage(recor
 
 @held_since(28)
 def test_the_sequences_of_each_step_are_the_published_ones(record, tmp_path, write_shard):
-    station, script = tiny_station(record.station), load(record.folder)
+    sizes, script = record.station.tiny, load(record.folder)
+    count = record.station.run_length if "stage_rows" in sizes else 5
+    station = tiny_station(record.station, count, **sizes)
     shards = random_shards(3, size=9_000, seed=int(record.station.place))
     for index, tokens in enumerate(shards):
         write_shard(tmp_path / f"train_{index}.bin", tokens)
     files = str(tmp_path / "train_*.bin")
-    cfg = tiny_flags(script, sequences_per_forward=1, train_files=files)
-    steps = [step // 6 for step in range(40)]
+    cfg = tiny_flags(script, count, sequences_per_forward=1, train_files=files, **sizes)
+    steps = [step * (count + 1) // 40 for step in range(40)]
     expected = list(station.streams_of_steps(shards, steps))
     assert len(expected) > 12
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))

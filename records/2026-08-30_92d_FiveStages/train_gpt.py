@@ -5,8 +5,9 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
-Record: 2026-08-30_92a_FewerHeads
-Parent: 2026-08-06_CanonicalMask. Change: fewer layers have attention, and most heads are narrow.
+Record: 2026-08-30_92d_FiveStages
+Parent: 2026-08-30_92c_AnvilMuon. Change: five stages, 1,194 steps; rates fall
+for longer, to a higher floor; tables step less often; long documents are cut in attention.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -28,14 +29,17 @@ bigram table, signs                               hash_bigrams, GPT.bigrams
 smeared embeddings, gated skip                    GPT.smear, GPT.hidden
 saved activation for late attention               GPT.hidden
 dense connections                                 Factors, LastBlock, GPT.hidden
+mix of ten sources by groups of channels          GroupFactors, GPT.hidden
 exclusive self-attention                          CausalSelfAttention
 gates of tokens                                   Factors, first_gates, GPT.hidden
 Polar Express, NorMuon                            orthogonalize, muon_update
+fast and slow means of gradients                  schedule, muon_update
 cautious weight decay                             muon_update, adam_update
 sharded optimizers, Adam every other step         ShardedOptimizer, Adam, step_optimizers
 tied, then untied head                            step_tied
 documents packed into sequences                   cut_rows
 rates, momentum, lengths, windows by stage        Stage, schedule
+tables that wait for several steps                schedule, Adam
 prefix targets                                    read_prefixes, GPT.forward
 canonical tokens in the last validation           read_forbidden, GPT.canonical
 """
@@ -126,6 +130,7 @@ class Hyperparameters:
     model_dim: int = 768  # width of the residual stream
     head_dim: int = 128  # width of an attention head
     mlp_dim: int = 2816  # inner width of an MLP
+    channel_groups: int = 12  # of the stream, each of which the output mixes by its own factors
     layers: tuple = (  # a word a layer: window, value embeddings, marks
         "Peb", "S0xeb", "P1e", "Lxg:skip", ".eb", "Peb", ".s", ".e-:saved", "S2m", ".b", "L3g",
     )
@@ -144,7 +149,8 @@ class Hyperparameters:
     embed_lr: float = 0.56  # Adam's rate of value embeddings and bigram table
     head_lr: float = 0.008  # Adam's rate of output head and token embedding
     muon_lr: float = 0.023  # Muon's rate; about the spectral norm of a step
-    muon_momentum: float = 0.95  # Muon's momentum
+    muon_momentum: float = 0.93  # Muon's momentum
+    blend_from: int = 514  # step from which Muon's fast and slow means are blended
     # Schedules
     num_iterations: int = 1194  # optimizer steps
     extension_steps: int = 20  # last steps, at the lowest rates
@@ -160,7 +166,7 @@ class Hyperparameters:
     attention_cut: int = 2560  # tokens of a document that attend to each other in training
     period_from: int = 336  # the step from which tables wait for four steps, and not for two
     cooldown_frac: float = 0.8  # last share of the schedule, in which rates fall
-    momentum_warmup: int = 300  # first steps, in which Muon's momentum rises
+    momentum_warmup: int = 240  # first steps, in which Muon's momentum rises
     momentum_cooldown: int = 50  # last steps, in which it falls again
     # Data and validation
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
@@ -192,6 +198,7 @@ POCKET = dict(
     model_dim=64,
     head_dim=16,
     mlp_dim=240,
+    channel_groups=8,
     layers=("S0xeb:skip", "Peb-:saved", ".sm", "L1g"),
     bigram_rows=8192,
     bigram_width=64,
@@ -203,8 +210,9 @@ POCKET = dict(
     canonical_file="",
     embed_lr=0.5,
     head_lr=0.03,
-    muon_lr=0.08,
+    muon_lr=0.06,
     muon_momentum=0.85,
+    blend_from=48,
     num_iterations=120,
     extension_steps=5,
     stages=(
@@ -231,27 +239,28 @@ POCKET = dict(
 
 # Whole numbers that may be 0; all others are at least 1.
 MAY_BE_ZERO = """seed eot_token share extension_steps momentum_warmup
-    momentum_cooldown max_document_tokens""".split()
+    momentum_cooldown max_document_tokens blend_from""".split()
 
 
 def check_flags(cfg) -> dict:
     """This record's rules for its flags: words that begin with the flag, whether they hold."""
     are_words = all(LAYER_WORD.fullmatch(word) for word in cfg.layers)
     layers = [read_layer(word) for word in cfg.layers if are_words]
+    windows = "".join(layer.window for layer in layers)
     skips = [index for index, layer in enumerate(layers) if layer.skip]
-    takers = [index for index, layer in enumerate(layers) if layer.takes_skip]
     scheduled = cfg.stages[:-2]
     return {
         "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
         "model_dim must be an even multiple of head_dim": cfg.model_dim % (2 * cfg.head_dim) == 0,
         "model_dim must be at least 12": cfg.model_dim >= GATE_CHANNELS,
-        "layers must be at most 99 words such as P1e, .s, Lxg:skip or S2m":
+        "model_dim must be a multiple of channel_groups": cfg.model_dim % cfg.channel_groups == 0,
+        "layers must be at most 99 words such as P, S0x, ., L1xg:skip or Sx:saved":
             are_words and len(layers) <= 99,
-        "layers must have one word with :skip, below the last and all with s":
-            len(skips) == 1 and skips[0] < min([len(layers) - 1, *takers]),
-        "layers must have b in the first word, not in the last, and s only right behind .":
-            are_words and layers[0].bigram and not layers[-1].bigram
-            and all(cfg.layers[index].startswith(".s") for index in takers),
+        "layers must have one word with :skip, below the last and the first .":
+            len(skips) == 1 and skips[0] < len(layers) - 1 and "." not in windows[: skips[0] + 1],
+        "layers must have b in the first word, not in the last, and s only right after .":
+            bool(layers) and layers[0].bigram and not layers[-1].bigram
+            and all(word.startswith(".s") for word in cfg.layers if read_layer(word).takes_skip),
         "layers must have one word with :saved": sum(layer.saved for layer in layers) == 1,
         "layers must have a word with value embeddings": any(layer.table for layer in layers),
         "layers must have x only with L and S, g only with attention":
@@ -270,6 +279,8 @@ def check_flags(cfg) -> dict:
 BLOCK = 128  # tokens in a block of the attention mask
 LR_FLOOR = 0.3  # factor of all rates in the extension
 LOWEST_MOMENTUM = 0.85  # of Muon, in the first step and after the last
+SLOW_MOMENTUM = 0.98  # of Muon's slow mean of gradients
+SLOW_SHARE = 0.5615  # of the slow mean in what Muon steps by, where it is blended in
 ADAM_EVERY = 2  # steps from one of Adam's to the next: @classiclarryd, #39
 
 
@@ -281,6 +292,8 @@ class Schedule(Stage):
     target_weights: list  # in the loss, of the next tokens and of the prefix
     prefix_weight: float  # the last of them, or 0 where the prefix is no target
     momentum: float  # Muon's
+    fast_momentum: float  # of its fast mean of gradients
+    slow_share: float  # of the slow mean in what Muon steps by
     adam_steps: bool
     event: bool  # whether tables are stepped
     table_power: int  # of Adam's betas of tables, and a factor of their decay
@@ -328,6 +341,8 @@ def schedule(step: int, cfg) -> Schedule:
         target_weights=target_weights,
         prefix_weight=prefix_weight,
         momentum=momentum,
+        fast_momentum=LOWEST_MOMENTUM if step >= cfg.blend_from else momentum,
+        slow_share=SLOW_SHARE if step >= cfg.blend_from else 0.0,
         adam_steps=step % ADAM_EVERY == ADAM_EVERY - 1,
         event=step % period == period - 1,
         table_power=period // 2,
@@ -777,6 +792,24 @@ class Factors(nn.Module):
         return dict(zip(self.sizes, factors.split([*self.sizes.values()], dim=-1)))
 
 
+class GroupFactors(Factors):
+    """Factors of each token and each of some groups of channels: (B, T, groups) each.
+
+    A factor is one number for all groups and one of its own: @devenpzak, #92.
+    """
+
+    def __init__(self, cfg, first, group):
+        super().__init__(cfg.model_dim, first, group)
+        self.groups = weight(len(first), cfg.channel_groups, 64, group=group, bf16=True)
+
+    def forward(self, x):
+        hidden = F.gelu(self.w1(x))
+        shared = self.w2(hidden) + self.bias  # (B, T, n)
+        own = torch.einsum("bth,ngh->btng", hidden, self.groups.type_as(hidden))
+        factors = FACTOR_SCALE * (shared[..., None] + own)
+        return dict(zip(self.sizes, factors.unbind(2)))
+
+
 class Block(nn.Module):
     """A layer: attention, unless its window is ".", and up to two MLPs, all pre-normed."""
 
@@ -804,6 +837,7 @@ class Block(nn.Module):
 
     def forward(self, x, read, stream, value_embed, view, factors):
         """read: what attention sees. stream: earlier activations by name, each (B, T, D).
+        It takes in what the MLPs see.
 
         factors: by name, a number or one for each token. Activations that have one are added.
         """
@@ -813,7 +847,8 @@ class Block(nn.Module):
             for name, activation in stream.items():  # @KoszarskyB, @Grad62304977
                 if name in factors:
                     x = x + factors[name] * activation
-        y = sum([mlp(norm(x)) for mlp in (self.mlp, self.mlp_2) if mlp])
+        stream["mlp_input"] = norm(x)
+        y = sum([mlp(stream["mlp_input"]) for mlp in (self.mlp, self.mlp_2) if mlp])
         return factors["resid_mlp"] * x + factors["post_mlp"] * y
 
 
@@ -854,7 +889,9 @@ class LastBlock(Block):
 
 
 # First values of the output's factors. Half of what was saved is subtracted: backout, @snimu, #40
-OUTPUT_FACTORS = dict(first=[0.0], saved=[-0.5], entry=[0.0], values=[0.0], skip=[0.0])
+OUTPUT_FACTORS = dict(
+    first=[0.0], saved=[-0.5], entry=[0.0], skip=[0.0], attn_input=[0.0], mlp_input=[0.0]
+)
 
 
 def first_gates(cfg, indices) -> dict:
@@ -938,7 +975,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList([Block(cfg, layer) for layer in layers[:-1]])
         last_type = Block if layers[-1].window == "." else LastBlock
         self.blocks.append(last_type(cfg, layers[-1]))
-        self.output_factors = Factors(cfg.model_dim, OUTPUT_FACTORS, group="dense connections")
+        sources = OUTPUT_FACTORS | {table: [0.0] for table in self.value_embeds}
+        self.output_factors = GroupFactors(cfg, sources, group="dense connections")
         # Gates of the layers up to the skip's source, from x0, and of those above it, from there
         below = next(index for index, layer in enumerate(layers) if layer.skip) + 1
         early = first_gates(cfg, range(below))
@@ -1046,8 +1084,7 @@ class GPT(nn.Module):
         bigram = self.bigrams(inputs_BT)
         gates = self.gates_early(x0, self.gates_lambda)
         x = x0 + gates["bigram", 0] * bigram
-        first_values = next(iter(values.values()))
-        stream = dict(x0=x0, first=x, values=first_values)  # what is read again
+        stream = dict(x0=x0, first=x) | values  # what is read again
         for index, block in enumerate(self.blocks):
             layer = block.layer
             factors = block.factors(x)
@@ -1065,9 +1102,13 @@ class GPT(nn.Module):
                 gates |= self.gates_late(x, self.gates_lambda)
             if layer.saved:
                 stream["saved"] = x
-        for name, factor in self.output_factors(x).items():
-            x = x + factor * stream[name]
-        return norm(x[:, :length])
+        stream["attn_input"] = norm(read)
+        groups = (self.cfg.channel_groups, -1)  # of neighbouring channels
+        factors = self.output_factors(x)
+        x = x.unflatten(-1, groups)
+        for name, factor in factors.items():
+            x = x + factor[..., None] * stream[name].unflatten(-1, groups)
+        return norm(x.flatten(2)[:, :length])
 
     def bigrams(self, tokens_BT):
         """The embedding of each token and the one before it, (B, T, D), zero beyond its width."""
@@ -1146,13 +1187,15 @@ class GPT(nn.Module):
 
 
 # ---- Optimizers -------------------------------------------------------------
-# Coefficients of X, A X and A² X in each iteration, found for a spectral norm of at most 1.02.
+# Coefficients of X, A X and A² X in each iteration. Of a matrix that is divided by 1.05 times its
+# norm they bring all singular values from 0.003 on to between 0.995 and 1.0004: @devenpzak, #92.
 POLAR_EXPRESS = [
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
 ]
 
 
@@ -1166,7 +1209,7 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
     X = grad_MN.mT if is_tall else grad_MN  # the smaller side decides the cost
     X = X.to(dtype)
     frobenius = X.norm(dim=(-2, -1), keepdim=True)  # at least the spectral norm
-    X = X / (1.02 * frobenius + 1e-6)
+    X = X / (1.05 * frobenius + 1e-6)
     for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A²
@@ -1174,18 +1217,23 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
     return X.mT if is_tall else X
 
 
-def muon_update(weight, grad, mean, square, *, step_size, momentum, decay, dtype):
+def muon_update(
+    weight, grad, fast, slow, square, *,
+    step_size, momentum, fast_momentum, slow_share, decay, dtype,
+):
     """A step of NorMuon on a batch of matrices (B, M, N), in place.
 
     Muon's update, normalised by row: https://arxiv.org/abs/2510.05491, @li_zichong, #41, 15 steps.
     Where a matrix has fewer rows than columns it is normalised by column.
-    Weights decay only where the update shrinks them ("cautious"):
+    Weights decay only where the slow mean shrinks them ("cautious"):
     https://arxiv.org/abs/2510.12402, @varunneal, #43, 40 steps.
-    mean: of gradients. square: of a row's entries, (B, M, 1), or of a column's, (B, 1, N).
+    fast, slow: means of gradients, of some ten steps and of fifty: ANVIL, @devenpzak, #92.
+    square: of a row's entries, (B, M, 1), or of a column's, (B, 1, N).
     step_size: (B, 1, 1).
     """
-    mean.lerp_(grad, 1 - momentum)
-    nesterov = grad.lerp(mean, momentum)
+    fast.lerp_(grad, 1 - fast_momentum)
+    slow.lerp_(grad, 1 - SLOW_MOMENTUM)
+    nesterov = grad.lerp(fast.lerp(slow, slow_share), momentum)
     update = orthogonalize(nesterov, dtype).type_as(weight)
     size = update.norm(dim=(-2, -1), keepdim=True)
     is_wide = grad.size(-2) < grad.size(-1)
@@ -1194,7 +1242,7 @@ def muon_update(weight, grad, mean, square, *, step_size, momentum, decay, dtype
     update = update / square.clamp_min(1e-10).sqrt()
     update = F.normalize(update, dim=(-2, -1), eps=1e-10)
     update = update * size  # as large as before
-    shrinking = torch.where(update * weight >= 0, weight, 0)
+    shrinking = torch.where(slow * weight >= 0, weight, 0)
     weight.sub_(step_size * (update + decay * shrinking))
 
 
@@ -1233,9 +1281,9 @@ def parameter_groups(cfg) -> dict[str, Group]:
     """The table of parameter groups. The parameters name their group (`weight`)."""
     growth = max(1, cfg.mlp_dim / cfg.model_dim) ** 0.5  # of what an MLP's rate is a multiple
     return {
-        "queries, keys": Group(Muon, cfg.muon_lr, decay=1.2),
-        "attention": Group(Muon, cfg.muon_lr, decay=1.2),  # until #61 twice this rate
-        "mlp": Group(Muon, cfg.muon_lr, decay=1.2, factors=(growth, 2 * growth)),  # c_fc, c_proj
+        "queries, keys": Group(Muon, cfg.muon_lr, decay=2.25),
+        "attention": Group(Muon, cfg.muon_lr, decay=2.25),  # until #61 twice this rate
+        "mlp": Group(Muon, cfg.muon_lr, decay=2.25, factors=(growth, 2 * growth)),  # c_fc, c_proj
         "gates": Group(Adam, 0.008, decay=0.005),
         # What sees more gradients is averaged over fewer steps: #57. Decays are 0.005, times 150 of
         # embeddings and head, times 5 of value embeddings.
@@ -1380,7 +1428,8 @@ class Muon(ShardedOptimizer):
         shape = params[0].shape[-2:]
         super().__init__(name, group, params, ranks, unit=shape.numel())
         self.my_grad = self.my_grad.view(-1, *shape)
-        self.state["mean"] = torch.zeros_like(self.my_grad)
+        self.state["fast"] = torch.zeros_like(self.my_grad)
+        self.state["slow"] = torch.zeros_like(self.my_grad)
         is_wide = shape[0] < shape[1]
         entries = self.my_grad[:, :1] if is_wide else self.my_grad[:, :, :1]
         self.state["square"] = torch.zeros_like(entries)
@@ -1388,18 +1437,22 @@ class Muon(ShardedOptimizer):
         first = ranks.rank * self.my_units  # this rank's first matrix
         for row in range(self.my_units):
             self.factors[row] = group.factors[(first + row) % len(group.factors)]
-        self.momentum = torch.zeros_like(self.lr)
+        # Numbers of the schedule by name; as tensors, so that the step is compiled once
+        self.scheduled = {}
+        for name in ("momentum", "fast_momentum", "slow_share"):
+            self.scheduled[name] = torch.zeros_like(self.lr)
         self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
         self.step_fn = compile_on_gpu(muon_update, self.lr.device)
 
     def update_share(self, weight, now):
-        self.momentum.fill_(now.momentum)
+        for name, number in self.scheduled.items():
+            number.fill_(getattr(now, name))
         self.step_fn(
             weight.view_as(self.my_grad),
             self.my_grad,
             **self.state,
+            **self.scheduled,
             step_size=self.lr * self.factors,
-            momentum=self.momentum,
             decay=self.lr * self.group.decay,
             dtype=self.dtype,
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -173,6 +174,8 @@ def tiny_flags(script, steps=5, **changes):
         flags["stages"] = tuple(tiny_stages(cfg.stages, documents, windows))
     if "stage_rows" in changes:
         flags["stages"] = tuple(stages_of(changes["stage_rows"], cfg.stages, windows[-1]))
+    if "classes" in changes:
+        flags["stages"] = tuple(rows_of_classes(flags["stages"], changes.pop("classes")))
     flags = {k: v for k, v in (flags | changes).items() if hasattr(cfg, k)}
     return dataclasses.replace(cfg, **flags)
 
@@ -195,7 +198,7 @@ def tiny_stages(rows, documents, windows):
 
 def stages_of(station_rows, rows, final_window):
     """A script's rows of a station's stages, and one of the last validation."""
-    begin = 0
+    begin, rows = 0, rows[: len(station_rows) + 1]  # some have two rows for a stage
     for index, row in enumerate(rows):
         of = station_rows[min(index, len(station_rows) - 1)]
         is_scheduled = index < len(rows) - 2
@@ -204,6 +207,15 @@ def stages_of(station_rows, rows, final_window):
             long_window=BLOCK * (of.long if index < len(station_rows) else final_window),
             short_window=BLOCK * of.short, lr_factor=of.peak, max_document_tokens=of.max_document)
         begin = of.end
+
+
+def rows_of_classes(rows, classes):
+    """A script's rows with a station's numbers of classes. One of several numbers is two rows."""
+    for row, counts in itertools.zip_longest(rows, classes, fillvalue=()):
+        parts = [(count, len(list(same))) for count, same in itertools.groupby(counts)]
+        for count, thirds in parts or [(0, 1)]:
+            share = row.share * thirds / max(1, len(counts))
+            yield dataclasses.replace(row, share=share, classes=count)
 
 
 def make_model(script, cfg):

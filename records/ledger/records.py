@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ledger.logs import LedgerError, Log, read_log, read_text
 
-FOLDER_NAME = re.compile(r"\d{4}-(0\d|1[0-2])-([0-2]\d|3[01])_[A-Za-z0-9]+")
+FOLDER_NAME = re.compile(r"\d{4}-(0\d|1[0-2])-([0-2]\d|3[01])_[A-Za-z0-9_]+")
 SIGNIFICANCE = 0.01  # what a p-value has to stay under
 SEEDS = {"loss": 10, "time": 5}  # pairs of runs that a gain of a kind needs
 RULES = {  # what the header of every run with a preset has to have; None: not known here

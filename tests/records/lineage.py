@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -138,6 +139,10 @@ def tiny_sizes(published):
         sign_rows=32, composed_window=14)
     for name in ("momentum_cooldown", "freeze_steps"):
         sizes[name] = min(2, getattr(published, name, 0))
+    if hasattr(published, "blend_from"):
+        sizes["blend_from"] = 4
+    if hasattr(published, "ngram_rows"):
+        sizes["ngram_rows"] = 194
     return sizes
 
 
@@ -165,22 +170,52 @@ def tiny_flags(script, steps=5, **changes):
         vocab_multiple=16, max_document_tokens=documents, seq_len=LENGTH,
         sequences_per_forward=2, device="cpu", head_chunks=1)
     if hasattr(cfg, "stages"):
-        flags["stages"] = tuple(tiny_stages(cfg.stages, documents))
+        windows = *changes.get("windows", (1, 2, 3, 4)), changes.get("final_window", 5)
+        flags["stages"] = tuple(tiny_stages(cfg.stages, documents, windows))
+    if "stage_rows" in changes:
+        flags["stages"] = tuple(stages_of(changes["stage_rows"], cfg.stages, windows[-1]))
+    if "classes" in changes:
+        flags["stages"] = tuple(rows_of_classes(flags["stages"], changes.pop("classes")))
     flags = {k: v for k, v in (flags | changes).items() if hasattr(cfg, k)}
     return dataclasses.replace(cfg, **flags)
 
 
-def tiny_stages(rows, documents):
-    """The rows of a tiny run: windows of 1 to 5 blocks, lengths in the record's proportions."""
+def tiny_stages(rows, documents, windows):
+    """The rows of a tiny run: long windows of so many blocks, the last one in the last validation;
+    lengths in the record's proportions."""
     longest = max(row.seq_len for row in rows)
-    windows = sorted({row.long_window for row in rows})
+    published = sorted({row.long_window for row in rows})
     for index, row in enumerate(rows):
+        window = published.index(row.long_window)
         changes = dict(
             seq_len=LENGTH * row.seq_len // longest,
-            long_window=BLOCK * (windows.index(row.long_window) + 1),
-            short_window=BLOCK * (1 if index < 3 else 2),
-            max_document_tokens=documents if index else BLOCK)
+            long_window=BLOCK * windows[window],
+            short_window=BLOCK * max(1, windows[min(window, 3)] // 2),
+            max_document_tokens=documents if index else BLOCK,
+            classes=min(64, getattr(row, "classes", 0)))
         yield dataclasses.replace(row, **{k: v for k, v in changes.items() if hasattr(row, k)})
+
+
+def stages_of(station_rows, rows, final_window):
+    """A script's rows of a station's stages, and one of the last validation."""
+    begin, rows = 0, rows[: len(station_rows) + 1]  # some have two rows for a stage
+    for index, row in enumerate(rows):
+        of = station_rows[min(index, len(station_rows) - 1)]
+        is_scheduled = index < len(rows) - 2
+        yield dataclasses.replace(
+            row, share=float(is_scheduled * (of.end - begin)), seq_len=of.seq_len,
+            long_window=BLOCK * (of.long if index < len(station_rows) else final_window),
+            short_window=BLOCK * of.short, lr_factor=of.peak, max_document_tokens=of.max_document)
+        begin = of.end
+
+
+def rows_of_classes(rows, classes):
+    """A script's rows with a station's numbers of classes. One of several numbers is two rows."""
+    for row, counts in itertools.zip_longest(rows, classes, fillvalue=()):
+        parts = [(count, len(list(same))) for count, same in itertools.groupby(counts)]
+        for count, thirds in parts or [(0, 1)]:
+            share = row.share * thirds / max(1, len(counts))
+            yield dataclasses.replace(row, share=share, classes=count)
 
 
 def make_model(script, cfg):

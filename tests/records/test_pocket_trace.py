@@ -46,6 +46,11 @@ STATEMENTS = dict(
         "shares = list(self.updates.chunk(",
         "dist.all_reduce(self.updates)",
         "whole = self.ranks.all_gather(",
+        "dist.all_reduce(squares)",
+        "dist.all_gather_into_tensor(self.weights",
+        "received = x.new_empty(",
+        "dist.all_to_all_single(",
+        "return received",
     ],
     of_errors=["raise ", "prefixes = np.empty(0)"],
     of_sequences_of_one_block=["return blocks"],
@@ -112,7 +117,7 @@ def data(tmp_path, write_shard):
     draw = np.random.default_rng(0)
 
     def write(name, count, last_document):
-        tokens = draw.integers(0, 256, count)
+        tokens = draw.integers(0, 64, count)  # fewer than the classes of a sampled softmax
         begins = draw.random(count) < 1 / 200  # documents that are cut, and shorter ones
         begins[0] = True
         begins[last_document:] = False

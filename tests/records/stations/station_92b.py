@@ -10,7 +10,9 @@ class Station(station_92a.Station):
     groups = 12  # of neighbouring channels
     adam = station_92a.Station.adam | {"mudd_w2g": 0.25}
     decays = station_92a.Station.decays | {"mudd_w2g": 0.005}
-    our_weights = station_92a.Station.our_weights | {r"mudd_output\.groups.*": "mudd_w2g"}
+    our_weights = station_92a.Station.our_weights | {r"output_factors\.groups": "mudd_w2g"}
+    # Places of ours: outputs of layers, what the last layer and its MLP see, values of four tables
+    our_sources = 0, 1, 2, 6, 3, 7, 9, 8, 5, 4
 
     @property
     def constant(self):

@@ -36,6 +36,7 @@ class Station(station_92c.Station):
         Stage(1194, 16_384, 3072, 13, 6, 1.0))
     attention_cut = 2560  # tokens of a document that see each other, from the third stage on
     longest = None  # the same, while a training step is computed
+    cooldown_frac = 0.80
     last_rate = 0.30
     prefix_weights = (0.20, 0.15, 0.10, 0.05)  # in the quarters of the second stage
     period_from = 336  # the step from which an event is one step of four
@@ -63,7 +64,7 @@ class Station(station_92c.Station):
     def rate_factor(self, step):
         """From a peak of the stage to an end that is the same for all."""
         N, peak = self.num_iterations, self.stage_rows[self.stage(step)].peak
-        begins = int(N * (1 - 0.80))
+        begins = int(N * (1 - self.cooldown_frac))
         fallen = min(1.0, max(0, step - begins) / (N - begins))
         return peak * (1 - fallen) + self.last_rate * fallen
 

@@ -1,0 +1,2509 @@
+#!/usr/bin/env python3
+"""Train a GPT of GPT-2 small's shape to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the record, on 8 GPUs
+    python train_gpt.py                                       # the record, on one GPU
+    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+
+Record: 2026-08-30_92d_FiveStages
+Parent: 2026-08-30_92c_AnvilMuon. Change: five stages, 1,194 steps; rates fall
+for longer, to a higher floor; tables step less often; long documents are cut in attention.
+
+The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
+below the banner reads data, validates, saves and logs. It is the same in every record.
+
+Technique                                         where it is
+ReLU²                                             MLP
+QK-norm, merged QKV, value embeddings             CausalSelfAttention
+narrow heads, a layer of two MLPs                 CausalSelfAttention, Block
+sparse attention gate, value gate                 CausalSelfAttention
+key offset                                        offset_keys
+paired heads                                      CausalSelfAttention, GPT.views
+half-truncated rotary embedding                   GPT.set_stage, rotate
+YaRN, growing windows                             yarn, GPT.set_stage
+sliding windows over documents, FlexAttention     first_keys, flex_mask, attend
+FP8 head                                          FP8Product, Head
+softcapped logits                                 GPT.logits
+multi-token prediction                            schedule, GPT.forward, GPT.head_loss
+bigram table, signs                               hash_bigrams, GPT.bigrams
+smeared embeddings, gated skip                    GPT.smear, GPT.hidden
+saved activation for late attention               GPT.hidden
+dense connections                                 Factors, LastBlock, GPT.hidden
+mix of ten sources by groups of channels          GroupFactors, GPT.hidden
+exclusive self-attention                          CausalSelfAttention
+gates of tokens                                   Factors, first_gates, GPT.hidden
+Polar Express, NorMuon                            orthogonalize, muon_update
+fast and slow means of gradients                  schedule, muon_update
+cautious weight decay                             muon_update, adam_update
+sharded optimizers, Adam every other step         ShardedOptimizer, Adam, step_optimizers
+tied, then untied head                            step_tied
+documents packed into sequences                   cut_rows
+rates, momentum, lengths, windows by stage        Stage, schedule
+tables that wait for several steps                schedule, Adam
+prefix targets                                    read_prefixes, GPT.forward
+canonical tokens in the last validation           read_forbidden, GPT.canonical
+"""
+
+import argparse
+import bisect
+import fcntl
+import glob
+import hashlib
+import itertools
+import math
+import os
+import platform
+import re
+import shlex
+import signal
+import sys
+import time
+import warnings
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils import collect_env
+from torch.utils.checkpoint import checkpoint
+
+
+# ---- Hyperparameters --------------------------------------------------------
+class Layer(NamedTuple):
+    """A layer of the model, in --layers a word such as P1e, .s, Lxg:skip, .e-:saved or S2m."""
+
+    window: str  # L: long, S: short, P: short, of paired heads, .: no attention
+    table: str  # which value embeddings it has, or nothing
+    xsa: bool  # its heads drop their own token's value
+    gate: bool  # its heads are gated
+    x0: bool  # it adds the embeddings
+    bigram: bool  # it adds the bigrams
+    takes_skip: bool  # it adds the skip, which is the output of another layer
+    bare: bool  # it has no MLP
+    double: bool  # it has two
+    skip: bool  # its output is the skip
+    saved: bool  # later attention and the output read its output
+
+
+LAYER_WORD = re.compile(r"([LPS.])(\d?)(x?)(g?)(e?)(b?)(s?)(-?)(m?)(:skip)?(:saved)?")
+
+
+def read_layer(word: str) -> Layer:
+    window, table, *marks = LAYER_WORD.fullmatch(word).groups()
+    return Layer(window, table, *map(bool, marks))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a run, in --stages its values joined by colons."""
+
+    share: float  # of the scheduled steps, beside the shares of the other stages
+    seq_len: int  # tokens of a training sequence
+    long_window: int  # tokens seen back
+    short_window: int  # the same of layers with short windows
+    lr_factor: float  # of all rates
+    num_targets: int  # tokens predicted at each position
+    max_document_tokens: int  # documents are cut to it and packed; 0: neither
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The settings of a run. Each field is also a command-line flag.
+
+    These are the values of the preset record.
+    """
+
+    preset: str = "record"  # name of the defaults that the other flags change
+    # Model
+    vocab_size: int = 50257  # token ids are smaller
+    vocab_multiple: int = 128  # embeddings and head are padded to a multiple of it
+    eot_token: int = 50256  # end-of-text, the token that opens each document
+    model_dim: int = 768  # width of the residual stream
+    head_dim: int = 128  # width of an attention head
+    mlp_dim: int = 2816  # inner width of an MLP
+    channel_groups: int = 12  # of the stream, each of which the output mixes by its own factors
+    layers: tuple = (  # a word a layer: window, value embeddings, marks
+        "Peb", "S0xeb", "P1e", "Lxg:skip", ".eb", "Peb", ".s", ".e-:saved", "S2m", ".b", "L3g",
+    )
+    bigram_rows: int = 377_280  # rows of the bigram table, which pairs of tokens share
+    bigram_width: int = 768  # its width, the first channels of the stream
+    sign_rows: int = 8192  # rows of signs, which tell pairs of tokens apart
+    long_scale: float = 0.085  # factor of attention scores in long windows, in the first stage
+    short_scale: float = 0.13  # the same in short windows
+    rope_base: int = 1024  # inverse of the lowest rotary frequency
+    prefix_weight: float = 0.25  # in the loss, of the next token's prefix, in the first stage
+    prefix_file: str = "data/fineweb10B/prefixes.npy"  # each token's prefix; empty: none
+    canonical_file: str = "data/fineweb10B/canonical.npz"  # which tokens follow which; empty: all
+    fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
+    seed: int = 0  # seed of the initial weights
+    # Optimizers
+    embed_lr: float = 0.56  # Adam's rate of value embeddings and bigram table
+    head_lr: float = 0.008  # Adam's rate of output head and token embedding
+    muon_lr: float = 0.023  # Muon's rate; about the spectral norm of a step
+    muon_momentum: float = 0.93  # Muon's momentum
+    blend_from: int = 514  # step from which Muon's fast and slow means are blended
+    # Schedules
+    num_iterations: int = 1194  # optimizer steps
+    extension_steps: int = 20  # last steps, at the lowest rates
+    # The last two rows, without a share, are the extension and the last validation.
+    stages: tuple = (  # a row a stage: the values of a Stage
+        Stage(320.0, 16384, 384, 128, 1.0, 3, 896),
+        Stage(361.0, 32768, 896, 384, 1.52, 2, 2048),
+        Stage(426.0, 49152, 1408, 640, 1.73, 1, 3072),
+        Stage(67.0, 40960, 1408, 640, 1.73 * (20 / 24) ** 0.5, 1, 3072),
+        Stage(0.0, 16384, 1664, 768, 1.0, 1, 3072),
+        Stage(0.0, 16384, 2560, 768, 1.0, 1, 3072),
+    )
+    attention_cut: int = 2560  # tokens of a document that attend to each other in training
+    period_from: int = 336  # the step from which tables wait for four steps, and not for two
+    cooldown_frac: float = 0.8  # last share of the schedule, in which rates fall
+    momentum_warmup: int = 240  # first steps, in which Muon's momentum rises
+    momentum_cooldown: int = 50  # last steps, in which it falls again
+    # Data and validation
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
+    repeat_data: bool = False  # allow the preset record to read its data again
+    sequences_per_step: int = 8  # sequences of a step, all ranks together
+    sequences_per_forward: int = 1  # sequences that a rank runs at once, at most
+    sequence_stride: int = 1  # from one sequence to the next taken, wrapping around
+    val_seq_len: int = 262_144  # tokens of a validation sequence
+    val_tokens: int = 10_485_760  # validation tokens, each counted once
+    val_every: int = 250  # steps between validations; 0: only the last
+    target_loss: float = 3.28  # validation loss to reach, nats per token
+    # Run
+    device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
+    run_id: str = ""  # name of the folder under logs/; empty: made from the time
+    warmup_steps: int = 10  # untimed steps per stage that warm up the kernels
+    head_chunks: int = 0  # chunks in which the head is computed; 0: by the card's memory
+    save_every: int = 0  # steps between checkpoints; 0: none
+    resume: str = ""  # checkpoint to resume; auto: the newest of --run_id
+    init: str = ""  # checkpoint whose weights a new run starts from
+
+
+# The preset pocket: what differs, for a small model of bytes that a CPU trains
+POCKET = dict(
+    preset="pocket",
+    vocab_size=257,
+    vocab_multiple=16,
+    eot_token=256,
+    model_dim=64,
+    head_dim=16,
+    mlp_dim=240,
+    channel_groups=8,
+    layers=("S0xeb:skip", "Peb-:saved", ".sm", "L1g"),
+    bigram_rows=8192,
+    bigram_width=64,
+    sign_rows=512,
+    long_scale=0.425,
+    short_scale=0.65,
+    rope_base=32,
+    prefix_file="",
+    canonical_file="",
+    embed_lr=0.5,
+    head_lr=0.03,
+    muon_lr=0.06,
+    muon_momentum=0.85,
+    blend_from=48,
+    num_iterations=120,
+    extension_steps=5,
+    stages=(
+        Stage(32.0, 128, 64, 32, 1.0, 3, 128),
+        Stage(36.0, 256, 128, 64, 1.52, 2, 256),
+        Stage(40.0, 384, 192, 96, 1.73, 1, 256),
+        Stage(7.0, 384, 192, 96, 1.58, 1, 256),
+        Stage(0.0, 128, 224, 96, 1.0, 1, 256),
+        Stage(0.0, 128, 256, 96, 1.0, 1, 256),
+    ),
+    attention_cut=192,
+    period_from=40,
+    momentum_cooldown=5,
+    train_files="data/pocket/pocket_train_*.bin",
+    val_files="data/pocket/pocket_val_*.bin",
+    sequences_per_step=8,
+    sequences_per_forward=8,
+    val_seq_len=4096,
+    val_tokens=65_536,
+    val_every=0,
+    target_loss=1.78,
+    warmup_steps=1,
+)
+
+# Whole numbers that may be 0; all others are at least 1.
+MAY_BE_ZERO = """seed eot_token share extension_steps momentum_warmup
+    momentum_cooldown max_document_tokens blend_from""".split()
+
+
+def check_flags(cfg) -> dict:
+    """This record's rules for its flags: words that begin with the flag, whether they hold."""
+    are_words = all(LAYER_WORD.fullmatch(word) for word in cfg.layers)
+    layers = [read_layer(word) for word in cfg.layers if are_words]
+    windows = "".join(layer.window for layer in layers)
+    skips = [index for index, layer in enumerate(layers) if layer.skip]
+    scheduled = cfg.stages[:-2]
+    return {
+        "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
+        "model_dim must be an even multiple of head_dim": cfg.model_dim % (2 * cfg.head_dim) == 0,
+        "model_dim must be at least 12": cfg.model_dim >= GATE_CHANNELS,
+        "model_dim must be a multiple of channel_groups": cfg.model_dim % cfg.channel_groups == 0,
+        "layers must be at most 99 words such as P, S0x, ., L1xg:skip or Sx:saved":
+            are_words and len(layers) <= 99,
+        "layers must have one word with :skip, below the last and the first .":
+            len(skips) == 1 and skips[0] < len(layers) - 1 and "." not in windows[: skips[0] + 1],
+        "layers must have b in the first word, not in the last, and s only right after .":
+            bool(layers) and layers[0].bigram and not layers[-1].bigram
+            and all(word.startswith(".s") for word in cfg.layers if read_layer(word).takes_skip),
+        "layers must have one word with :saved": sum(layer.saved for layer in layers) == 1,
+        "layers must have a word with value embeddings": any(layer.table for layer in layers),
+        "layers must have x only with L and S, g only with attention":
+            not any(layer.xsa and layer.window in "P." for layer in layers)
+            and not any(layer.gate and layer.window == "." for layer in layers),
+        "bigram_width must be at most model_dim": cfg.bigram_width <= cfg.model_dim,
+        "stages must have a row with a share, one of the extension, one of the last validation":
+            any(stage.share > 0 for stage in scheduled),
+        "stages must have lengths that are multiples of 128":
+            not any(stage.seq_len % BLOCK for stage in cfg.stages),
+        "cooldown_frac must be above 0, at most 1": 0 < cfg.cooldown_frac <= 1,
+    }
+
+
+# ---- Schedules --------------------------------------------------------------
+BLOCK = 128  # tokens in a block of the attention mask
+LR_FLOOR = 0.3  # factor of all rates in the extension
+LOWEST_MOMENTUM = 0.85  # of Muon, in the first step and after the last
+SLOW_MOMENTUM = 0.98  # of Muon's slow mean of gradients
+SLOW_SHARE = 0.5615  # of the slow mean in what Muon steps by, where it is blended in
+ADAM_EVERY = 2  # steps from one of Adam's to the next: @classiclarryd, #39
+
+
+@dataclass(frozen=True)
+class Schedule(Stage):
+    """What holds in a step: the row of its stage, and what moves within the stage."""
+
+    stage: int  # the row's index
+    target_weights: list  # in the loss, of the next tokens and of the prefix
+    prefix_weight: float  # the last of them, or 0 where the prefix is no target
+    momentum: float  # Muon's
+    fast_momentum: float  # of its fast mean of gradients
+    slow_share: float  # of the slow mean in what Muon steps by
+    adam_steps: bool
+    event: bool  # whether tables are stepped
+    table_power: int  # of Adam's betas of tables, and a factor of their decay
+    tied: bool  # whether the embedding is the head
+
+
+def schedule(step: int, cfg) -> Schedule:
+    """The schedule of a step from 0 to num_iterations. The last one only validates."""
+    index, done = stage_of(step, cfg)
+    row = cfg.stages[index]
+
+    # Learning rate: the stage's factor, then linearly down to the floor where the extension begins
+    scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
+    cooldown = scheduled - int(scheduled * (1 - cfg.cooldown_frac))  # whole steps, as published
+    kept = min(1.0, max(0, scheduled - step) / max(1, cooldown))
+    lr_factor = kept * row.lr_factor + (1 - kept) * LR_FLOOR
+
+    # Muon's momentum: up in the first steps, and down again in the last ones
+    steps_left = cfg.num_iterations - step
+    share = min(1.0, steps_left / max(1, cfg.momentum_cooldown))
+    if step < cfg.momentum_warmup:
+        share = step / cfg.momentum_warmup
+    momentum = share * cfg.muon_momentum + (1 - share) * LOWEST_MOMENTUM
+
+    # Multi-token prediction: @varunneal, #53, after https://arxiv.org/abs/2404.19737. Weights of
+    # the next tokens are 1, ½, ¼ and so on. The last one fades while its stage lasts.
+    target_weights = [0.5**ahead for ahead in range(row.num_targets)]
+    if row.num_targets > 1:
+        target_weights[-1] *= 1 - done
+
+    # Prefix targets: @jvarho, #88, 15 steps. They fade in four steps of the second stage.
+    fade = [5, 4 - int(4 * done)]
+    prefix_weight = 0.0
+    if cfg.prefix_file and index < len(fade):
+        prefix_weight = cfg.prefix_weight * fade[index] / 5
+    if prefix_weight:
+        target_weights.append(prefix_weight)
+
+    # Tables see rare gradients. Each step of theirs in the later part stands for two before.
+    period = 2 if step < cfg.period_from else 4
+    last_adam_step = max(0, step - step % ADAM_EVERY - 1)
+    moving = dict(
+        stage=index,
+        lr_factor=lr_factor,
+        target_weights=target_weights,
+        prefix_weight=prefix_weight,
+        momentum=momentum,
+        fast_momentum=LOWEST_MOMENTUM if step >= cfg.blend_from else momentum,
+        slow_share=SLOW_SHARE if step >= cfg.blend_from else 0.0,
+        adam_steps=step % ADAM_EVERY == ADAM_EVERY - 1,
+        event=step % period == period - 1,
+        table_power=period // 2,
+        # Until Adam has stepped in the extension. The weights of --init stay as they are.
+        tied=stage_of(last_adam_step, cfg)[0] < len(cfg.stages) - 2 and not cfg.init,
+    )
+    return Schedule(**vars(row) | moving)
+
+
+def stage_of(step: int, cfg) -> tuple[int, float]:
+    """The index of a step's stage, and which part of the stage lies behind the step."""
+    first_steps = [*stage_starts(cfg), math.inf]
+    index = bisect.bisect(first_steps, step) - 1
+    start, end = first_steps[index : index + 2]
+    return index, (step - start) / (end - start)
+
+
+def stage_starts(cfg) -> list[int]:
+    """First steps of the stages."""
+    scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
+    shares = [row.share for row in cfg.stages[:-2]]
+    behind = itertools.accumulate(shares, initial=0.0)  # shares before each stage
+    starts = [round(scheduled * share / sum(shares)) for share in behind]
+    return [*starts, cfg.num_iterations]
+
+
+def yarn(stage: int, cfg, letter: str, device=None):
+    """Frequencies (K / 4,) and scale of attention in a stage and a window: @classiclarryd, #31.
+
+    When the window grows, frequencies that made few turns in the old one slow down in proportion,
+    as in YaRN, https://arxiv.org/abs/2309.00071, and the scale rises.
+    """
+    exponent = torch.linspace(0, 1, steps=cfg.head_dim // 4, device=device)
+    frequency = (1 / cfg.rope_base) ** exponent
+    scale = cfg.long_scale if letter == "L" else cfg.short_scale
+    window = "long_window" if letter == "L" else "short_window"
+    windows = [getattr(row, window) for row in cfg.stages[:-1]]  # the last validation extrapolates
+    for old, new in itertools.pairwise(windows[: stage + 1]):
+        turns = old * frequency / (2 * math.pi)
+        kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of 32 turns and more, none of one
+        frequency = frequency * (old / new + kept * (1 - old / new))
+        scale *= 1 + 0.2 * math.log(new / old)
+    return frequency, scale
+
+
+# ---- Parameters -------------------------------------------------------------
+# A parameter says where it is made how it begins, how it is updated and of which type it is.
+def zeros(param, generator):
+    param.zero_()
+
+
+def constant(*values):
+    return lambda param, generator: param.copy_(torch.tensor(values).view_as(param))
+
+
+def normal(std):
+    return lambda param, generator: param.normal_(std=std, generator=generator)
+
+
+def uniform(std):
+    bound = 3**0.5 * std
+    return lambda param, generator: param.uniform_(-bound, bound, generator=generator)
+
+
+def weight(*shape, group, first=zeros, bf16=False) -> nn.Parameter:
+    """A parameter, not yet initialised.
+
+    group: its row in `parameter_groups`. first: sets its first values. bf16: on a GPU it is bf16,
+    as published, else fp32.
+    """
+    param = nn.Parameter(torch.empty(shape))
+    param.group = group
+    param.first = first
+    param.bf16 = bf16
+    return param
+
+
+class Table(nn.Module):
+    """An embedding table, bf16 on a GPU."""
+
+    def __init__(self, rows, width, group, first=zeros):
+        super().__init__()
+        self.weight = weight(rows, width, group=group, first=first, bf16=True)
+
+    def forward(self, ids):
+        return F.embedding(ids, self.weight)
+
+
+class CastedLinear(nn.Module):
+    """A linear map whose weight, bf16 on a GPU, is cast to its input's type."""
+
+    def __init__(self, in_features, out_features, group, first=zeros):
+        super().__init__()
+        self.weight = weight(out_features, in_features, group=group, first=first, bf16=True)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.type_as(x))
+
+
+# ---- Model ------------------------------------------------------------------
+# In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary,
+# N targets of a position. The residual stream x has the shape (B, T, D).
+GATE_CHANNELS = 12  # of its input that a gate sees
+FACTOR_SCALE = 0.1  # of the factors that networks compute
+SOFTCAP = 23  # logits lie between 0 and it
+SOFTCAP_WIDTH = 7.5  # raw logits are divided by it
+SOFTCAP_SHIFT = 5  # raw logits are first raised by it: low ones get room: @classiclarryd, #54
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMS norm over the last dimension. The epsilon is that of fp32 in every type."""
+    return F.rms_norm(x, x.shape[-1:], eps=2**-23)
+
+
+def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x · scale in an FP8 type. Values out of range saturate."""
+    limit = torch.finfo(dtype).max  # casts saturate only since torch 2.12
+    scaled = x.float().mul(scale)
+    return scaled.clamp(-limit, limit).to(dtype)
+
+
+def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, **options) -> Tensor:
+    """a @ b · scale as bf16. A GPU needs a row-major, b column-major, K and N multiples of 16."""
+    scale_a = torch.full((), scale, device=a_MK.device)
+    scale_b = torch.ones_like(scale_a)
+    return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, out_dtype=torch.bfloat16, **options)
+
+
+# Scales before the casts to FP8, which bring typical values into its range. They are constants
+# of the module because torch.compile does not read attributes of an autograd.Function.
+FP8_X_SCALE = 448 / 100
+FP8_W_SCALE = 448 / 1.6
+FP8_GRAD_SCALE = 448 / 0.75
+
+
+class FP8Product(torch.autograd.Function):
+    """x (S, D) @ w (V, D).T in FP8, as bf16: @YouJiacheng.
+
+    x and w are cast to e4m3, which has more digits; the gradient to e5m2, which has more range.
+    torch.compile fuses the casts with the operations before them.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w):
+        x_f8 = to_fp8(x, FP8_X_SCALE, torch.float8_e4m3fn)  # (S, D)
+        w_f8 = to_fp8(w, FP8_W_SCALE, torch.float8_e4m3fn)  # (V, D)
+        ctx.save_for_backward(x_f8, w_f8)
+        unscale = 1 / (FP8_X_SCALE * FP8_W_SCALE)
+        return scaled_mm(x_f8, w_f8.T, unscale, use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x_f8, w_f8 = ctx.saved_tensors
+        grad_f8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)  # (S, V)
+        # The right factor must be column-major: copy the transpose, then transpose back.
+        w_columns = w_f8.T.contiguous().T  # (V, D)
+        unscale_x = 1 / (FP8_GRAD_SCALE * FP8_W_SCALE)
+        grad_x = scaled_mm(grad_f8, w_columns, unscale_x, use_fast_accum=False)
+        # Row-major, as the buffer that it is added to
+        grad_rows = grad_f8.T.contiguous()  # (V, S)
+        x_columns = x_f8.T.contiguous().T  # (S, D)
+        unscale_w = 1 / (FP8_GRAD_SCALE * FP8_X_SCALE)
+        grad_w = scaled_mm(grad_rows, x_columns, unscale_w, use_fast_accum=False)
+        return grad_x, grad_w
+
+
+class Head(CastedLinear):
+    """The output head. Its products may be FP8 while training: @YouJiacheng, @leloykun."""
+
+    use_fp8 = False
+
+    def forward(self, x):
+        if self.use_fp8 and self.training:
+            return FP8Product.apply(x, self.weight)
+        return super().forward(x)
+
+
+# Attention. The B rows are one sequence of B·T tokens: documents keep them apart.
+def first_keys(docs_BT: Tensor, reach) -> Tensor:
+    """The first key that each query attends to, (S,): query q sees the keys from it to q.
+
+    A query sees its own document (@KoszarskyB), and of it at most `reach` tokens back.
+    """
+    docs_S = docs_BT.flatten()  # numbers of documents, ascending
+    start_S = torch.searchsorted(docs_S, docs_S, out_int32=True)  # of each token's document
+    query_S = torch.arange(len(docs_S), dtype=torch.int32, device=docs_S.device)
+    return torch.maximum(start_S, query_S - reach)
+
+
+def flex_mask(docs_BT: Tensor, reach) -> BlockMask:
+    """FlexAttention's mask, from each token's document number and the tokens that it sees back.
+
+    It is built by tensor operations, so a growing window needs no recompilation.
+    """
+    first_S = first_keys(docs_BT, reach)
+    first = first_S.view(-1, BLOCK)  # (blocks, 128)
+    block = torch.arange(len(first), dtype=torch.int32, device=first.device)
+    # Rows are blocks of queries, columns blocks of keys. With a reach of 256 and one document:
+    # p . . .    p: partial, as some of its pairs are masked
+    # f p . .    f: full, all of its pairs are seen
+    # p f p .
+    # . p f p
+    first_key = BLOCK * block  # of each block
+    last_key = first_key + BLOCK - 1
+    before = block < block[:, None]
+    # In a block the first query sees the earliest keys, the last query the fewest.
+    seen = (block == block[:, None]) | (before & (first[:, :1] <= last_key))
+    full = before & (first[:, -1:] <= first_key)  # needs no mask inside
+    partial = seen & ~full
+
+    def document_causal(batch, head, q, k):
+        return (first_S[q] <= k) & (k <= q)
+
+    kv_num, kv_order = order_blocks(partial)
+    full_kv_num, full_kv_order = order_blocks(full)
+    # The backward pass goes over the queries of each block of keys.
+    q_num, q_order = order_blocks(partial.T.contiguous())
+    full_q_num, full_q_order = order_blocks(full.T.contiguous())
+    return BlockMask(
+        seq_lengths=(len(first_S), len(first_S)),
+        kv_num_blocks=kv_num,
+        kv_indices=kv_order,
+        full_kv_num_blocks=full_kv_num,
+        full_kv_indices=full_kv_order,
+        q_num_blocks=q_num,
+        q_indices=q_order,
+        full_q_num_blocks=full_q_num,
+        full_q_indices=full_q_order,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=document_causal,
+    )
+
+
+def order_blocks(seen_QK: Tensor):
+    """A row's number of seen blocks, (1, 1, Q), and all its blocks, seen ones first, (1, 1, Q, K).
+
+    Cumulative sums give each block its place. A sort would take minutes to compile.
+    """
+    seen_so_far = seen_QK.cumsum(-1, dtype=torch.int32)
+    unseen_so_far = (~seen_QK).cumsum(-1, dtype=torch.int32)
+    count_Q1 = seen_so_far[:, -1:]
+    place = torch.where(seen_QK, seen_so_far, count_Q1 + unseen_so_far) - 1
+    block = torch.arange(seen_QK.size(1), dtype=torch.int32, device=seen_QK.device)
+    order = place.scatter(-1, place, block.expand_as(place))
+    return count_Q1[None, None, :, 0], order[None, None]
+
+
+def dense_mask(docs_BT: Tensor, reach) -> Tensor:
+    """An additive mask for each block of 32 queries, (blocks, 1, 32, keys), of 0 and -inf.
+
+    It is used where FlexAttention is not compiled. The keys are those of the block and of the
+    blocks before it within reach, so the cost grows with the window, not with the sequence.
+    """
+    first_S = first_keys(docs_BT, reach)
+    size = BLOCK // 4  # of a block: the smaller it is, the fewer of its keys are masked
+    blocks_before = min(-(-int(reach) // size), docs_BT.size(1) // size - 1)
+    query = torch.arange(len(first_S), device=first_S.device).view(-1, size, 1)
+    # The keys of a block of queries end with it.
+    offset = torch.arange(-blocks_before * size, size, device=first_S.device)
+    key = query[:, :1] + offset  # (blocks, 1, keys)
+    seen = (first_S.view_as(query) <= key) & (key <= query)
+    return torch.where(seen, 0.0, -math.inf)[:, None]
+
+
+def gather_window(blocks: Tensor, window: int) -> Tensor:
+    """Put each block behind those before it: (blocks, 32, …) to (blocks, window · 32, …)."""
+    if window == 1:
+        return blocks
+    padding = blocks.new_zeros(window - 1, *blocks.shape[1:])
+    padded = torch.cat([padding, blocks])
+    shifted = [padded[i : i + len(blocks)] for i in range(window)]
+    return torch.cat(shifted, dim=1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
+    """Attention among all B·T tokens under either mask. q, k, v and the result: (B, T, H, K).
+
+    The K of v and of the result may be another one.
+    The scale is 1, as q and k each carry the root of the attention scale (`GPT.set_stage`).
+    """
+    shape = v.shape
+    if isinstance(mask, BlockMask):
+        q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))  # (1, H, S, K)
+        y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=kernel_options)
+    else:
+        size, keys = mask.shape[-2:]
+        window = keys // size  # blocks
+        q = q.reshape(-1, size, *q.shape[2:])  # (blocks, 32, H, K)
+        k = gather_window(k.reshape(q.shape), window)  # (blocks, window · 32, H, K)
+        v = gather_window(v.reshape(-1, size, *shape[2:]), window)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (blocks, H, tokens, K)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=1.0)
+    return y.transpose(1, 2).reshape(shape)
+
+
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by angles (T, 1, P, K / 2).
+
+    A token has P positions, one or two, and its heads have them in turns.
+    Entry i and entry i + K / 2 are a pair.
+    """
+    first, second = x_BTHK.float().unflatten(2, (-1, cos.size(-2))).chunk(2, dim=-1)
+    turned = [first * cos + second * sin, second * cos - first * sin]
+    return torch.cat(turned, dim=-1).type_as(x_BTHK).view_as(x_BTHK)
+
+
+def offset_keys(k_BTHK: Tensor) -> Tensor:
+    """Shift the half of each key that does not rotate by one token: @classiclarryd, #49, 50 steps.
+
+    A query that matches an earlier token then finds the token after it, in a single layer.
+    """
+    first = k_BTHK[:, :1]  # has no previous token
+    previous = torch.cat([first, k_BTHK[:, :-1]], dim=1)
+    # Quarters of a key: first entries of the pairs (rotating, still), then the second ones.
+    entry = torch.arange(k_BTHK.size(-1), device=k_BTHK.device)
+    quarter = 4 * entry // len(entry)
+    return torch.where(quarter % 2 == 1, previous, k_BTHK)
+
+
+class View(NamedTuple):
+    """How the layers of one window see the tokens."""
+
+    rotary: Tensor  # cosines and sines
+    mask: object  # a BlockMask, or a dense mask
+    positions: int  # of a token
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention among heads of which some are gated."""
+
+    def __init__(self, cfg, layer: Layer):
+        super().__init__()
+        dim = cfg.model_dim
+        self.num_heads = dim // cfg.head_dim
+        self.offsets_keys = layer.window == "L"
+        # Narrow heads use half of their channels: @devenpzak, #92. The weights have all of them.
+        self.qk_dim = cfg.head_dim if layer.window == "L" else cfg.head_dim // 2
+        self.v_dim = cfg.head_dim // 2 if layer.window == "S" else cfg.head_dim
+        self.kernel_options = None  # of FlexAttention
+        # Uniform: @YouJiacheng; the output, too: @srashedll, #64, 20 steps
+        first = uniform(0.5 * dim**-0.5)
+        # A matrix for each pair of heads, of queries and then of keys: @samacqua, #80, 10 steps
+        shape = (self.num_heads, 2 * cfg.head_dim, dim)
+        self.qk_w = weight(*shape, group="queries, keys", first=first)
+        self.v_w = weight(dim, dim, group="attention", first=first)
+        self.c_proj = weight(dim, dim, group="attention", first=first)
+        # Factors of Q, K, V and of c_proj
+        self.lambdas = weight(2, group="lambdas", first=constant(0.5, 1.0))
+        self.value_gate = None
+        if layer.table:
+            self.value_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
+
+    def forward(self, x, value_embed, view, factors):
+        """factors: of this layer, by name. Those of heads are (H,) or (B, T, H)."""
+        # Queries, keys and values
+        qkv_lambda, proj_lambda = self.lambdas
+        # Merged: @fernbear.bsky.social, @YouJiacheng
+        qk_w = self.qk_w.unflatten(1, (2, -1))[:, :, : self.qk_dim].flatten(0, 2)
+        v_w = self.v_w.unflatten(0, (self.num_heads, -1))[:, : self.v_dim].flatten(0, 1)
+        qkv_w = qkv_lambda * torch.cat([qk_w, v_w])
+        qkv = F.linear(x, qkv_w.type_as(x))
+        qk, v = qkv.split([len(qk_w), len(v_w)], dim=-1)
+        qk = qk.unflatten(-1, (-1, self.qk_dim))  # (B, T, 2 H, K)
+        v = v.unflatten(-1, (-1, self.v_dim))
+        q, k = rotate(norm(qk), *view.rotary).chunk(2, dim=2)  # QK-norm: @Grad62304977
+        if self.offsets_keys:
+            k = offset_keys(k)
+        if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
+            value = value_embed.unflatten(-1, (self.num_heads, -1))[..., : self.v_dim]
+            # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate. It sees
+            # the value too: @photon_mz, #70.
+            if self.value_gate is not None:
+                half = GATE_CHANNELS // 2
+                seen = torch.cat([x[..., :half], value_embed[..., :half]], dim=-1)
+                gate_BTH = 2 * torch.sigmoid(self.value_gate(seen))
+                value = gate_BTH[..., None] * value
+            v = v + value
+        # Paired heads: @classiclarryd, #58, 65 steps. Heads h and h + H / 2 of a token stand side
+        # by side in one sequence of 2 T positions, and share its softmax. Odd heads were turned as
+        # if they stood second, wherever they stand.
+        woven = (len(x), -1, self.num_heads // view.positions)
+        q, k, v = (each.reshape(*woven, each.size(-1)) for each in (q, k, v))
+        y = attend(q, k, v, view.mask, self.kernel_options)
+        y = y.view(*x.shape[:2], self.num_heads, -1)
+        # Exclusive self-attention: what points along a token's own value is taken away:
+        # @_djdumpling, #82, 30 steps, https://arxiv.org/abs/2603.09078
+        if "xsa" in factors:
+            length = v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+            own = (y * v).sum(-1, keepdim=True) / length * v
+            y = y - torch.tanh(factors["xsa"]).type_as(y)[..., None] * own
+        if "heads" in factors:  # a head can turn itself off: @classiclarryd, #28
+            y = y * factors["heads"][..., None]
+        y = y.flatten(2)  # (B, T, D)
+        c_proj = self.c_proj.unflatten(1, (self.num_heads, -1))[..., : self.v_dim].flatten(1)
+        return F.linear(y, (proj_lambda * c_proj).type_as(x))
+
+
+def hash_bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Each token's row of the bigram table, (B, T): @classiclarryd, #62, some 150 steps.
+
+    It is a hash of the token and the one before it. The first token has the last row alone.
+    """
+    last = rows - 1
+    tokens_BT = tokens_BT.int()  # as published; the product of `last` overflows
+    previous = F.pad(tokens_BT[:, 1:-1], (1, 0), value=last)
+    mixed = (36313 * tokens_BT[:, 1:]) ^ (27191 * previous)
+    return F.pad(mixed % last, (1, 0), value=last)
+
+
+class MLP(nn.Module):
+    """Two matrices of the same shape, so that Muon batches them: @byronxu99."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        shape = (cfg.mlp_dim, cfg.model_dim)
+        self.c_fc = weight(*shape, group="mlp", first=uniform(0.5 * cfg.model_dim**-0.5))
+        self.c_proj = weight(*shape, group="mlp")
+
+    def forward(self, x):
+        x = F.linear(x, self.c_fc.type_as(x))  # (B, T, mlp_dim)
+        x = F.relu(x).square()  # ReLU²: https://arxiv.org/abs/2109.08668
+        return x @ self.c_proj.type_as(x)
+
+
+class Factors(nn.Module):
+    """Factors of each token, by name, from its stream: (B, T, D) to (B, T, n) each.
+
+    first: their first values by name. Dense connections: @Lisennlp, #81, 65 steps,
+    https://arxiv.org/abs/2502.12170.
+    """
+
+    def __init__(self, dim, first, group):
+        super().__init__()
+        self.sizes = {name: len(values) for name, values in first.items()}
+        biases = [value / FACTOR_SCALE for value in sum(first.values(), [])]
+        self.w1 = CastedLinear(dim, 64, group, first=uniform((3 * dim) ** -0.5))
+        self.w2 = CastedLinear(64, len(biases), group)
+        first = constant(*biases)
+        self.bias = weight(len(biases), group=f"{group}, biases", first=first, bf16=True)
+
+    def forward(self, x, scale=FACTOR_SCALE):
+        factors = scale * (self.w2(F.gelu(self.w1(x))) + self.bias)
+        return dict(zip(self.sizes, factors.split([*self.sizes.values()], dim=-1)))
+
+
+class GroupFactors(Factors):
+    """Factors of each token and each of some groups of channels: (B, T, groups) each.
+
+    A factor is one number for all groups and one of its own: @devenpzak, #92.
+    """
+
+    def __init__(self, cfg, first, group):
+        super().__init__(cfg.model_dim, first, group)
+        self.groups = weight(len(first), cfg.channel_groups, 64, group=group, bf16=True)
+
+    def forward(self, x):
+        hidden = F.gelu(self.w1(x))
+        shared = self.w2(hidden) + self.bias  # (B, T, n)
+        own = torch.einsum("bth,ngh->btng", hidden, self.groups.type_as(hidden))
+        factors = FACTOR_SCALE * (shared[..., None] + own)
+        return dict(zip(self.sizes, factors.unbind(2)))
+
+
+class Block(nn.Module):
+    """A layer: attention, unless its window is ".", and up to two MLPs, all pre-normed."""
+
+    def __init__(self, cfg, layer: Layer):
+        super().__init__()
+        self.layer = layer
+        self.attn = None
+        if layer.window != ".":
+            self.attn = CausalSelfAttention(cfg, layer)
+        self.mlp = None if layer.bare else MLP(cfg)
+        self.mlp_2 = MLP(cfg) if layer.double else None
+        # Factors of the stream and of what is added to it, by attention and by the MLP: @sisovicm,
+        # #73. The stream grows by 1.1 a layer at first.
+        first = constant(1.1**0.5, 1.1**0.5)
+        self.resid_lambdas = weight(2, group="residual lambdas", first=first)
+        self.post_lambdas = weight(2, group="injection lambdas", first=constant(1.0, 1.0))
+
+    def factors(self, x) -> dict:
+        """Its own factors by name. They are numbers, whatever its input x."""
+        resid_attn, resid_mlp = self.resid_lambdas
+        post_attn, post_mlp = self.post_lambdas
+        return dict(
+            resid_attn=resid_attn, post_attn=post_attn, resid_mlp=resid_mlp, post_mlp=post_mlp
+        )
+
+    def forward(self, x, read, stream, value_embed, view, factors):
+        """read: what attention sees. stream: earlier activations by name, each (B, T, D).
+        It takes in what the MLPs see.
+
+        factors: by name, a number or one for each token. Activations that have one are added.
+        """
+        if not self.layer.takes_skip:
+            y = self.attn(norm(read), value_embed, view, factors) if self.attn else 0
+            x = factors["resid_attn"] * x + factors["post_attn"] * y
+            for name, activation in stream.items():  # @KoszarskyB, @Grad62304977
+                if name in factors:
+                    x = x + factors[name] * activation
+        stream["mlp_input"] = norm(x)
+        y = sum([mlp(stream["mlp_input"]) for mlp in (self.mlp, self.mlp_2) if mlp])
+        return factors["resid_mlp"] * x + factors["post_mlp"] * y
+
+
+# First values of the last layer's factors: it is like the others, but its table counts twice.
+LAST_FACTORS = dict(
+    value_first=[0.0], value_saved=[0.0], value_x=[0.0],  # of what is added to its values
+    stream_first=[0.0], stream_saved=[0.0], stream_x=[0.0],  # of what is added to its input
+    table_low=[2.0], table_high=[2.0],  # of its value embeddings, in lower and higher heads
+    resid_attn=[1.1**0.5], post_attn=[1.0], first=[0.0], bigram=[0.05],
+    resid_mlp=[1.1**0.5], post_mlp=[1.0],
+)
+
+
+class LastBlock(Block):
+    """A last layer with attention. It reads the stream again, by factors of each token.
+
+    The published one also has the numbers that other layers have. Nothing reads them.
+    """
+
+    def __init__(self, cfg, layer: Layer):
+        super().__init__(cfg, layer)
+        self.resid_lambdas = self.post_lambdas = self.attn.value_gate = None
+        self.network = Factors(cfg.model_dim, LAST_FACTORS, group="dense connections")
+
+    def factors(self, x) -> dict:
+        return self.network(x)
+
+    def forward(self, x, read, stream, value_embed, view, factors):
+        value = 0
+        for name, source in dict(x=x, first=stream["first"], saved=read).items():
+            value = value + factors[f"value_{name}"] * source
+            x = x + factors[f"stream_{name}"] * source
+        if value_embed is not None:
+            low, high = value_embed.chunk(2, dim=-1)
+            table = [factors["table_low"] * low, factors["table_high"] * high]
+            value = value + torch.cat(table, dim=-1)
+        return super().forward(x, read, stream, value, view, factors)
+
+
+# First values of the output's factors. Half of what was saved is subtracted: backout, @snimu, #40
+OUTPUT_FACTORS = dict(
+    first=[0.0], saved=[-0.5], entry=[0.0], skip=[0.0], attn_input=[0.0], mlp_input=[0.0]
+)
+
+
+def first_gates(cfg, indices) -> dict:
+    """First values of the gates of some layers, by name and layer: @Lisennlp, #85.
+
+    xsa: of what a head drops. heads: of its output. x0, bigram, skip: of what a layer adds.
+    """
+    heads = cfg.model_dim // cfg.head_dim
+    first = {}
+    for index in indices:
+        layer = read_layer(cfg.layers[index])
+        if layer.xsa:
+            first["xsa", index] = [0.0] * heads
+        if layer.gate:
+            first["heads", index] = [0.25] * heads
+        if layer.takes_skip:
+            first["skip", index] = [0.5]
+        if layer.x0:
+            first["x0", index] = [0.0]
+        if layer.bigram:
+            first["bigram", index] = [0.05]
+    return first
+
+
+def read_prefixes(cfg) -> Tensor:
+    """The id of each token's longest proper prefix that is a token, or -1, (vocab_size,).
+
+    Raises UserError.
+    """
+    try:
+        (path,) = find_shards(cfg.prefix_file)
+        prefixes = np.load(path).astype(np.int64)
+    except (UserError, ValueError, EOFError):
+        prefixes = np.empty(0)
+    if len(prefixes) != cfg.vocab_size or prefixes.max() >= cfg.vocab_size:
+        raise UserError(f"--prefix_file {cfg.prefix_file}: no prefixes of {cfg.vocab_size} tokens; "
+                        "make them: python data/prefixes.py")
+    return torch.from_numpy(prefixes)
+
+
+def read_forbidden(cfg) -> Tensor:
+    """Which ids never follow a token: (V, V / 8) uint8, bit i of byte j for id 8 j + i.
+
+    The file has rectangles, the ids before and after of each. Raises UserError.
+    """
+    vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+    forbidden = np.zeros((vocab, vocab // 8), np.uint8)
+    try:
+        (path,) = find_shards(cfg.canonical_file)
+        with np.load(path) as table:
+            before = np.split(table["before"], table["before_ends"][:-1])
+            after = np.split(table["after"], table["after_ends"][:-1])
+        for tokens, ids in zip(before, after, strict=True):
+            bits = np.zeros(vocab, bool)
+            bits[ids] = True
+            packed = np.packbits(bits, bitorder="little")
+            used = packed.nonzero()[0]
+            forbidden[np.ix_(tokens, used)] |= packed[used]
+    except (UserError, ValueError, EOFError, KeyError, IndexError, zipfile.BadZipFile):
+        raise UserError(f"--canonical_file {cfg.canonical_file}: no pairs of {vocab} tokens; "
+                        "make them: python data/canonical.py") from None
+    return torch.from_numpy(forbidden)
+
+
+class GPT(nn.Module):
+    """The model. Its weights have no values until `init_weights` or a checkpoint gives them."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        layers = [read_layer(word) for word in cfg.layers]
+        vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+        self.embed = Table(vocab, cfg.model_dim, group="embed", first=normal(0.005))
+        self.value_embeds = nn.ModuleDict()
+        for table in sorted({layer.table for layer in layers if layer.table}):
+            # Not zero at first: @photon_mz, #70
+            embedding = Table(vocab, cfg.model_dim, group="value embeds", first=normal(0.01))
+            self.value_embeds[table] = embedding
+        self.bigram_embed = Table(cfg.bigram_rows, cfg.bigram_width, group="bigrams")
+        self.register_buffer("bigram_signs", torch.ones(cfg.sign_rows, cfg.bigram_width))
+        self.blocks = nn.ModuleList([Block(cfg, layer) for layer in layers[:-1]])
+        last_type = Block if layers[-1].window == "." else LastBlock
+        self.blocks.append(last_type(cfg, layers[-1]))
+        sources = OUTPUT_FACTORS | {table: [0.0] for table in self.value_embeds}
+        self.output_factors = GroupFactors(cfg, sources, group="dense connections")
+        # Gates of the layers up to the skip's source, from x0, and of those above it, from there
+        below = next(index for index, layer in enumerate(layers) if layer.skip) + 1
+        early = first_gates(cfg, range(below))
+        late = first_gates(cfg, range(below, len(layers)))
+        self.gates_early = Factors(cfg.model_dim, early, group="token gates")
+        self.gates_late = Factors(cfg.model_dim, late, group="token gates")
+        self.gates_lambda = weight(group="gate scale", first=constant(FACTOR_SCALE))
+        self.smear_gate = CastedLinear(GATE_CHANNELS, 1, group="smear gate")
+        self.smear_lambda = weight(group="lambdas")  # nothing is smeared at first
+        # Its sigmoid is the factor of the skip: 0.18 at first
+        self.skip_lambda = weight(group="lambdas", first=constant(-1.5))
+        self.lm_head = Head(cfg.model_dim, vocab, group="head", first=normal(0.005))
+        # The head is computed in chunks of this many tokens.
+        longest = max(row.seq_len for row in cfg.stages)
+        tokens = cfg.sequences_per_forward * longest / max(1, cfg.head_chunks)
+        self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
+        self.register_buffer("prefixes", torch.full((vocab,), -1), persistent=False)
+        # A bit for each token and id: whether the id never follows the token
+        self.register_buffer("forbidden", None, persistent=False)
+        self.is_masked = False  # whether the logits of these ids are left out
+        # Buffers, so that a new stage needs no recompilation: the reach of long and short windows
+        # in tokens; cosines and sines of the rotary embedding.
+        self.register_buffer("reach", torch.zeros(2, dtype=torch.int32), persistent=False)
+        # Paired heads have two positions a token. Wide heads come first, then narrow ones, of
+        # which all pairs rotate.
+        rotary = torch.zeros(2, 2 * max(longest, cfg.val_seq_len), 2, cfg.head_dim // 2)
+        self.register_buffer("rotary", rotary, persistent=False)
+        self.set_stage(schedule(cfg.num_iterations, cfg))  # as a loaded model is used
+
+    @torch.no_grad()
+    def init_weights(self, generator):
+        """Give every parameter its first values."""
+        for param in self.parameters():
+            param.first(param, generator)
+        self.embed.weight.copy_(self.lm_head.weight)
+        self.bigram_signs.normal_(generator=generator).sign_()
+
+    def read_tables(self):
+        """Read what is no weight: prefixes and forbidden pairs. Raises UserError."""
+        if self.cfg.prefix_file:
+            self.prefixes[: self.cfg.vocab_size] = read_prefixes(self.cfg)
+        if self.cfg.canonical_file:
+            self.forbidden = read_forbidden(self.cfg)
+
+    @torch.no_grad()
+    def set_stage(self, now):
+        """Set the windows, the rotary embedding and the mask of logits for a stage."""
+        self.is_masked = now.stage == len(self.cfg.stages) - 1
+        self.reach[0] = now.long_window
+        self.reach[1] = now.short_window
+        for rotary, letter in zip(self.rotary.split(1, dim=2), "LS"):
+            self.set_rotary(rotary, *yarn(now.stage, self.cfg, letter, rotary.device))
+
+    def set_rotary(self, rotary, frequency, attention_scale):
+        """Set the cosines and sines of wide heads or of narrow ones, (2, T, 1, K / 2)."""
+        # Half-truncated: half of the pairs do not rotate at all: @YouJiacheng
+        frequency = F.pad(frequency, (0, self.cfg.head_dim // 4))  # (K / 2,)
+        position = torch.arange(self.rotary.size(1), device=frequency.device)
+        theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
+        # Queries and keys each carry the root of the attention scale.
+        scale = attention_scale**0.5
+        rotary[0] = scale * theta.cos()
+        rotary[1] = scale * theta.sin()
+
+    def views(self, inputs_BT) -> dict:
+        """The `View` of the layers of each window, by its letter."""
+        # Documents are numbered through all rows, so that no row attends to another.
+        starts_BT = inputs_BT == self.cfg.eot_token
+        starts_BT[:, 0] = True
+        docs_S = starts_BT.flatten().cumsum(0, dtype=torch.int32)
+        if self.training:  # attention is cut within a long document, too: @devenpzak, #92
+            begins_S = torch.searchsorted(docs_S, docs_S)  # of each token's document
+            position_S = torch.arange(len(docs_S), device=docs_S.device) - begins_S
+            docs_S = (position_S % self.cfg.attention_cut == 0).cumsum(0, dtype=torch.int32)
+        docs_BT = docs_S.view_as(starts_BT)
+        # FlexAttention is fast only where it is compiled.
+        on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
+        make_mask = flex_mask if on_gpu else dense_mask
+        T = inputs_BT.size(1)
+        long, short = self.reach
+        quarter = self.cfg.head_dim // 4
+        views = {}
+        for letter, reach in dict(L=long, S=short, P=short).items():
+            if any(block.layer.window == letter for block in self.blocks):
+                positions = 2 if letter == "P" else 1
+                width, pairs = (0, 2 * quarter) if letter == "L" else (1, quarter)
+                rotary = self.rotary[:, : positions * T, width, :pairs]
+                rotary = rotary.unflatten(1, (T, 1, positions))
+                # The reach counts positions: where heads are paired, half as many tokens.
+                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), reach)
+                views[letter] = View(rotary, mask, positions)
+        return views
+
+    def hidden(self, inputs_BT):
+        """The normed output of the last layer, (B, T, D)."""
+        length = inputs_BT.size(1)
+        padding = -length % BLOCK
+        inputs_BT = F.pad(inputs_BT, (0, padding), value=self.cfg.eot_token)
+        views = self.views(inputs_BT)
+        values = {}
+        for table, embedding in self.value_embeds.items():
+            values[table] = embedding(inputs_BT)
+
+        x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
+        bigram = self.bigrams(inputs_BT)
+        gates = self.gates_early(x0, self.gates_lambda)
+        x = x0 + gates["bigram", 0] * bigram
+        stream = dict(x0=x0, first=x) | values  # what is read again
+        for index, block in enumerate(self.blocks):
+            layer = block.layer
+            factors = block.factors(x)
+            factors |= {name: gate for (name, of), gate in gates.items() if of == index}
+            if layer.takes_skip:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
+                x = x + torch.sigmoid(self.skip_lambda) * factors["skip"] * stream["skip"]
+            # Late attention reads one saved activation: @classiclarryd, #77, after @sisovicm, #73
+            read = stream.get("saved", x)
+            stream["entry"] = x  # in the end, of the last layer
+            value_embed = values.get(layer.table)
+            x = block(x, read, stream, value_embed, views.get(layer.window), factors)
+            stream["bigram"] = bigram  # the first layer has its bigrams already
+            if layer.skip:
+                stream["skip"] = x
+                gates |= self.gates_late(x, self.gates_lambda)
+            if layer.saved:
+                stream["saved"] = x
+        stream["attn_input"] = norm(read)
+        groups = (self.cfg.channel_groups, -1)  # of neighbouring channels
+        factors = self.output_factors(x)
+        x = x.unflatten(-1, groups)
+        for name, factor in factors.items():
+            x = x + factor[..., None] * stream[name].unflatten(-1, groups)
+        return norm(x.flatten(2)[:, :length])
+
+    def bigrams(self, tokens_BT):
+        """The embedding of each token and the one before it, (B, T, D), zero beyond its width."""
+        bigram = self.bigram_embed(hash_bigrams(tokens_BT, self.cfg.bigram_rows))
+        # Pairs of tokens that share a row have different signs: @TrianX, #83
+        pair = tokens_BT[:, 1:] ^ tokens_BT[:, :-1]
+        row = F.pad(pair % self.cfg.sign_rows, (1, 0))
+        bigram = bigram * self.bigram_signs[row].type_as(bigram)
+        return F.pad(bigram, (0, self.cfg.model_dim - self.cfg.bigram_width))
+
+    def smear(self, x_BTD):
+        """Add a gated share of the previous token's embedding: @classiclarryd, #34, 15 steps."""
+        current = x_BTD[:, 1:]
+        previous = x_BTD[:, :-1]
+        gate = torch.sigmoid(self.smear_gate(current[..., :GATE_CHANNELS]))  # (B, T - 1, 1)
+        smeared = current + self.smear_lambda * gate * previous
+        return torch.cat([x_BTD[:, :1], smeared], dim=1)
+
+    def logits(self, x):
+        """Softcapped logits (…, V) in fp32: Gemma 2, @Grad62304977, @KoszarskyB, @YouJiacheng."""
+        raw = self.lm_head(x).float()
+        return SOFTCAP * torch.sigmoid((raw + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
+
+    def canonical(self, logits_SV, inputs_S):
+        """Logits without those of ids that never follow the input: @jvarho, #91, 0.0017 of loss.
+
+        After https://arxiv.org/abs/2506.07956.
+        """
+        bit = torch.arange(8, dtype=torch.uint8, device=inputs_S.device)
+        bits_SV = self.forbidden[inputs_S][..., None] >> bit & 1  # (S, V / 8, 8)
+        return logits_SV.masked_fill(bits_SV.flatten(1).bool(), -60.0)  # e^-60 counts for nothing
+
+    def head_loss(self, x_SD, inputs_S, targets_SN, ids_V):
+        """Cross-entropies with each position's N targets, summed over positions, (N,).
+
+        Logits are capped, so their exponentials are summed without subtracting a maximum.
+        """
+        logits_SV = self.logits(x_SD)
+        if self.is_masked and self.forbidden is not None and not self.training:
+            logits_SV = self.canonical(logits_SV, inputs_S)
+        log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
+        if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not
+            columns = []
+            for target_S in targets_SN.unbind(-1):
+                is_target_SV = target_S[:, None] == ids_V
+                columns.append((logits_SV * is_target_SV).sum(-1))
+            target_logits_SN = torch.stack(columns, dim=-1)
+        else:
+            target_logits_SN = logits_SV.gather(-1, targets_SN.clamp_min(0))
+        losses_SN = log_sum_S1 - target_logits_SN
+        return (losses_SN * (targets_SN >= 0)).sum(0)
+
+    def forward(self, inputs_BT, targets_BT, num_targets=1, with_prefix=False):
+        """Summed cross-entropies of the next `num_targets` tokens, (num_targets,).
+
+        With the prefix of the next token they are one more.
+        targets_BT has the token after each of inputs_BT, or -1 for none.
+        """
+        x_SD = self.hidden(inputs_BT).flatten(0, 1)
+        padded = F.pad(targets_BT, (0, num_targets - 1), value=-1)
+        targets_BTN = padded.unfold(1, num_targets, 1)  # each position and those after it
+        targets_SN = targets_BTN.flatten(0, 1)
+        if with_prefix:
+            prefixes_S1 = self.prefixes[targets_SN[:, :1]]
+            targets_SN = torch.cat([targets_SN, prefixes_S1], dim=1)
+        inputs_S = inputs_BT.flatten()
+        ids_V = torch.arange(len(self.lm_head.weight), device=x_SD.device)
+        size = self.tokens_per_chunk
+        if len(x_SD) <= size:
+            return self.head_loss(x_SD, inputs_S, targets_SN, ids_V)
+        # In chunks, recomputed in the backward pass: the logits are never in memory all at once.
+        losses = 0
+        for x, *given in zip(x_SD.split(size), inputs_S.split(size), targets_SN.split(size)):
+            losses = losses + checkpoint(self.head_loss, x, *given, ids_V, use_reentrant=False)
+        return losses
+
+
+# ---- Optimizers -------------------------------------------------------------
+# Coefficients of X, A X and A² X in each iteration. Of a matrix that is divided by 1.05 times its
+# norm they bring all singular values from 0.003 on to between 0.995 and 1.0004: @devenpzak, #92.
+POLAR_EXPRESS = [
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
+]
+
+
+def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """Nearly the closest semi-orthogonal matrix to each of (B, M, N), by Newton-Schulz iteration.
+
+    Muon: Keller Jordan et al., https://kellerjordan.github.io/posts/muon/. Coefficients: Polar
+    Express, https://arxiv.org/abs/2505.16932, @varunneal. Batched: @scottjmaddox, @YouJiacheng.
+    """
+    is_tall = grad_MN.size(-2) > grad_MN.size(-1)
+    X = grad_MN.mT if is_tall else grad_MN  # the smaller side decides the cost
+    X = X.to(dtype)
+    frobenius = X.norm(dim=(-2, -1), keepdim=True)  # at least the spectral norm
+    X = X / (1.05 * frobenius + 1e-6)
+    for a, b, c in POLAR_EXPRESS:
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A²
+        X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
+    return X.mT if is_tall else X
+
+
+def muon_update(
+    weight, grad, fast, slow, square, *,
+    step_size, momentum, fast_momentum, slow_share, decay, dtype,
+):
+    """A step of NorMuon on a batch of matrices (B, M, N), in place.
+
+    Muon's update, normalised by row: https://arxiv.org/abs/2510.05491, @li_zichong, #41, 15 steps.
+    Where a matrix has fewer rows than columns it is normalised by column.
+    Weights decay only where the slow mean shrinks them ("cautious"):
+    https://arxiv.org/abs/2510.12402, @varunneal, #43, 40 steps.
+    fast, slow: means of gradients, of some ten steps and of fifty: ANVIL, @devenpzak, #92.
+    square: of a row's entries, (B, M, 1), or of a column's, (B, 1, N).
+    step_size: (B, 1, 1).
+    """
+    fast.lerp_(grad, 1 - fast_momentum)
+    slow.lerp_(grad, 1 - SLOW_MOMENTUM)
+    nesterov = grad.lerp(fast.lerp(slow, slow_share), momentum)
+    update = orthogonalize(nesterov, dtype).type_as(weight)
+    size = update.norm(dim=(-2, -1), keepdim=True)
+    is_wide = grad.size(-2) < grad.size(-1)
+    mean_square = update.square().mean(-2 if is_wide else -1, keepdim=True)
+    square.lerp_(mean_square, 0.1)  # 0.05 until #78
+    update = update / square.clamp_min(1e-10).sqrt()
+    update = F.normalize(update, dim=(-2, -1), eps=1e-10)
+    update = update * size  # as large as before
+    shrinking = torch.where(slow * weight >= 0, weight, 0)
+    weight.sub_(step_size * (update + decay * shrinking))
+
+
+def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
+    """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in fp32 and in place.
+
+    Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
+    mean, square: in fp32, also of bf16 weights: @ChrisJMcCormick, #56. count: steps, a tensor.
+    """
+    count += 1
+    beta1, beta2 = betas
+    old = weight.float()
+    grad = grad.float()
+    mean.lerp_(grad, 1 - beta1)
+    square.lerp_(grad.square(), 1 - beta2)
+    # Bias correction, as both means begin at zero
+    step_size = lr * (1 - beta2**count).sqrt() / (1 - beta1**count)
+    change = step_size * mean / (square.sqrt() + 1e-10)
+    shrinking = torch.where(change * old > 0, old, 0)
+    weight.copy_(old - change - decay * shrinking)
+
+
+@dataclass
+class Group:
+    """A row of the table: how the parameters of a group are updated."""
+
+    optimizer: type  # Adam or Muon
+    lr: float  # Adam: about a weight's change; Muon: about the spectral norm of a change
+    betas: tuple = (0.9, 0.99)  # Adam: decay of its means of gradients and of their squares
+    decay: float = 0.0  # of weights, in units of the rate (Muon) or of its square (Adam)
+    is_table: bool = False  # Adam: it is stepped at events alone
+    factors: tuple = (1.0,)  # Muon: factors of the rate, matrices in turn
+
+
+def parameter_groups(cfg) -> dict[str, Group]:
+    """The table of parameter groups. The parameters name their group (`weight`)."""
+    growth = max(1, cfg.mlp_dim / cfg.model_dim) ** 0.5  # of what an MLP's rate is a multiple
+    return {
+        "queries, keys": Group(Muon, cfg.muon_lr, decay=2.25),
+        "attention": Group(Muon, cfg.muon_lr, decay=2.25),  # until #61 twice this rate
+        "mlp": Group(Muon, cfg.muon_lr, decay=2.25, factors=(growth, 2 * growth)),  # c_fc, c_proj
+        "gates": Group(Adam, 0.008, decay=0.005),
+        # What sees more gradients is averaged over fewer steps: #57. Decays are 0.005, times 150 of
+        # embeddings and head, times 5 of value embeddings.
+        "embed": Group(Adam, cfg.head_lr, (0.5, 0.95), decay=0.75),
+        "head": Group(Adam, cfg.head_lr, (0.5, 0.95), decay=0.75),
+        "value embeds": Group(Adam, cfg.embed_lr, (0.75, 0.95), decay=0.025, is_table=True),
+        "bigrams": Group(Adam, cfg.embed_lr, (0.75, 0.95), decay=0.025, is_table=True),
+        "smear gate": Group(Adam, 8e-5),
+        "residual lambdas": Group(Adam, 0.04, (0.9, 0.95)),
+        "injection lambdas": Group(Adam, 0.008, (0.9, 0.95)),
+        "lambdas": Group(Adam, 0.04),
+        "dense connections": Group(Adam, 0.002, decay=0.005),
+        # In bf16, so on a GPU, biases of 2.5 and more never move: half of their last digit is more
+        # than a step at these rates.
+        "dense connections, biases": Group(Adam, 0.002),
+        "token gates": Group(Adam, 8e-4, decay=0.005),
+        "token gates, biases": Group(Adam, 8e-4),
+        "gate scale": Group(Adam, 8e-4),
+    }
+
+
+class ShardedOptimizer:
+    """A group's weights and gradients as two flat buffers, and this rank's part of the state.
+
+    One reduce-scatter sums all gradients, one all-gather collects all weights. Rank r owns the
+    r-th part: only it holds the state of that part and updates it, as in ZeRO,
+    https://arxiv.org/abs/1910.02054. A part has whole units: numbers, or matrices. The buffers are
+    padded to as many units a rank.
+    """
+
+    def __init__(self, name, group, params, ranks, unit=1):
+        self.name = name
+        self.group = group
+        self.ranks = ranks
+        self.handle = None  # the async handle of a collective under way
+        self.numel = sum(param.numel() for param in params)
+        self.units = self.numel // unit  # of all ranks, without padding
+        self.my_units = -(-self.units // ranks.world_size)
+        share = self.my_units * unit
+        self.mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
+        first = params[0].detach()
+        self.weights = first.new_zeros(share * ranks.world_size)
+        self.grads = torch.zeros_like(self.weights)
+        start = 0
+        for param in params:  # they become views of the buffers
+            end = start + param.numel()
+            values = self.weights[start:end].view_as(param)
+            param.data = values.copy_(param.detach())
+            param.grad = self.grads[start:end].view_as(param)
+            start = end
+        self.my_grad = self.grads  # this rank's part of the sum of all ranks' gradients
+        if ranks.world_size > 1:
+            self.my_grad = torch.empty_like(self.grads[self.mine])
+        self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
+        self.state = {}  # tensors by name; this rank's part, or a number
+
+    def is_due(self, now):
+        """Whether it steps. If not, its gradients wait for the next step."""
+        return True
+
+    def tensors(self):
+        return [self.weights, *self.state.values()]
+
+    def reduce(self):
+        """Begin to sum the gradients over the ranks; each receives its own part."""
+        if self.ranks.world_size > 1:
+            mine = self.my_grad.view(-1)
+            self.handle = dist.reduce_scatter_tensor(mine, self.grads, async_op=True)
+
+    def update(self, now, divisor):
+        """Update this rank's part by gradients / divisor, then begin to gather all parts."""
+        self.wait()
+        self.my_grad.div_(divisor)
+        self.lr.fill_(self.group.lr * now.lr_factor)
+        share = self.weights[self.mine]
+        self.update_share(share, now)  # Adam's or Muon's
+        if self.ranks.world_size > 1:
+            self.handle = dist.all_gather_into_tensor(self.weights, share, async_op=True)
+
+    def wait(self):
+        if self.handle:
+            self.handle.wait()
+            self.handle = None
+
+    def full_state(self):
+        """The state of all ranks, without padding. All ranks call it."""
+        full = {}
+        for key, share in self.state.items():
+            rows = self.ranks.all_gather(share.flatten())
+            full[key] = rows.flatten()[: self.length_of(share)].cpu()
+        return full
+
+    def load_full_state(self, full):
+        """Take this rank's part of a `full_state` from any number of ranks.
+
+        Raises RuntimeError where a length differs.
+        """
+        for key, share in self.state.items():
+            size = self.length_of(share)
+            rows = share.new_zeros(self.ranks.world_size, share.numel())
+            rows.view(-1)[:size] = full[key].view(size)
+            share.copy_(rows[self.ranks.rank if share.ndim else 0].view_as(share))
+
+    def length_of(self, share):
+        """Entries of a state over all ranks, without padding; one of a number."""
+        entries_a_unit = share.numel() // self.my_units
+        return entries_a_unit * self.units if share.ndim else 1
+
+
+class Adam(ShardedOptimizer):
+    """Adam on tensors of any shape, every other step: @classiclarryd, #39.
+
+    In between, gradients add up in their buffer and nothing is communicated.
+    """
+
+    def __init__(self, name, group, params, ranks):
+        super().__init__(name, group, params, ranks)
+        self.state["mean"] = torch.zeros_like(self.my_grad).float()
+        self.state["square"] = torch.zeros_like(self.my_grad).float()
+        self.state["count"] = torch.zeros_like(self.lr)
+        self.step_fn = compile_on_gpu(adam_update, self.lr.device)
+
+    def is_due(self, now):
+        return now.event if self.group.is_table else now.adam_steps
+
+    def update_share(self, weight, now):
+        power = now.table_power if self.group.is_table else 1
+        self.step_fn(
+            weight,
+            self.my_grad,
+            **self.state,
+            lr=self.lr,
+            betas=tuple(beta**power for beta in self.group.betas),
+            decay=power * self.group.decay * self.lr**2,
+        )
+
+
+class Muon(ShardedOptimizer):
+    """NorMuon on a batch of matrices of one shape. A parameter may hold several of them."""
+
+    def __init__(self, name, group, params, ranks):
+        shape = params[0].shape[-2:]
+        super().__init__(name, group, params, ranks, unit=shape.numel())
+        self.my_grad = self.my_grad.view(-1, *shape)
+        self.state["fast"] = torch.zeros_like(self.my_grad)
+        self.state["slow"] = torch.zeros_like(self.my_grad)
+        is_wide = shape[0] < shape[1]
+        entries = self.my_grad[:, :1] if is_wide else self.my_grad[:, :, :1]
+        self.state["square"] = torch.zeros_like(entries)
+        self.factors = torch.zeros_like(self.my_grad[:, :1, :1])
+        first = ranks.rank * self.my_units  # this rank's first matrix
+        for row in range(self.my_units):
+            self.factors[row] = group.factors[(first + row) % len(group.factors)]
+        # Numbers of the schedule by name; as tensors, so that the step is compiled once
+        self.scheduled = {}
+        for name in ("momentum", "fast_momentum", "slow_share"):
+            self.scheduled[name] = torch.zeros_like(self.lr)
+        self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
+        self.step_fn = compile_on_gpu(muon_update, self.lr.device)
+
+    def update_share(self, weight, now):
+        for name, number in self.scheduled.items():
+            number.fill_(getattr(now, name))
+        self.step_fn(
+            weight.view_as(self.my_grad),
+            self.my_grad,
+            **self.state,
+            **self.scheduled,
+            step_size=self.lr * self.factors,
+            decay=self.lr * self.group.decay,
+            dtype=self.dtype,
+        )
+
+
+def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
+    return torch.compile(step_fn, dynamic=False) if device.type == "cuda" else step_fn
+
+
+def build_optimizers(model: GPT, cfg, ranks) -> list[ShardedOptimizer]:
+    """An optimizer for each group that has parameters. Raises KeyError for an unknown group."""
+    # Each group compiles its step anew. Beyond the limit torch would run it uncompiled.
+    torch._dynamo.config.recompile_limit = 32
+    groups = parameter_groups(cfg)
+    members = {name: [] for name in groups}
+    for param in model.parameters():
+        members[param.group].append(param)
+    optimizers = []
+    for name, group in groups.items():
+        if members[name]:
+            optimizers.append(group.optimizer(name, group, members[name], ranks))
+    return optimizers
+
+
+def step_optimizers(optimizers, now, divisor):
+    """One step of all optimizers. Each one computes while others communicate."""
+    stepping = [optimizer for optimizer in optimizers if optimizer.is_due(now)]
+    for optimizer in stepping:
+        optimizer.reduce()
+    for optimizer in stepping:
+        optimizer.update(now, divisor)
+    for optimizer in stepping:
+        optimizer.wait()
+        optimizer.grads.zero_()
+
+
+def step_tied(optimizers, now, divisor):
+    """A step in which the embedding is the head, until the extension: @classiclarryd.
+
+    The head takes the gradients of both, the embedding copies weights and state. One matrix would
+    need another graph: from #57 on the tie outlasts a stage by a step or two.
+    """
+    by_name = {optimizer.name: optimizer for optimizer in optimizers}
+    embed = by_name.pop("embed")
+    head = by_name["head"]
+    head.grads += embed.grads
+    embed.grads.zero_()
+    step_optimizers([*by_name.values()], now, divisor)
+    if now.adam_steps:  # the head has moved
+        for copy, original in zip(embed.tensors(), head.tensors()):
+            copy.copy_(original)
+
+
+# ---- Training ---------------------------------------------------------------
+def cut_rows(tokens, documents, position: int, now, cfg):
+    """Cut a step's sequences, (N, seq_len + 1), from a shard. Returns them and the next position.
+
+    Each sequence is filled with the first tokens of one document after another, and the rest of a
+    cut document is skipped: @varunneal, #29, 25 steps. A position counts documents; `documents`
+    has their starts in `tokens`. Returns None if the shard has too few left.
+    """
+    longest = now.max_document_tokens  # shorter at first: @dualverse-ai, #72
+    if not longest:
+        return consecutive_rows(tokens, position, now, cfg)
+    ends = np.append(documents[1:], len(tokens))
+    rows = []
+    for _ in range(cfg.sequences_per_step):
+        pieces = []
+        room = now.seq_len + 1
+        while room:
+            if position == len(documents):
+                return None
+            start = documents[position]
+            size = min(ends[position] - start, longest, room)
+            pieces.append(tokens[start : start + size])
+            room -= size
+            position += 1
+        rows.append(np.concatenate(pieces))
+    return np.stack(rows), position
+
+
+def consecutive_rows(tokens, position: int, now, cfg):
+    """Sequences in order or, with a stride, spread over the shard; as `cut_rows` returns them.
+
+    The k-th sequence taken is number k · stride modulo N of the shard's N. The stride is made
+    coprime to N, so each is taken once.
+    """
+    length = now.seq_len
+    step_tokens = cfg.sequences_per_step * length
+    # Only whole steps count. Each sequence needs one more token, its last target.
+    N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step
+    first = round_up(position, length) // length
+    last = first + cfg.sequences_per_step
+    if last > N:
+        return None
+    stride = cfg.sequence_stride
+    while math.gcd(stride, N) > 1:
+        stride += 1
+    rows = []
+    for k in range(first, last):
+        start = k * stride % N * length
+        rows.append(tokens[start : start + length + 1])
+    return np.stack(rows), last * length
+
+
+# Tile sizes of FlexAttention's backward pass for GPUs with less shared memory than an A100
+SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
+
+
+def prepare_for_cuda(model: GPT, cfg, device: torch.device):
+    """Set types and kernel options for this GPU, and compile."""
+    for param in model.parameters():
+        if param.bf16:
+            param.data = param.data.bfloat16()
+    can_fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
+    model.lm_head.use_fp8 = cfg.fp8_head and can_fp8
+    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if shared_memory < 160 * 1024:
+        for block in model.blocks:
+            if block.attn:
+                block.attn.kernel_options = SMALL_TILES
+    model.compile(dynamic=False)
+
+
+def accumulate_gradients(model, batches, now) -> Tensor:
+    """Add up the gradients of a step's batches. Returns two mean losses, (2,).
+
+    The first one is minimised, the second is that of the next token alone. The gradients are those
+    of the sum over tokens, not of the mean.
+    """
+    totals = 0
+    tokens = 0
+    for inputs, targets in batches:
+        losses = model(inputs, targets, now.num_targets, with_prefix=now.prefix_weight > 0)
+        loss = 0
+        for target_weight, target_loss in zip(now.target_weights, losses, strict=True):
+            loss = loss + target_weight * target_loss
+        loss.backward()
+        totals = totals + torch.stack([loss, losses[0]]).detach()
+        tokens += targets.numel()
+    return totals / tokens
+
+
+def train(run, cfg):
+    """The training loop. It ends after the last step, or after a save when a signal asks it to.
+
+    run: the harness below the banner. It holds model, optimizers and data, and its `pause`
+    validates and saves where that is due, while the clock stands.
+    """
+    stage = None
+    complete = True  # no gradients wait for the next step
+    for step in range(run.first_step, cfg.num_iterations + 1):  # the last round only validates
+        now = schedule(step, cfg)
+        if now.stage != stage:
+            stage = now.stage
+            run.model.set_stage(now)
+
+        if run.pause(step, complete):
+            break
+
+        batches = run.loader.next_step(now)
+        losses = accumulate_gradients(run.model, batches, now)
+        run.health.check(step, losses)
+        update = step_tied if now.tied else step_optimizers
+        update(run.optimizers, now, divisor=cfg.sequences_per_step)
+        complete = now.event
+        run.log_step(step + 1)
+
+    # For comparison with earlier records, outside the clock
+    if step == cfg.num_iterations and cfg.canonical_file:
+        run.model.is_masked = False
+        loss = validate(run.model, run.val_tokens, cfg, run.ranks)
+        run.log(f"val_loss without the mask of canonical tokens: {loss:.4f}")
+
+
+# ==== Harness: below this line every record has the same bytes ===============
+# These the harness alone needs.
+import contextlib
+import errno
+import gc
+import resource
+import shutil
+import socket
+import sysconfig
+from datetime import timedelta
+from unittest import mock
+
+SCRIPT = Path(__file__).resolve()
+
+
+class UserError(Exception):
+    """An error that a user can mend. It ends the run in one line, with exit code 2."""
+
+
+# ---- Data -------------------------------------------------------------------
+# A shard is a header of 256 little-endian int32 (magic, version, number of tokens), then the
+# tokens as uint16.
+HEADER_BYTES = 1024
+MAGIC = 20240520  # of llm.c's shards
+VERSION = 1  # of their format
+
+
+def find_shards(pattern: str) -> list[Path]:
+    """Files that match the glob, sorted: in the current folder, or else in one above the script.
+
+    Raises UserError.
+    """
+    # A record in records/ finds the data of the repository.
+    for folder in (Path(), *SCRIPT.parents):
+        paths = [folder / name for name in glob.glob(pattern, root_dir=folder)]
+        files = sorted(filter(Path.is_file, paths))  # no folder and no pipe
+        if files:
+            return files
+    raise UserError(f"no file matches {pattern!r}; make the data first: python data/pocket.py, "
+                    "data/fineweb.py or data/text.py")
+
+
+def shard_size(path: Path) -> int:
+    """Number of tokens in a shard. Raises UserError where header and file size disagree."""
+    bytes_after_header = path.stat().st_size - HEADER_BYTES
+    header = np.fromfile(path, "<i4", 3).tolist()
+    # This also finds a download that was cut short.
+    if header != [MAGIC, VERSION, bytes_after_header / 2]:
+        raise UserError(f"{path}: no whole shard of version {VERSION}; make or fetch it again")
+    return header[2]
+
+
+def read_shard(path: Path, vocab_size: int) -> np.ndarray:
+    """The shard's tokens, uint16. Raises UserError where one is not in the vocabulary."""
+    tokens = np.fromfile(path, "<u2", shard_size(path), offset=HEADER_BYTES)
+    largest = tokens.max(initial=0)
+    if largest >= vocab_size:
+        raise UserError(f"{path}: has token {largest}; raise --vocab_size {vocab_size} "
+                        "or name other data")
+    return tokens
+
+
+class TokenLoader:
+    """Gives rank r the r-th part of each step's sequences.
+
+    A step is cut from one shard. Tokens at its end that do not fill a step are skipped. A thread
+    reads the next shard ahead.
+    """
+
+    def __init__(self, cfg, ranks, shard=0, position=0, log=print):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.log = log
+        if cfg.sequences_per_step % ranks.world_size:
+            raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
+                            f"the {ranks.world_size} ranks must divide it")
+        sequences = cfg.sequences_per_step // ranks.world_size  # of this rank, in a step
+        # All forward passes of a step have as many.
+        self.per_forward = math.gcd(sequences, cfg.sequences_per_forward)
+        self.files = find_shards(cfg.train_files)  # in the order of reading
+        self.size = 0  # tokens of all files, one epoch
+        digest = hashlib.sha256()  # of each shard's name, size and first MiB
+        for path in self.files:
+            size = shard_size(path)
+            self.size += size
+            digest.update(f"{path.name} {size}".encode())
+            digest.update(np.fromfile(path, "u1", 2**20))
+        self.digest = digest.hexdigest()[:16]  # tells other training data apart
+        self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
+        self.ahead = self.reader.submit(self.read, shard)  # a future
+        self.begin_shard(shard, position)
+
+    def read(self, shard):
+        """A shard's tokens and where its documents begin. Shards are counted through all epochs."""
+        path = self.files[shard % len(self.files)]
+        tokens = read_shard(path, self.cfg.vocab_size)
+        return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
+
+    def begin_shard(self, shard, position=0):
+        """Take the shard that was read ahead, and begin to read the next one."""
+        self.place = (shard, position)  # the same on any number of ranks
+        self.tokens, self.documents = self.ahead.result()
+        self.ahead = self.reader.submit(self.read, shard + 1)
+
+    def next_step(self, now):
+        """This rank's inputs and targets for each forward pass. Raises UserError without data."""
+        for _ in range(len(self.files) + 1):  # the rest of this shard, then each shard once
+            shard, position = self.place
+            step = cut_rows(self.tokens, self.documents, position, now, self.cfg)
+            if step:
+                rows, position = step
+                self.place = (shard, position)
+                # All ranks cut the same rows. Each takes its part.
+                parts = rows.reshape(self.ranks.world_size, -1, self.per_forward, rows.shape[1])
+                return [to_batch(part, self.ranks.device) for part in parts[self.ranks.rank]]
+            self.begin_shard(shard + 1)  # after the last one the first again
+            # An epoch begins.
+            if (shard + 1) % len(self.files) == 0:
+                self.log(f"the training data begin again: {self.cfg.train_files}")
+        raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
+                        "shorten the sequences or lower --sequences_per_step")
+
+
+def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
+    tokens = torch.from_numpy(tokens.astype(np.int64))
+    if device.type == "cuda":
+        tokens = tokens.pin_memory()  # the host need not wait for the copy
+    tokens = tokens.to(device, non_blocking=True)
+    return tokens[:, :-1].int(), tokens[:, 1:].contiguous()
+
+
+# ---- Validation -------------------------------------------------------------
+def read_val_tokens(cfg) -> np.ndarray:
+    """The first val_tokens + 1 validation tokens, uint16. Raises UserError."""
+    # One after another, as if they were one file
+    shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
+    tokens = np.concatenate(shards)
+    if len(tokens) <= cfg.val_tokens:
+        raise UserError(f"--val_tokens {cfg.val_tokens}: lower it below the {len(tokens)} tokens "
+                        f"of {cfg.val_files}")
+    return tokens[: cfg.val_tokens + 1]
+
+
+def store_masks(device):
+    """A context in which a model is compiled that has no backward pass.
+
+    Inductor would not store the mask's first keys there, which FlexAttention reads, and fail.
+    """
+    context = contextlib.ExitStack()
+    if device.type == "cuda":
+        from torch._inductor import config, ir  # take a second, and a CPU needs none
+
+        context.enter_context(config.patch(realize_reads_threshold=1))
+        # Where the reach is a constant, they are still computed within the kernel, from a tensor
+        # of one dimension, whose layout is not decided yet.
+        context.enter_context(mock.patch.object(ir.FlexibleLayout, "allow_indexing", True))
+    return context
+
+
+@torch.no_grad()
+def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
+    """Mean loss over the validation tokens. Ranks share the sequences."""
+    model.eval()  # no FP8
+    total = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+    count = len(tokens) - 1  # the first token has no prediction
+    length = cfg.val_seq_len
+    # As many sequences at once as a training pass has tokens for, at least one
+    longest = cfg.sequences_per_forward * plan(cfg).longest
+    size = length * max(1, longest // length)
+    # All ranks have as many passes, and the last ones are as large as the others.
+    tokens = np.pad(tokens, (0, ranks.world_size * size))
+    for first in range(0, count, ranks.world_size * size):
+        start = first + ranks.rank * size
+        part = tokens[start : start + size + 1]
+        # (sequences, length + 1): the last token of a row is the first of the next row.
+        rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
+        inputs, targets = to_batch(rows, ranks.device)
+        targets.view(-1)[max(0, count - start) :] = -1  # padding is not counted
+        with store_masks(ranks.device):
+            total += model(inputs, targets)
+    model.train()
+    # Each rank has the sum of its own sequences.
+    return ranks.all_gather(total).sum().item() / count
+
+
+# ---- Checkpoints ------------------------------------------------------------
+NEW_RUN = dict(step=0, loader=(0, 0), train_time_ms=0.0)
+
+
+def write_checkpoint(path: Path, state: dict):
+    """Write the state, whole or not at all, and keep the newest three. Raises UserError."""
+    temporary = path.with_suffix(".tmp")  # no checkpoint yet
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # the data reach the disk before the name does
+        temporary.replace(path)  # atomic
+    except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
+        temporary.unlink(missing_ok=True)
+        cause = error.__context__ or error
+        raise UserError(f"{path}: not written ({cause}); make room, --resume auto") from None
+    # By time, as a run that was resumed from an old one has later steps in its folder.
+    saved = sorted(path.parent.glob("step-*.pt"), key=os.path.getmtime)
+    for old in saved[:-3]:
+        old.unlink()
+
+
+def load_checkpoint(path: Path) -> dict:
+    """The state at `path`. Raises UserError where it is damaged or has a value that is not finite.
+
+    Settings are saved in the form of flags, so that the same parser checks them.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint; give its path, or auto with --run_id")
+    try:
+        with zipfile.ZipFile(path) as file:  # as torch.save writes it, with checksums
+            damaged = file.testzip()
+        if damaged:
+            raise ValueError(f"{damaged} is damaged")
+        # Weights alone: a pickle that runs code is refused.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        settings = [f"--{name}={text}" for name, text in state["settings"].items()]
+        state["settings"] = parse_flags(settings)
+        # What is missing would silently be the default of the preset record.
+        if len(settings) < len(fields(Hyperparameters)):
+            raise ValueError("it lacks a setting")
+        # A run resumed from NaN would fail at the same step for ever.
+        for tensors in (state["model"], *state["optimizers"].values()):
+            for name, tensor in tensors.items():
+                if not (tensor.is_floating_point() and tensor.isfinite().all()):
+                    raise ValueError(f"{name} is not finite")
+    # zipfile and torch raise nearly any exception for a damaged file.
+    except Exception as error:
+        cause = str(error).partition(". ")[0]  # without torch's advice
+        raise UserError(f"{path}: no whole checkpoint of this script "
+                        f"({type(error).__name__}: {cause}); name another") from None
+    return state
+
+
+def newest_checkpoint(folder: Path):
+    """Path and state of a run's newest whole checkpoint. Without one, those of a new run."""
+    # Names sort by step.
+    for path in sorted(folder.glob("step-*.pt"), reverse=True):
+        try:
+            return str(path), load_checkpoint(path)
+        except UserError as error:
+            print(f"skipped {error}", file=sys.stderr)
+    return "", NEW_RUN
+
+
+# ---- The machine ------------------------------------------------------------
+def check_launcher(world_size):
+    """Raise UserError where the ranks of a run could not find each other."""
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1 and "RANK" not in os.environ:
+        raise UserError(f"srun started {tasks} tasks, and each would train alone; "
+                        "let it start torchrun, with --ntasks-per-node=1")
+    if world_size > 1:
+        address = os.environ.get("MASTER_ADDR", "")
+        try:
+            socket.getaddrinfo(address, None)
+        except OSError as error:
+            raise UserError(f"MASTER_ADDR {address}: not to be resolved here ({error}); on one "
+                            "machine start torchrun with --local-addr=127.0.0.1") from None
+
+
+def count_gpus(device) -> int:
+    """This machine's GPUs, none where --device is cpu. Raises UserError where CUDA cannot start."""
+    if device == "cpu":
+        return 0
+    gpus = torch.cuda.device_count()
+    # It also counts none where the driver does not answer.
+    broken = Path("/dev/nvidiactl").exists() and torch.version.cuda
+    if gpus or (broken and "CUDA_VISIBLE_DEVICES" not in os.environ):
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            raise UserError(f"CUDA does not start: {error}; --device cpu does without") from None
+    return gpus
+
+
+def check_gpu_machine(ranks):
+    """Raise UserError where so many ranks on GPUs would fail minutes after their start."""
+    # Triton compiles a launcher with them.
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise UserError("no C compiler, which Triton needs; install gcc, or set CC")
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    if not header.exists():
+        raise UserError(f"{header}: not there, and Triton needs it; install python3-dev, "
+                        "or a Python of uv's")
+    memory = Path("/dev/shm")
+    mib = shutil.disk_usage(memory).total // 2**20 if memory.exists() else 0
+    if ranks > 1 and mib <= 64:  # Docker's default
+        raise UserError(f"{memory}: of {mib} MiB, which NCCL fills; start the container with "
+                        "--shm-size=1g")
+
+
+def default_head_chunks(device: torch.device) -> int:
+    """In how many chunks a device computes the head."""
+    if device.type == "cpu":
+        return 1
+    memory = torch.cuda.get_device_properties(device).total_memory
+    # 80 GB hold all logits and their gradient. More than eight chunks save nothing.
+    return 8 if memory < 32e9 else math.ceil(70e9 / memory)
+
+
+def cpu_model() -> str:
+    """The name of this machine's CPU, as its maker writes it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
+        name = found[1] if found else ""  # ARM's have none
+    else:
+        name = collect_env.run("sysctl -n machdep.cpu.brand_string")[1]  # macOS
+    return " ".join(name.split()) or platform.processor() or "cpu"
+
+
+def machine_facts(device: torch.device) -> dict:
+    """What a log tells of the machine and of its software."""
+    folder = shlex.quote(str(SCRIPT.parent))  # it may have spaces
+    capability = torch.backends.cpu.get_cpu_capability()
+    facts = dict(
+        device=f"{cpu_model()} ({platform.machine()}, {capability})",
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),  # OMP_NUM_THREADS, or the number of cores
+        commit=collect_env.run(f"git -C {folder} rev-parse HEAD")[1],  # empty without git
+    )
+    if device.type == "cuda":
+        facts |= dict(
+            device=torch.cuda.get_device_name(device),
+            gpus=torch.cuda.device_count(),
+            cuda=torch.version.cuda,
+            driver=collect_env.get_nvidia_driver_version(collect_env.run),
+            nccl=torch.cuda.nccl.version(),
+            triton=version("triton"),
+        )
+    return facts
+
+
+def peak_memory_mib(device: torch.device) -> int:
+    """The most that the process has held: of its GPU since the warm-up, or of the CPU's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) // 2**20
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's may be the peak of the process that started this one
+        kib = int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1])
+        return kib // 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20  # macOS has bytes
+
+
+# ---- Ranks and log ----------------------------------------------------------
+class Ranks:
+    """This process's rank and device, and what ranks exchange. Raises UserError."""
+
+    def __init__(self, cfg):
+        # torchrun sets these. Without it there is one process.
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
+        check_launcher(self.world_size)
+        gpus = count_gpus(cfg.device)
+        if local_rank >= gpus and (gpus or cfg.device == "cuda"):
+            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
+        self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
+        if gpus:
+            check_gpu_machine(self.world_size)
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)  # "cuda" now means this one
+        if self.world_size > 1:
+            # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
+            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+            # Ranks compile at different speeds, and wait for the slowest.
+            dist.init_process_group(device_id=self.device if gpus else None,
+                                    timeout=timedelta(minutes=30))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, failure, *_):
+        """End the process group, whose threads must not outlive Python: it would abort them."""
+        if self.world_size > 1:
+            if failure and self.device.type == "cuda":
+                dist.group.WORLD.abort()  # without waiting for ranks that may have failed, too
+            dist.destroy_process_group()
+
+    def all_gather(self, x):
+        """(N,) of every rank, as (ranks, N)."""
+        rows = x.repeat(self.world_size, 1)
+        if self.world_size > 1:
+            dist.all_gather_into_tensor(rows.view(-1), x)
+        return rows
+
+
+class Log:
+    """Rank 0's log file and console. The other ranks write nothing.
+
+    A resumed run adds to its log. For any other run a log of the same name is a UserError, unless
+    it `may_restart`: then it was killed before it saved anything, and begins anew.
+    """
+
+    def __init__(self, cfg, ranks, may_restart=False):
+        self.run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S")
+        self.folder = Path("logs", self.run_id)  # in the current folder
+        self.path = self.folder / "log.txt"
+        self.enabled = ranks.rank == 0
+        self.is_new = not cfg.resume
+        self.file = None
+        # By rank 0 alone: another one may come when the log is open.
+        if self.enabled and self.path.exists() and not may_restart:
+            raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
+                            "its run by --resume auto, or name another --run_id")
+
+    def open(self, header):
+        """Open the log, for this run alone. A new one begins with the header. Raises UserError."""
+        if self.enabled:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file = self.path.open("a", buffering=1, encoding="utf-8")  # line by line
+            without_lock = None
+            try:
+                # The lock ends with the process, however that ends.
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"--run_id {self.run_id}: another process runs it now") from None
+            except OSError as error:  # as on some network file systems
+                without_lock = error
+            if self.is_new:
+                self.file.truncate(0)  # of what a run wrote that was killed before it saved
+            # Also after a full disk has left an empty file
+            if not self.path.stat().st_size:
+                self.file.write(header)
+            if without_lock:
+                self(f"{self.path}: no lock ({without_lock}), so let no other process run "
+                     f"--run_id {self.run_id}")
+
+    def __call__(self, text, more="", console=True):
+        """Write the text to the log; print it to the console, with more."""
+        if self.file:
+            self.file.write(text + "\n")
+        if self.enabled and console:
+            try:
+                print(text + more, flush=True)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                # The terminal is gone, and the run goes on or saves without it.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class LossExchange:
+    """Ranks exchange their losses at every step, and whether a signal told one of them to stop.
+
+    On CUDA this is read one step late, so that the host never waits for the current step.
+    """
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self.pending = []  # not read yet: step, rows of all ranks, CUDA event
+        self.told_to_stop = False  # this rank
+        self.stopping = False  # any rank was told to
+        self.losses = []  # of the step read last
+        signal.signal(signal.SIGTERM, self.on_signal)
+        signal.signal(signal.SIGINT, self.on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGHUP, self.on_signal)  # the terminal was closed
+
+    def on_signal(self, number, frame):
+        self.told_to_stop = True  # all ranks learn it in the next step
+
+    def check(self, step, losses):
+        """Exchange the losses of a step before its update. Raises UserError, as `read`."""
+        row = torch.cat([losses.float(), torch.full_like(losses[:1], self.told_to_stop)])
+        rows = self.ranks.all_gather(row).to("cpu", non_blocking=True)
+        event = None
+        if row.is_cuda:
+            event = torch.cuda.current_stream().record_event()  # after the copy above
+        self.pending.append((step, rows, event))
+        self.read(late=int(row.is_cuda))
+
+    def read(self, late=0):
+        """Read what is pending but the last `late`. Raises UserError where a loss is not finite."""
+        while len(self.pending) > late:
+            step, rows, event = self.pending.pop(0)
+            if event:
+                event.synchronize()
+            *self.losses, stops = rows.mean(0).tolist()  # all ranks have as many tokens
+            self.stopping = stops > 0
+            if not math.isfinite(self.losses[0]):
+                raise UserError(f"step {step}: the loss is {self.losses[0]}; "
+                                "lower the learning rates")
+
+
+# ---- The run ----------------------------------------------------------------
+def build(cfg, ranks):
+    """Model and optimizers of a new run. Raises UserError where --init does not fit."""
+    # Drawn on the CPU, so that a seed means the same weights on every device
+    model = GPT(cfg)
+    model.init_weights(torch.Generator().manual_seed(cfg.seed))
+    if hasattr(model, "read_tables"):  # of a record whose model reads a file
+        model.read_tables()
+    if cfg.init and not cfg.resume:
+        load_state(model, [], load_checkpoint(Path(cfg.init)), cfg.init)
+    model.to(ranks.device)
+    if ranks.device.type == "cuda":
+        prepare_for_cuda(model, cfg, ranks.device)
+    return model, build_optimizers(model, cfg, ranks)
+
+
+def load_state(model, optimizers, state, path):
+    """Load weights and optimizer state. Raises UserError where they do not fit."""
+    try:
+        model.load_state_dict(state["model"])
+        for optimizer in optimizers:
+            optimizer.load_full_state(state["optimizers"][optimizer.name])
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"{path}: does not fit ({error}); name another checkpoint") from None
+
+
+class Plan(NamedTuple):
+    """What a run's schedule comes to."""
+
+    first_steps: dict  # of each stage
+    tokens: int  # that it trains on
+    longest: int  # training sequence, in tokens
+
+
+def plan(cfg) -> Plan:
+    first_steps = {}
+    tokens = longest = 0
+    for step in range(cfg.num_iterations):
+        now = schedule(step, cfg)
+        first_steps.setdefault(now.stage, step)
+        tokens += cfg.sequences_per_step * now.seq_len
+        longest = max(longest, now.seq_len)
+    return Plan(first_steps, tokens, longest)
+
+
+class Run:
+    """All that the training loop works with."""
+
+    def __init__(self, cfg, ranks, log, state):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.log = log
+        self.last = cfg.num_iterations  # this step only validates
+        self.first_step = self.saved_step = state["step"]
+        self.plan = plan(cfg)
+        self.open_data(state)  # checked before the model is built
+        self.model, self.optimizers = build(cfg, ranks)
+        self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
+        self.write_header()
+        if self.loader:
+            self.warm_up()
+        if cfg.resume:  # after the warm-up, which leaves no trace
+            load_state(self.model, self.optimizers, state, cfg.resume)
+            log(f"resumed at step:{self.first_step} from {cfg.resume}")
+        self.health = LossExchange(ranks)  # catches signals from here on
+        self.started = time.perf_counter()  # the clock
+
+    def open_data(self, state):
+        """Read the validation tokens and open the training data. Raises UserError."""
+        self.val_tokens = read_val_tokens(self.cfg)
+        self.loader = None  # evaluation needs no training data
+        self.data = ""  # digest of the training data
+        if self.first_step < self.last:
+            self.loader = TokenLoader(self.cfg, self.ranks, *state["loader"], self.log)
+            self.data = self.loader.digest
+            check_data(self.cfg, self.loader, self.plan.tokens, state.get("data", self.data))
+
+    def write_header(self):
+        """Begin the log with the script, all settings and what machine it is."""
+        self.facts = machine_facts(self.ranks.device) | dict(
+            seed=self.cfg.seed,
+            world_size=self.ranks.world_size,
+            parameters=sum(optimizer.numel for optimizer in self.optimizers),
+        )
+        head = "fp32"
+        if self.ranks.device.type == "cuda":
+            head = "fp8" if getattr(self.model.lm_head, "use_fp8", False) else "bf16"
+        values = vars(self.cfg) | self.facts | dict(
+            run_id=self.log.run_id,
+            head=head,
+            train_digest=self.data,
+            val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
+        )
+        lines = [f"{key}: {show(value)}" for key, value in values.items()]
+        rule = "=" * 100  # the end of the source
+        self.log.open("\n".join([SCRIPT.read_text("utf-8"), rule, *lines, rule, ""]))
+        # The first line of the console
+        self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
+                 "{head} head in {head_chunks} chunk(s), logs/{run_id}".format(**values))
+
+    def warm_up(self):
+        """Run every kernel on blank tokens, then restore weights and optimizer state."""
+        cfg = self.cfg
+        device = self.ranks.device
+        if device.type == "cuda":
+            self.log("warming up; a GPU compiles for some 5 minutes the first time ...")
+            # Blocks that were in use once leave room for the tuner's copies of its arguments,
+            # which would else go through the host's memory and be timed with it.
+            free, _ = torch.cuda.mem_get_info(device)
+            torch.empty(free // 2, dtype=torch.uint8, device=device)
+        tensors = []
+        for optimizer in self.optimizers:
+            tensors += optimizer.tensors()
+        # On the host: a GPU may have no room for a copy.
+        before = [tensor.to("cpu", copy=True) for tensor in tensors]
+        for first in self.plan.first_steps.values():  # shapes differ between stages
+            for step in range(first, first + cfg.warmup_steps):
+                now = schedule(step, cfg)
+                tokens = np.zeros((self.loader.per_forward, now.seq_len + 1), int)
+                accumulate_gradients(self.model, [to_batch(tokens, device)], now)
+                step_optimizers(self.optimizers, now, tokens.size)
+        # A validation sequence for each rank
+        tokens = np.zeros(self.ranks.world_size * cfg.val_seq_len + 1, int)
+        validate(self.model, tokens, cfg, self.ranks)
+        for tensor, value in zip(tensors, before):
+            tensor.copy_(value)  # in place, since kernels and views keep their addresses
+        for optimizer in self.optimizers:
+            optimizer.grads.zero_()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # the tuner's copies do not count
+        # No search among all that the compiler has left, which takes a second, in the steps.
+        gc.collect()
+        gc.freeze()
+
+    def pause(self, step, complete) -> bool:
+        """Validate and save before a step, where that is due. Returns whether the run ends here.
+
+        complete: no gradients are waiting for the next step, so nothing is lost by a save.
+        """
+        is_last = step == self.last
+        stops = self.health.stopping and not is_last
+        validates = is_last or (self.cfg.val_every and step % self.cfg.val_every == 0)
+        saves = self.is_save_due(step, complete, stops)
+        # The clock stands from here until it is started again.
+        if validates or saves:
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize()  # the GPU finishes what it was given
+            self.train_time_ms = self.elapsed_ms()
+            if validates:
+                self.val_loss = validate(self.model, self.val_tokens, self.cfg, self.ranks)
+                self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
+            if saves:
+                self.save_checkpoint(step)
+            self.started = time.perf_counter()
+        self.stopped = stops and (saves or not self.cfg.save_every)
+        return is_last or self.stopped
+
+    def is_save_due(self, step, complete, stops) -> bool:
+        every = self.cfg.save_every
+        # The step that a run was resumed from is saved already.
+        if not every or step <= self.first_step:
+            return False
+        # Whether a multiple of save_every lies between, as not every step can be saved
+        passed = step // every > self.saved_step // every
+        return step == self.last or (complete and (passed or stops))
+
+    def elapsed_ms(self):
+        """Time spent on training: what was counted before, and since the clock started."""
+        return self.train_time_ms + 1000 * (time.perf_counter() - self.started)
+
+    def log_losses(self, step, ms, **losses):
+        """Log a step's losses. The console shows each tenth of the run, and the time left."""
+        average = ms / max(1, step)
+        text = f"step:{step}/{self.last}"
+        for name, loss in losses.items():
+            text += f" {name}:{loss:.4f}"
+            if not math.isfinite(loss):
+                raise UserError(f"{text}; lower the learning rates")
+        text += f" train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
+        left = f" left:{average * (self.last - step) / 1000:.0f}s"
+        # The first step with another tenth of the run behind it
+        is_tenth = step * 10 % self.last < 10
+        self.log(text, left, console=is_tenth or "val_loss" in losses)
+
+    def save_checkpoint(self, step):
+        """Save all that a resumed run needs: on a CPU it is equal to the bit. Raises UserError."""
+        self.saved_step = step
+        state = dict(
+            step=step,
+            settings={name: show(value) for name, value in vars(self.cfg).items()},
+            data=self.data,
+            loader=self.loader.place,
+            threads=torch.get_num_threads(),
+            train_time_ms=self.train_time_ms,
+            model=self.model.state_dict(),
+            optimizers={each.name: each.full_state() for each in self.optimizers},
+        )
+        # Leading zeros let names sort by step.
+        path = self.log.folder / f"step-{step:06d}.pt"
+        if self.ranks.rank == 0:
+            write_checkpoint(path, state)
+
+    def log_step(self, step):
+        """Log the loss that is minimised and, where a record has it, the next token's."""
+        losses = dict(zip(("train_loss", "next_token_loss"), self.health.losses))
+        self.log_losses(step, self.elapsed_ms(), **losses)
+
+    def finish(self):
+        """Log the results."""
+        cfg = self.cfg
+        reached = "reached" if self.val_loss <= cfg.target_loss else "not reached"
+        self.log(f"target loss {cfg.target_loss}: {reached}")
+        if cfg.preset == "record":
+            self.log(f"to file it with its record: python records/ledger file {self.log.path}")
+        results = dict(
+            val_loss=f"{self.val_loss:.6f}",
+            train_time_ms=f"{self.train_time_ms:.0f}",
+            steps=self.last,
+            tokens=self.plan.tokens,
+            peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0
+            **self.facts)
+        self.log("---")  # programs read what follows
+        for key, value in results.items():
+            self.log(f"{key}: {value}")
+
+
+def check_data(cfg, loader, tokens, digest):
+    """Raise UserError where training data are not the checkpoint's, held out, or too few."""
+    files = f"--train_files {cfg.train_files}"
+    if loader.digest != digest:
+        raise UserError(f"{files}: not the data of {cfg.resume}")
+    if set(loader.files) & set(find_shards(cfg.val_files)):
+        raise UserError(f"{files}: --val_files has a file of these, too")
+    if tokens > loader.size:
+        message = f"{files}: {loader.size} tokens, read again as the run takes {tokens}"
+        if cfg.preset == "record" and not cfg.repeat_data:
+            shards = math.ceil(tokens / 1e8)  # of FineWeb
+            raise UserError(f"{message}; fetch more: python data/fineweb.py {shards}, "
+                            "or --repeat_data true")
+        loader.log(message)
+
+
+# ---- Command line -----------------------------------------------------------
+# Flags that may differ from the checkpoint of a resumed run
+MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every device
+    sequences_per_forward head_chunks run_id save_every resume""".split()
+ZERO_IS_OFF = "val_every warmup_steps head_chunks save_every".split()
+
+
+def show(value) -> str:
+    """A value in the form that its flag takes."""
+    if isinstance(value, tuple):
+        return ",".join(map(show, value))
+    if is_dataclass(value):  # a row
+        return ":".join(map(show, vars(value).values()))
+    return str(value)
+
+
+def flag_type(name, default):
+    """What turns the text of a flag into a value like the default. It raises ValueError."""
+    kind = type(default)
+    least = 0 if kind is float or name in (*MAY_BE_ZERO, *ZERO_IS_OFF) else 1
+
+    def flag(text):
+        if kind is bool:
+            return ["false", "true"].index(text.lower()) == 1
+        if kind is tuple:
+            return tuple(map(flag_type(name, default[0]), text.split(",")))
+        if is_dataclass(default):  # a row
+            pairs = zip(vars(default).items(), text.split(":"), strict=True)
+            return kind(*(flag_type(*field)(part) for field, part in pairs))
+        value = kind(text)
+        if kind is not str and not least <= value < 2**31:  # too large for any machine
+            raise ValueError
+        return value
+
+    return flag
+
+
+def parse_flags(argv) -> dict:
+    """The flags among these words, or those of the command line, as values. Raises UserError."""
+    def error(message):
+        raise UserError(f"{message}; --help lists the flags")
+
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.error = error  # one line, as all errors
+    # The comments of the table: `name: type = default  # meaning`
+    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text("utf-8"), re.M))
+    choices = dict(preset=["record", "pocket"], device=["auto", "cuda", "cpu"])
+    # Only what is given stands in the result, so that defaults can come from elsewhere.
+    for each in fields(Hyperparameters):
+        name = each.name
+        default = show(each.default)
+        pocket = show(POCKET.get(name, each.default))
+        meaning = meanings.get(name, "")
+        parser.add_argument(f"--{name}", type=flag_type(name, each.default), metavar="X",
+                            choices=choices.get(name),
+                            help=f"{meaning} (record: {default}, pocket: {pocket})")
+    return vars(parser.parse_args(argv))
+
+
+def parse_args(argv) -> Hyperparameters:
+    """The hyperparameters of a new run. Raises UserError."""
+    return hyperparameters(parse_flags(argv))
+
+
+def hyperparameters(given, saved=None) -> Hyperparameters:
+    """The flags given, over those of their preset or of a checkpoint. Raises UserError."""
+    values = POCKET if given.get("preset") == "pocket" else {}
+    if saved:
+        # The new process chooses its device and its log.
+        values = saved | dict(device="auto", run_id="", head_chunks=0)
+        for name, value in given.items():
+            if name not in MAY_CHANGE and value != saved[name]:
+                raise UserError(f"--{name} {show(value)}: the checkpoint has {show(saved[name])}; "
+                                f"a resumed run may change {', '.join(MAY_CHANGE)}")
+    cfg = Hyperparameters(**(values | given))
+    # A rule begins with its flag. The record has rules of its own.
+    rules = {
+        "val_seq_len must be a multiple of 128": cfg.val_seq_len % 128 == 0,
+        "eot_token must be below vocab_size": cfg.eot_token < cfg.vocab_size,
+        "num_iterations must be at most a million": cfg.num_iterations <= 10**6,
+        "run_id must be of letters, digits, _ . + -, and not begin with .":
+            re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id),
+    }
+    for rule, holds in (rules | check_flags(cfg)).items():
+        if not holds:
+            raise UserError(f"--{rule}; here it is {show(getattr(cfg, rule.split()[0]))}")
+    return cfg
+
+
+def run_script(argv) -> int:
+    """Train or resume by the flags. Returns the exit code. Raises UserError."""
+    given = parse_flags(argv)
+    path = given.get("resume", "")
+    state = NEW_RUN
+    if path == "auto" and given.get("run_id"):
+        path, state = newest_checkpoint(Path("logs", given["run_id"]))
+    elif path:
+        state = load_checkpoint(Path(path))
+    cfg = hyperparameters(given | dict(resume=path), state.get("settings"))
+    with Ranks(cfg) as ranks:
+        chunks = cfg.head_chunks or default_head_chunks(ranks.device)
+        cfg = replace(cfg, head_chunks=chunks)
+        log = Log(cfg, ranks, may_restart=given.get("resume"))
+        if path:
+            torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
+        left = cfg.num_iterations - state["step"]
+        if left < 0:
+            raise UserError(f"--num_iterations {cfg.num_iterations}: {path} is of a later step")
+        # A finished record can be evaluated without a GPU.
+        if left and cfg.preset == "record" and ranks.device.type != "cuda":
+            raise UserError("--preset record: there is no CUDA device; use --preset pocket")
+        run = Run(cfg, ranks, log, state)
+        train(run, cfg)
+        if run.stopped:
+            log("stopped by a signal; what --save_every saved goes on by "
+                f"--run_id {log.run_id} --resume auto")
+            return 1
+        run.finish()
+        return 0
+
+
+def main(argv=None) -> int:
+    """Run the script and return its exit code: 2 after an error that a user can mend."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack some letters
+    try:
+        return run_script(argv)
+    except (UserError, OSError, dist.DistError) as error:
+        message = str(error)  # names the file or flag
+    except (MemoryError, torch.OutOfMemoryError):
+        # Fewer tokens at once; --head_chunks helps where the logits alone are too large.
+        message = "out of memory; shorten the sequences or lower --sequences_per_forward"
+    # One rank of each machine is enough.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

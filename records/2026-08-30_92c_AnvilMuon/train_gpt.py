@@ -15,7 +15,8 @@ Technique                                         where it is
 ReLU²                                             MLP
 QK-norm, merged QKV, value embeddings             CausalSelfAttention
 narrow heads, a layer of two MLPs                 CausalSelfAttention, Block
-sparse attention gate, value gate                 CausalSelfAttention
+sparse attention gate                             CausalSelfAttention
+value gate, skip gate                             CausalSelfAttention, GPT.hidden
 key offset                                        offset_keys
 paired heads                                      CausalSelfAttention, GPT.views
 half-truncated rotary embedding                   GPT.set_stage, rotate
@@ -25,8 +26,8 @@ FP8 head                                          FP8Product, Head
 softcapped logits                                 GPT.logits
 multi-token prediction                            schedule, GPT.forward, GPT.head_loss
 bigram table, signs                               hash_bigrams, GPT.bigrams
-smeared embeddings, gated skip                    GPT.smear, GPT.hidden
-saved activation for late attention               GPT.hidden
+smeared embeddings, skip                          GPT.smear, GPT.hidden
+saved activation: late attention, backout         GPT.hidden
 dense connections                                 Factors, LastBlock, GPT.hidden
 mix of ten sources by groups of channels          GroupFactors, GPT.hidden
 exclusive self-attention                          CausalSelfAttention
@@ -638,13 +639,13 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:
-    """Shift the half of each key that does not rotate by one token: @classiclarryd, #49, 50 steps.
+    """Shift half of each key by one token: @classiclarryd, #49, 50 steps.
 
     A query that matches an earlier token then finds the token after it, in a single layer.
     """
     first = k_BTHK[:, :1]  # has no previous token
     previous = torch.cat([first, k_BTHK[:, :-1]], dim=1)
-    # Quarters of a key: first entries of the pairs (rotating, still), then the second ones.
+    # The half that does not rotate. Quarters are first entries of the pairs, then second ones.
     entry = torch.arange(k_BTHK.size(-1), device=k_BTHK.device)
     quarter = 4 * entry // len(entry)
     return torch.where(quarter % 2 == 1, previous, k_BTHK)
@@ -700,8 +701,8 @@ class CausalSelfAttention(nn.Module):
             k = offset_keys(k)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             value = value_embed.unflatten(-1, (self.num_heads, -1))[..., : self.v_dim]
-            # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate. It sees
-            # the value too: @photon_mz, #70.
+            # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate
+            # It sees the value too: @photon_mz, #70.
             if self.value_gate is not None:
                 half = GATE_CHANNELS // 2
                 seen = torch.cat([x[..., :half], value_embed[..., :half]], dim=-1)
@@ -812,7 +813,7 @@ class Block(nn.Module):
         self.post_lambdas = weight(2, group="injection lambdas", first=constant(1.0, 1.0))
 
     def factors(self, x) -> dict:
-        """Its own factors by name. They are numbers, whatever its input x."""
+        """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
         resid_attn, resid_mlp = self.resid_lambdas
         post_attn, post_mlp = self.post_lambdas
         return dict(
@@ -828,7 +829,7 @@ class Block(nn.Module):
         if not self.layer.takes_skip:
             y = self.attn(norm(read), value_embed, view, factors) if self.attn else 0
             x = factors["resid_attn"] * x + factors["post_attn"] * y
-            for name, activation in stream.items():  # @KoszarskyB, @Grad62304977
+            for name, activation in stream.items():
                 if name in factors:
                     x = x + factors[name] * activation
         stream["mlp_input"] = norm(x)
@@ -1230,7 +1231,7 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in fp32 and in place.
 
     Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
-    mean, square: in fp32, also of bf16 weights: @ChrisJMcCormick, #56. count: steps, a tensor.
+    count: steps taken, a tensor.
     """
     count += 1
     beta1, beta2 = betas
@@ -1376,6 +1377,7 @@ class Adam(ShardedOptimizer):
 
     def __init__(self, name, group, params, ranks):
         super().__init__(name, group, params, ranks)
+        # In fp32, also of bf16 weights: @ChrisJMcCormick, #56
         self.state["mean"] = torch.zeros_like(self.my_grad).float()
         self.state["square"] = torch.zeros_like(self.my_grad).float()
         self.state["count"] = torch.zeros_like(self.lr)

@@ -54,8 +54,13 @@ def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
     try:
         trainer = load_script(script or log)
         state = trainer.load_checkpoint(path)
-        model = trainer.GPT(trainer.Hyperparameters(**state["settings"]))
+        cfg = trainer.Hyperparameters(**state["settings"] | dict(device=device))
+        model = trainer.GPT(cfg)
         model.load_state_dict(state["model"])
+        if hasattr(model, "ngram_table"):  # which is an optimizer's state
+            trainer.build_optimizers(model, cfg, trainer.Ranks(cfg))
+            table = model.ngram_table
+            table.load_full_state(state["optimizers"][table.name])
     except Exception as error:  # by what is in the files
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         what = f"{path}: not of this script" if trainer else f"{script or log}: no training script"
@@ -103,6 +108,16 @@ def read_prompt(text: str, file: str | None) -> str:
                         "iconv -t utf-8") from None
 
 
+def hidden_states(model, inputs):
+    """The model's, (B, T, D). One with a table of n-grams gets the rows of these tokens, too."""
+    if not hasattr(model, "ngram_table"):
+        return model.hidden(inputs)
+    script = sys.modules[type(model).__module__]
+    rows = model.cfg.ngram_rows
+    ids = [script.hash_bigrams(inputs, rows), script.hash_trigrams(inputs, rows)]
+    return model.hidden(inputs, model.ngram_table.read(torch.stack(ids, dim=-1)))
+
+
 @torch.no_grad()
 def draw_tokens(model, ids: list[int], tokens: int, temperature: float,
                 top_k: int) -> Iterator[int]:
@@ -116,7 +131,7 @@ def draw_tokens(model, ids: list[int], tokens: int, temperature: float,
     for _ in range(tokens):
         seen = ids[-cfg.val_seq_len:]
         inputs = torch.tensor([seen], dtype=torch.int32, device=device)
-        logits = model.logits(model.hidden(inputs)[0, -1])[:cfg.vocab_size]
+        logits = model.logits(hidden_states(model, inputs)[0, -1])[:cfg.vocab_size]
         if top_k:
             least = logits.topk(min(top_k, len(logits))).values[-1]
             logits[logits < least] = -math.inf

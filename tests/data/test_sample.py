@@ -13,6 +13,7 @@ from conftest import REPO, SCRIPTS, script_module
 import train_gpt
 
 OLDEST = SCRIPTS[1]
+WITH_TABLE = SCRIPTS[-1]
 
 
 def model_of(logits, **cfg):
@@ -62,20 +63,21 @@ def test_temperature_and_top_k_shape_what_is_drawn_from(monkeypatch, temperature
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, write_shard):
-    """A folder with checkpoints after two steps, first by the oldest record, then by the root."""
+    """A folder with checkpoints after two steps, of the oldest and newest record, and the root."""
     folder = tmp_path_factory.mktemp("runs")
-    tokens = torch.randint(256, (60_001,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(60, 123, (60_001,), generator=torch.Generator().manual_seed(0))
     tokens[::100] = 256
     write_shard(folder / "tiny.bin", tokens.tolist())
     write_shard(folder / "val.bin", tokens[:200].tolist())
-    for name, script in (("oldest", script_module(OLDEST)), ("root", train_gpt)):
+    scripts = dict(oldest=script_module(OLDEST), table=script_module(WITH_TABLE), root=train_gpt)
+    for name, script in scripts.items():
         flags = f"""--preset pocket --device cpu --num_iterations 2 --val_seq_len 128
-            --sequences_per_step 2 --val_tokens 128 --warmup_steps 0 --save_every 2
+            --sequences_per_step 8 --val_tokens 128 --warmup_steps 0 --save_every 2
             --train_files tiny.bin --val_files val.bin --run_id {name}"""
         with contextlib.chdir(folder):
             assert not script.main(flags.split())
-    oldest, root = (folder / "logs" / name / "step-000002.pt" for name in ("oldest", "root"))
-    return SimpleNamespace(folder=folder, oldest=oldest, root=root)
+    paths = {name: folder / "logs" / name / "step-000002.pt" for name in scripts}
+    return SimpleNamespace(folder=folder, **paths)
 
 
 @pytest.fixture
@@ -98,6 +100,33 @@ def test_the_newest_checkpoint_says_the_likeliest(runs, run):
     text = bytes(i for i in ids if i < 256).decode(errors="replace")
     assert run(runs.folder, *flags, "--temperature", 0) == text + "\n"
     assert run(runs.folder, runs.root, *flags, "--top_k", 1, "--temperature", 3) == text + "\n"
+
+
+@torch.no_grad()
+def test_a_table_of_n_grams_is_read_as_well(runs, run):
+    """Its rows are looked up one by one here, in what the checkpoint has."""
+    script = script_module(WITH_TABLE)
+    state = script.load_checkpoint(runs.table)
+    cfg = script.Hyperparameters(**state["settings"])
+    model = script.GPT(cfg).eval()
+    model.load_state_dict(state["model"])
+    rows = state["optimizers"]["n-grams"]["rows"]
+    rows.copy_(torch.randn(len(rows), generator=torch.Generator().manual_seed(1)))
+    changed = runs.folder / "logs" / "table" / "changed.pt"
+    torch.save(state, changed)
+    rows = rows.view(cfg.ngram_rows, cfg.model_dim)
+    ids = [256, *b"xy"]
+    while len(ids) < 3 + 12 and ids[-1] != 256:
+        tokens = torch.tensor([ids], dtype=torch.int32)
+        hashes = zip(script.hash_bigrams(tokens, cfg.ngram_rows)[0].tolist(),
+                     script.hash_trigrams(tokens, cfg.ngram_rows)[0].tolist(), strict=True)
+        read = torch.stack([torch.stack([rows[two], rows[three]]) for two, three in hashes])
+        logits = model.logits(model.hidden(tokens, read[None]))
+        ids.append(logits[0, -1, :257].argmax().item())
+    text = bytes(i for i in ids if i < 256).decode(errors="replace")
+    flags = ["--prompt", "xy", "--tokens", 12, "--temperature", 0]
+    assert run(runs.folder, changed, *flags) == text + "\n"
+    assert run(runs.folder, runs.table, *flags) != text + "\n"
 
 
 def test_the_script_is_that_of_the_runs_log_or_the_one_named(runs, run, tmp_path):

@@ -790,7 +790,8 @@ class GroupFactors(Factors):
     def forward(self, x):
         hidden = F.gelu(self.w1(x))
         shared = self.w2(hidden) + self.bias  # (B, T, n)
-        own = torch.einsum("bth,ngh->btng", hidden, self.groups.type_as(hidden))
+        own = F.linear(hidden, self.groups.type_as(hidden).flatten(0, 1))
+        own = own.unflatten(-1, self.groups.shape[:2])  # (B, T, n, groups)
         factors = FACTOR_SCALE * (shared[..., None] + own)
         return dict(zip(self.sizes, factors.unbind(2)))
 

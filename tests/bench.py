@@ -82,11 +82,13 @@ class RunFailed(Exception):
 
 def run_command(words, **env):
     """Run a script of ours to its end. Returns its final values, what it printed, and seconds."""
+    is_python = words[0].endswith(".py")
+    program = [sys.executable] if is_python else []
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=REPO,
-                          env=os.environ | env)
+    done = subprocess.run([*program, *words], capture_output=True, text=True, cwd=REPO,
+                          env=os.environ | dict(PYTHON=sys.executable) | env)
     wall_s = time.perf_counter() - start
-    command = shlex.join(["python", *words])
+    command = shlex.join(["python", *words] if is_python else words)
     if done.returncode:
         reason = (done.stderr.splitlines() or ["no message"])[-1]
         raise RunFailed(f"{command} ended with {done.returncode}: {reason}")
@@ -212,7 +214,7 @@ def baselines(args, flags):
 
 # ---- busy: threads ----
 def busy(args, flags):
-    """Time the pocket by threads, in turns: as many as the script chooses, one, one per core."""
+    """Time the pocket by threads, in turns: as many as run.sh chooses, one, one per core."""
     every = str(len(os.sched_getaffinity(0)))
     settings = {"chosen": {}, "1": dict(OMP_NUM_THREADS="1"), every: dict(OMP_NUM_THREADS=every)}
     seconds = {}
@@ -222,7 +224,8 @@ def busy(args, flags):
                 spinning = [sys.executable, "-c", "while True: pass"]
                 stack.callback(stack.enter_context(subprocess.Popen(spinning)).kill)
             for name, env in settings.items():
-                words = ["train_gpt.py", "--preset", "pocket", "--seed", str(seed), *flags]
+                program = "train_gpt.py" if env else "./run.sh"
+                words = [program, "--preset", "pocket", "--seed", str(seed), *flags]
                 values = run_command(words, **env)
                 seconds.setdefault((taken, name), []).append(values["train_s"])
                 say(f"seed {seed}, {taken} core(s) taken, threads {name}: "

@@ -1,4 +1,4 @@
-"""The ladder as a book: a static site with an index and a page for each record."""
+"""The ladder as a book: a static site with a page for each record, and what came after #53."""
 
 import ast
 import io
@@ -27,11 +27,14 @@ PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>
 LOSSES = re.compile(r"<summary>Published losses by step</summary>(.*?)</details>", re.S)
 PIECE = re.compile(r"<span.*?</span>|[^<]+")  # of a line that pygments coloured
 NONE = "", " "  # in the place of a line
+AFTER = "docs/after-53.md"  # a page of the project, and of the book where the project has it
+HOME = '<a href="index.html">The ladder</a>\n'
 INDEX = """# The ladder, record by record
 
-A speedrun trains a language model to a fixed quality, as fast as possible. Here are {} records of
-the public run on eight H100s. Each is a script of its own, and a small change of its parent. Its
-page has the idea, the reason, the formulas, the change beside the parent's lines, and the curves.
+A speedrun trains a language model to a fixed quality, as fast as possible. Here are {} scripts:
+records of the public run on eight H100s, and steps between them. Each is a small change of its
+parent. Its page has the idea, the reason, the formulas, the change beside the parent's lines, and
+the curves.
 
 ![Published minutes of each record on eight H100s, on a logarithmic axis](ladder.svg)
 
@@ -57,19 +60,39 @@ def write_book(records: list, out: Path, source: str | None):
     folder = records[0].folder.parent
     text = INDEX.format(
         len(records), pages.front_block(records, ""), pages.records_block(records))
-    found = [save_page(out / "index.html", "", from_markdown(text, folder))]
+    path, links = folder.parent / AFTER, ""
+    found = []
+    if path.exists():
+        links = f'<a href="{path.stem}.html">What came after #53</a>\n'
+        body = from_markdown(read_text(path), path.parent, source and f"{source}/docs/")
+        found.append(save_page(out / f"{path.stem}.html", HOME, body))
+    found.append(save_page(out / "index.html", links, from_markdown(text, folder)))
     for record in records:
-        links = '<a href="index.html">The ladder</a>\n'
-        for other in records:
-            if record.parent is other or other.parent is record:
-                word = "Parent" if record.parent is other else "Next"
-                links += f'<a href="{other.folder.name}.html">{word}: {other.name}</a>\n'
+        name = record.folder.name
+        address = source and f"{source}/records/{name}/"
         text = read_text(record.folder / "README.md")
         place = PLACE.search(text)
-        body = (from_markdown(text[:place.start()], record.folder, source) + change_of(record)
-                + curves_of(record, out) + from_markdown(text[place.end():], record.folder, source))
-        found.append(save_page(out / f"{record.folder.name}.html", links, body))
+        before = from_markdown(text[:place.start()], record.folder, address)
+        after = from_markdown(text[place.end():], record.folder, address)
+        body = before + change_of(record) + curves_of(record, out) + after
+        found.append(save_page(out / f"{name}.html", HOME + place_of(record, records), body))
     return found
+
+
+def place_of(record: Record, records: list) -> str:
+    """Links to its parent, to those beside it, of the same parent, and to those that come next."""
+    links = ""
+    for other in records:
+        if other is record.parent:
+            word = "Parent"
+        elif other.parent is record:
+            word = "Next"
+        elif other is not record and record.parent and other.parent is record.parent:
+            word = "Beside"
+        else:
+            continue
+        links += f'<a href="{other.folder.name}.html">{word}: {other.name}</a>\n'
+    return links
 
 
 def save_page(path: Path, links: str, body: str) -> str:
@@ -78,18 +101,21 @@ def save_page(path: Path, links: str, body: str) -> str:
     return path.name
 
 
-def from_markdown(text: str, folder: Path, source: str | None = None) -> str:
-    """HTML of a record's Markdown, with links that lead somewhere from the site."""
+def from_markdown(text: str, folder: Path, address: str | None = None) -> str:
+    """HTML of a page's Markdown, with links that lead somewhere from the site.
+
+    `address` is where the files of the page's folder are read, and ends with a slash.
+    """
     parser = MarkdownIt("commonmark").enable("table")
     tokens = parser.parse(text)
     for token in tokens:
         for child in token.children or ():
             link = child.attrs.get("href", "://")
             path = (folder / link).resolve()
-            if (path / "record.json").exists():
-                child.attrs["href"] = f"{path.name}.html"
-            elif source and "://" not in link:
-                child.attrs["href"] = urljoin(f"{source}/records/{folder.name}/", link)
+            if (path / "record.json").exists() or (path.match(AFTER) and path.exists()):
+                child.attrs["href"] = f"{path.stem}.html"
+            elif address and "://" not in link:
+                child.attrs["href"] = urljoin(address, link)
             elif "://" not in link:
                 del child.attrs["href"]  # its words stay, as plain text
     return parser.renderer.render(tokens, parser.options, {})

@@ -25,6 +25,7 @@ class Page(HTMLParser):
     def __init__(self, path: Path):
         super().__init__()
         self.open, self.links, self.tags, self.rows, self.text = [], [], [], [], ""
+        self.nav = ""  # the words that say where the page stands
         self.feed(path.read_text(encoding="utf-8"))
         assert not self.open
 
@@ -44,6 +45,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
+        if "nav" in self.open:
+            self.nav += data
         if "td" in self.open:
             self.rows[-1][1][-1] += data
 
@@ -78,7 +81,7 @@ def test_pages_are_whole(site, real):
     """Fit for a telephone, without scripts, without links that lead nowhere."""
     out, pages = site
     names = [record.folder.name for record in real]
-    assert pages.keys() == {*names, "index"}
+    assert pages.keys() == {*names, "index", "after-53"}
     assert {f"{name}.html" for name in names} | {"ladder.svg"} <= set(pages["index"].links)
     for name, page in pages.items():
         tags = [tag for tag, _ in page.tags]
@@ -99,6 +102,29 @@ def test_pages_are_whole(site, real):
     for picture in out.glob("*.svg"):
         ElementTree.fromstring(picture.read_text())
         assert "prefers-color-scheme: dark" in picture.read_text()
+
+
+def test_what_came_after_is_a_page(site):
+    """With all of its tables' rows. Links between the book's pages stay within the book."""
+    pages = site[1]
+    text = (REPO / "docs/after-53.md").read_text()
+    assert "after-53.html" in pages["index"].links
+    assert "after-53.html" in pages["2026-07-13_PrefixTargets"].links
+    links = pages["after-53"].links
+    folders = set(re.findall(r"\(\.\./records/(\d[\w-]+)\)", text))
+    assert folders and {"index.html", *(f"{name}.html" for name in folders)} <= set(links)
+    assert {f"{SOURCE}docs/techniques.md", f"{SOURCE}records/README.md"} <= set(links)
+    assert len(pages["after-53"].rows) == len(re.findall(r"^\|(?!-)", text, re.M))
+
+
+@pytest.mark.parametrize("name, places", [
+    ("2026-07-13_PrefixTargets", ["Parent: #85", "Next: #90", "Next: #91"]),
+    ("2026-08-03_NarrowHeads", ["Parent: #88", "Beside: #91"]),
+    ("2026-08-06_CanonicalMask", ["Parent: #88", "Beside: #90", "Next: 92a"]),
+    ("2026-08-30_92a_FewerHeads", ["Parent: #91", "Next: 92b"]),
+    ("2026-08-30_92g_NgramTable", ["Parent: 92f"])])
+def test_a_page_says_where_its_record_stands(site, name, places):
+    assert re.findall(r"^(\w+: #?\w+?)[ _].*$", site[1][name].nav, re.M) == places
 
 
 def test_a_page_has_the_whole_change_and_nothing_else(site, real):
@@ -148,8 +174,8 @@ def test_links_lead_to_pages_to_the_source_or_nowhere_and_code_is_text(tmp_path)
     edit(fakes / NEWEST / "train_gpt.py", "A run's log", "<b>A run & log")
     pages = write(tmp_path / "bare", str(fakes))
     assert "Next: Second\nNext: Third" in pages[PARENT].text
-    assert "Parent: #5 First" in pages[THIRD].text
-    assert f"{NEWEST}.html" not in pages[THIRD].links
+    assert "Parent: #5 First\nBeside: Second" in pages[THIRD].text
+    assert not any("after-53" in link for page in pages.values() for link in page.links)
     assert f"{PARENT}.html" in pages[THIRD].links and "+3 −3 lines" in pages[THIRD].text
     page = pages[NEWEST]
     assert {f"{PARENT}.html", "https://example.net/d"} <= set(page.links)

@@ -108,16 +108,6 @@ def read_prompt(text: str, file: str | None) -> str:
                         "iconv -t utf-8") from None
 
 
-def hidden_states(model, inputs):
-    """The model's, (B, T, D). One with a table of n-grams gets the rows of these tokens, too."""
-    if not hasattr(model, "ngram_table"):
-        return model.hidden(inputs)
-    script = sys.modules[type(model).__module__]
-    rows = model.cfg.ngram_rows
-    ids = [script.hash_bigrams(inputs, rows), script.hash_trigrams(inputs, rows)]
-    return model.hidden(inputs, model.ngram_table.read(torch.stack(ids, dim=-1)))
-
-
 @torch.no_grad()
 def draw_tokens(model, ids: list[int], tokens: int, temperature: float,
                 top_k: int) -> Iterator[int]:
@@ -131,7 +121,7 @@ def draw_tokens(model, ids: list[int], tokens: int, temperature: float,
     for _ in range(tokens):
         seen = ids[-cfg.val_seq_len:]
         inputs = torch.tensor([seen], dtype=torch.int32, device=device)
-        logits = model.logits(hidden_states(model, inputs)[0, -1])[:cfg.vocab_size]
+        logits = model.logits(model.hidden(inputs)[0, -1])[:cfg.vocab_size]
         if top_k:
             least = logits.topk(min(top_k, len(logits))).values[-1]
             logits[logits < least] = -math.inf

@@ -1179,12 +1179,18 @@ class GPT(nn.Module):
 
     def __call__(self, inputs_BT, *args):
         """As `forward`, but rows of the table are read, outside the compiled graph."""
+        return super().__call__(inputs_BT, self.read_rows(inputs_BT), *args)
+
+    def read_rows(self, inputs_BT):
+        """The table's rows of the pair and of the three tokens that end here, (B, T, 2, D)."""
         rows = self.cfg.ngram_rows
         ids = torch.stack([hash_bigrams(inputs_BT, rows), hash_trigrams(inputs_BT, rows)], dim=-1)
-        return super().__call__(inputs_BT, self.ngram_table.read(ids), *args)
+        return self.ngram_table.read(ids)
 
-    def hidden(self, inputs_BT, rows_BT2D):
-        """The normed output of the last layer, (B, T, D), by the rows of each token's n-grams."""
+    def hidden(self, inputs_BT, rows_BT2D=None):
+        """The normed output of the last layer, (B, T, D). Rows that are not given are read."""
+        if rows_BT2D is None:
+            rows_BT2D = self.read_rows(inputs_BT)
         length = inputs_BT.size(1)
         padding = -length % BLOCK
         inputs_BT = F.pad(inputs_BT, (0, padding), value=self.cfg.eot_token)

@@ -190,10 +190,10 @@ def build_model(script: Path, checkpoint: Path, device: str):
     cfg = script.hyperparameters({"device": device}, state["settings"])
     ranks = script.Ranks(cfg)
     other, _ = script.build(dataclasses.replace(cfg, seed=cfg.seed + 1), ranks)
-    model, _ = script.build(cfg, ranks)
+    model, optimizers = script.build(cfg, ranks)
     pairs = zip(model.parameters(), other.parameters())
     seedless = all(torch.equal(one, same) for one, same in pairs)
-    script.load_state(model, [], state, checkpoint)
+    script.load_state(model, optimizers, state, checkpoint)  # which may have a table's rows
     return cfg, model.eval(), seedless
 
 

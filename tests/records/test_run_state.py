@@ -1,10 +1,15 @@
-"""What a run on the way to #92 has beside weights and moments: sweeps, and the rows of a table."""
+"""What a run on the way to #92 has beside weights and moments: averages, sweeps, signs, and the
+rows of a table."""
 
 import dataclasses
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from lineage import held_since, load
-from test_whole_runs import SAMPLED
+import torch
+from lineage import held_since, in_float64, load, make_model, tiny_flags
+from test_records import BF16_STEP
+from test_whole_runs import AVERAGED, SAMPLED, SIGNS, TABLE
 
 FLAGS = """--preset pocket --device cpu --val_tokens 4096 --sequences_per_forward 4
     --num_iterations 6 --extension_steps 2 --save_every 4""".split()
@@ -18,9 +23,9 @@ def script(record, tmp_path, monkeypatch, pocket_data):
     return script
 
 
-@held_since(SAMPLED)
+@held_since(AVERAGED)
 def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path):
-    """Three runs end with the same weights, sweeps and rows, to the bit."""
+    """Three runs end with the same weights, averages, sweeps and rows, to the bit."""
     def final_state(run_id, *flags):
         assert script.main([*FLAGS, f"--run_id={run_id}", *flags]) == 0
         state = script.load_checkpoint(tmp_path / "logs" / run_id / "step-000006.pt")
@@ -30,10 +35,34 @@ def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path):
     cold = final_state("cold", "--warmup_steps=0")
     warm = final_state("warm", "--warmup_steps=3")
     resumed = final_state("warm", "--warmup_steps=3", "--resume=logs/warm/step-000004.pt")
-    first = script.GPT(script.parse_args(FLAGS)).offsets
-    assert not cold["model", "offsets"].equal(first)
+    if record.station.place >= SAMPLED:
+        first = script.GPT(script.parse_args(FLAGS)).offsets
+        assert not cold["model", "offsets"].equal(first)
     for name, x in cold.items():
         assert x.equal(warm[name]) and x.equal(resumed[name]), name
+
+
+@held_since(83)
+def test_the_signs_that_were_drawn_are_saved(record):
+    """A model that is given a checkpoint's weights draws none, as where it is to write text."""
+    script = load(record.folder)
+    cfg = tiny_flags(script)
+    model, again = make_model(script, cfg), script.GPT(cfg)
+    again.load_state_dict(model.state_dict())
+    (name,) = [name for name in SIGNS if hasattr(model, name)]
+    signs = getattr(model, name)
+    assert signs.unique().tolist() == [-1, 1] and getattr(again, name).equal(signs)
+
+
+@held_since(AVERAGED)
+def test_averages_are_written_once(record, script, tmp_path, capsys):
+    """A run that is resumed where it has ended validates the weights that it ended with."""
+    def val_loss(*flags):
+        assert script.main([*FLAGS, "--run_id=x", "--warmup_steps=0", *flags]) == 0
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("val_loss: ")]
+        return line
+
+    assert val_loss() == val_loss("--resume=logs/x/step-000006.pt")
 
 
 @held_since(SAMPLED)
@@ -45,6 +74,15 @@ def test_more_targets_than_classes_end_a_run(record, script, capsys, max_documen
     assert script.main([*FLAGS, "--warmup_steps=0", f"--stages={rows}"]) == 2
     error = capsys.readouterr().err
     assert "--stages: 16 classes are fewer than the " in error and error.count("\n") == 1
+
+
+@held_since(SAMPLED)
+def test_a_sequence_may_have_as_many_targets_as_classes(record):
+    """Its first token is none of them."""
+    script, rows = load(record.folder), [np.arange(17)] * 2
+    assert script.stack_rows(rows, SimpleNamespace(classes=16)).tolist() == [[*range(17)]] * 2
+    with pytest.raises(script.UserError, match="15 classes are fewer than the 16 targets"):
+        script.stack_rows(rows, SimpleNamespace(classes=15))
 
 
 @held_since(SAMPLED)
@@ -61,3 +99,70 @@ def test_what_a_table_cannot_have_is_refused(record, script, capsys, flags):
     assert script.main([*FLAGS, flags]) == 2
     error = capsys.readouterr().err
     assert " must be " in error and error.count("\n") == 1
+
+
+# ---- The table of n-grams, which is no parameter
+
+
+def table_of(script, rows, width):
+    """The optimizer of a table on one rank, its rows and moments zero."""
+    cfg, size = script.Hyperparameters(device="cpu"), dict(ngram_rows=rows, model_dim=width)
+    group = script.parameter_groups(cfg)["n-grams"]
+    return script.NgramTable("n-grams", group, SimpleNamespace(**size), script.Ranks(cfg))
+
+
+def expected_rows(station, rows, grads, step):
+    """The rows after one event, by the oracle, of the sums of their gradients."""
+    p = rows.double().clone()
+    state = dict(sum=grads.double(), count=0, square=torch.zeros(len(p), 1).double())
+    station.adam_step(TABLE, p, state, step, station.rate(TABLE, p.shape))
+    return p
+
+
+@held_since(92)
+def test_an_event_steps_more_rows_than_one_piece_has(record):
+    """Of 400,000 rows 340,000, which it takes in pieces of 131,072."""
+    script, station, step = load(record.folder), record.station, 339
+    generator = torch.Generator().manual_seed(0)
+    with in_float64():
+        table, grads = table_of(script, 400_000, 2), torch.zeros(400_000, 2)
+        rows = table.state["rows"].normal_(std=0.01, generator=generator).clone()
+        order = torch.randperm(400_000, generator=generator)
+        for ids in (order[:200_000], order[140_000:340_000]):
+            read = table.read(ids[None])
+            assert read[0].equal(rows[ids])
+            read.grad = torch.randn(read.shape, generator=generator)
+            grads[ids] += read.grad[0]
+            table.keep_gradients()
+        table.update(script.schedule(step, script.Hyperparameters()), divisor=8)
+        expected = expected_rows(station, rows, grads / 8, step)
+    torch.testing.assert_close(table.state["rows"], expected, rtol=1e-12, atol=1e-12)
+    assert table.state["rows"][order[340_000:]].equal(rows[order[340_000:]])
+
+
+@held_since(92)
+def test_gradients_of_bf16_rows_are_summed_in_fp32(record, monkeypatch):
+    """As on a GPU, whose rows are bf16: those of a pass, and those of the passes of an event.
+
+    A step then has the errors of three roundings: of a pass's sums, of the row, and of both in its
+    second moment. A CPU adds up bf16 in fp32 within one call, so the types of sums are noted.
+    """
+    script, station, step = load(record.folder), record.station, 1
+    generator, types = torch.Generator().manual_seed(0), set()
+    table, grads = table_of(script, 64, 16), torch.zeros(64, 16).double()
+    table.state["rows"] = table.state["rows"].bfloat16()
+    add = torch.Tensor.index_add_
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_add_",
+                      lambda x, *args: types.add(x.dtype) or add(x, *args))
+        for _ in range(40):
+            read = table.read(torch.arange(64).repeat(30))
+            read.grad = (1 + torch.randn(read.shape, generator=generator)).bfloat16()
+            grads += read.grad.double().view(30, 64, 16).sum(0)
+            table.keep_gradients()
+        table.update(script.schedule(step, script.Hyperparameters()), divisor=8)
+    assert types == {torch.float32}
+    found, rows = table.state["rows"], torch.zeros(64, 16)
+    expected = expected_rows(station, rows, grads / 8, step)
+    assert found.dtype == torch.bfloat16
+    assert ((found.double() - expected).abs() <= 3 * BF16_STEP * expected.abs()).all()

@@ -29,6 +29,7 @@ from lineage import (
 from test_lineage import EXACT, public, random_shards
 from test_records import Exchange
 
+AVERAGED = 91.14  # the place of the first station with averages, 92e
 SAMPLED = 91.15  # the place of the first station with candidates, 92f
 # Our names of an optimizer's state: what the oracle calls it. Averages are (average,) there.
 MOMENTS = dict(mean="mean", square="square", fast="fast", slow="slow")

@@ -1189,12 +1189,13 @@ class GPT(nn.Module):
 
     def hidden(self, inputs_BT, rows_BT2D=None):
         """The normed output of the last layer, (B, T, D). Rows that are not given are read."""
-        if rows_BT2D is None:
-            rows_BT2D = self.read_rows(inputs_BT)
         length = inputs_BT.size(1)
         padding = -length % BLOCK
         inputs_BT = F.pad(inputs_BT, (0, padding), value=self.cfg.eot_token)
-        rows_BT2D = F.pad(rows_BT2D, (0, 0, 0, 0, 0, padding))
+        if rows_BT2D is None:
+            rows_BT2D = self.read_rows(inputs_BT)
+        else:
+            rows_BT2D = F.pad(rows_BT2D, (0, 0, 0, 0, 0, padding))
         views = self.views(inputs_BT)
         values = {}
         for table, embedding in self.value_embeds.items():

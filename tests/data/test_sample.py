@@ -127,6 +127,7 @@ def test_a_table_of_n_grams_is_read_as_well(runs, run):
     flags = ["--prompt", "xy", "--tokens", 12, "--temperature", 0]
     assert run(runs.folder, changed, *flags) == text + "\n"
     assert run(runs.folder, runs.table, *flags) != text + "\n"
+    assert run(runs.folder, changed, "--tokens", 3)  # after end-of-text alone
 
 
 def test_the_script_is_that_of_the_runs_log_or_the_one_named(runs, run, tmp_path):

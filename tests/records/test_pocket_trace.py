@@ -55,6 +55,7 @@ STATEMENTS = dict(
     of_errors=["raise ", "prefixes = np.empty(0)"],
     of_sequences_of_one_block=["return blocks"],
     of_rounding=["return scheduled[-1]"],
+    of_sampling=["rows_BT2D = self.read_rows("],
     of_texts_without_documents=["return consecutive_rows("],
 )
 

@@ -8,7 +8,6 @@ What scripts call otherwise than the oracle stands in the tables below.
 """
 
 import copy
-import functools
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from lineage import (
-    HELD,
     LENGTH,
     held_since,
     in_float64,
@@ -30,7 +28,6 @@ from lineage import (
 from test_lineage import EXACT, public, random_shards
 from test_records import Exchange
 
-FIVE_STAGES = 91.13  # the place of 92d
 AVERAGED = 91.14  # the place of the first station with averages, 92e
 SAMPLED = 91.15  # the place of the first station with candidates, 92f
 # Our names of an optimizer's state: what the oracle calls it. Averages are (average,) there.
@@ -227,7 +224,6 @@ class Ranks8(Exchange):
         return self.collect(x, async_op, put)
 
 
-@functools.cache
 def run_the_oracle(record):
     """From the first weights of a script, which are the same on all ranks."""
     script, station = load(record.folder), record.station
@@ -258,31 +254,18 @@ def num_streams(station):
     return 8 if station.place >= EIGHT_RANKS else 2
 
 
-def mark_of(record):
-    """The runs of 92d to 92f take half a minute each. 92g's has all that they have, and CI is
-    left with their runs on eight ranks."""
-    is_left_out = FIVE_STAGES <= record.station.place < 92
-    return pytest.mark.cards if is_left_out else ()
-
-
-ON_ONE_RANK = [pytest.param(record, id=record.name, marks=mark_of(record)) for record in HELD]
-
-
-@pytest.mark.parametrize("record", ON_ONE_RANK)
-def test_a_whole_run_is_that_of_the_oracle(record):
+@held_since(5)
+def test_a_whole_run_is_that_of_the_oracle(record, monkeypatch):
+    """On one rank and on eight, which share a run of the oracle: it takes longer than both."""
     script, cfg = load(record.folder), tiny_config(record)
     with in_float64():
         oracle = run_the_oracle(record)
         losses = RankRun(script, cfg, make_model(script, cfg)).run(oracle)
         assert losses == pytest.approx(oracle.losses, rel=1e-12)
-
-
-@held_since(EIGHT_RANKS)
-def test_eight_ranks_together_run_as_the_oracle_does(record, monkeypatch):
-    script, cfg, dist = load(record.folder), tiny_config(record), Ranks8(8)
-    monkeypatch.setattr(script, "dist", dist)
-    with in_float64():
-        oracle = run_the_oracle(record)
+        if record.station.place < EIGHT_RANKS:
+            return
+        dist = Ranks8(8)
+        monkeypatch.setattr(script, "dist", dist)
         models = [make_model(script, cfg) for _ in range(8)]
 
         def run(rank):

@@ -7,7 +7,6 @@ from stations.station_62 import int32
 
 
 class Station(station_92f.Station):
-    tiny = station_92f.Station.tiny | dict(ngram_rows=194)
     ngram_rows = 84_602_880  # the first half of pairs, the other of threes
     tables = ("value_embeds", "ngram_embed")
     adam = {kind: of for kind, of in station_92f.Station.adam.items() if kind != "bigram_embed"}

@@ -82,13 +82,13 @@ class RunFailed(Exception):
 
 def run_command(words, **env):
     """Run a script of ours to its end. Returns its final values, what it printed, and seconds."""
-    is_python = words[0].endswith(".py")
-    program = [sys.executable] if is_python else []
+    words = words if words[0].endswith(".sh") else ["python", *words]
+    program = sys.executable if words[0] == "python" else words[0]
+    command = shlex.join(words)
     start = time.perf_counter()
-    done = subprocess.run([*program, *words], capture_output=True, text=True, cwd=REPO,
-                          env=os.environ | dict(PYTHON=sys.executable) | env)
+    done = subprocess.run([program, *words[1:]], capture_output=True, text=True, cwd=REPO,
+                          env=os.environ | env)
     wall_s = time.perf_counter() - start
-    command = shlex.join(["python", *words] if is_python else words)
     if done.returncode:
         reason = (done.stderr.splitlines() or ["no message"])[-1]
         raise RunFailed(f"{command} ended with {done.returncode}: {reason}")
@@ -216,15 +216,17 @@ def baselines(args, flags):
 def busy(args, flags):
     """Time the pocket by threads, in turns: as many as run.sh chooses, one, one per core."""
     every = str(len(os.sched_getaffinity(0)))
-    settings = {"chosen": {}, "1": dict(OMP_NUM_THREADS="1"), every: dict(OMP_NUM_THREADS=every)}
+    settings = {  # a program and its environment
+        "chosen": ("./run.sh", dict(PYTHON=sys.executable)),
+        "1": ("train_gpt.py", dict(OMP_NUM_THREADS="1")),
+        every: ("train_gpt.py", dict(OMP_NUM_THREADS=every))}
     seconds = {}
     for seed, taken in itertools.product(range(args.seeds), (0, 1)):
         with contextlib.ExitStack() as stack:
             if taken:  # as a browser might
                 spinning = [sys.executable, "-c", "while True: pass"]
                 stack.callback(stack.enter_context(subprocess.Popen(spinning)).kill)
-            for name, env in settings.items():
-                program = "train_gpt.py" if env else "./run.sh"
+            for name, (program, env) in settings.items():
                 words = [program, "--preset", "pocket", "--seed", str(seed), *flags]
                 values = run_command(words, **env)
                 seconds.setdefault((taken, name), []).append(values["train_s"])

@@ -213,9 +213,8 @@ DATA = {  # of most, the first eight shards; of these all that their steps of 52
     "records/2024-11-03_UntieEmbed/train_gpt.py": ["fineweb.py 25"],
     "records/2026-07-13_PrefixTargets/train_gpt.py": ["prefixes.py", "fineweb.py 8"],
     "records/2026-08-03_NarrowHeads/train_gpt.py": ["prefixes.py", "fineweb.py 8"]}
-DATA |= dict.fromkeys(  # from #91 on
-    [script for script in SCRIPTS if script >= "records/2026-08-06" and script != "train_gpt.py"],
-    ["prefixes.py", "canonical.py", "fineweb.py 8"])
+FIRST_WITH_BOTH = SCRIPTS.index("records/2026-08-06_CanonicalMask/train_gpt.py")
+DATA |= dict.fromkeys(SCRIPTS[FIRST_WITH_BOTH:], ["prefixes.py", "canonical.py", "fineweb.py 8"])
 
 
 def lengths_of(cfg):

@@ -100,4 +100,3 @@ def test_weights_are_bit_identical_on_all_ranks_and_the_state_is_shared_out(runs
         for name, expected in one["full_state"].items():
             error = (rank["full_state"][name] - expected).norm()
             assert error <= STATE_RTOL * expected.norm(), name
-

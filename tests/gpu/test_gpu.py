@@ -199,10 +199,11 @@ def step_by_noise(optimizers, cfg, ranks=(0,)):
     last = cfg.num_iterations // 2 * 2 - 1
     for step in (0, 1, last - 1, last):
         for optimizer in optimizers:
+            numel = min(optimizer.numel, len(optimizer.grads))  # an n-gram table's has none
             for rank in ranks:
                 generator = torch.Generator().manual_seed(2 * step + rank)
-                noise = torch.randn(optimizer.numel, generator=generator)
-                optimizer.grads[: optimizer.numel] += noise.to(optimizer.grads)
+                noise = torch.randn(numel, generator=generator)
+                optimizer.grads[:numel] += noise.to(optimizer.grads)
         now = train_gpt.schedule(step, cfg)
         update = train_gpt.step_tied if now.tied else train_gpt.step_optimizers
         update(optimizers, now, divisor=2)

@@ -32,6 +32,8 @@ TRAINING = ("forward", "backward")
 def few_layers_of(script: Path) -> list[str]:
     """The flags that leave a script three layers, with each kind of heads, tables and gates."""
     form = re.search(r"^LAYER_WORD = .*", script.read_text(), re.MULTILINE)[0]
+    if "m?" in form:  # the steps to #92, of whose kinds of layers three do not hold all
+        return ["--layers", "S0b:skip,P1eb-:saved,.sm,L2xg"]
     marks = "".join(mark for mark in (":skip", ":saved") if mark in form)
     gates = "g" if "g?" in form else ""
     first = "P" if "P" in form.partition("(")[2] else "S"
@@ -83,11 +85,13 @@ def assert_all_compile_and_fit(found: Trace):
 
 @pytest.mark.parametrize("get_trace", [*FIRST_STAGES, *FIRST_STAGES_LATER])
 def test_a_script_takes_one_graph_a_stage_and_fits_each_card(get_trace):
-    """Training's graph has two parts, forward and backward."""
+    """Training's graph has two parts, forward and backward. The last validation has a graph of its
+    own where it leaves tokens out, as from #91 on."""
     found = get_trace()
     assert found.breaks == []
     graphs = {part: n for part, n in found.graphs.items() if part != "optimizers"}
-    assert graphs == {"stage 0": 2, "within stages": 0, "validation": 1}
+    validations = 2 if found.facts["masks_tokens"] else 1
+    assert graphs == {"stage 0": 2, "within stages": 0, "validation": validations}
     assert_all_compile_and_fit(found)
 
 

@@ -332,12 +332,19 @@ class Tracer:
         targets = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
         return targets.int(), targets
 
+    def some_rows(self, tokens):
+        """Two rows of the n-gram table for each token, which ask for gradients when training."""
+        rows = self.model.ngram_table.state["rows"]
+        return rows.new_zeros(*tokens.shape, 2, rows.size(-1)).requires_grad_(self.model.training)
+
     def build(self):
         with self.device:  # no weight has values
             self.model = self.script.GPT(self.cfg)
         cast_weights(self.model)
         self.script.prepare_for_cuda(self.model, self.cfg, self.device)
         self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks(1))
+        if hasattr(self.model, "ngram_table"):  # how many rows differ is not known without tokens
+            self.model.read_rows = self.some_rows
         owned = [*self.model.parameters(), *self.model.buffers()]
         for optimizer in self.optimizers:
             owned += [*vars(optimizer).values(), *optimizer.state.values()]
@@ -421,6 +428,7 @@ class Tracer:
         return dict(
             head_chunks=cfg.head_chunks, fp8=model.lm_head.use_fp8,
             padded_vocab=len(model.lm_head.weight), model_dim=cfg.model_dim,
+            masks_tokens=hasattr(model, "forbidden"),
             optimizer_steps=OPTIMIZER_STEPS, stages=[len(each) for each in self.stages],
             stage=self.stage, targets=targets, tokens=tokens,
             head_tokens=min(model.tokens_per_chunk, tokens),

@@ -84,6 +84,7 @@ def gpt2_pairs(gpt2, tmp_path_factory):
         return list(zip(*of, strict=True))
 
 
+@pytest.mark.slow
 def test_those_of_gpt2_are_the_published_ones_but_for_eleven(gpt2, gpt2_pairs):
     table, size = bits_of(gpt2_pairs)
     assert (hashlib.sha256(table).hexdigest(), size) == (SOUND, 70_889_690)

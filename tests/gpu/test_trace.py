@@ -69,6 +69,7 @@ BYTES_BY_HAND = {
     "argument_left_as_it_is": [2 * ROWS + 2 * 6 * 256 + 4 * ROWS]}
 
 
+@pytest.mark.slow
 def test_kernels_move_what_a_count_by_hand_says(tmp_path):
     environment = os.environ | dict(
         PYTHONPATH=str(REPO / "tests" / "gpu"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from lineage import RECORDS, for_each, some_prefixes
+from lineage import RECORDS, for_each_slowly, some_prefixes
 from shards import load_script
 
 FLAGS = dict(preset="pocket", device="cpu", run_id="x", num_iterations=8, save_every=2,
@@ -153,7 +153,7 @@ def unreached(record, run):
     return missed
 
 
-@for_each(RECORDS)
+@for_each_slowly(RECORDS)
 def test_the_pocket_runs_every_statement_of_the_record(record, data, tmp_path, monkeypatch):
     script = load_script(record.folder / "train_gpt.py")
     monkeypatch.chdir(tmp_path)

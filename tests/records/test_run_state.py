@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lineage import held_since, in_float64, load, make_model, tiny_flags
+from lineage import for_each_slowly, held_since, in_float64, load, make_model, since, tiny_flags
 from test_records import BF16_STEP
 from test_whole_runs import AVERAGED, SAMPLED, SIGNS, TABLE
 
@@ -23,7 +23,7 @@ def script(record, tmp_path, monkeypatch, pocket_data):
     return script
 
 
-@held_since(AVERAGED)
+@for_each_slowly(since(AVERAGED))
 def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path):
     """Three runs end with the same weights, averages, sweeps and rows, to the bit."""
     def final_state(run_id, *flags):
@@ -54,7 +54,7 @@ def test_the_signs_that_were_drawn_are_saved(record):
     assert signs.unique().tolist() == [-1, 1] and getattr(again, name).equal(signs)
 
 
-@held_since(AVERAGED)
+@for_each_slowly(since(AVERAGED))
 def test_averages_are_written_once(record, script, tmp_path, capsys):
     """A run that is resumed where it has ended validates the weights that it ended with."""
     def val_loss(*flags):

@@ -8,18 +8,20 @@ What scripts call otherwise than the oracle stands in the tables below.
 """
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from lineage import (
+    HELD,
     LENGTH,
+    for_each_slowly,
     held_since,
     in_float64,
     load,
     make_model,
+    since,
     some_forbidden,
     some_prefixes,
     tiny_flags,
@@ -87,7 +89,7 @@ class RankRun:
         self.script, self.cfg, self.model, self.rank = script, cfg, model, rank
         self.ranks, self.world_size = script.Ranks(cfg), dist.world_size if dist else 1
         if dist:
-            self.ranks.rank, self.ranks.world_size, dist.mine.rank = rank, dist.world_size, rank
+            self.ranks.rank, self.ranks.world_size = rank, dist.world_size
         self.optimizers = script.build_optimizers(model, cfg, self.ranks)
         for optimizer in self.optimizers:
             optimizer.dtype = torch.float64
@@ -212,9 +214,9 @@ class Ranks8(Exchange):
     def all_to_all_single(self, out, x, output_split_sizes=None, input_split_sizes=None,
                           async_op=False):
         rank, ranks = self.mine.rank, self.world_size
-        self.barrier.wait()
+        self.wait_for_all()
         self.sizes[rank] = input_split_sizes or [len(x) // ranks] * ranks
-        self.barrier.wait()
+        self.wait_for_all()
         sizes = list(self.sizes)
 
         def put(parts):
@@ -254,7 +256,7 @@ def num_streams(station):
     return 8 if station.place >= EIGHT_RANKS else 2
 
 
-@held_since(5)
+@for_each_slowly(HELD, quick=since(5, before=90))
 def test_a_whole_run_is_that_of_the_oracle(record, monkeypatch):
     """On one rank and on eight, which share a run of the oracle: it takes longer than both."""
     script, cfg = load(record.folder), tiny_config(record)
@@ -266,13 +268,11 @@ def test_a_whole_run_is_that_of_the_oracle(record, monkeypatch):
             return
         dist = Ranks8(8)
         monkeypatch.setattr(script, "dist", dist)
-        models = [make_model(script, cfg) for _ in range(8)]
 
         def run(rank):
-            return RankRun(script, cfg, models[rank], dist, rank).run(oracle)
+            return RankRun(script, cfg, make_model(script, cfg), dist, rank).run(oracle)
 
-        with ThreadPoolExecutor(8) as threads:
-            losses = list(threads.map(run, range(8)))
+        losses = dist.on_each_rank(run)
         assert np.mean(losses, axis=0) == pytest.approx(oracle.losses, rel=1e-11)
 
 

@@ -37,7 +37,7 @@ def paired_heads(queries, keys, values, scale, seen):
 
 
 class Station(station_91.Station):
-    tiny = dict(model_dim=48, head_dim=8, mlp_dim=176, windows=(2, 4, 6, 8), final_window=10)
+    tiny = dict(model_dim=48, head_dim=12, mlp_dim=176, windows=(2, 4, 6, 8), final_window=10)
     attention_pattern = "PSPL.P..S.L"
     mlp_pattern = "MMMMMMM.MMM"
     value_embed_pattern = ".01.....2.3"

@@ -1,7 +1,6 @@
 """The second of seven steps to #92: the output mixes ten sources, at factors of twelve groups of
 channels. It has no public number."""
 
-import torch
 from stations import station_92a
 from stations.station_82 import gelu
 
@@ -27,13 +26,9 @@ class Station(station_92a.Station):
         """All factors are made from the stream before. Those of groups have no bias."""
         hidden = gelu(x @ weights["mudd_w1"][1].T)
         width = self.model_dim // self.groups
-        found = []
-        for group in range(self.groups):
-            channels = slice(width * group, width * (group + 1))
-            y = x[:, channels]
-            for k, source in enumerate(sources):
-                factor = hidden @ weights["mudd_w2"][14 + k] + weights["mudd_b2"][14 + k]
-                factor = factor + hidden @ weights["mudd_w2g"][k, group]
-                y = y + 0.1 * factor[:, None] * source[:, channels]
-            found.append(y)
-        return torch.cat(found, dim=1)
+        for k, source in enumerate(sources):
+            of_all = hidden @ weights["mudd_w2"][14 + k] + weights["mudd_b2"][14 + k]  # (T,)
+            of_groups = hidden @ weights["mudd_w2g"][k].T  # (T, groups)
+            factors = of_all[:, None] + of_groups
+            x = x + 0.1 * factors.repeat_interleave(width, dim=1) * source
+        return x

@@ -35,7 +35,9 @@ import train_gpt  # noqa: E402
 say = functools.partial(print, flush=True)
 VALIDATION = r"^step:\d+/\d+ val_loss:[\d.]+ train_time:(\d+)ms"
 SPEC_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "4090": 165.2, "3090": 71.0}  # bf16
-STAGE_STEPS = 10  # of each of the record's three stages
+STAGE_STEPS = 10  # of each of a record's stages
+NOISE_SHARE = 12  # the noise has one id of so many: text, too, has few of them in a sequence
+NEWEST_ROWS = "377280"  # of its n-gram table, which fit any card; the record's fit eight
 SMALL_CARD = 22.9 * 2**30  # bytes that a card of 24 GB has for torch
 GROUPS = (  # of kernels: the first whose pattern is in the name
     ("attention", "flex_attention|triton_tem|flash"),
@@ -137,18 +139,19 @@ def steps(flags, script=train_gpt, stage_steps=STAGE_STEPS):
     text = short_run(script, flags, stage_steps)
     times = [int(ms) for ms in re.findall(VALIDATION, text, re.MULTILINE)]
     final = dict(re.findall(r"^(\w+): (.*)$", text, re.MULTILINE))
-    cfg = script.parse_args(short_flags(flags, stage_steps))
+    cfg = script.parse_args(short_flags(script, flags, stage_steps))
     spec = next((tflops for name, tflops in SPEC_TFLOPS.items() if name in final["device"]), None)
     with torch.device("meta"):
         model = script.GPT(cfg)
-    matrices = [model.lm_head.weight, *(p for p in model.blocks.parameters() if p.ndim >= 2)]
-    multiplied = sum(p.numel() for p in matrices)
+    multiplied = sum(p.numel() for p in model.blocks.parameters() if p.ndim >= 2)
     say(f"{final['device']}, torch {final['torch']}: the mean of {stage_steps} steps of each stage")
     for stage, (begin, end) in enumerate(itertools.pairwise(times)):
         now = script.schedule(stage * stage_steps, cfg)
         tokens = cfg.sequences_per_step * now.seq_len
         ms = max(1, end - begin) / stage_steps
-        mfu = f", MFU {6 * tokens * multiplied / ms / spec / 1e9:.1%}" if spec else ""
+        head = (getattr(now, "classes", 0) or len(model.lm_head.weight)) * cfg.model_dim
+        flop = 6 * tokens * (multiplied + head)
+        mfu = f", MFU {flop / ms / spec / 1e9:.1%}" if spec else ""
         say(f"stage {stage}: sequences of {now.seq_len:,} tokens, {ms:.1f} ms a step, "
             f"{1000 * tokens / ms:,.0f} tokens/s{mfu}")
     say(f"memory at the peak: {int(final['peak_memory_mib']) / 2**10:.1f} GiB")
@@ -209,7 +212,7 @@ def small_card(flags):
         say("\n".join((done.stdout + done.stderr).splitlines()[-6:]))
 
 
-def newest(flags):
+def newest(flags, stage_steps=STAGE_STEPS):
     """Steps of the newest record, without the tables that it would read from files."""
     path = sorted(REPO.glob("records/20*/train_gpt.py"))[-1]
     say(path.parent.name)
@@ -217,30 +220,37 @@ def newest(flags):
     for field in dataclasses.fields(script.Hyperparameters):
         if field.name.endswith("_file"):
             flags = [*flags, f"--{field.name}", ""]
-    steps(flags, script)
+        if field.name == "ngram_rows":
+            flags = [*flags, "--ngram_rows", NEWEST_ROWS]
+    steps(flags, script, stage_steps)
 
 
-PARTS = {  # with the seconds that each may take: 35 minutes at most, some 20 are likely
-    machine: 30, fp8: 60, attention: 240, steps: 600, kernels: 300, small_card: 420, newest: 480}
+PARTS = {  # with the seconds that each may take: 40 minutes at most, some 25 are likely
+    machine: 30, fp8: 60, attention: 240, steps: 600, kernels: 300, small_card: 420, newest: 720}
 
 
 # ---- Runs -------------------------------------------------------------------
 
 
-def short_flags(flags, stage_steps):
-    return [*flags, "--num_iterations", str(3 * stage_steps), "--val_every", str(stage_steps),
-            "--extension_steps", "0", "--repeat_data", "true"]
+def short_flags(script, flags, stage_steps):
+    """With as many steps of each stage that has a share of them, and none afterwards."""
+    rows = script.parse_args(flags).stages
+    rows = tuple(dataclasses.replace(row, share=float(row.share > 0)) for row in rows)
+    num_steps = stage_steps * sum(row.share > 0 for row in rows)
+    return [*flags, "--stages", script.show(rows), "--num_iterations", str(num_steps),
+            "--val_every", str(stage_steps), "--extension_steps", "0", "--repeat_data", "true"]
 
 
 def short_run(script, flags, stage_steps) -> str:
     """The log of a run of the script on documents of noise, as long as FineWeb's."""
-    flags = short_flags(flags, stage_steps)
+    flags = short_flags(script, flags, stage_steps)
     cfg = script.parse_args(flags)
     sizes = dict(train=16 * cfg.sequences_per_step * script.plan(cfg).longest,
                  val=cfg.val_seq_len + 1)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for name, size in sizes.items():
-            tokens = np.random.default_rng(0).integers(cfg.eot_token, size=size)
+            ids = cfg.eot_token // NOISE_SHARE
+            tokens = np.random.default_rng(0).integers(ids, size=size)
             tokens[[0, *document_starts(size)]] = cfg.eot_token
             write_shard(Path(f"{name}_0.bin"), tokens)
         flags += ["--train_files", "train_*.bin", "--val_files", "val_*.bin",

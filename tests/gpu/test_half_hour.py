@@ -1,6 +1,8 @@
 """The half hour of bench.py gpu: its order and its one file, and each part where no GPU is."""
 
+import re
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import bench
@@ -52,18 +54,25 @@ def test_steps_are_timed_by_stage(capsys):
     assert lines[-1].startswith("memory at the peak: ")
 
 
-def test_the_newest_record_needs_no_file(monkeypatch, capsys):
-    """It is timed where nothing was fetched."""
+def test_the_newest_record_is_timed_in_each_stage(monkeypatch, capsys):
+    """Where nothing was fetched, on one GPU, on noise of fewer ids than a softmax samples."""
+    words = "--preset pocket --device cpu --sequences_per_step 2 --sequences_per_forward 2"
+    half_hour.newest([*words.split(), "--warmup_steps", "1", "--val_seq_len", "256"], 1)
+    assert re.findall(r"^stage (\d): sequences", capsys.readouterr().out, re.M) == list("01234")
+
     taken = []
-    monkeypatch.setattr(half_hour, "steps", lambda flags, script: taken.append((flags, script)))
+    monkeypatch.setattr(half_hour, "steps", lambda *args: taken.append(args))
     half_hour.newest(["--seed", "3"])
-    ((flags, script),) = taken
-    newest = max(REPO.glob("records/20*/train_gpt.py"))
-    assert script.__file__ == str(newest)
-    cfg = script.parse_args(flags)
-    assert cfg.seed == 3
+    ((flags, script, stage_steps),) = taken
+    assert script.__file__ == str(max(REPO.glob("records/20*/train_gpt.py")))
+    cfg = script.parse_args(half_hour.short_flags(script, flags, stage_steps))
+    assert cfg.seed == 3 and cfg.ngram_rows == 377280
     assert [name for name, value in vars(cfg).items() if str(value).startswith("data/")] == [
         "train_files", "val_files"]  # those are noise
+    steps = [script.schedule(step, cfg) for step in range(cfg.num_iterations)]
+    stages = [now.stage for now in steps]
+    assert stages == sorted(stages) and set(Counter(stages).values()) == {stage_steps}
+    assert min(now.classes for now in steps if now.classes) > cfg.eot_token // half_hour.NOISE_SHARE
 
 
 def test_kernels_are_summed_by_group(capsys):

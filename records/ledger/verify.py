@@ -134,7 +134,7 @@ def notes_on(record: Record):
         if new:
             found.append(f"its diff adds imports: {', '.join(sorted(new))}")
     if record.claim.get("reads"):
-        found.append(f"reads a file: {record.claim['reads']}")
+        found.append(f"reads beside the data: {record.claim['reads']}")
     if not record.logs:
         found.append("no runs yet")
     for log in record.logs:

@@ -373,7 +373,7 @@ def memory(args, flags):
         f"of training's, GiB: {gib['state']:.1f} weights, gradients and the optimizers' state; "
         f"{gib['kept']:.1f} kept by the forward for the backward pass, logits included\n"
         f"on eight, GB that each hands to collectives: {sent[0]:.2f} in a step without Adam, "
-        f"{sent[1]:.2f} in one with it")
+        f"{sent[-1]:.2f} in one with it")
 
 
 def main():

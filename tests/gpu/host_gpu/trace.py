@@ -7,8 +7,8 @@ All tensors are fake, so that 48K tokens cost nothing. Inductor makes the graphs
 The wrapper code that it generates then runs, but what it would launch is noted, not launched. With
 --binaries, Triton and ptxas make each kernel's machine code, whose instructions --instructions
 counts, in as much time again. Of a run in stages, which differ in
-their sequences' length or number of targets, the last is noted, or that of --stage. OUT.json is
-what `Trace` describes. FILE has windows by stage, as the records from 2025-09-10 on.
+their sequences' length, number of targets or classes, the last is noted, or that of --stage.
+OUT.json is what `Trace` describes. FILE has windows by stage, as the records from 2025-09-10 on.
 """
 
 import argparse
@@ -41,7 +41,7 @@ import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-OPTIMIZER_STEPS = 2  # after which every optimizer has stepped
+OPTIMIZER_STEPS = 4  # after which every optimizer has stepped: tables, in #92, at one of them
 
 
 @dataclasses.dataclass
@@ -396,7 +396,7 @@ class Tracer:
         self.model.train()
 
     def update(self, world_size: int):
-        """Two steps of the optimizers, after which each has stepped, as one rank of so many."""
+        """Steps of the optimizers, after which each has stepped, as one rank of so many."""
         phase = "optimizers"
         optimizers = self.optimizers
         if world_size > 1:
@@ -405,9 +405,10 @@ class Tracer:
             ranks = self.ranks(world_size)
             optimizers = self.script.build_optimizers(self.model, self.cfg, ranks)
         steps = self.stages[self.stage]
-        first = steps[len(steps) // 2]  # amid the stage
+        amid = steps[len(steps) // 2]
+        first = amid - amid % OPTIMIZER_STEPS
 
-        def two_steps():
+        def some_steps():
             self.wire = []
             for step in range(first, first + OPTIMIZER_STEPS):
                 before = len(self.notes.launches)
@@ -418,12 +419,12 @@ class Tracer:
                 sent = [x["bytes"] for x in self.notes.launches[before:] if x["kind"] == "wire"]
                 self.wire.append(sum(sent))
 
-        self.compiled(phase, two_steps)
-        self.noted(phase, two_steps)
+        self.compiled(phase, some_steps)
+        self.noted(phase, some_steps)
 
     def facts(self) -> dict:
         model, cfg, steps = self.model, self.cfg, self.stages[self.stage]
-        length, targets = shapes(self.script.schedule(steps[0], cfg))
+        length, targets, _ = shapes(self.script.schedule(steps[0], cfg))
         tokens = cfg.sequences_per_forward * length
         return dict(
             head_chunks=cfg.head_chunks, fp8=model.lm_head.use_fp8,
@@ -436,9 +437,9 @@ class Tracer:
             block_pairs=block_pairs(self.script, cfg, steps), wire=sorted(self.wire))
 
 
-def shapes(now) -> tuple[int, int]:
-    """Tokens of a step's sequences and targets of each token."""
-    return now.seq_len, len(getattr(now, "target_weights", [1.0]))
+def shapes(now) -> tuple[int, int, int]:
+    """Tokens of a step's sequences, targets of each token, classes of a sequence's softmax."""
+    return now.seq_len, len(getattr(now, "target_weights", [1.0])), getattr(now, "classes", 0)
 
 
 def stages(script, cfg) -> list[list[int]]:

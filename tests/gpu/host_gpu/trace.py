@@ -6,9 +6,9 @@
 All tensors are fake, so that 48K tokens cost nothing. Inductor makes the graphs and the kernels.
 The wrapper code that it generates then runs, but what it would launch is noted, not launched. With
 --binaries, Triton and ptxas make each kernel's machine code, whose instructions --instructions
-counts, in as much time again. Of a run in stages, which differ in
-their sequences' length, number of targets or classes, the last is noted, or that of --stage.
-OUT.json is what `Trace` describes. FILE has windows by stage, as the records from 2025-09-10 on.
+counts, in as much time again. Of a run in stages, which differ in their sequences' length, number
+of targets or classes, the last is noted, or that of --stage. OUT.json is what `Trace` describes.
+FILE has windows by stage, as the records from 2025-09-10 on.
 """
 
 import argparse

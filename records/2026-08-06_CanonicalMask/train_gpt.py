@@ -1089,7 +1089,7 @@ class GPT(nn.Module):
         Logits are capped, so their exponentials are summed without subtracting a maximum.
         """
         logits_SV = self.logits(x_SD)
-        if self.is_masked and self.forbidden is not None and not self.training:
+        if not self.training and self.is_masked and self.forbidden is not None:
             logits_SV = self.canonical(logits_SV, inputs_S)
         log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
         if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not

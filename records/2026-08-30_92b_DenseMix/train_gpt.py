@@ -83,11 +83,11 @@ class Layer(NamedTuple):
     table: str  # which value embeddings it has, or nothing
     xsa: bool  # its heads drop their own token's value
     gate: bool  # its heads are gated
-    x0: bool  # it adds the embeddings
-    bigram: bool  # it adds the bigrams
-    takes_skip: bool  # it adds the skip, which is the output of another layer
-    bare: bool  # it has no MLP
-    double: bool  # it has two
+    x0: bool  # e: it adds the embeddings
+    bigram: bool  # b: it adds the bigrams
+    takes_skip: bool  # s: it adds the skip, which is the output of another layer
+    bare: bool  # -: it has no MLP
+    double: bool  # m: it has two
     skip: bool  # its output is the skip
     saved: bool  # later attention and the output read its output
 
@@ -715,7 +715,7 @@ class CausalSelfAttention(nn.Module):
             y = y - torch.tanh(factors["xsa"]).type_as(y)[..., None] * own
         if "heads" in factors:  # a head can turn itself off: @classiclarryd, #28
             y = y * factors["heads"][..., None]
-        y = y.flatten(2)  # (B, T, D)
+        y = y.flatten(2)  # (B, T, H · v_dim)
         c_proj = self.c_proj.unflatten(1, (self.num_heads, -1))[..., : self.v_dim].flatten(1)
         return F.linear(y, (proj_lambda * c_proj).type_as(x))
 
@@ -814,7 +814,7 @@ class Block(nn.Module):
 
     def forward(self, x, read, stream, value_embed, view, factors):
         """read: what attention sees. stream: earlier activations by name, each (B, T, D).
-        It takes in what the MLPs see.
+        The MLPs' input is added to them.
 
         factors: by name, a number or one for each token. Activations that have one are added.
         """
@@ -1120,7 +1120,7 @@ class GPT(nn.Module):
         Logits are capped, so their exponentials are summed without subtracting a maximum.
         """
         logits_SV = self.logits(x_SD)
-        if self.is_masked and self.forbidden is not None and not self.training:
+        if not self.training and self.is_masked and self.forbidden is not None:
             logits_SV = self.canonical(logits_SV, inputs_S)
         log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
         if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not

@@ -87,11 +87,11 @@ class Layer(NamedTuple):
     table: str  # which value embeddings it has, or nothing
     xsa: bool  # its heads drop their own token's value
     gate: bool  # its heads are gated
-    x0: bool  # it adds the embeddings
-    bigram: bool  # it adds the bigrams
-    takes_skip: bool  # it adds the skip, which is the output of another layer
-    bare: bool  # it has no MLP
-    double: bool  # it has two
+    x0: bool  # e: it adds the embeddings
+    bigram: bool  # b: it adds the bigrams
+    takes_skip: bool  # s: it adds the skip, which is the output of another layer
+    bare: bool  # -: it has no MLP
+    double: bool  # m: it has two
     skip: bool  # its output is the skip
     saved: bool  # later attention and the output read its output
 
@@ -349,10 +349,10 @@ def schedule(step: int, cfg) -> Schedule:
         target_weights[-1] *= 1 - done
 
     # Prefix targets: @jvarho, #88, 15 steps. They fade in four steps of the second stage.
-    fade = [5, 4 - int(4 * done)]
+    fifths = [5, 4 - int(4 * done)]
     prefix_weight = 0.0
-    if cfg.prefix_file and index < len(fade):
-        prefix_weight = cfg.prefix_weight * fade[index] / 5
+    if cfg.prefix_file and index < len(fifths):
+        prefix_weight = cfg.prefix_weight * fifths[index] / 5
     if prefix_weight:
         target_weights.append(prefix_weight)
 
@@ -388,7 +388,7 @@ def average_rates(step: int, event: bool, cfg) -> dict:
     first = max(0, cfg.num_iterations - cfg.average_steps)
     late = max(0, cfg.num_iterations - cfg.late_steps)
     two_steps = 1 - (1 - cfg.ends_rate) ** 2
-    table = (  # its name, its first step, steps from one to the next, whether it is due, the rate
+    table = (  # its name, its first step, steps in which it is a copy, whether it is due, rate
         ("ends", first, 1, step % 2 == 1, two_steps if step < last else cfg.ends_rate),
         ("banks", first, 4, step % 4 == 1 or step == last - 1, cfg.banks_rate),
         ("late", late, 4, (last - step) % 4 == 0, cfg.late_rate),
@@ -569,7 +569,7 @@ class Head(CastedLinear):
 
     def forward(self, x, ids=None):
         weight = self.weight
-        if ids is not None and len(ids) < len(weight):
+        if ids is not None and len(ids) < len(weight):  # of all ids no copy is needed
             weight = F.embedding(ids, weight)
         if self.use_fp8 and self.training:
             return FP8Product.apply(x, weight)
@@ -791,7 +791,7 @@ class CausalSelfAttention(nn.Module):
             y = y - torch.tanh(factors["xsa"]).type_as(y)[..., None] * own
         if "heads" in factors:  # a head can turn itself off: @classiclarryd, #28
             y = y * factors["heads"][..., None]
-        y = y.flatten(2)  # (B, T, D)
+        y = y.flatten(2)  # (B, T, H · v_dim)
         c_proj = self.c_proj.unflatten(1, (self.num_heads, -1))[..., : self.v_dim].flatten(1)
         return F.linear(y, (proj_lambda * c_proj).type_as(x))
 
@@ -890,7 +890,7 @@ class Block(nn.Module):
 
     def forward(self, x, read, stream, value_embed, view, factors):
         """read: what attention sees. stream: earlier activations by name, each (B, T, D).
-        It takes in what the MLPs see.
+        The MLPs' input is added to them.
 
         factors: by name, a number or one for each token. Activations that have one are added.
         """
@@ -1231,7 +1231,7 @@ class GPT(nn.Module):
         Logits are capped, so their exponentials are summed without subtracting a maximum.
         """
         logits_SV = self.logits(x_SD, ids_V)
-        if self.is_masked and self.forbidden is not None and not self.training:
+        if not self.training and self.is_masked and self.forbidden is not None:
             logits_SV = self.canonical(logits_SV, inputs_S)
         log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
         place_SN = torch.searchsorted(ids_V, targets_SN).clamp_max(len(ids_V) - 1)
@@ -1375,7 +1375,7 @@ def parameter_groups(cfg) -> dict[str, Group]:
     """The table of parameter groups. The parameters name their group (`weight`)."""
     ends = (("ends", 0.65),)
     banks = (("banks", 0.55),)
-    both = (("late", 1.0), ("banks", 0.55 - 0.2007))
+    both = (("late", 1.0), ("banks", 0.55 - 0.2007))  # as the published sum of three terms
     tables = (("tables", 1.0),)
     growth = max(1, cfg.mlp_dim / cfg.model_dim) ** 0.5  # of what an MLP's rate is a multiple
     return {
@@ -1490,8 +1490,7 @@ class ShardedOptimizer:
             after = after.lerp(self.averages[name], part)
         if not self.group.is_table:
             squares = torch.stack([before.square().sum(), after.square().sum()])
-            if self.ranks.world_size > 1:
-                dist.all_reduce(squares)
+            squares = self.ranks.all_gather(squares).sum(0)
             after = after * (squares[0] / squares[1]).sqrt()
         share.copy_(after)
         if self.ranks.world_size > 1:
@@ -1523,7 +1522,7 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Adam on tensors of any shape, every other step: @classiclarryd, #39.
+    """Adam on tensors of any shape, every other step: @classiclarryd, #39. Tables wait for events.
 
     In between, gradients add up in their buffer and nothing is communicated.
     """
@@ -1690,9 +1689,9 @@ def consecutive_rows(tokens, position: int, now, cfg):
 
 def stack_rows(rows, now):
     """Sequences as one array. Raises UserError where one has more targets than classes."""
-    for row in rows:
+    for row in rows if now.classes else ():
         targets = np.count_nonzero(np.bincount(row[1:]))
-        if now.classes and targets > now.classes:
+        if targets > now.classes:
             raise UserError(f"--stages: {now.classes} classes are fewer than the {targets} targets "
                             "of a sequence; raise them, or set them to 0: all")
     return np.stack(rows)
@@ -1732,7 +1731,8 @@ def accumulate_gradients(model, batches, now, offsets=None) -> Tensor:
     for (inputs, targets), of_rows in zip(batches, offsets.view(len(batches), -1)):
         classes = None
         if now.classes:
-            classes, of_rows[:] = candidates(targets, of_rows, now.classes, *sweep)
+            classes, moved = candidates(targets, of_rows, now.classes, *sweep)
+            of_rows.copy_(moved)
         losses = model(inputs, targets, now.num_targets, now.prefix_weight > 0, classes)
         loss = 0
         for target_weight, target_loss in zip(now.target_weights, losses, strict=True):
@@ -1757,7 +1757,8 @@ def train(run, cfg):
             stage = now.stage
             run.model.set_stage(now)
 
-        if step == cfg.num_iterations and step > run.first_step:  # else they are written already
+        # A checkpoint of this step is validated as it is.
+        if step == cfg.num_iterations and step > run.first_step:
             for optimizer in run.optimizers:
                 if optimizer.averages:
                     optimizer.write_averages()

@@ -1,11 +1,13 @@
-"""How many variants of a rule a record makes torch compile, counted without a GPU.
+"""What a record makes torch compile, and when, counted without a GPU.
 
 All optimizers share the variants of a rule. Where they need more than torch's limit, torch runs the
-rest uncompiled, at a fraction of the speed and without an error.
+rest uncompiled, at a fraction of the speed and without an error. What a training step needs is
+compiled in the warm-up, before the clock starts.
 """
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import REPO
@@ -17,6 +19,8 @@ RECORDS = sorted(REPO.glob("records/20*/"))
 EACH_RECORD = [  # the newest one is quick to test, the others are slow together
     pytest.param(path, id=path.name, marks=[pytest.mark.slow] * (path != RECORDS[-1]))
     for path in RECORDS]
+BY_STAGE = [each for each in EACH_RECORD if "def set_stage" in each.values[0].joinpath(
+    "train_gpt.py").read_text()]
 STEPS = 10  # at the begin, amid and at the end of a run, more than the limit
 
 
@@ -62,3 +66,32 @@ def test_variants_of_a_rule_stay_below_torchs_limit(path, h100, monkeypatch):
     variants = {name: counter.frame_count for name, counter in counters.items()}
     print(variants)
     assert all(0 < each < dynamo_config.recompile_limit for each in variants.values()), variants
+
+
+@pytest.mark.parametrize("path", BY_STAGE)
+def test_no_training_step_compiles_a_graph_after_the_warm_up(path, monkeypatch):
+    """In the pocket, on a CPU, where zeros take the place of a mask that is not compiled."""
+    script = load(path, block=128)
+    monkeypatch.setattr(script, "dense_mask", lambda docs_BT, reach: torch.zeros(
+        docs_BT.numel() // 32, 1, 32, 32))
+    torch._dynamo.reset()
+    cfg = script.parse_args(["--preset", "pocket", "--device", "cpu", "--warmup_steps", "2"])
+    model = script.GPT(cfg)
+    model.init_weights(torch.Generator().manual_seed(0))
+    counter = CompileCounter()
+    model.compile(dynamic=False, backend=counter)
+    ranks = script.Ranks(cfg)
+    plan = script.plan(cfg)
+    run = SimpleNamespace(
+        cfg=cfg, plan=plan, ranks=ranks, model=model, log=print,
+        optimizers=script.build_optimizers(model, cfg, ranks),
+        loader=SimpleNamespace(per_forward=cfg.sequences_per_forward))
+    script.Run.warm_up(run)
+    compiled = counter.frame_count
+    for first in plan.first_steps.values():
+        for step in first, first + 1:
+            now = script.schedule(step, cfg)
+            model.set_stage(now)
+            tokens = np.zeros((cfg.sequences_per_forward, now.seq_len + 1), int)
+            script.accumulate_gradients(model, [script.to_batch(tokens, ranks.device)], now)
+    assert compiled and counter.frame_count == compiled

@@ -46,7 +46,6 @@ STATEMENTS = dict(
         "shares = list(self.updates.chunk(",
         "dist.all_reduce(self.updates)",
         "whole = self.ranks.all_gather(",
-        "dist.all_reduce(squares)",
         "dist.all_gather_into_tensor(self.weights",
         "received = x.new_empty(",
         "dist.all_to_all_single(",

@@ -303,5 +303,5 @@ def test_rows_and_signs_of_ngrams_are_those_of_the_oracle(record):
     expected = station.rows_read(tokens)
     assert script.hash_bigrams(given, rows)[0].tolist() == expected["pairs"]
     assert script.hash_trigrams(given, rows)[0].tolist() == expected["threes"]
-    found = script.sign_rows(given, station.sign_rows)
+    found = script.hash_signs(given, station.sign_rows)
     assert tuple(x[0].tolist() for x in found) == station.sign_rows_read(tokens)

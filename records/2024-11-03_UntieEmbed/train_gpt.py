@@ -1210,6 +1210,7 @@ class Run:
     def open_data(self, state):
         """Read the validation tokens and open the training data. Raises UserError."""
         self.val_tokens = read_val_tokens(self.cfg)
+        self.val_digest = hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16]
         self.loader = None  # evaluation needs no training data
         self.data = ""  # digest of the training data
         if self.first_step < self.last:
@@ -1231,7 +1232,7 @@ class Run:
             run_id=self.log.run_id,
             head=head,
             train_digest=self.data,
-            val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
+            val_digest=self.val_digest,
         )
         lines = [f"{key}: {show(value)}" for key, value in values.items()]
         rule = "=" * 100  # the end of the source
@@ -1359,6 +1360,7 @@ class Run:
             train_time_ms=f"{self.train_time_ms:.0f}",
             steps=self.last,
             tokens=self.plan.tokens,
+            val_digest=self.val_digest,  # a resumed run may validate on other tokens
             peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0
             **self.facts)
         self.log("---")  # programs read what follows

@@ -68,16 +68,18 @@ def put_away(folder: Path, paths: list) -> int:
 
 
 def file_verb(args) -> int:
-    return put_away(args.folder, [Path(operand) for operand in args.operands])
+    return put_away(split_folder(args.folder)[0], [Path(operand) for operand in args.operands])
 
 
 def list_verb(args) -> int:
     folder, only = split_folder(args.folder)
     require("scipy", *["matplotlib"] * args.write)
     records, wrong = find_records(folder)
-    if not records and not wrong:
+    if not records and not wrong and not args.write:
         return list_others(Path(args.folder).resolve())
     tell(wrong)
+    if args.write and (wrong or not records):
+        raise LedgerError(f"{folder}: no page is written, as a record is missing or damaged")
     if args.write:
         pages.write_pages(folder, records)
     print(pages.ladder_text([one for one in records if only in (None, one.folder.name)]))
@@ -109,7 +111,9 @@ def verify_verb(args) -> int:
     require("scipy")
     records, findings, notes = verify(*split_folder(args.folder))
     tell(notes)
-    if args.replay and not findings:
+    if args.replay and findings:
+        tell(["nothing is run again, as there is something else to mend first"])
+    elif args.replay:
         findings = run.replay_all(records, args.replay)
     verified = f"{len(records)} record(s) verified: the logs bear every claim on our own runs"
     print("\n".join(findings) or verified)

@@ -30,8 +30,10 @@ class LedgerError(Exception):
 
 def read_text(path: Path) -> str:
     """The file as text, newlines as they are. Raises LedgerError where it is empty or no text."""
+    if path.is_dir():
+        raise LedgerError(f"{path} is a folder; give a log or script, such as its log.txt")
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")  # some editors write a mark at the begin
     except UnicodeDecodeError as error:
         raise LedgerError(f"{path}: byte {error.start} is not text; give a log or script") from None
     if not text.strip():
@@ -109,9 +111,8 @@ class Log:
 
     @property
     def losses(self) -> tuple:
-        """Every loss that it shows, by which a copy is known."""
-        steps = [*self.train.values(), *self.val.values()]
-        return tuple(loss for loss, _ in steps), self.final.get("val_loss")
+        """The losses by which a copy is known, however often it was validated."""
+        return tuple(loss for loss, _ in self.train.values()), self.final.get("val_loss")
 
 
 def machine_words(setting: tuple) -> str:
@@ -191,10 +192,10 @@ def read_folder(folder: Path):
     logs, others = [], 0
     for path in sorted(folder.rglob("*")):
         if path.suffix in ENDINGS and path.is_file():
-            with contextlib.suppress(LedgerError):
+            with contextlib.suppress(LedgerError, ValueError):  # of numbers in its results
                 log = read_log(path)
                 log.body = ""  # a thousand of them are large
-                if log.val:
+                if log.val and math.isfinite(log.val_loss) and (log.train_time_ms or 0) >= 0:
                     logs.append(log)
                     continue
             others += 1

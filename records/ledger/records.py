@@ -5,6 +5,7 @@ setting, and a file's name is made from what is in it.
 """
 
 import json
+import math
 import re
 import statistics
 from dataclasses import dataclass, field
@@ -31,11 +32,13 @@ NEEDED = {  # what the header of a run's log tells, and what can be made of it
     "target_loss": float}
 # Keys of record.json, in any order
 CLAIM = {"change": str, "parent": str | None, "published": dict | None, "gain": str | None,
-         "modelled_minutes": float | None, "equality": dict | None, "reads": str | None,
+         "modelled_minutes": int | float | None, "equality": dict | None, "reads": str | None,
          "station": str}  # of a record without a public number: the oracle that it is held to
 PUBLISHED = {"number": int, "minutes": int | float, "hardware": str, "source": str,
-             "val_loss": float | None, "n": int | None}  # no loss without a published log
-EQUALITY = {"largest": float, "of": str}
+             "val_loss": int | float | None, "n": int | None}  # no loss without a published log
+EQUALITY = {"largest": int | float, "of": str}
+# Flags that a time depends on, though no loss does: a gain in time needs them alike
+TIMED_ALIKE = ("warmup_steps", "sequences_per_forward", "head_chunks")
 
 
 @dataclass
@@ -90,7 +93,8 @@ def check(name: str, found: dict, kinds: dict, needed):
         if key not in kinds:
             raise LedgerError(f"{name} has {key}; known are {', '.join(kinds)}")
         if not isinstance(value, kinds[key]):
-            raise LedgerError(f"{name} has a {key} of another kind, {value!r}")
+            kind = getattr(kinds[key], "__name__", kinds[key])
+            raise LedgerError(f"{name} has a {key} of another kind, {value!r}; it is {kind}")
 
 
 def read_claim(folder: Path) -> dict:
@@ -98,13 +102,15 @@ def read_claim(folder: Path) -> dict:
     name = f"{folder.name}/record.json"
     try:
         claim = json.loads(read_text(folder / "record.json"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LedgerError(f"{name} has no usable form: {error}; see records/README.md") from None
     check(name, claim, CLAIM, needed=("change", "parent", "published"))
     if claim["published"]:
         check(f"{name}: published", claim["published"], PUBLISHED, needed=PUBLISHED)
     if claim.get("equality"):
         check(f"{name}: equality", claim["equality"], EQUALITY, needed=EQUALITY)
+    if "|" in claim["change"] or "\n" in claim["change"]:
+        raise LedgerError(f"{name} has a change with a | or a line break, which tables cannot show")
     if claim.get("gain") not in (None, *SEEDS):
         raise LedgerError(f"{name} has gain {claim['gain']}; it is {', '.join(SEEDS)} or null")
     return claim
@@ -129,7 +135,7 @@ def find_records(folder: Path):
         for path in sorted(home.glob("logs/*.txt")):
             try:
                 record.logs.append(read_run(path))
-            except LedgerError as error:
+            except (LedgerError, OSError) as error:
                 record.damaged.append(f"logs/{path.name}: {error}")
     return list(found.values()), wrong
 
@@ -144,7 +150,8 @@ def read_run(path: Path) -> Log:
         for name, kind in NEEDED.items():
             kind(log.header[name])
         for name in ("val_loss", "train_time_ms"):
-            float(log.final[name])
+            if not math.isfinite(float(log.final[name])):
+                raise ValueError(f"{name} is {log.final[name]}")
     except (KeyError, ValueError) as error:
         raise LedgerError(f"cannot be read: {error!r}") from None
     return log
@@ -220,15 +227,16 @@ def shows_gain(record: Record) -> bool:
     gain = record.claim["gain"]
     for logs, others in record.measured():
         found = compare(logs, others)
-        seeds = sorted(by_seed(logs))
-        if not found or seeds != [*range(len(seeds))]:
+        if not found or found.seeds != [*range(len(found.seeds))]:
             continue
+        alike = all(len({log.header.get(name) for log in logs + others}) == 1
+                    for name in TIMED_ALIKE)
         lower = found.shown and found.difference < 0
         higher = found.shown and found.difference > 0
         if gain == "loss" and lower and len(found.seeds) >= SEEDS["loss"]:
             return True
         faster = len(found.ratios) >= SEEDS["time"] and max(found.ratios) < 1
-        if gain == "time" and faster and not higher:
+        if gain == "time" and faster and alike and not higher:
             return True
     return False
 

@@ -23,7 +23,7 @@ import numpy as np
 from ledger import records
 from ledger.logs import LedgerError, Log, machine_words, read_log, read_text, sha256
 from ledger.records import FLOOR, RULES, Record
-from ledger.scripts import apart, flag_words, meaning, settings_of
+from ledger.scripts import apart, flag_words, imports_of, meaning, settings_of
 from shards import load_script
 
 REPO = Path(__file__).resolve().parents[2]
@@ -74,6 +74,11 @@ def contestant_of(operand: str, preset: str) -> Contestant:
     return Contestant(operand, name, script, read_text(script), flags, settings, record)
 
 
+def what_runs(source: str):
+    """What of a script decides a run, so that it can be compared, and hashed as JSON."""
+    return [meaning(source), sorted(imports_of(source))]
+
+
 def contestants_of(operands: list, preset: str):
     """The operands as contestants, no two alike; a folder of records stands for all of them."""
     found = []
@@ -83,9 +88,9 @@ def contestants_of(operands: list, preset: str):
             found.append(contestant_of(each, preset))
     for one, other in itertools.combinations(found, 2):
         same_settings = (one.settings or one.flags) == (other.settings or other.flags)
-        if one.source == other.source and same_settings:
-            raise LedgerError(f"{other.operand} has the script and the settings of {one.operand}; "
-                              "give one")
+        if what_runs(one.source) == what_runs(other.source) and same_settings:
+            raise LedgerError(f"{other.operand} has the script and the settings of {one.operand}, "
+                              "but for comments; give one")
         for name in COMPARABLE:
             value, other_value = one.settings.get(name), other.settings.get(name)
             if value != other_value:
@@ -127,7 +132,7 @@ def run_one(one: Contestant, seed: int, args) -> Log:
     """The log of a run, made now unless its RUN_ID, which hashes all it depends on, is there."""
     # Small models are the quicker for one thread where other programs take a core.
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    what = [meaning(one.source), one.flags, args.preset, args.nproc, args.jobs, threads,
+    what = [what_runs(one.source), one.flags, args.preset, args.nproc, args.jobs, threads,
             importlib.metadata.version("torch")]
     run_id = f"{one.name}-{sha256(json.dumps(what, sort_keys=True))[:8]}-seed-{seed}"
     path = args.out / "logs" / run_id / "log.txt"
@@ -352,8 +357,13 @@ def replay_all(chosen: list, seeds: int):
                 print(f"{record.folder.name}: {machine_words(logs[0].setting)}: this machine has "
                       "no such GPUs; not run again", file=sys.stderr)
                 continue
-            wrong += replay(record, random.sample(logs, min(seeds, len(logs))), logs)
+            pairs = [(record, logs)]
             if others and record.parent not in chosen:
-                some = random.sample(others, min(seeds, len(others)))
-                wrong += replay(record.parent, some, others)
+                pairs.append((record.parent, others))
+            for one, theirs in pairs:
+                try:
+                    some = random.sample(theirs, min(seeds, len(theirs)))
+                    wrong += replay(one, some, theirs)
+                except LedgerError as error:
+                    wrong.append(f"{one.folder.name}: cannot be run again: {error}")
     return wrong

@@ -5,11 +5,12 @@ changed unseen, and any number of runs from any number of people have a place.
 """
 
 import ast
+import contextlib
 import re
 from pathlib import Path
 
 from ledger import pages, records
-from ledger.logs import LedgerError, Log, machine_words, read_text, sha256
+from ledger.logs import SETTING, LedgerError, Log, machine_words, read_text, sha256
 from ledger.records import FLOOR, FOLDER_NAME, RULES, SEEDS, Record, find_records, read_run
 from ledger.scripts import BANNER, above, imports_of, meaning, settings_of
 
@@ -33,9 +34,11 @@ def folder_findings(record: Record):
         found.append(f"its parent {parent}/record.json is missing, damaged or not older")
     if not read_text(folder / "README.md").startswith(f"# {folder.name}\n"):
         found.append(f"README.md's title is not '# {folder.name}'")
-    for path in sorted(folder.glob("[!._]*")):
-        if path.name not in FILES:  # Python would import a module that lies beside the script
-            found.append(f"its folder has {path.name}, which no record needs; delete it")
+    for path in sorted(folder.glob("[!._]*")) + sorted(folder.glob("logs/[!._]*")):
+        # Python would import a module that lies beside the script.
+        if path.name not in FILES and (path.parent == folder or path.suffix != ".txt"):
+            name = path.relative_to(folder)
+            found.append(f"its folder has {name}, which no record needs; delete it")
     return found
 
 
@@ -68,6 +71,14 @@ def log_findings(log: Log, settings: dict):
         found.append(f"its final val_loss is {log.val_loss}, its steps say {loss:g}")
     if abs(log.train_time_ms - ms) > 1 + log.train_time_ms / 1000:
         found.append(f"its final train_time_ms is {log.train_time_ms:g}, its steps say {ms:g}")
+    steps = [header.get("num_iterations"), log.final.get("steps"), str(log.last_step)]
+    if len(set(steps)) > 1:
+        found.append(f"began as a run of {steps[0]} steps and has {steps[2]}, by its results "
+                     f"{steps[1]}")
+    for name in (*SETTING, "val_digest"):  # of the process that it began in, and that it ended in
+        began, ended = header.get(name), log.final.get(name)
+        if None not in (began, ended) and began != ended:
+            found.append(f"was resumed where {name} is {ended}; it began with {began}")
     if header["device"].startswith("host standing in for"):
         found.append(f"was made on a {header['device']}, which measures nothing")
     if log.val_loss < floor:
@@ -117,12 +128,36 @@ def record_findings(record: Record, root: Path):
 def page_findings(folder: Path, known: list, only: str | None):
     """Pages whose generated lines are not what the logs give."""
     found = []
-    for path, parts in pages.blocks(folder, known).items():
-        if only in (None, path.parent.name):
+    try:
+        blocks = pages.blocks(folder, known)
+    except UNREADABLE as error:
+        return [f"no page can be compared: {error}"]
+    for path, parts in blocks.items():
+        if only not in (None, path.parent.name):
+            continue
+        try:
             text = read_text(path)
             if pages.filled(path, text, parts) != text:
                 name = path.relative_to(folder.parent)
                 found.append(f"{name} is not what `list --write` gives")
+        except UNREADABLE as error:
+            found.append(str(error))
+    return found
+
+
+def copies(known: list):
+    """Records that say, or do, what another one does."""
+    found, numbers, scripts = [], {}, {}
+    for record in known:
+        name = record.folder.name
+        with contextlib.suppress(*UNREADABLE):  # which is told elsewhere
+            same = scripts.setdefault(meaning(above(record.script)), name)
+            if same != name:
+                found.append(f"{name}: its script computes what that of {same} does")
+        if record.published:
+            same = numbers.setdefault(record.published["number"], name)
+            if same != name:
+                found.append(f"{name}: its public number is that of {same}")
     return found
 
 
@@ -165,12 +200,13 @@ def verify(folder: Path, only: str | None):
     if stale:
         notes.append(f"harness or comments are newer than logs of {stale} record(s); "
                      "`verify --replay N` runs N seeds again")
-    try:
-        findings += page_findings(folder, known, only)
-    except UNREADABLE as error:
-        findings.append(str(error))
+    findings += page_findings(folder, known, only)
     if not only:
-        same = [record.folder.name for record in known if record.script == read_text(root)]
+        findings += copies(known)
+        same = []
+        for record in known:
+            with contextlib.suppress(*UNREADABLE):
+                same += [record.folder.name] * (record.script == read_text(root))
         if len(same) != 1:
             findings.append("the root's train_gpt.py has the bytes of "
                             f"{' and '.join(same) or 'no record'}; it has to have those of one")
@@ -184,15 +220,22 @@ def file_name(log: Log) -> str:
 
 def record_of(log: Log, known: list) -> Record:
     """The record whose script wrote a log. Raises LedgerError where it is none, or is not fit."""
+    alike = []
     for record in known:
-        script = record.script
-        if log.source_sha256 == sha256(script) or (
-                log.source and meaning(above(log.source)) == meaning(above(script))):
-            wrong = log_findings(log, settings_of(record.path, preset=log.preset))
-            if wrong:
-                raise LedgerError("; ".join(wrong))
-            return record
-    raise LedgerError("its source is no record's; make it one first (records/README.md)")
+        with contextlib.suppress(*UNREADABLE):  # one that cannot be read wrote none
+            script = record.script
+            others = [one.source for one in record.logs if one.source_sha256 == log.source_sha256]
+            source = log.source or next(filter(None, others), None)
+            if log.source_sha256 == sha256(script):
+                alike.insert(0, record)  # rather than one that differs in comments
+            elif source and meaning(above(source)) == meaning(above(script)):
+                alike.append(record)
+    if not alike:
+        raise LedgerError("its source is no record's; make it one first (records/README.md)")
+    wrong = log_findings(log, settings_of(alike[0].path, preset=log.preset))
+    if wrong:
+        raise LedgerError("; ".join(wrong))
+    return alike[0]
 
 
 def file_log(path: Path, folder: Path, known: list) -> str:

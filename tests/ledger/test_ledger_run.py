@@ -168,6 +168,7 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
      "on 2048: losses on other tokens do not compare"),
     ("run a.py a.py", "the script and the settings of a.py"),
     ("run a.py a.py:muon_lr=5e-2", "settings of a.py"),  # what the preset says already
+    ("run a.py a/a.py", "a/a.py has the script and the settings of a.py, but for comments"),
     ("run a.py a.py:seed=3", "seed is the ledger's; use --preset or --seeds"),
     ("run a.py a.py:lr=3", "a.py: --lr 3: no such"),
     ("run a.py:muon_lr", "'muon_lr' is no flag"),
@@ -187,8 +188,10 @@ def test_bad_input_is_answered_in_a_line_and_nothing_is_written(
         command, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    for name, text in (("a.py", SCRIPT), ("bad.py", "def parse_args(:\n"), ("blank.txt", "\n\n"),
-                       ("binary.bin", "a\xff\xfe"), ("notes.txt", "notes")):
+    (tmp_path / "a").mkdir()
+    other = SCRIPT.replace("import os\n", "import os  # of the machine\n")
+    for name, text in (("a.py", SCRIPT), ("a/a.py", other), ("bad.py", "def parse_args(:\n"),
+                       ("blank.txt", "\n\n"), ("binary.bin", "a\xff\xfe"), ("notes.txt", "notes")):
         (tmp_path / name).write_bytes(text.encode("latin1"))
     try:
         status = main(command.split())

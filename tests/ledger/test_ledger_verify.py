@@ -36,6 +36,7 @@ SPOILED = {  # by file: what is replaced, what is put there, what is said
         "a gain of no kind": ('"gain": "loss"', '"gain": "fame"', "has gain fame; it is loss"),
         "a key of no kind": ('"gain"', '"win"', "has win; known are change, parent, published"),
         "no parent": ('"parent"', '"gain"', "lacks parent"),
+        "a change of two cells": ("less loss", "less | loss", "has a change with a |"),
         "no JSON": ('"gain": "loss"', '"gain": loss', f"{NEWEST}/record.json has no usable form"),
         "an unknown parent": (PARENT, "2026-01-01_No", "2026-01-01_No/record.json is missing")},
     f"{PARENT}/record.json": {
@@ -47,6 +48,11 @@ SPOILED = {  # by file: what is replaced, what is put there, what is said
         "no source": (CHILD, f"source sha256: {sha_of(CHILD)}", "has no source, nor")},
     f"{NEWEST}/logs/*seed-1-*": {
         "a loss": ("\nval_loss: 1", "\nval_loss: 2", "final val_loss is 2"),
+        "a loss that is no number": ("\nval_loss: ", "\nval_loss: nan\nx: ", "val_loss is nan"),
+        "fewer steps": ("\nsteps: 40", "\nsteps: 30", "began as a run of 40 steps"),
+        "two machines": ("device: Fake 1", "device: Fake 2", "was resumed where device is Fake 1"),
+        "two validations": ("\nval_loss: ", "\nval_digest: 0\nval_loss: ",
+                            "was resumed where val_digest is 0; it began with 1407c02db97ab9a7"),
         "a loss below the floor": ("\nval_loss: 1.", "\nval_loss: 0.0", "no honest model gets"),
         "a time": ("train_time_ms: 1", "train_time_ms: 2", "final train_time_ms"),
         "a digit": ("step:3/40 train_loss:", "step:3/40 train_loss:1", "is not called pocket-"),
@@ -169,6 +175,21 @@ def test_a_gain_needs_enough_pairs_of_seeds_from_0_on(gain, kept, records, capsy
     assert found.startswith(NO_GAIN.format(gain))
 
 
+@pytest.mark.parametrize("spoil", ["seeds", "warm-up"])
+def test_a_gain_in_time_needs_pairs_from_0_on_and_one_warm_up(spoil, records, capsys):
+    set_gain(records, "time")
+    for path in (records / PARENT / "logs").glob("*.txt"):
+        text = re.sub(r"train_time(_ms: |:)(\d)", r"train_time\g<1>1\2", path.read_text())
+        path.write_text(text)
+        if spoil == "warm-up":
+            path.write_text(text.replace("save_every: 0", "save_every: 0\nwarmup_steps: 0"))
+        elif "seed-1-" in path.name:
+            path.unlink()
+    rename(records / PARENT / "logs")
+    (found,) = findings_anew(records, capsys)
+    assert found.startswith(NO_GAIN.format("time"))
+
+
 def test_runs_of_two_settings_are_never_compared(records, capsys):
     for path in (records / NEWEST / "logs").glob("*.txt"):
         path.write_text(path.read_text().replace("device: Fake 1", "device: Fake 2"))
@@ -181,13 +202,71 @@ def test_wrong_files_and_folders_are_found(records, capsys):
     """Python would import a module that lies beside a script in the place of its own or torch's."""
     (records / NEWEST / "platform.py").write_text("")
     (records / NEWEST / ".DS_Store").write_text("")
+    (records / NEWEST / "logs" / "x.log").write_text("")
     (records / "2026-03-03_Fourth").mkdir()
     assert findings(records, capsys) == [
         "2026-03-03_Fourth/record.json is missing",
-        f"{NEWEST}: its folder has platform.py, which no record needs; delete it"]
+        f"{NEWEST}: its folder has platform.py, which no record needs; delete it",
+        f"{NEWEST}: its folder has logs/x.log, which no record needs; delete it"]
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda folder: (folder / "README.md").unlink(),
+    lambda folder: (folder / "train_gpt.py").unlink(),
+    lambda folder: (folder / "train_gpt.py").write_text("def train("),
+    lambda folder: (folder / "logs" / "a folder.txt").mkdir()],
+    ids=["no page", "no script", "a script that is none", "a folder among logs"])
+def test_one_bad_folder_hides_nothing_and_stops_no_log(spoil, measured, records, capsys):
+    """Neither what verify finds elsewhere, nor the filing of another record's log."""
+    edit(records / PARENT / "README.md", f"# {PARENT}\n", "# Another\n")
+    shutil.rmtree(records / PARENT / "logs")
+    spoil(records / NEWEST)
+    found = findings(records, capsys)
+    assert any(line.startswith(f"{PARENT}: README.md's title is not") for line in found), found
+    assert any(NEWEST in line for line in found), found
+    log = log_of(measured / "out", PARENT, 3)
+    assert main(["file", str(log), "--folder", str(records / PARENT)]) == 0
+    assert len([*(records / PARENT / "logs").iterdir()]) == 1
+
+
+def test_a_copied_record_is_found(records, capsys):
+    third = records / "2026-03-03_Third"
+    shutil.copytree(records / PARENT, third)
+    shutil.rmtree(third / "logs")
+    edit(third / "README.md", f"# {PARENT}", f"# {third.name}")
+    found = findings_anew(records, capsys)
+    assert found[:2] == [f"{third.name}: its script computes what that of {PARENT} does",
+                         f"{third.name}: its public number is that of {PARENT}"]
+
+
+def test_no_page_is_written_while_a_record_is_damaged(records, capsys):
+    before = {path: path.read_bytes() for path in records.rglob("README.md")}
+    (records / PARENT / "record.json").unlink()
+    assert main(["list", str(records), "--write"]) == 2
+    assert "no page is written, as a record is missing or damaged" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in records.rglob("README.md")} == before
 
 
 # ---- Filing ----
+def test_a_log_goes_to_the_record_that_has_its_very_bytes(measured, records, tmp_path, capsys):
+    """Also one that has the sha256 of a source in place of it."""
+    third = records / "2026-03-03_Third"
+    shutil.copytree(records / NEWEST, third)
+    edit(third / "train_gpt.py", "import os\n", "import os  # of the machine\n")
+    text = log_of(measured / "out", NEWEST, 3).read_text()
+    log = tmp_path / "log.txt"
+    log.write_text(text.replace(CHILD, (third / "train_gpt.py").read_text()))
+    shutil.rmtree(third / "logs")
+    assert main(["file", str(log), "--folder", str(records)]) == 0
+    assert capsys.readouterr().out.partition(" → ")[2].startswith(f"{third.name}/logs/")
+
+    (path,) = (records / NEWEST / "logs").glob("*-seed-3-*")
+    path.unlink()
+    log.write_text(text.replace(CHILD, f"source sha256: {sha_of(CHILD)}"))
+    assert main(["file", str(log), "--folder", str(records)]) == 0
+    assert path.exists()
+
+
 @pytest.mark.parametrize("old, new, words", [
     ("\nval_loss: ", "\nval_lo", "is no finished run"),
     ("import random\n", "import random\nprint(1)\n", "its source is no record's"),

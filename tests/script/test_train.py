@@ -211,7 +211,7 @@ def test_a_finished_run_of_the_record_says_how_its_log_is_filed(capsys):
     cfg = train_gpt.parse_args([])
     log = train_gpt.Log(dataclasses.replace(cfg, run_id="y"), types.SimpleNamespace(rank=0))
     run = types.SimpleNamespace(
-        cfg=cfg, log=log, val_loss=3.279, train_time_ms=1e5, last=1920, facts={},
+        cfg=cfg, log=log, val_loss=3.279, train_time_ms=1e5, last=1920, facts={}, val_digest="",
         plan=train_gpt.plan(cfg), ranks=types.SimpleNamespace(device=torch.device("cpu")))
     train_gpt.Run.finish(run)
     said = "target loss 3.28: reached\nto file it with its record: python records/ledger file "

@@ -42,6 +42,7 @@ class Contestant:
     name: str  # of its script or its folder
     script: Path
     source: str
+    runs: list  # what of the source decides a run, as JSON can hold it
     flags: dict[str, str]
     settings: dict[str, str]  # all of its flags; empty where the script cannot be asked
     record: Record | None  # that it is, as it stands
@@ -70,13 +71,10 @@ def contestant_of(operand: str, preset: str) -> Contestant:
     if path.is_dir() and records.FOLDER_NAME.fullmatch(path.name) and not flags:
         record = Record(path, records.read_claim(path))  # refused now, not after the training
     settings = settings_of(script, preset=preset, **flags)
-    name = re.sub(r"\W", "-", path.stem)
-    return Contestant(operand, name, script, read_text(script), flags, settings, record)
-
-
-def what_runs(source: str):
-    """What of a script decides a run, so that it can be compared, and hashed as JSON."""
-    return [meaning(source), sorted(imports_of(source))]
+    name, source = re.sub(r"\W", "-", path.stem), read_text(script)
+    # Not in the threads of the runs: in Python 3.11 two threads that parse may fail.
+    runs = [meaning(source), sorted(imports_of(source))]
+    return Contestant(operand, name, script, source, runs, flags, settings, record)
 
 
 def contestants_of(operands: list, preset: str):
@@ -88,7 +86,7 @@ def contestants_of(operands: list, preset: str):
             found.append(contestant_of(each, preset))
     for one, other in itertools.combinations(found, 2):
         same_settings = (one.settings or one.flags) == (other.settings or other.flags)
-        if what_runs(one.source) == what_runs(other.source) and same_settings:
+        if one.runs == other.runs and same_settings:
             raise LedgerError(f"{other.operand} has the script and the settings of {one.operand}, "
                               "but for comments; give one")
         for name in COMPARABLE:
@@ -132,7 +130,7 @@ def run_one(one: Contestant, seed: int, args) -> Log:
     """The log of a run, made now unless its RUN_ID, which hashes all it depends on, is there."""
     # Small models are the quicker for one thread where other programs take a core.
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    what = [what_runs(one.source), one.flags, args.preset, args.nproc, args.jobs, threads,
+    what = [one.runs, one.flags, args.preset, args.nproc, args.jobs, threads,
             importlib.metadata.version("torch")]
     run_id = f"{one.name}-{sha256(json.dumps(what, sort_keys=True))[:8]}-seed-{seed}"
     path = args.out / "logs" / run_id / "log.txt"

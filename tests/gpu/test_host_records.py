@@ -1,7 +1,7 @@
 """The records after #53 on the GPU path without a GPU: losses, gradients, steps are the CPU's.
 
-As in test_host_gpu.py, whose models and tolerances these are, kernels are interpreted. Each thing
-that a record brought is in one of the models: what the others brought, these three have too.
+As in test_host_gpu.py, whose models and tolerances these are, kernels are interpreted. What the
+records brought to a GPU is in one of these two, paired heads and Muon by pairs of heads too.
 """
 
 import dataclasses
@@ -18,9 +18,6 @@ on_the_host = host.on_the_host  # a fixture
 
 # What differs from the sizes of the root's models.
 SIZES = {
-    "2026-01-07_PairedHeads": dict(layers=("P0:skip:saved", "L", ".")),
-    "2026-04-08_HeadPairMuon": dict(
-        layers=("P0:skip:saved", ".", "L1"), bigram_rows=97),
     "2026-07-13_PrefixTargets": dict(
         layers=("L0xg:skip:saved", ".", "L1g"), bigram_rows=97, bigram_width=24, sign_rows=32),
     "2026-08-30_92g_NgramTable": dict(

@@ -16,11 +16,9 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.testing import CompileCounter
 
 RECORDS = sorted(REPO.glob("records/20*/"))
-EACH_RECORD = []  # the newest one is quick to test, #53 and #91 are slow, the others are not CI's
-for path in RECORDS:
-    is_slow = path.name.endswith(("_MultiTokenPrediction", "_CanonicalMask"))
-    marks = [] if path == RECORDS[-1] else [pytest.mark.slow if is_slow else pytest.mark.cards]
-    EACH_RECORD.append(pytest.param(path, id=path.name, marks=marks))
+EACH_RECORD = [  # the newest one is quick to test; all together take minutes
+    pytest.param(path, id=path.name, marks=[pytest.mark.cards] * (path != RECORDS[-1]))
+    for path in RECORDS]
 BY_STAGE = [each for each in EACH_RECORD
             if "def set_stage" in (each.values[0] / "train_gpt.py").read_text()]
 STEPS = 10  # at the begin, amid and at the end of a run, more than the limit

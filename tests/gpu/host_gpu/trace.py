@@ -41,8 +41,6 @@ import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-OPTIMIZER_STEPS = 4  # after which every optimizer has stepped: tables, in #92, at one of them
-
 
 @dataclasses.dataclass
 class Trace:
@@ -306,6 +304,9 @@ class Tracer:
         self.cfg = dataclasses.replace(cfg, head_chunks=chunks)
         self.stages = stages(self.script, self.cfg)
         self.stage = stage % len(self.stages)
+        # After so many every optimizer has stepped. From 92d on tables step at one of four.
+        by_events = hasattr(self.script.schedule(0, self.cfg), "event")
+        self.optimizer_steps = 4 if by_events else 2
 
     def compiled(self, part: str, function):
         before = self.notes.modules
@@ -406,11 +407,11 @@ class Tracer:
             optimizers = self.script.build_optimizers(self.model, self.cfg, ranks)
         steps = self.stages[self.stage]
         amid = steps[len(steps) // 2]
-        first = amid - amid % OPTIMIZER_STEPS
+        first = amid - amid % self.optimizer_steps
 
         def some_steps():
             self.wire = []
-            for step in range(first, first + OPTIMIZER_STEPS):
+            for step in range(first, first + self.optimizer_steps):
                 before = len(self.notes.launches)
                 now = self.script.schedule(step, self.cfg)
                 tied = getattr(now, "tied", False)  # as of #53
@@ -430,7 +431,7 @@ class Tracer:
             head_chunks=cfg.head_chunks, fp8=model.lm_head.use_fp8,
             padded_vocab=len(model.lm_head.weight), model_dim=cfg.model_dim,
             masks_tokens=hasattr(model, "forbidden"),
-            optimizer_steps=OPTIMIZER_STEPS, stages=[len(each) for each in self.stages],
+            optimizer_steps=self.optimizer_steps, stages=[len(each) for each in self.stages],
             stage=self.stage, targets=targets, tokens=tokens,
             head_tokens=min(model.tokens_per_chunk, tokens),
             step_tokens=cfg.sequences_per_step * length,

@@ -206,7 +206,8 @@ def verify(folder: Path, only: str | None):
         same = []
         for record in known:
             with contextlib.suppress(*UNREADABLE):
-                same += [record.folder.name] * (record.script == read_text(root))
+                if record.script == read_text(root):
+                    same.append(record.folder.name)
         if len(same) != 1:
             findings.append("the root's train_gpt.py has the bytes of "
                             f"{' and '.join(same) or 'no record'}; it has to have those of one")

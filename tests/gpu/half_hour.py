@@ -245,11 +245,11 @@ def short_run(script, flags, stage_steps) -> str:
     """The log of a run of the script on documents of noise, as long as FineWeb's."""
     flags = short_flags(script, flags, stage_steps)
     cfg = script.parse_args(flags)
+    ids = cfg.eot_token // NOISE_SHARE
     sizes = dict(train=16 * cfg.sequences_per_step * script.plan(cfg).longest,
                  val=cfg.val_seq_len + 1)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for name, size in sizes.items():
-            ids = cfg.eot_token // NOISE_SHARE
             tokens = np.random.default_rng(0).integers(ids, size=size)
             tokens[[0, *document_starts(size)]] = cfg.eot_token
             write_shard(Path(f"{name}_0.bin"), tokens)

@@ -23,8 +23,6 @@ import argparse
 import contextlib
 import functools
 import io
-import itertools
-import math
 import multiprocessing
 import os
 import re
@@ -45,14 +43,13 @@ import half_hour  # noqa: E402
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
 from host_gpu.trace import trace  # noqa: E402
-from shards import DataError, load_script  # noqa: E402
+from shards import load_script  # noqa: E402
 
 import train_gpt  # noqa: E402
 
-YARDSTICK = ["tests/plain_baseline.py", "--train", "data/pocket/pocket_train_*.bin",
+YARDSTICK = ["python", "tests/plain_baseline.py", "--train", "data/pocket/pocket_train_*.bin",
              "--val", "data/pocket/pocket_val_*.bin", "--target", "1.78"]
 COUNTED_STEPS = (120, 1200)  # of the pocket: 0.25 and 2.5 million tokens
-EVERY = {"pocket": ["--val_every", "10"], "against": ["--eval_every", "50"]}  # validations to draw
 VALIDATION = r"^step:\d+/\d+ val_loss:([\d.]+) train_time:(\d+)ms"  # as both print it
 LABELS = {"pocket": ("train_gpt.py --preset pocket", "tab:blue"),
           "against": ("plain GPT, settings of nanoGPT's CPU quickstart", "dimgray")}
@@ -62,8 +59,14 @@ say = functools.partial(print, flush=True)
 
 def spread(values, digits=1):
     """'median (lowest-highest)' of numbers."""
-    low, high = (f"{end:,.{digits}f}" for end in (min(values), max(values)))
-    return f"{statistics.median(values):,.{digits}f} ({low}-{high})"
+    return (f"{statistics.median(values):,.{digits}f} "
+            f"({min(values):,.{digits}f}-{max(values):,.{digits}f})")
+
+
+def mean_and_std(values):
+    """'mean ± standard deviation (n)' of numbers."""
+    std = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{std} ({len(values)})"
 
 
 def print_table(header, rows):
@@ -82,16 +85,14 @@ class RunFailed(Exception):
 
 def run_command(words, **env):
     """Run a script of ours to its end. Returns its final values, what it printed, and seconds."""
-    words = words if words[0].endswith(".sh") else ["python", *words]
     program = sys.executable if words[0] == "python" else words[0]
     command = shlex.join(words)
     start = time.perf_counter()
-    done = subprocess.run([program, *words[1:]], capture_output=True, text=True, cwd=REPO,
+    done = subprocess.run([program, *words[1:]], stdout=subprocess.PIPE, text=True, cwd=REPO,
                           env=os.environ | env)
     wall_s = time.perf_counter() - start
     if done.returncode:
-        reason = (done.stderr.splitlines() or ["no message"])[-1]
-        raise RunFailed(f"{command} ended with {done.returncode}: {reason}")
+        raise RunFailed(f"{command} ended with {done.returncode}")
     values = final_values(done.stdout)
     train_s = values.get("train_seconds") or float(values.get("train_time_ms", 0)) / 1000
     return values | dict(wall_s=wall_s, train_s=float(train_s), text=f"$ {command}\n{done.stdout}")
@@ -107,30 +108,26 @@ def pocket(args, flags):
     if folder and folder.is_dir():
         draw(folder, args.picture)
         return
-    from scipy import stats
-
-    target = train_gpt.parse_args(["--preset", "pocket", *flags]).target_loss
-    commands = {"pocket": ["train_gpt.py", "--preset", "pocket", *flags], "against": YARDSTICK}
+    commands = {"pocket": ["python", "train_gpt.py", "--preset", "pocket", *flags],
+                "against": YARDSTICK}
+    if folder:  # validations to draw
+        commands["pocket"] += ["--val_every", "10"]
+        commands["against"] = [*YARDSTICK, "--eval_every", "50"]
     runs = {name: [] for name in commands}
-    for seed, (name, command) in itertools.product(range(args.seeds), commands.items()):
-        values = run_command([*command, "--seed", str(seed), *(EVERY[name] if folder else [])])
-        runs[name].append(values)
-        say(f"{name}, seed {seed} of {args.seeds}: val_loss {values['val_loss']}, training "
-            f"{values['train_s']:.1f} s, command to exit {values['wall_s']:.1f} s")
-    rows = []
-    for title, key, digits in (("training, s", "train_s", 1), ("command to exit, s", "wall_s", 1),
-                               ("val_loss, nats per byte", "val_loss", 4)):
-        ours, theirs = ([float(values[key]) for values in each] for each in runs.values())
-        ratio = statistics.median(theirs) / statistics.median(ours)
-        rows.append([title, spread(ours, digits), spread(theirs, digits), f"{ratio:.2f}"])
+    for seed in range(args.seeds):
+        for name, command in commands.items():
+            values = run_command([*command, "--seed", str(seed)])
+            runs[name].append(values)
+            say(f"{name}, seed {seed} of {args.seeds}: val_loss {values['val_loss']}, training "
+                f"{values['train_s']:.1f} s, command to exit {values['wall_s']:.1f} s")
     machine = runs["pocket"][0]
     say(f"\n{machine['device']}, {os.cpu_count()} cores, torch {machine['torch']}")
-    print_table(["", *runs, "ratio"], rows)
-    if len(ours) > 1:  # of the losses, the last row
-        p = stats.ttest_1samp(ours, target, alternative="less").pvalue
-        say(f"pocket, {len(ours)} seeds: mean val_loss {statistics.mean(ours):.4f}, "
-            f"std {statistics.stdev(ours):.4f}, highest {max(ours):.4f}; "
-            f"mean <= {target} with p = {p:.2g} (one-sided t-test)")
+    rows = []
+    for name, each in runs.items():
+        rows.append([name, spread([values["train_s"] for values in each]),
+                     spread([values["wall_s"] for values in each]),
+                     mean_and_std([float(values["val_loss"]) for values in each])])
+    print_table(["", "training, s", "command to exit, s", "val_loss"], rows)
     if folder:
         folder.mkdir(parents=True)
         for name, each in runs.items():
@@ -144,10 +141,6 @@ def draw(folder, picture):
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    kept = {name: sorted(folder.glob(f"{name}-*.txt")) for name in LABELS}
-    if not all(kept.values()):
-        raise train_gpt.UserError(f"{folder}: it lacks pocket-*.txt or against-*.txt; remove it, "
-                                  "and the runs are made anew")
     target = train_gpt.parse_args(["--preset", "pocket"]).target_loss
     # Twice as many pixels as a page shows.
     with rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
@@ -158,58 +151,52 @@ def draw(folder, picture):
                       textcoords="offset points", va="bottom")
         for name, (label, color) in LABELS.items():
             times = []  # to the target, of each run
-            for file in kept[name]:
-                found = re.findall(VALIDATION, file.read_text(), re.M)
+            for file in sorted(folder.glob(f"{name}-*.txt")):
+                text = file.read_text()
+                found = re.findall(VALIDATION, text, re.M)
                 losses, ms = np.array(found, float)[1:].T  # the first is before the first step
                 axes.plot(ms / 1000, losses, color=color, linewidth=1.6, alpha=0.7, label=label)
                 times.append(seconds_to(target, losses, ms))
                 label = None  # one of them is named
             reached = np.median(times)
-            if math.isfinite(reached):
-                axes.plot(reached, target, "o", color=color, markersize=8)
-                axes.annotate(f"{reached:.0f} s", (reached, target), (-6, -6), color=color,
-                              textcoords="offset points", ha="right", va="top")
+            axes.plot(reached, target, "o", color=color, markersize=8)
+            axes.annotate(f"{reached:.0f} s", (reached, target), (-6, -6), color=color,
+                          textcoords="offset points", ha="right", va="top")
         axes.set(xscale="log", ylim=(1.4, 3.2), ylabel="validation loss, nats per byte")
         axes.set_yticks([1.5, 2, 2.5, 3])
         axes.set_xticks([1, 2, 5, 10, 20, 50, 100])
         axes.xaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         axes.legend(frameon=False)
-        facts = final_values(kept["pocket"][0].read_text())
+        facts = final_values((folder / "pocket-0.txt").read_text())
         axes.set_xlabel(f"seconds of training (logarithmic), {facts['threads']} threads, "
                         f"{facts['device']}")
         figure.savefig(picture, dpi=200, metadata={"Software": None})
-    say(f"{picture}, of {sum(map(len, kept.values()))} runs in {folder}")
+    say(f"{picture}, of the runs in {folder}")
 
 
 def seconds_to(loss, losses, ms):
     """When a run's validation loss reached `loss`, linear between two validations."""
     end = np.argmax(losses <= loss) + 1
     two = slice(max(end - 2, 0), end)
-    return np.interp(-loss, -losses[two], ms[two] / 1000, right=math.inf)
+    return np.interp(-loss, -losses[two], ms[two] / 1000, right=np.inf)
 
 
 # ---- baselines: losses alone ----
 def baselines(args, flags):
     """Losses beside the pocket's: of a plain GPT of its size, and of n-gram counts."""
-    commands = []
-    for seed in range(args.seeds):
-        commands.append(("plain GPT", [*YARDSTICK, "--size", "pocket", "--seed", str(seed)]))
-    for steps in COUNTED_STEPS:
-        commands.append(("counting", ["tests/ngram_baseline.py", "--num_iterations", str(steps)]))
     say(f"{train_gpt.machine_facts(torch.device('cpu'))['device']}, torch {torch.__version__}, "
         "one thread a run")
-    losses = {}
-    for name, words in commands:
-        values = run_command([*words, *flags], OMP_NUM_THREADS="1")
+    losses = []
+    for seed in range(args.seeds):
+        words = [*YARDSTICK, "--size", "pocket", "--seed", str(seed)]
+        values = run_command(words, OMP_NUM_THREADS="1")
         say(values["text"])
-        row = (name, f"{int(values['tokens']):,}", values["context"])
-        losses.setdefault(row, []).append(float(values["val_loss"]))
-    rows = []
-    for row, found in losses.items():
-        spread_of = f"{statistics.stdev(found):.4f}" if len(found) > 1 else ""
-        rows.append([*row, f"{statistics.mean(found):.4f}", spread_of, f"{len(found)}"])
-    print_table(["", "training tokens", "context", "mean val_loss", "std", "n"], rows)
+        losses.append(float(values["val_loss"]))
+    say(f"plain GPT: val_loss {mean_and_std(losses)}\n")
+    for steps in COUNTED_STEPS:
+        words = ["python", "tests/ngram_baseline.py", "--num_iterations", str(steps)]
+        say(run_command(words, OMP_NUM_THREADS="1")["text"])
 
 
 # ---- busy: threads ----
@@ -217,55 +204,48 @@ def busy(args, flags):
     """Time the pocket by threads, in turns: as many as run.sh chooses, one, one per core."""
     every = str(len(os.sched_getaffinity(0)))
     settings = {  # a program and its environment
-        "chosen": ("./run.sh", dict(PYTHON=sys.executable)),
-        "1": ("train_gpt.py", dict(OMP_NUM_THREADS="1")),
-        every: ("train_gpt.py", dict(OMP_NUM_THREADS=every))}
+        "chosen": (["./run.sh"], dict(PYTHON=sys.executable)),
+        "1": (["python", "train_gpt.py"], dict(OMP_NUM_THREADS="1")),
+        every: (["python", "train_gpt.py"], dict(OMP_NUM_THREADS=every))}
     seconds = {}
-    for seed, taken in itertools.product(range(args.seeds), (0, 1)):
-        with contextlib.ExitStack() as stack:
-            if taken:  # as a browser might
-                spinning = [sys.executable, "-c", "while True: pass"]
-                stack.callback(stack.enter_context(subprocess.Popen(spinning)).kill)
-            for name, (program, env) in settings.items():
-                words = [program, "--preset", "pocket", "--seed", str(seed), *flags]
-                values = run_command(words, **env)
-                seconds.setdefault((taken, name), []).append(values["train_s"])
-                say(f"seed {seed}, {taken} core(s) taken, threads {name}: "
-                    f"{values['threads']} thread(s), {values['train_s']:.2f} s of training")
+    for seed in range(args.seeds):
+        for taken in 0, 1:
+            does = "while True: pass" if taken else "pass"  # the former as a browser might
+            other = subprocess.Popen([sys.executable, "-c", does])
+            try:
+                for name, (program, env) in settings.items():
+                    words = [*program, "--preset", "pocket", "--seed", str(seed), *flags]
+                    values = run_command(words, **env)
+                    seconds.setdefault((taken, name), []).append(values["train_s"])
+                    say(f"seed {seed}, {taken} core(s) taken, threads {name}: "
+                        f"{values['threads']} thread(s), {values['train_s']:.2f} s of training")
+            finally:
+                other.kill()
     rows = [[f"{taken}", name, spread(found, 2)] for (taken, name), found in seconds.items()]
     print_table(["cores taken", "threads", "seconds of training"], rows)
 
 
 # ---- turns: the steps of two scripts ----
-def time_steps(argv, my_turn, other_turn, times):
-    """Run the script argv[0]; put the seconds of its steps into `times`. Steps wait for their turn.
+def take_turns(argv, turns):
+    """Run the script argv[0]. Before each step it tells how long the last one took, and waits.
 
     A step lasts from a call of `next_step` to the next call.
     """
-    seconds = []
+    script = load_script(Path(argv[0]))
+    next_step = script.TokenLoader.next_step
     started = None
 
     def next_step_in_turn(self, now):
         nonlocal started
-        if started is not None:
-            seconds.append(time.perf_counter() - started)
-            other_turn.release()
-        my_turn.acquire()
+        with contextlib.suppress(EOFError, OSError):  # the other script has ended
+            turns.send(started and time.perf_counter() - started)
+            turns.recv()
         started = time.perf_counter()
         return next_step(self, now)
 
-    try:
-        script = load_script(Path(argv[0]))
-        next_step = script.TokenLoader.next_step
-        script.TokenLoader.next_step = next_step_in_turn
-        with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())):
-            code = script.main(argv[1:])
-        times.put(seconds)
-    except DataError as error:
-        sys.exit(str(error))
-    finally:
-        for _ in range(2**15):  # from here on the other script runs alone
-            other_turn.release()
+    script.TokenLoader.next_step = next_step_in_turn
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())):
+        code = script.main(argv[1:])
     sys.exit(code)
 
 
@@ -277,26 +257,34 @@ def turns(args, flags):
     ratios = []
     for seed in range(args.seeds):
         processes = []
-        times = []
-        turn = [context.Semaphore(0), context.Semaphore(0)]
-        turn[seed % 2].release()  # this one begins
+        ends = []
         for i, script in enumerate((REPO / "train_gpt.py", args.script)):
-            times.append(context.SimpleQueue())
             run_id = f"turns-{os.getpid()}-{seed}-{i}"  # they begin in one second
             argv = [str(script), "--preset", "pocket", "--seed", str(seed), "--run_id", run_id]
-            argv += flags
-            words = (argv, turn[i], turn[1 - i], times[i])
-            processes.append(context.Process(target=time_steps, args=words))
-        for process in processes:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=take_turns, args=([*argv, *flags], theirs))
             process.start()
+            theirs.close()
+            processes.append(process)
+            ends.append(ours)
+        seconds = [[], []]
+        with contextlib.suppress(EOFError):  # the first one to end ends the comparison
+            for end in ends:
+                end.recv()
+            while True:
+                for i in (0, 1) if seed % 2 == 0 else (1, 0):
+                    ends[i].send("your turn")
+                    seconds[i].append(ends[i].recv())
+        for end in ends:
+            end.close()
         for process in processes:
             process.join()
         if any(process.exitcode for process in processes):
             raise RunFailed(f"seed {seed}: a script failed; its reason is above")
-        ours, theirs = (each.get() for each in times)
-        ratios.append(statistics.median(b / a for a, b in zip(ours, theirs)))
-        say(f"seed {seed}: {1000 * statistics.median(ours):.2f} ms, "
-            f"FILE {1000 * statistics.median(theirs):.2f} ms, median ratio {ratios[-1]:.3f}")
+        ratios.append(statistics.median(b / a for a, b in zip(*seconds)))
+        medians = [1000 * statistics.median(each) for each in seconds]
+        say(f"seed {seed}: {medians[0]:.2f} ms, FILE {medians[1]:.2f} ms, "
+            f"median ratio {ratios[-1]:.3f}")
     say(f"a step of FILE takes {spread(ratios, 3)} times as long; {len(ratios)} seed(s)")
 
 
@@ -340,10 +328,12 @@ def kernels(args, flags):
         f"last stage, on one {card.upper()}\n")
     groups = cost.by_group(cost.price(last, cost.RATES[card]), ("forward", "backward"))
     total = sum(groups.values(), Counter())
-    print_table(["group", "launches", "GB", "TFLOP", "ms", "share"], [
-        [name, f"{row['launches']:g}", f"{row['bytes'] / 1e9:.1f}", f"{row['flop'] / 1e12:.2f}",
-         f"{row['ms']:.1f}", f"{row['ms'] / total['ms']:.0%}"]
-        for name, row in [*groups.items(), ("sum", total)]])
+    rows = []
+    for name, row in [*groups.items(), ("sum", total)]:
+        rows.append([name, f"{row['launches']:g}", f"{row['bytes'] / 1e9:.1f}",
+                     f"{row['flop'] / 1e12:.2f}", f"{row['ms']:.1f}",
+                     f"{row['ms'] / total['ms']:.0%}"])
+    print_table(["group", "launches", "GB", "TFLOP", "ms", "share"], rows)
     for card, ranks in ((args.card, 1),) if args.card else (("h200", 1), ("h100", 8)):
         rows, run_ms = [], 0
         for traced in (*traces, last):
@@ -391,13 +381,13 @@ def main():
     args.script = args.script.resolve()
     if args.seeds < 1:
         parser.error("--seeds: it must be at least 1")
+    if not args.script.is_file():
+        parser.error(f"--script {args.script}: no such file")
     try:
         commands[args.what](args, flags)
-    except (train_gpt.UserError, RunFailed, FileNotFoundError) as error:
+    except (train_gpt.UserError, RunFailed) as error:
         print(f"bench.py: {args.what}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RunFailed) else 2
-    except KeyboardInterrupt:
-        return 130
+        return 1
     return 0
 
 

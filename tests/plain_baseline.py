@@ -39,14 +39,11 @@ SIZES = dict(quickstart=Size(4, 4, 128, 64, 12, 2000, 1e-3),
              pocket=Size(4, 4, 64, 256, 8, 120, 3e-3))
 
 
-def read_tokens(pattern, context):
-    files = sorted(glob.glob(pattern))
-    if not files:
-        raise SystemExit(f"no shard matches {pattern!r}")
-    tokens = np.concatenate([np.fromfile(file, dtype=np.uint16, offset=1024) for file in files])
-    if len(tokens) < context + 2:
-        raise SystemExit(f"{pattern!r} has {len(tokens)} tokens; {context + 2} are needed")
-    return torch.from_numpy(tokens.astype(np.int64))
+def read_tokens(pattern):
+    shards = []
+    for file in sorted(glob.glob(pattern)):
+        shards.append(np.fromfile(file, dtype=np.uint16, offset=1024))
+    return torch.from_numpy(np.concatenate(shards).astype(np.int64))
 
 
 class Layer(nn.Module):
@@ -95,42 +92,44 @@ def validate(model, tokens, limit, context):
     rows = (len(tokens) - 1) // context
     inputs = tokens[: rows * context].view(rows, context)
     targets = tokens[1 : rows * context + 1].view(rows, context)
-    total = sum(model(inputs[i : i + 512], targets[i : i + 512]).item() * len(inputs[i : i + 512])
-                for i in range(0, rows, 512))
+    total = 0.0
+    for some, theirs in zip(inputs.split(512), targets.split(512)):
+        total += model(some, theirs).item() * len(some)
     return total / rows
 
 
 def main():
-    ap = argparse.ArgumentParser()
-    ap.add_argument("--train", required=True)
-    ap.add_argument("--val", required=True)
-    ap.add_argument("--size", choices=SIZES, default="quickstart")
-    ap.add_argument("--steps", type=int, help="default: the size's")
-    ap.add_argument("--lr", type=float, help="default: the size's")
-    ap.add_argument("--eval_every", type=int, default=250)
-    ap.add_argument("--val_tokens", type=int, default=65536)
-    ap.add_argument("--seed", type=int, default=0)
-    ap.add_argument("--target", type=float, default=1.78)
-    args = ap.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--train", required=True)
+    parser.add_argument("--val", required=True)
+    parser.add_argument("--size", choices=SIZES, default="quickstart")
+    parser.add_argument("--steps", type=int, help="default: the size's")
+    parser.add_argument("--lr", type=float, help="default: the size's")
+    parser.add_argument("--eval_every", type=int, default=250)
+    parser.add_argument("--val_tokens", type=int, default=65536)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target", type=float, default=1.78)
+    args = parser.parse_args()
     size = SIZES[args.size]
     context = size.context
-    steps = size.steps if args.steps is None else args.steps
+    steps = args.steps or size.steps
     rate = args.lr or size.lr
-    if steps < 1 or args.eval_every < 1 or args.val_tokens < context:
-        ap.error(f"--steps and --eval_every are at least 1, --val_tokens at least {context}")
     torch.manual_seed(args.seed)
-    train, val = read_tokens(args.train, context), read_tokens(args.val, context)
+    train = read_tokens(args.train)
+    val = read_tokens(args.val)
     model = PlainGPT(int(train.max()) + 1, size)
     groups = [dict(params=[p for p in model.parameters() if p.ndim >= 2], weight_decay=0.1),
               dict(params=[p for p in model.parameters() if p.ndim < 2], weight_decay=0.0)]
     opt = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.99), fused=True)
-    seconds, reached, offsets = 0.0, None, torch.arange(context + 1)
+    seconds = 0.0
+    reached = "not reached"
+    offsets = torch.arange(context + 1)
     warm_up = math.ceil(steps / 20)
     for step in range(steps + 1):
         if step % args.eval_every == 0 or step == steps:
             loss = validate(model, val, args.val_tokens, context)
-            if reached is None and loss <= args.target:
-                reached = seconds
+            if reached == "not reached" and loss <= args.target:
+                reached = f"{seconds:.2f}"
             print(f"step:{step}/{steps} val_loss:{loss:.4f} "
                   f"train_time:{1000 * seconds:.0f}ms", flush=True)
         if step == steps:
@@ -148,7 +147,6 @@ def main():
         opt.step()
         opt.zero_grad(set_to_none=True)
         seconds += time.perf_counter() - start
-    reached = "not reached" if reached is None else f"{reached:.2f}"
     print(f"---\nparameters: {sum(p.numel() for p in model.parameters())}\n"
           f"tokens: {steps * size.batch * context}\ncontext: {context}\nval_loss: {loss:.6f}\n"
           f"train_seconds: {seconds:.2f}\nseconds_to_target: {reached}")

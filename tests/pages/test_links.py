@@ -37,16 +37,6 @@ def test_links_lead_to_files_and_headings(page):
         assert (REPO / line.split()[0]).exists()
 
 
-def test_every_page_is_reached_from_the_front_page():
-    reached = [REPO / "README.md"]
-    for page in reached:  # which grows meanwhile
-        for target, _ in links_of(page):
-            target = (target / "README.md" if target.is_dir() else target).resolve()
-            if target.suffix == ".md" and target not in reached:
-                reached.append(target)
-    assert sorted(str(page.relative_to(REPO)) for page in reached) == PAGES
-
-
 @pytest.fixture(scope="module")
 def known_flags():
     """Of all scripts, and what stands in quotation marks in our tools and in run.sh."""

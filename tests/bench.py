@@ -59,8 +59,8 @@ say = functools.partial(print, flush=True)
 
 def spread(values, digits=1):
     """'median (lowest-highest)' of numbers."""
-    return (f"{statistics.median(values):,.{digits}f} "
-            f"({min(values):,.{digits}f}-{max(values):,.{digits}f})")
+    low, high = (f"{end:.{digits}f}" for end in (min(values), max(values)))
+    return f"{statistics.median(values):.{digits}f} ({low}-{high})"
 
 
 def mean_and_std(values):
@@ -79,10 +79,6 @@ def print_table(header, rows):
 
 
 # ---- pocket: whole runs ----
-class RunFailed(Exception):
-    """A measured command did not end well."""
-
-
 def run_command(words, **env):
     """Run a script of ours to its end. Returns its final values, what it printed, and seconds."""
     program = sys.executable if words[0] == "python" else words[0]
@@ -92,10 +88,14 @@ def run_command(words, **env):
                           env=os.environ | env)
     wall_s = time.perf_counter() - start
     if done.returncode:
-        raise RunFailed(f"{command} ended with {done.returncode}")
+        raise train_gpt.UserError(f"{command} ended with {done.returncode}")
     values = final_values(done.stdout)
-    train_s = values.get("train_seconds") or float(values.get("train_time_ms", 0)) / 1000
-    return values | dict(wall_s=wall_s, train_s=float(train_s), text=f"$ {command}\n{done.stdout}")
+    values["wall_s"] = wall_s
+    values["train_s"] = float(values.get("train_seconds", 0))  # as the yardstick has it
+    if "train_time_ms" in values:
+        values["train_s"] = float(values["train_time_ms"]) / 1000
+    values["text"] = f"$ {command}\n{done.stdout}"
+    return values
 
 
 def final_values(text):
@@ -280,7 +280,7 @@ def turns(args, flags):
         for process in processes:
             process.join()
         if any(process.exitcode for process in processes):
-            raise RunFailed(f"seed {seed}: a script failed; its reason is above")
+            raise train_gpt.UserError(f"seed {seed}: a script failed; its reason is above")
         ratios.append(statistics.median(b / a for a, b in zip(*seconds)))
         medians = [1000 * statistics.median(each) for each in seconds]
         say(f"seed {seed}: {medians[0]:.2f} ms, FILE {medians[1]:.2f} ms, "
@@ -299,7 +299,7 @@ def gpu(args, flags):
     measured = half_hour.run_parts(file, flags)
     say(f"measured: {', '.join(measured) or 'nothing'}; please send {file}")
     if "steps" not in measured:
-        raise RunFailed(f"no step was timed; {file} has the reasons")
+        raise train_gpt.UserError(f"no step was timed; {file} has the reasons")
 
 
 # ---- kernels and memory: what the compiler makes of the step, on a stand-in for a GPU ----
@@ -385,7 +385,7 @@ def main():
         parser.error(f"--script {args.script}: no such file")
     try:
         commands[args.what](args, flags)
-    except (train_gpt.UserError, RunFailed) as error:
+    except train_gpt.UserError as error:
         print(f"bench.py: {args.what}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -101,21 +101,20 @@ class FakeRepo:
         """Run run.sh from another folder, by `start` or by itself; its exit code is `code`.
 
         self.calls are what Python was called with, paths from the repository on, and .venv before
-        them where it was that one; self.plans are those of plan.py.
+        them where it was that one; self.plans are the calls of plan.py, of which a machine without
+        GPUs has none; self.variables are the environment of the last call.
         """
         start = start or [self.root / "run.sh"]
         done = subprocess.run([*start, *args], capture_output=True, timeout=60,
                               **self.environment(env))
         assert done.returncode == code, done.stderr
-        calls = (self.folder / "calls").read_text().replace(f"{self.root}/", "").splitlines()
+        calls = (self.folder / "calls").read_text().replace(f"{self.root}/", "")
         self.calls, self.plans = [], []
-        for call in map(json.loads, calls):
+        for call in map(json.loads, calls.splitlines()):
             (self.plans if call[0] == "-P" else self.calls).append(call)
+        if self.calls:
+            self.variables = json.loads((self.folder / "calls.env").read_text())
         return done
-
-    def variables(self):
-        """The environment that the last called script had."""
-        return json.loads((self.folder / "calls.env").read_text())
 
 
 @pytest.fixture
@@ -133,19 +132,23 @@ def fake(tmp_path):
     ("--run_id x --resume auto", [["data/pocket.py"]], POCKET),
     ("--seed 3 --resume=x.pt", [], [])])  # a checkpoint has its data already
 def test_without_a_gpu_it_trains_the_pocket(fake, flags, data, first):
-    fake.run(*flags.split())
+    fake.run(*flags.split(), OMP_NUM_THREADS="7")
     assert fake.calls == [*data, ["train_gpt.py", *first, *flags.split()]]
+    assert fake.variables["OMP_NUM_THREADS"] == "7"
 
 
 def test_on_gpus_it_does_what_the_plan_says(fake):
-    fake.plan("3 2 3 16 --stages x\nprefixes.py\nfineweb.py 25")
-    said = fake.run("--seed", "3").stderr
     data = [["data/prefixes.py"], ["data/fineweb.py", "25"]]
     run = "torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=2 train_gpt.py --stages x"
+    fake.plan("3 2 3 16 --stages x\nprefixes.py\nfineweb.py 25")
+    said = fake.run("--seed", "3", OMP_NUM_THREADS="", MALLOC_MMAP_MAX_="9").stderr
     assert fake.plans == [["-P", "data/plan.py", "--seed", "3"]]
     assert fake.calls == [*data, [*run.split(), "--seed", "3"]]
     assert "with --stages x, for" in said and "do not compare" in said
     assert "2 of 3 GPUs: a step has 16 sequences" in said
+    assert fake.variables["OMP_NUM_THREADS"] == ""  # torch's to choose
+    assert int(fake.variables["MALLOC_TRIM_THRESHOLD_"]) >= 2**30
+    assert fake.variables["MALLOC_MMAP_MAX_"] == "9"
     fake.run("--resume=x.pt")
     assert fake.calls == [[*run.split(), "--resume=x.pt"]]
     fake.run(prefixes="2", code=2)  # data that cannot be made end the run
@@ -154,8 +157,7 @@ def test_on_gpus_it_does_what_the_plan_says(fake):
     fake.run(code=1)
     assert not fake.calls
     fake.plan("1 1 1 8 none")
-    assert "--preset pocket" in fake.run(code=2).stderr
-    assert not fake.calls
+    assert "--preset pocket" in fake.run(code=2).stderr and not fake.calls
 
 
 def test_words_the_folder_and_the_exit_code_are_handed_on(fake):
@@ -224,7 +226,7 @@ def test_missing_packages_are_installed_once(fake):
     write(packages / "cut-1.dist-info" / "METADATA", "")
     run = [[".venv", "data/pocket.py"], [".venv", "train_gpt.py", *POCKET]]
     fake.run(PIP_USER="1")  # of settings with which pip refuses a venv
-    assert fake.variables()["PIP_USER"] == "0"
+    assert fake.variables["PIP_USER"] == "0"
     assert [path.name for path in packages.iterdir()] == ["whole-1.dist-info"]
     assert fake.calls[-3:] == [[*install, "requirements.txt"], *run]
     fake.run("test")  # wants those of the tests too
@@ -307,18 +309,6 @@ def test_a_clone_has_no_line_ends_of_windows(tmp_path):
     assert ends == "run.sh: eol: lf\n"
 
 
-def test_the_environment_is_set_unless_it_is_already(fake):
-    """glibc keeps freed memory. On GPUs the threads are torch's to choose."""
-    fake.plan("1 1 1 8")
-    fake.run(OMP_NUM_THREADS="")
-    found = fake.variables()
-    assert found["OMP_NUM_THREADS"] == "" and found["MALLOC_MMAP_MAX_"] == "0"
-    assert int(found["MALLOC_TRIM_THRESHOLD_"]) >= 2**30
-    given = dict(OMP_NUM_THREADS="7000", MALLOC_TRIM_THRESHOLD_="1000", MALLOC_MMAP_MAX_="9")
-    fake.run(**given)
-    assert given.items() <= fake.variables().items()
-
-
 IDLE = 160  # hundredths of a second in 0.2 s, of eight cores
 
 
@@ -347,7 +337,7 @@ def test_threads_are_as_many_as_cores_are_idle_and_no_more_than_the_quota(
         siblings = fake.stubs / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         write(siblings, f"{cpu % cores},{cpu % cores + cores}\n")
     fake.run(OMP_NUM_THREADS="")
-    assert fake.variables()["OMP_NUM_THREADS"] == str(threads)
+    assert fake.variables["OMP_NUM_THREADS"] == str(threads)
 
 
 # ---- The launcher, with two ranks that fail, or wait for a signal ----

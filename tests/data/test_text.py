@@ -58,7 +58,6 @@ def to_jsonl(documents, end="\n"):
 
 @pytest.mark.parametrize("block", [1, 7, 50])
 def test_tokens_of_the_parts_are_those_of_the_whole(gpt2, tmp_path, monkeypatch, block):
-    """A cut is before a space or newline alone: a tab takes a space before it into its token."""
     string = "".join(map("".join, itertools.product(FRAGMENTS, repeat=3)))
     monkeypatch.setattr(text, "BLOCK_CHARS", block)
     parts = list(text.read_parts(io.StringIO(string, newline="")))
@@ -190,7 +189,7 @@ def test_bad_input_is_one_line_and_nothing_is_left(run_text, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(("size", "val_tokens"), [
-    (115_179, 5632), (3201, 128)])  # the last one is the least that is taken
+    (115_199, 5632), (3201, 128)])  # of 5760; of the least that is taken
 def test_the_printed_command_trains_on_the_shards(run_text, tmp_path, capsys, size, val_tokens):
     """Also where they are shorter than the preset's validation sequences; on all of a document."""
     content = (b"some words of text\n" * 6100)[:size]

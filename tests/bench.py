@@ -63,12 +63,6 @@ def spread(values, digits=1):
     return f"{statistics.median(values):.{digits}f} ({low}-{high})"
 
 
-def mean_and_std(values):
-    """'mean ± standard deviation (n)' of numbers."""
-    std = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{std} ({len(values)})"
-
-
 def print_table(header, rows):
     """Print rows of strings in columns, the first one to the left."""
     rows = [header, *rows]
@@ -78,23 +72,21 @@ def print_table(header, rows):
         say("   ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
-# ---- pocket: whole runs ----
-def run_command(words, **env):
-    """Run a script of ours to its end. Returns its final values, what it printed, and seconds."""
+# ---- pocket, baselines, busy: whole runs ----
+def run_command(words, env):
+    """Run a script of ours, and print what it prints. Returns its final values and the seconds."""
     program = sys.executable if words[0] == "python" else words[0]
-    command = shlex.join(words)
     start = time.perf_counter()
     done = subprocess.run([program, *words[1:]], stdout=subprocess.PIPE, text=True, cwd=REPO,
                           env=os.environ | env)
     wall_s = time.perf_counter() - start
+    text = f"$ {shlex.join(words)}\n{done.stdout}"
+    say(text)
     if done.returncode:
-        raise train_gpt.UserError(f"{command} ended with {done.returncode}")
-    values = final_values(done.stdout)
-    values["wall_s"] = wall_s
-    values["train_s"] = float(values.get("train_seconds", 0))  # as the yardstick has it
+        raise train_gpt.UserError(f"exit code {done.returncode}")
+    values = final_values(text) | dict(text=text, wall_s=wall_s)
     if "train_time_ms" in values:
-        values["train_s"] = float(values["train_time_ms"]) / 1000
-    values["text"] = f"$ {command}\n{done.stdout}"
+        values["train_seconds"] = float(values["train_time_ms"]) / 1000
     return values
 
 
@@ -102,38 +94,44 @@ def final_values(text):
     return dict(re.findall(r"^(\w+): (.*)$", text, re.M))
 
 
-def pocket(args, flags):
-    """Train on each seed in turns with the yardstick; compare times and losses."""
-    folder = args.picture and args.picture.with_suffix("")  # keeps what the runs print
-    if folder and folder.is_dir():
-        draw(folder, args.picture)
-        return
-    commands = {"pocket": ["python", "train_gpt.py", "--preset", "pocket", *flags],
-                "against": YARDSTICK}
-    if folder:  # validations to draw
-        commands["pocket"] += ["--val_every", "10"]
-        commands["against"] = [*YARDSTICK, "--eval_every", "50"]
-    runs = {name: [] for name in commands}
-    for seed in range(args.seeds):
-        for name, command in commands.items():
-            values = run_command([*command, "--seed", str(seed)])
-            runs[name].append(values)
-            say(f"{name}, seed {seed} of {args.seeds}: val_loss {values['val_loss']}, training "
-                f"{values['train_s']:.1f} s, command to exit {values['wall_s']:.1f} s")
-    machine = runs["pocket"][0]
-    say(f"\n{machine['device']}, {os.cpu_count()} cores, torch {machine['torch']}")
+def run_in_turns(settings, seeds):
+    """Run each setting, a command and its environment, on each seed; print a table of them.
+
+    Returns the values of each setting's runs.
+    """
+    device = train_gpt.machine_facts(torch.device("cpu"))["device"]
+    say(f"{device}, {os.cpu_count()} cores, torch {torch.__version__}")
+    runs = {name: [] for name in settings}
+    for seed in range(seeds):
+        for name, (words, env) in settings.items():
+            runs[name].append(run_command([*words, "--seed", str(seed)], env))
     rows = []
     for name, each in runs.items():
-        rows.append([name, spread([values["train_s"] for values in each]),
+        losses = [float(values["val_loss"]) for values in each]
+        std = f"{statistics.stdev(losses):.4f}" if seeds > 1 else ""
+        rows.append([name, spread([float(values.get("train_seconds", 0)) for values in each], 2),
                      spread([values["wall_s"] for values in each]),
-                     mean_and_std([float(values["val_loss"]) for values in each])])
-    print_table(["", "training, s", "command to exit, s", "val_loss"], rows)
-    if folder:
+                     f"{statistics.mean(losses):.4f}", std, f"{seeds}"])
+    print_table(["", "training, s", "command to exit, s", "mean val_loss", "std", "n"], rows)
+    return runs
+
+
+def pocket(args, flags):
+    """Train on each seed in turns with the yardstick; compare times and losses."""
+    ours = ["python", "train_gpt.py", "--preset", "pocket", *flags]
+    if not args.picture:
+        run_in_turns({"pocket": (ours, {}), "against": (YARDSTICK, {})}, args.seeds)
+        return
+    folder = args.picture.with_suffix("")  # keeps what the runs print
+    if not folder.is_dir():
+        ours += ["--val_every", "10"]
+        theirs = [*YARDSTICK, "--eval_every", "50"]
+        runs = run_in_turns({"pocket": (ours, {}), "against": (theirs, {})}, args.seeds)
         folder.mkdir(parents=True)
         for name, each in runs.items():
             for seed, values in enumerate(each):
                 (folder / f"{name}-{seed}.txt").write_text(values["text"])
-        draw(folder, args.picture)
+    draw(folder, args.picture)
 
 
 def draw(folder, picture):
@@ -182,47 +180,33 @@ def seconds_to(loss, losses, ms):
     return np.interp(-loss, -losses[two], ms[two] / 1000, right=np.inf)
 
 
-# ---- baselines: losses alone ----
 def baselines(args, flags):
     """Losses beside the pocket's: of a plain GPT of its size, and of n-gram counts."""
-    say(f"{train_gpt.machine_facts(torch.device('cpu'))['device']}, torch {torch.__version__}, "
-        "one thread a run")
-    losses = []
-    for seed in range(args.seeds):
-        words = [*YARDSTICK, "--size", "pocket", "--seed", str(seed)]
-        values = run_command(words, OMP_NUM_THREADS="1")
-        say(values["text"])
-        losses.append(float(values["val_loss"]))
-    say(f"plain GPT: val_loss {mean_and_std(losses)}\n")
+    one_thread = dict(OMP_NUM_THREADS="1")
+    run_in_turns({"plain GPT": ([*YARDSTICK, "--size", "pocket"], one_thread)}, args.seeds)
+    counting = {}
     for steps in COUNTED_STEPS:
         words = ["python", "tests/ngram_baseline.py", "--num_iterations", str(steps)]
-        say(run_command(words, OMP_NUM_THREADS="1")["text"])
+        counting[f"counting, {steps} steps"] = (words, one_thread)
+    run_in_turns(counting, 1)
 
 
-# ---- busy: threads ----
 def busy(args, flags):
     """Time the pocket by threads, in turns: as many as run.sh chooses, one, one per core."""
     every = str(len(os.sched_getaffinity(0)))
-    settings = {  # a program and its environment
-        "chosen": (["./run.sh"], dict(PYTHON=sys.executable)),
-        "1": (["python", "train_gpt.py"], dict(OMP_NUM_THREADS="1")),
-        every: (["python", "train_gpt.py"], dict(OMP_NUM_THREADS=every))}
-    seconds = {}
-    for seed in range(args.seeds):
-        for taken in 0, 1:
-            does = "while True: pass" if taken else "pass"  # the former as a browser might
-            other = subprocess.Popen([sys.executable, "-c", does])
-            try:
-                for name, (program, env) in settings.items():
-                    words = [*program, "--preset", "pocket", "--seed", str(seed), *flags]
-                    values = run_command(words, **env)
-                    seconds.setdefault((taken, name), []).append(values["train_s"])
-                    say(f"seed {seed}, {taken} core(s) taken, threads {name}: "
-                        f"{values['threads']} thread(s), {values['train_s']:.2f} s of training")
-            finally:
-                other.kill()
-    rows = [[f"{taken}", name, spread(found, 2)] for (taken, name), found in seconds.items()]
-    print_table(["cores taken", "threads", "seconds of training"], rows)
+    words = ["python", "train_gpt.py", "--preset", "pocket", *flags]
+    settings = {
+        "chosen": (["./run.sh", *words[2:]], dict(PYTHON=sys.executable)),
+        "1": (words, dict(OMP_NUM_THREADS="1")),
+        every: (words, dict(OMP_NUM_THREADS=every))}
+    say("no core is taken")
+    run_in_turns(settings, args.seeds)
+    say("a core is taken, as a browser might")
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        run_in_turns(settings, args.seeds)
+    finally:
+        other.kill()
 
 
 # ---- turns: the steps of two scripts ----

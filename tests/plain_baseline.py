@@ -8,9 +8,8 @@ its own, without dropout. --size pocket has the pocket's layers, width, batch an
 mean length of its sequences. Its rate was the best of eight from 0.002 to 0.03 on the validation
 set, on seeds 10 and 11.
 
-`python tests/bench.py pocket` runs the first in turns with the preset, since seconds on a shared
-machine mean little by themselves; `python tests/bench.py baselines` runs the second. Prints a line
-for each evaluation, then a block of `key: value`.
+`python tests/bench.py pocket` runs the first in turns with the preset; `python tests/bench.py
+baselines` runs the second.
 """
 import argparse
 import glob

@@ -36,7 +36,8 @@ def training_rows(cfg):
     tokens = train_gpt.read_shard(train_gpt.find_shards(cfg.train_files)[0], cfg.vocab_size)
     documents = np.flatnonzero(tokens == cfg.eot_token)
     longest = max(stage.seq_len for stage in cfg.stages)
-    taken, position = [], 0
+    taken = []
+    position = 0
     for step in range(cfg.num_iterations):
         now = train_gpt.schedule(step, cfg)
         rows, position = train_gpt.cut_rows(tokens, documents, position, now, cfg)
@@ -70,8 +71,10 @@ def count(rows, tokens, length):
     kinds = np.unique(contexts[first], return_counts=True)[1]
     contexts, context_counts = np.unique(contexts, return_counts=True)
     wanted_contexts, wanted_ngrams = hash_ngrams(tokens, length)
-    return (look_up(ngrams, ngram_counts, wanted_ngrams),
-            *(look_up(contexts, values, wanted_contexts) for values in (context_counts, kinds)))
+    ngram_counts = look_up(ngrams, ngram_counts, wanted_ngrams)
+    context_counts = look_up(contexts, context_counts, wanted_contexts)
+    kinds = look_up(contexts, kinds, wanted_contexts)
+    return ngram_counts, context_counts, kinds
 
 
 def interpolate(counts, strength, shorter):
@@ -86,7 +89,9 @@ def choose_strengths(rows, vocab_size):
     """The strengths of the contexts of 0, 1, 2, … tokens, by the last tenth of the rows."""
     cut = len(rows) * 9 // 10
     is_target = rows[cut:, :-1] != START
-    p, chosen, best_loss = 1 / vocab_size, [], np.inf
+    p = 1 / vocab_size
+    chosen = []
+    best_loss = np.inf
     for length in range(MOST_CONTEXT + 1):
         counts = count(rows[:cut], rows[cut:], length)
         losses = []

@@ -205,7 +205,6 @@ def test_help_installs_nothing(fake):
     ("--record", "python", f"--record NAME: name one of {' '.join(RECORDS)}\n"),
     ("--record Wid", "python", "name one of"),
     ("--record Twice", "python", "name one of"),
-    ("--record '*'", "python", "name one of"),
     ("--record a_tool.py", "python", "name one of")])
 def test_what_cannot_run_is_refused_in_one_line_before_the_set_up(fake, words, python, said):
     fake.set_torch("2.10.1")
@@ -247,19 +246,16 @@ def test_active_torch_that_is_not_the_pinned_one_is_named(fake):
     assert fake.calls[-1][0] == "train_gpt.py"
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    ("It was not created as ensurepip is not\navailable.\n\nFailing", "install its venv module"),
-    ("Error: [Errno 30] Read-only file system: '/a'", "make .venv: Error: [Errno 30] Read-only")])
-def test_a_venv_that_cannot_be_made_has_its_own_reason(fake, words, said):
+def test_a_venv_that_cannot_be_made_has_its_own_reason(fake):
     shutil.rmtree(fake.root / ".venv")
     fake.set_torch("2.10.1")
-    errors = fake.run(code=2, INSTALL_SAYS=words).stderr
-    assert said in errors.splitlines()[-1].replace(f"{fake.root}/", "")
+    errors = fake.run(code=2, INSTALL_SAYS="as ensurepip is not\navailable.\n\nFailing").stderr
+    assert "install its venv module" in errors.splitlines()[-1]
+    errors = fake.run(code=2, INSTALL_SAYS="Error: [Errno 30] Read-only file system").stderr
+    assert "Error: [Errno 30] Read-only" in errors.splitlines()[-1]
 
 
-@pytest.fixture
-def gpu_machine(fake):
-    """The environment of a machine with a GPU and all it takes, but for the packages."""
+def test_what_a_gpu_lacks_is_told_before_gigabytes_are_fetched(fake):
     programs = fake.stubs / "bin"  # all that there are
     for name in """awk bash cat cmp cp dirname env grep head ls nproc readlink rm sed sleep sort
                 tail uname wc""".split():
@@ -268,32 +264,29 @@ def gpu_machine(fake):
     write(fake.stubs / "Python.h", "")
     fake.set_torch("2.10.1")
     fake.plan("1 1 1 8")
-    return dict(PATH=str(programs), CC="", DRIVER="580.65.06", HEADERS=str(fake.stubs))
-
-
-@pytest.mark.parametrize(("lacks", "said"), [
-    ({"DRIVER": "550.54.15"}, "driver is 550.54.15, and torch needs 580 or newer"),
-    ({"HEADERS": "/no"}, "no /no/Python.h, which Triton needs: install python3-dev"),
-    ({"CC": ""}, "no C compiler, which Triton needs: install gcc")])
-def test_what_a_gpu_lacks_is_told_before_gigabytes_are_fetched(fake, gpu_machine, lacks, said):
-    if "CC" in lacks:
-        (fake.stubs / "bin" / "gcc").unlink()
-    errors = fake.run(code=2, **gpu_machine | lacks).stderr
-    assert said in errors and errors.count("\n") == 1 and not fake.calls
-
-
-def test_a_gpu_that_lacks_nothing_or_is_not_used_is_no_obstacle(fake, gpu_machine):
-    fake.run(**gpu_machine)
+    machine = dict(PATH=str(programs), CC="", DRIVER="580.65.06", HEADERS=str(fake.stubs))
+    fake.run(**machine)
     assert fake.calls[-1] == [".venv", "train_gpt.py"]
-    old = gpu_machine | dict(DRIVER="550.54.15")
-    fake.run("--device", "cpu", **old)
+
+    def refusal(**lacks):
+        (fake.root / ".venv" / "requirements.txt").unlink(missing_ok=True)  # nothing is installed
+        errors = fake.run(code=2, **machine | lacks).stderr
+        assert errors.count("\n") == 1 and not fake.calls
+        return errors
+
+    old = dict(DRIVER="550.54.15")
+    assert "driver is 550.54.15, and torch needs 580 or newer" in refusal(**old)
+    assert "no /no/Python.h, which Triton needs: install python3-dev" in refusal(HEADERS="/no")
+    (programs / "gcc").unlink()
+    assert "no C compiler, which Triton needs: install gcc" in refusal()
+    fake.run("--device", "cpu", **machine | old)
     assert fake.calls[-1] == [".venv", "train_gpt.py", *POCKET, "--device", "cpu"]
     fake.set_torch("2.13.0")  # which is there: CUDA itself is asked by the plan
-    fake.run(**old)
+    fake.run(**machine | old)
     assert fake.calls[-1] == ["train_gpt.py"]
 
 
-# ---- Shells, line ends, the environment ----
+# ---- Shells and threads ----
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash --posix"])
@@ -302,19 +295,14 @@ def test_any_shell_goes_on_in_bash(fake, shell):
     assert fake.calls[-1][-2:] == ["--seed", "3"]
 
 
-def test_a_clone_has_no_line_ends_of_windows(tmp_path):
-    shutil.copy(REPO / ".gitattributes", tmp_path)
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    ends = subprocess.check_output(["git", "check-attr", "eol", "run.sh"], cwd=tmp_path, text=True)
-    assert ends == "run.sh: eol: lf\n"
-
-
 IDLE = 160  # hundredths of a second in 0.2 s, of eight cores
 
 
 @pytest.mark.parametrize(("idle", "cpus", "cores", "quotas", "threads"), [
-    (31, 8, 4, {}, 2), (IDLE, 8, 4, {}, 4), (IDLE, 2, 4, {}, 2),
-    (45, 8, 0, {}, 2),  # where Linux does not tell the cores
+    (31, 8, 4, {}, 2),
+    (IDLE, 16, 4, {}, 4),
+    (IDLE, 2, 4, {}, 2),
+    (IDLE, 16, 0, {}, 8),  # where Linux does not tell the cores
     (IDLE, 8, 8, {"cpu.max": "50000 100000"}, 1),
     (IDLE, 8, 8, {"pod/cpu.max": "max 100000", "cpu.max": "265000 100000"}, 2),
     (IDLE, 8, 8, {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, 2)])

@@ -358,7 +358,7 @@ def main():
     parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, default=5, help="from 0 up; of all but the last three")
     parser.add_argument("--picture", type=Path, help="of pocket: see above")
-    parser.add_argument("--script", type=Path, default=REPO / "train_gpt.py",
+    parser.add_argument("--script", type=Path, default=train_gpt.SCRIPT,
                         help="of turns, kernels, memory")
     parser.add_argument("--card", choices=cost.RATES, help="of kernels: model one of these")
     args, flags = parser.parse_known_args()

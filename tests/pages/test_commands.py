@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import copy_project
-from page_text import BLOCKS
+from page_text import PAGES, blocks_of
 
 import train_gpt
 
@@ -45,9 +45,10 @@ def form_that_runs(command):
 def to_run(language):
     """The different blocks that are run, as parameters of a test."""
     blocks = {}
-    for block in BLOCKS:
-        if block.language == language and block.is_run:
-            blocks[re.sub(r"records/20\S+", "RECORD", block.text)] = block
+    for page in PAGES:
+        for block in blocks_of(page):
+            if block.language == language and block.is_run:
+                blocks[re.sub(r"records/20\S+", "RECORD", block.text)] = block
     for block in blocks.values():
         slow = any(line.startswith(SLOW) for line in block.commands())
         yield pytest.param(block, id=f"{block.page}: {block.text.strip()[:60]}",

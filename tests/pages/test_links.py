@@ -5,12 +5,12 @@ import re
 
 import pytest
 from conftest import REPO, SCRIPTS, script_module
-from page_text import BLOCKS, PAGES, prose_of, text_of
+from page_text import PAGES, blocks_of, prose_of
 
 # Flags of programs that are not ours, as far as the pages name them
 OTHERS = set("""--local-addr --shm-size --standalone --nproc_per_node --nnodes --rdzv_backend
-    --rdzv_endpoint
-    --max-restarts --shutdown-timeout --signals-to-handle --random-order --help""".split())
+    --rdzv_endpoint --max-restarts --shutdown-timeout --signals-to-handle --random-order
+    --help""".split())
 
 
 def links_of(page):
@@ -32,8 +32,11 @@ def test_links_lead_to_files_and_headings(page):
     for target, heading in links_of(page):
         assert target.exists()
         assert not heading or heading in headings_of(target)
-    tree = re.search(r"<!-- files: begin -->\n```text\n(.*?)```", text_of(page), re.DOTALL)
-    for line in tree[1].splitlines() if tree else ():
+
+
+def test_the_files_that_contributing_lists_are_there():
+    tree = next(block for block in blocks_of("CONTRIBUTING.md") if block.language == "text")
+    for line in tree.text.splitlines():
         assert (REPO / line.split()[0]).exists()
 
 
@@ -52,8 +55,8 @@ def known_flags():
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_that_a_page_names_exist(page, known_flags):
     text = prose_of(page)
-    for block in BLOCKS:
-        for line in block.commands() if block.page == page else ():
+    for block in blocks_of(page):
+        for line in block.commands():
             if line.startswith(("python", "./run.sh", "torchrun")):
                 text += f"\n{line}"
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= known_flags

@@ -20,14 +20,16 @@ class Block(NamedTuple):
 
     def commands(self) -> list[str]:
         """The lines of a shell's block, without comments' lines."""
-        lines = self.text.splitlines() if self.language == "sh" else []
-        return [line for line in lines if shlex.split(line, comments=True)]
+        if self.language != "sh":
+            return []
+        return [line for line in self.text.splitlines() if shlex.split(line, comments=True)]
 
 
 def prose_of(page: str) -> str:
     """The page without fenced blocks and comments."""
     text = (REPO / page).read_text()
-    return re.sub(r"<!--.*?-->", "", FENCE.sub("", text), flags=re.DOTALL)
+    text = FENCE.sub("", text)
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
 
 
 def blocks_of(page: str) -> list[Block]:

@@ -13,8 +13,6 @@ PAGES = [name for name in FILES if name.endswith(".md") and ".github/" not in na
 
 
 class Block(NamedTuple):
-    """A fenced block, and whether it is run."""
-
     page: str
     language: str
     text: str
@@ -22,28 +20,22 @@ class Block(NamedTuple):
 
     def commands(self) -> list[str]:
         """The lines of a shell's block, without comments' lines."""
-        lines = self.text.splitlines() if self.language == "sh" else []
-        return [line for line in lines if shlex.split(line, comments=True)]
-
-
-def text_of(page: str) -> str:
-    return (REPO / page).read_text()
+        if self.language != "sh":
+            return []
+        return [line for line in self.text.splitlines() if shlex.split(line, comments=True)]
 
 
 def prose_of(page: str) -> str:
     """The page without fenced blocks and comments."""
-    return re.sub(r"<!--.*?-->", "", FENCE.sub("", text_of(page)), flags=re.DOTALL)
+    text = (REPO / page).read_text()
+    text = FENCE.sub("", text)
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
 
 
-def find_blocks() -> list[Block]:
-    """Those of all pages, in their order."""
+def blocks_of(page: str) -> list[Block]:
+    text = (REPO / page).read_text()
     found = []
-    for page in PAGES:
-        text = text_of(page)
-        for match in FENCE.finditer(text):
-            is_run = not NOT_RUN.search(text, 0, match.start())
-            found.append(Block(page, match[1], match[2], is_run))
+    for match in FENCE.finditer(text):
+        is_run = not NOT_RUN.search(text, 0, match.start())
+        found.append(Block(page, match[1], match[2], is_run))
     return found
-
-
-BLOCKS = find_blocks()

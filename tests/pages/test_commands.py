@@ -1,12 +1,13 @@
-"""Every command and every line of Python on the pages runs as it stands there, or is marked.
+"""The commands and the Python on the pages run as they stand there, or are marked.
 
 A block of a page runs in a copy of the project, line by line, with further flags where it takes
-long, which SMALLER names. A block that cannot run has `<!-- not run: reason -->` above it.
+long, which SMALLER names. Of blocks that differ in the records they name alone, one runs.
 """
 
 import fnmatch
 import lzma
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import copy_project
-from page_text import BLOCKS
+from page_text import PAGES, blocks_of
 
 import train_gpt
 
@@ -43,7 +44,11 @@ def form_that_runs(command):
 
 def to_run(language):
     """The different blocks that are run, as parameters of a test."""
-    blocks = {block.text: block for block in BLOCKS if block.language == language and block.is_run}
+    blocks = {}
+    for page in PAGES:
+        for block in blocks_of(page):
+            if block.language == language and block.is_run:
+                blocks[re.sub(r"records/20\S+", "RECORD", block.text)] = block
     for block in blocks.values():
         slow = any(line.startswith(SLOW) for line in block.commands())
         yield pytest.param(block, id=f"{block.page}: {block.text.strip()[:60]}",
@@ -106,13 +111,3 @@ def test_commands_run(block, project, capfd):
 @pytest.mark.parametrize("block", [*to_run("python")])
 def test_python_runs(block, project):
     exec(block.text, {})
-
-
-@pytest.mark.slow
-def test_torchrun_runs_on_two_ranks(project, capfd):
-    """The line of the front page, with the pocket and two processes."""
-    line = "torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py"
-    assert any(line in block.commands() for block in BLOCKS)
-    line = line.replace("torchrun", "python -m torch.distributed.run").replace("node=8", "node=2")
-    printed = run(f"{line} --preset pocket {FEW}", capfd)
-    assert "\nval_loss: " in printed and "2 rank(s)" in printed

@@ -1,16 +1,15 @@
 """What the pages name is there: files, headings, flags."""
 
-import dataclasses
 import re
 
 import pytest
-from conftest import REPO, SCRIPTS, script_module
-from page_text import BLOCKS, PAGES, prose_of, text_of
+from conftest import REPO
+from page_text import PAGES, blocks_of, prose_of
 
 # Flags of programs that are not ours, as far as the pages name them
 OTHERS = set("""--local-addr --shm-size --standalone --nproc_per_node --nnodes --rdzv_backend
-    --rdzv_endpoint
-    --max-restarts --shutdown-timeout --signals-to-handle --random-order --help""".split())
+    --rdzv_endpoint --max-restarts --shutdown-timeout --signals-to-handle --random-order
+    --help""".split())
 
 
 def links_of(page):
@@ -32,36 +31,30 @@ def test_links_lead_to_files_and_headings(page):
     for target, heading in links_of(page):
         assert target.exists()
         assert not heading or heading in headings_of(target)
-    tree = re.search(r"<!-- files: begin -->\n```text\n(.*?)```", text_of(page), re.DOTALL)
-    for line in tree[1].splitlines() if tree else ():
+
+
+def test_the_files_that_contributing_lists_are_there():
+    tree = next(block for block in blocks_of("CONTRIBUTING.md") if block.language == "text")
+    for line in tree.text.splitlines():
         assert (REPO / line.split()[0]).exists()
 
 
-def test_every_page_is_reached_from_the_front_page():
-    reached = [REPO / "README.md"]
-    for page in reached:  # which grows meanwhile
-        for target, _ in links_of(page):
-            target = (target / "README.md" if target.is_dir() else target).resolve()
-            if target.suffix == ".md" and target not in reached:
-                reached.append(target)
-    assert sorted(str(page.relative_to(REPO)) for page in reached) == PAGES
-
-
 @pytest.fixture(scope="module")
-def known_flags():
-    """Of all scripts, and what stands in quotation marks in our tools and in run.sh."""
-    flags = set(OTHERS)
-    for name in SCRIPTS:
-        fields = dataclasses.fields(script_module(name).Hyperparameters)
-        flags |= {f"--{field.name}" for field in fields}
-    for tool in [*REPO.glob("data/*.py"), *REPO.glob("tests/*.py"), *REPO.glob("records/**/*.py")]:
-        flags |= set(re.findall(r"[\"'](--[a-z][\w-]*)[\"']", tool.read_text()))
-    return flags | set(re.findall(r"--[a-z]+", (REPO / "run.sh").read_text()))
+def tools():
+    """The text of all that has flags."""
+    files = [REPO / "run.sh", REPO / "train_gpt.py"]
+    for pattern in "data/*.py", "tests/*.py", "records/**/*.py":
+        files += REPO.glob(pattern)
+    return "\n".join(file.read_text() for file in files)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_flags_that_a_page_names_exist(page, known_flags):
-    ours = r"^(?:python3? |\./run\.sh|torchrun ).*$"
-    lines = [line for block in BLOCKS if block.page == page for line in block.commands()]
-    text = "\n".join([*filter(re.compile(ours).match, lines), prose_of(page)])
-    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= known_flags
+def test_flags_that_a_page_names_exist(page, tools):
+    text = prose_of(page)
+    for block in blocks_of(page):
+        for line in block.commands():
+            if line.startswith(("python", "./run.sh", "torchrun")):
+                text += f"\n{line}"
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - OTHERS:
+        field = rf"^    {flag[2:]}: "  # of a script
+        assert re.search(rf"{field}|[ \"']{flag}[ \"')]", tools, re.MULTILINE), flag

@@ -100,8 +100,6 @@ def test_the_record_preset_is_the_published_configuration(record):
     cfg = script.Hyperparameters()
     for name, found in (vars(cfg) | columns_of(script, cfg)).items():
         expected = station.settings().get(name, getattr(station, name, None))
-        if name in ("lr_factors", "max_document_tokens") and hasattr(station, "stage_rows"):
-            continue  # the schedules are held at each step
         if expected is None or callable(expected):
             continue  # ours alone, or what the station computes of each step
         if isinstance(expected, float):

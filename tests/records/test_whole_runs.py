@@ -1,13 +1,14 @@
-"""Whole small runs of the records, those from #88 on also on eight ranks, against the oracles.
+"""Whole small runs of the records, on one rank and on three, against the oracles.
 
 The oracle runs first, from the script's first weights. Ranks are threads, each with a model and
 optimizers of its own. Losses, gradients, weights, moments, averages, offsets of the sweeps and what
 validation finds are compared as each step begins, and after the last one.
-
-What scripts call otherwise than the oracle stands in the tables below.
 """
 
 import copy
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,14 +22,12 @@ from lineage import (
     in_float64,
     load,
     make_model,
-    since,
     some_forbidden,
     some_prefixes,
     tiny_flags,
     tiny_station,
 )
 from test_lineage import EXACT, public, random_shards
-from test_records import Exchange
 
 AVERAGED = 91.14  # the place of the first station with averages, 92e
 SAMPLED = 91.15  # the place of the first station with candidates, 92f
@@ -37,7 +36,7 @@ MOMENTS = dict(mean="mean", square="square", fast="fast", slow="slow")
 AVERAGES = dict(ends="ends", late="late", banks="banks", tables="tables")
 TABLE = "ngram_embed.weight"  # is zero at first, which would give rounding errors alone
 SIGNS = "bigram_signs", "ngram_signs"  # buffers of a model
-EIGHT_RANKS = 88  # the first place that is run on as many
+NUM_RANKS = 3  # which divide the matrices of no record; as many streams has a step
 
 
 class OracleRun:
@@ -140,6 +139,7 @@ class RankRun:
         self.hold("weights", found, oracle.weights[step])
         if complete:
             self.hold_state(step)
+            self.load_state()
         if hasattr(self.model, "offsets"):
             assert self.model.offsets.tolist() == oracle.offsets[step], step
         if step in oracle.validations:
@@ -174,15 +174,23 @@ class RankRun:
                 own = {public_name for public_name, x in found.items() if x.any()}
                 self.hold(key, {name: found[name] for name in own}, expected)
 
+    def load_state(self):
+        """From the state of all ranks, as a run that is resumed does."""
+        for optimizer in self.optimizers:
+            whole = {key: x.clone() for key, x in optimizer.full_state().items()}
+            for share in optimizer.state.values():
+                share.zero_()
+            optimizer.load_full_state(whole)
+
     def next_step(self, now):
-        """This rank's streams in their order. Steps differ in how many streams a forward pass has,
-        and in whether the head takes them in chunks."""
+        """This rank's streams in their order. Steps differ in whether a forward pass has all of
+        them or one, and in whether the head takes them in chunks."""
         assert now.seq_len == self.oracle.station.seq_len(self.step)
         self.model.tokens_per_chunk = 32 if self.step % 4 < 2 else 2 * LENGTH
         streams = self.oracle.streams[self.step]
         share = len(streams) // self.world_size
         mine = streams[self.rank * share : (self.rank + 1) * share]
-        rows = 2 if self.step % 2 == 0 else 1
+        rows = share if self.step % 2 == 0 else 1
         passes = [mine[i : i + rows] for i in range(0, share, rows)]
         self.num_passes = len(passes)
         return [[torch.from_numpy(np.stack(x)) for x in zip(*each)] for each in passes]
@@ -204,12 +212,56 @@ class RankRun:
         assert self.step == step
 
 
-class Ranks8(Exchange):
-    """With what a table of rows needs besides, for ranks that send each other unlike numbers."""
+class Exchange:
+    """The collectives between ranks that are threads of this process, in place of torch's.
+
+    What is asynchronous has its result where it is waited for, no sooner.
+    """
 
     def __init__(self, world_size):
-        super().__init__(world_size)
-        self.sizes = [None] * world_size
+        self.world_size, self.mine, self.turn = world_size, threading.local(), threading.Lock()
+        self.barrier = threading.Barrier(world_size, timeout=60)
+        self.given, self.sizes = [None] * world_size, [None] * world_size
+
+    def on_each_rank(self, function):
+        """What function(rank) returns, by rank. One runs at a time, which is quicker than to let
+        all of them contend for the interpreter."""
+        def take_turns(rank):
+            self.mine.rank = rank
+            with self.turn:
+                return function(rank)
+
+        with ThreadPoolExecutor(self.world_size) as threads:
+            return list(threads.map(take_turns, range(self.world_size)))
+
+    def wait_for_all(self):
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
+
+    def collect(self, x, async_op, put):
+        """`put` what every rank has given at its same call."""
+        self.wait_for_all()
+        self.given[self.mine.rank] = x.clone()
+        self.wait_for_all()
+        handle = SimpleNamespace(wait=functools.partial(put, list(self.given)))
+        return handle if async_op else handle.wait()
+
+    def all_reduce(self, x, async_op=False):
+        return self.collect(x, async_op, lambda parts: x.copy_(sum(parts)))
+
+    def reduce_scatter_tensor(self, part, x, async_op=False):
+        rank = self.mine.rank
+        return self.collect(
+            x, async_op, lambda parts: part.copy_(sum(parts).chunk(self.world_size)[rank]))
+
+    def all_gather_into_tensor(self, whole, x, async_op=False):
+        return self.collect(x, async_op, lambda parts: whole.copy_(torch.cat(parts)))
+
+    def all_gather(self, rows, x, async_op=False):
+        return self.collect(x, async_op, lambda parts: [r.copy_(p) for r, p in zip(rows, parts)])
 
     def all_to_all_single(self, out, x, output_split_sizes=None, input_split_sizes=None,
                           async_op=False):
@@ -231,7 +283,7 @@ def run_the_oracle(record):
     script, station = load(record.folder), record.station
     model = make_model(script, tiny_config(record))
     station = tiny_station(
-        station, station.run_length, streams=num_streams(station), **station.tiny)
+        station, station.run_length, streams=NUM_RANKS, **station.tiny)
     for name in SIGNS:
         if hasattr(model, name):
             station.signs = getattr(model, name)
@@ -247,26 +299,18 @@ def run_the_oracle(record):
 def tiny_config(record):
     station = record.station
     return tiny_flags(
-        load(record.folder), station.run_length, sequences_per_step=num_streams(station),
+        load(record.folder), station.run_length, sequences_per_step=NUM_RANKS,
         **station.tiny)
 
 
-def num_streams(station):
-    """Of a step."""
-    return 8 if station.place >= EIGHT_RANKS else 2
-
-
-@for_each_slowly(HELD, quick=since(5, before=90))
+@for_each_slowly(HELD)
 def test_a_whole_run_is_that_of_the_oracle(record, monkeypatch):
-    """On one rank and on eight, which share a run of the oracle: it takes longer than both."""
     script, cfg = load(record.folder), tiny_config(record)
     with in_float64():
         oracle = run_the_oracle(record)
         losses = RankRun(script, cfg, make_model(script, cfg)).run(oracle)
         assert losses == pytest.approx(oracle.losses, rel=1e-12)
-        if record.station.place < EIGHT_RANKS:
-            return
-        dist = Ranks8(8)
+        dist = Exchange(NUM_RANKS)
         monkeypatch.setattr(script, "dist", dist)
 
         def run(rank):

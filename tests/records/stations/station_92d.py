@@ -37,11 +37,16 @@ class Station(station_92c.Station):
     attention_cut = 2560  # tokens of a document that see each other, from the third stage on
     longest = None  # the same, while a training step is computed
     cooldown_frac = 0.80
+    lr_factors = None  # stage_rows have them
     last_rate = 0.30
     prefix_weights = (0.20, 0.15, 0.10, 0.05)  # in the quarters of the second stage
     period_from = 336  # the step from which an event is one step of four
     tables = ("value_embeds", "bigram_embed")
     adam = station_92c.Station.adam | {"value_embeds": 70, "bigram_embed": 70}
+
+    def settings(self):
+        limits = tuple(row.max_document for row in self.stage_rows[:3])
+        return super().settings() | dict(max_document_tokens=limits)
 
     def stage(self, step):
         return min(sum(step >= row.end for row in self.stage_rows), 4)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import REPO
 from lineage import (
+    BLOCK,
     EOT,
     RECORDS,
     for_each,
@@ -157,8 +158,9 @@ def strides_of(tensor):
 
 
 @pytest.mark.parametrize("use_fp8", [False, True], ids=["plain", "FP8"])
-def test_each_gradient_arrives_with_the_strides_of_its_view(script, use_fp8):
+def test_each_gradient_arrives_with_the_strides_of_its_view(record, use_fp8):
     """In the buffer of its optimizer. Else the sum would be of unlike layouts, which is slow."""
+    script = load(record.folder, block=BLOCK)
     cfg = tiny_flags(script, model_dim=48, head_dim=8)  # in twelve channel groups from 92b on
     model = make_model(script, cfg)
     if use_fp8 and not hasattr(model.lm_head, "use_fp8"):

@@ -121,33 +121,6 @@ def in_float64():
             torch.set_default_dtype(before)
 
 
-def columns_of(script, cfg):
-    """What a script says a layer or a stage a row, as stations have it: a column a name."""
-    columns = {}
-    if hasattr(cfg, "layers"):
-        layers = [script.read_layer(word) for word in cfg.layers]
-        letters = dict(window="attention", table="value_embed", mlp="mlp", xsa="xsa", gate="gate")
-        for field, name in letters.items():
-            values = [getattr(layer, field, None) for layer in layers]
-            if None not in values:
-                marks = [dict(mlp="M", xsa="X", gate="G").get(field) if value is True else value
-                         for value in values]
-                columns[f"{name}_pattern"] = "".join(mark or "." for mark in marks)
-        for field, name in dict(skip="skip", backout="backout", saved="backout").items():
-            for index, layer in enumerate(layers):
-                if getattr(layer, field, False):
-                    columns[f"{name}_layer"] = index
-    if hasattr(cfg, "stages"):
-        names = dict(lr_factor="lr_factors", max_document_tokens="max_document_tokens")
-        for field, name in names.items():
-            if hasattr(cfg.stages[0], field):
-                values = [getattr(row, field) for row in cfg.stages[:-2]]
-                while values[-2:-1] == values[-1:]:  # the last one holds from there on
-                    values.pop()
-                columns[name] = tuple(values)
-    return columns
-
-
 def tiny_sizes(published):
     """What station and script call by one name, in a tiny run of either."""
     sizes = dict(

@@ -169,6 +169,7 @@ class Station:
     # Model
     model_dim = 768
     head_dim = 128
+    qk_dim: int | None = None  # channels of a query and of a key, if not head_dim (#90)
     mlp_ratio = 4
     vocab_size = 50_304  # rows of the head
     table_rows = 50_304  # of the embeddings
@@ -239,18 +240,14 @@ class Station:
 
     # ---- Data and schedules
 
-    def streams_of(self, shards, lengths):
-        """Yield each step's list of Streams, `lengths` of T tokens, until either ends: one after
-        another, of the first shard; where it ends is the loader's."""
+    def streams_of_steps(self, shards, steps):
+        """Yield the list of Streams of each step: one after another, of the first shard; where it
+        ends is the loader's."""
         position = 0
-        for length in lengths:
+        for length in map(self.seq_len, steps):
             firsts = range(position, position + self.streams * length, length)
             yield [stream_at(shards[0], first, length) for first in firsts]
             position = firsts.stop
-
-    def streams_of_steps(self, shards, steps):
-        """The same of the steps with these indices."""
-        return self.streams_of(shards, map(self.seq_len, steps))
 
     def validation_streams(self, tokens) -> list[Stream]:
         """Consecutive sequences of the first val_tokens; targets are the tokens one further on."""
@@ -404,9 +401,13 @@ class Station:
         """The heads' keys (H, T, K), after they have turned."""
         return k
 
+    def rotary_of(self, layer: int, step: int) -> tuple[list[float], float]:
+        """The same of a layer."""
+        return self.rotary(step)
+
     def scores(self, layer: int, q: Tensor, k: Tensor, step: int) -> Tensor:
         """What tokens are to each other, (H, T, T), before the mask."""
-        frequencies, scale = self.rotary(step)
+        frequencies, scale = self.rotary_of(layer, step)
         positions = torch.arange(q.size(1))
         q = turned(self.norm(q), positions, frequencies)
         k = self.keys(layer, turned(self.norm(k), positions, frequencies))
@@ -442,6 +443,10 @@ class Station:
     def embedded(self, weights, tokens: Tensor, step: int) -> Tensor:
         """What the first layer gets, (T, D)."""
         return weights["embed.weight"][tokens]
+
+    def documents(self, inputs) -> np.ndarray:
+        """A number for each token: of the document that its attention stays in."""
+        return np.cumsum(inputs == self.eot_token)
 
     def masks(self, documents: np.ndarray, windows) -> dict[str, Tensor]:
         """What is seen, by the letters of layers; windows long and short."""
@@ -489,7 +494,7 @@ class Station:
     def stream_logits(self, weights, stream: Stream, windows, step: int) -> Tensor:
         """Logits (T, V) of a stream at a step, or in its validation; windows long and short."""
         weights = self.initial_scalars() | weights
-        seen = self.masks(np.cumsum(stream.inputs == self.eot_token), windows)
+        seen = self.masks(self.documents(stream.inputs), windows)
         tokens = torch.as_tensor(stream.inputs)
         x0 = self.embedded(weights, tokens, step)
         x = self.entered(weights, x0, tokens)

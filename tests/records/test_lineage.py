@@ -5,7 +5,6 @@ that float64 has. A script's weights are compared under the public names and sha
 is not public, or has no station yet, is not here.
 """
 
-import functools
 import inspect
 import itertools
 import math
@@ -19,7 +18,6 @@ from lineage import (
     BLOCK,
     EOT,
     LENGTH,
-    columns_of,
     held_since,
     in_float64,
     load,
@@ -32,7 +30,7 @@ EXACT = 1e-9  # of a step or gradient, relative: float64 through some ten matrix
 SCHEDULES = dict(  # methods of a station, by the names of ours
     lr_factor="rate_factor", momentum="muon_momentum", seq_len="seq_len", tied="tied",
     target_weights="target_weights", frozen="scalars_frozen", prefix_weight="prefix_weight",
-    event="event", classes="num_classes")
+    event="event", classes="num_classes", max_document_tokens="document_limit")
 
 
 def random_shards(count, size, seed=0):
@@ -98,7 +96,7 @@ def test_the_record_preset_is_the_published_configuration(record):
     """In each flag that the station has by the same name, or in settings()."""
     station, script = record.station, load(record.folder)
     cfg = script.Hyperparameters()
-    for name, found in (vars(cfg) | columns_of(script, cfg)).items():
+    for name, found in vars(cfg).items():
         expected = station.settings().get(name, getattr(station, name, None))
         if expected is None or callable(expected):
             continue  # ours alone, or what the station computes of each step
@@ -136,25 +134,21 @@ def test_parameters_begin_as_the_published_ones(record):
                 assert part.std().item() == pytest.approx(size, rel=0.02), name
 
 
-@held_since(62, before=92)  # of whose table each rank has a part
-def test_a_stream_reads_the_published_rows_of_each_table(record):
+@held_since(62)
+def test_tokens_read_the_published_rows_and_signs(record):
     """Of tables as long as the record's."""
-    station, script, found = record.station, load(record.folder), {}
-    rows = {name: getattr(station, name) for name in ("eot_token", "bigram_rows")}
-    sizes = rows | dict(vocab_size=50_257, vocab_multiple=128) | station.tiny
-    model = script.GPT(tiny_flags(script, **sizes))
-
-    def note(name, _, args):
-        found[name] = args[0]
-
-    for name, table in model.named_modules():
-        if isinstance(table, script.Table):
-            table.register_forward_pre_hook(functools.partial(note, name))
-    tokens = np.random.default_rng(0).integers(0, 50_257, size=4 * BLOCK)
-    tokens[[1, 5, 9]] = station.eot_token
-    model.forward(*(torch.from_numpy(x)[None] for x in (tokens.astype(np.int32), tokens)))
-    for name, expected in station.rows_read(tokens).items():
-        assert found[name].flatten().tolist() == expected.tolist(), name
+    station, script = record.station, load(record.folder)
+    tokens = np.random.default_rng(0).integers(0, 50_257, size=4096)
+    tokens[[0, 1, 2, 7]] = 50_256, 0, 50_256, 50_256
+    given, expected = torch.from_numpy(tokens)[None], station.rows_read(tokens)
+    if "bigram_embed" in expected:
+        found = script.hash_bigrams(given, station.bigram_rows)
+        assert found[0].tolist() == expected["bigram_embed"].tolist()
+        return
+    assert script.hash_bigrams(given, station.ngram_rows)[0].tolist() == expected["pairs"]
+    assert script.hash_trigrams(given, station.ngram_rows)[0].tolist() == expected["threes"]
+    found = script.hash_signs(given, station.sign_rows)
+    assert tuple(x[0].tolist() for x in found) == station.sign_rows_read(tokens)
 
 
 # Schedules

@@ -128,11 +128,11 @@ def test_attention_is_cut_within_documents_in_training_alone():
     tokens = np.zeros(9000, int)
     tokens[[0, 3072, 3073, 5700]] = station.eot_token
     station.longest = station.attention_cut
-    numbers = np.array(station.documents(tokens, 700))
+    numbers = station.documents(tokens)
     station.longest = None
     cuts = np.flatnonzero(np.diff(numbers, prepend=0))
     assert cuts.tolist() == [0, 2560, 3072, 3073, 5633, 5700, 8260]
-    whole = np.array(station.documents(tokens, 700))
+    whole = station.documents(tokens)
     assert np.flatnonzero(np.diff(whole, prepend=0)).tolist() == [0, 3072, 3073, 5700]
 
 

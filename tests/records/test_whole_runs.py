@@ -336,16 +336,3 @@ def test_candidates_are_those_of_the_oracle(record):
     swept = [20_011 * k % 50_304 for k in range(30_000)]
     found, new = script.candidates(torch.tensor(swept), torch.tensor(0), 32_768, 50_304)
     assert (found.tolist(), int(new)) == station.candidates(swept, 0, 32_768)
-
-
-@held_since(92)
-def test_rows_and_signs_of_ngrams_are_those_of_the_oracle(record):
-    script, station = load(record.folder), record.station
-    tokens = np.random.default_rng(0).integers(0, 50_257, size=4096)
-    tokens[[0, 1, 2]] = 50_256, 0, 50_256
-    given, rows = torch.from_numpy(tokens)[None], station.ngram_rows
-    expected = station.rows_read(tokens)
-    assert script.hash_bigrams(given, rows)[0].tolist() == expected["pairs"]
-    assert script.hash_trigrams(given, rows)[0].tolist() == expected["threes"]
-    found = script.hash_signs(given, station.sign_rows)
-    assert tuple(x[0].tolist() for x in found) == station.sign_rows_read(tokens)

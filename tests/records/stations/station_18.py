@@ -44,7 +44,7 @@ class Station(station_8.Station):
 
     def rotary(self, step):
         """The second half of the pairs does not turn."""
-        turning = self.head_dim // 4
+        turning = (self.qk_dim or self.head_dim) // 4
         frequencies = [self.rope_base ** (-j / (turning - 1)) for j in range(turning)]
         return frequencies + [0.0] * turning, self.attention_scale or self.head_dim**-0.5
 

@@ -15,13 +15,13 @@ class Station(station_24.Station):
     scaled_eps = False
     summed_loss = True
 
-    def streams_of(self, shards, lengths):
+    def streams_of_steps(self, shards, steps):
         """Each stream begins where a document does, T or more after the one before. Before a step,
         a shard with no more than twice its tokens and one is left for the next. Raises ValueError
         where documents are missing."""
         shards = iter(shards)
         tokens, position = next(shards, ()), 0
-        for length in lengths:
+        for length in map(self.seq_len, steps):
             reach = 2 * self.streams * length
             if position + reach + 1 >= len(tokens):
                 tokens, position = next(shards, None), 0

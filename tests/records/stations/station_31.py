@@ -31,11 +31,14 @@ class Station(station_28.Station):
         return super().settings() | dict(
             long_windows=self.windows, short_windows=shorts, max_document_tokens=self.max_document)
 
-    def streams_of(self, shards, lengths):
-        lengths, limits = list(lengths), []
-        for length in lengths:
-            is_first = self.first_document and length == self.seq_lens[0]
-            limits.append(self.first_document if is_first else self.max_document)
+    def document_limit(self, step):
+        return self.max_document
+
+    def streams_of_steps(self, shards, steps):
+        lengths, limits = [], []
+        for step in steps:
+            lengths.append(self.seq_len(step))
+            limits.append(self.document_limit(step))
         return packed_streams(shards, lengths, self.streams, self.eot_token, limits)
 
     def stage(self, step):

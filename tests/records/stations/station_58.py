@@ -28,7 +28,7 @@ class Station(station_57.Station):
         turns by 2t + its number's parity, so the first one of (1, 4) by 2t + 1."""
         if self.attention_pattern[layer] != "P":
             return super().heads(layer, q, k, v, seen, step)
-        frequencies, scale = self.rotary(step)
+        frequencies, scale = self.rotary_of(layer, step)
         parity = torch.arange(q.size(0)) % 2
         positions = 2 * torch.arange(q.size(1)) + parity[:, None]
         q = woven(turned(self.norm(q), positions, frequencies))

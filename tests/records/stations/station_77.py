@@ -21,9 +21,8 @@ class Station(station_70.Station):
         "smear_lambda": ("smear",), "backout_lambda": ("backout",)}
     our_weights = station_70.Station.our_weights | {"bigram_lambda": "bigram_lambdas"}
 
-    def settings(self):
-        documents = self.first_document, self.max_document
-        return super().settings() | dict(max_document_tokens=documents)
+    def document_limit(self, step):
+        return self.max_document if self.stage(step) else self.first_document
 
     def parameter_shapes(self):
         layers = len(self.attention_pattern)
@@ -46,8 +45,9 @@ class Station(station_70.Station):
     def layer_output(self, weights, layer, x, x0, tokens, outputs, seen, step):
         """Layer 6 has its skip and an MLP alone."""
         kept, added = weights["resid_lambdas"][layer], weights["post_lambdas"][layer]
-        if self.attention_pattern[layer] != ".":
+        if layer not in dict(self.skips):
             read = outputs.get(self.backout_layer, x)  # there from layer 8 on
-            y = self.attended(weights, layer, read, tokens, seen, step)
-            x = kept[0] * x + added[0] * y + self.injection(weights, layer, x0, tokens)
+            x = kept[0] * x + self.injection(weights, layer, x0, tokens)
+            if self.attention_pattern[layer] != ".":
+                x = x + added[0] * self.attended(weights, layer, read, tokens, seen, step)
         return kept[1] * x + added[1] * self.mlp_of(weights, layer, x)

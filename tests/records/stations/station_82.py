@@ -81,11 +81,15 @@ class Station(station_80.Station):
         own = (outputs * unit).sum(-1, keepdim=True) * unit
         return outputs - shares.expand(v.size(1), -1).T[..., None] * own
 
+    def mixture(self, weights, number, x):
+        """Factors of each token, of the last layer (0) or after it (1), (T, 1) each."""
+        rows = slice(0, 14) if number == 0 else slice(14, None)
+        return (0.1 * network(weights, x, "mudd", number, rows)).unsqueeze(2).unbind(1)
+
     def layer_output(self, weights, layer, x, x0, tokens, outputs, seen, step):
         if layer != self.last_layer():
             return super().layer_output(weights, layer, x, x0, tokens, outputs, seen, step)
-        m = 0.1 * network(weights, x, "mudd", 0, slice(0, 14))
-        m = [column[:, None] for column in m.T]
+        m = self.mixture(weights, 0, x)
         h0, h7 = self.entered(weights, x0, tokens), outputs[self.backout_layer]
         e = weights[f"value_embeds.{self.value_embed_pattern[layer]}.weight"][tokens]
         half = self.model_dim // 2
@@ -98,8 +102,7 @@ class Station(station_80.Station):
         return m[12] * x + m[13] * self.mlp_of(weights, layer, x)
 
     def left(self, weights, x, x0, tokens, outputs):
-        m = 0.1 * network(weights, x, "mudd", 1, slice(14, 19))
-        m = [column[:, None] for column in m.T]
+        m = self.mixture(weights, 1, x)
         skipped = self.skips[0][1]
         x = x + m[0] * self.entered(weights, x0, tokens) + m[1] * outputs[self.backout_layer]
         x = x + m[2] * outputs[self.last_layer() - 1] + m[4] * outputs[skipped]

@@ -44,17 +44,13 @@ class Station(station_83.Station):
 
     def gates_of(self, weights, number, x):
         """{(kind, layer): (T, rows)} of network 0 or 1, on x."""
-        of_both, first = self.gate_rows(), 0
-        found = {}
-        for kind, layer, rows, _ in of_both[0] + of_both[1]:
-            found[kind, layer] = slice(first, first + rows)
-            first += rows
-        wanted = [(kind, layer) for kind, layer, _, _ in of_both[number]]
-        start = found[wanted[0]].start
-        z = station_82.network(
-            weights, x, "mudd_gate", number, slice(start, found[wanted[-1]].stop))
-        z = weights["mudd_gate_scale"] * z
-        return {gate: z[:, found[gate].start - start : found[gate].stop - start] for gate in wanted}
+        of_both = self.gate_rows()
+        first = sum(rows for _, _, rows, _ in of_both[0]) if number else 0
+        sizes = [rows for _, _, rows, _ in of_both[number]]
+        rows = slice(first, first + sum(sizes))
+        z = station_82.network(weights, x, "mudd_gate", number, rows)
+        parts = (weights["mudd_gate_scale"] * z).split(sizes, dim=1)
+        return {gate[:2]: part for gate, part in zip(of_both[number], parts)}
 
     def parameter_shapes(self):
         shapes = super().parameter_shapes()
@@ -96,8 +92,10 @@ class Station(station_83.Station):
         return super().layer_output(weights, layer, x, x0, tokens, outputs, seen, step)
 
     def injection(self, weights, layer, x0, tokens):
-        added = self.of_tokens["x0", layer] * x0
-        if layer > 0:
+        added = 0.0
+        if ("x0", layer) in self.of_tokens:
+            added = self.of_tokens["x0", layer] * x0
+        if layer > 0 and ("bigram", layer) in self.of_tokens:
             added = added + self.of_tokens["bigram", layer] * self.bigrams(weights, tokens)
         return added
 
@@ -116,7 +114,7 @@ class Station(station_83.Station):
         """In the last layer each head also has its values where all heads look, mixed by w1, at
         its own w2."""
         outputs = super().heads(layer, q, k, v, seen, step)
-        if layer != self.last_layer():
+        if ("w1", layer) not in self.of_tokens:
             return outputs
         w1, w2 = self.of_tokens["w1", layer], self.of_tokens["w2", layer]
         w1 = w1 / ((w1**2).mean(1, keepdim=True) + 1e-6).sqrt()

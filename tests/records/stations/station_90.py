@@ -1,27 +1,18 @@
 """#90 NarrowHeads, as submitted: queries and keys have 96 channels, values 128. W_O is stored
 transposed, so that NorMuon has a second moment for each of its inputs, not for each output."""
 
-import math
-
 from stations import station_88
-from stations.station_31 import yarn
 
 
 class Station(station_88.Station):
     tiny = dict(model_dim=96, head_dim=16, qk_dim=12)
     extension = 45
-    qk_dim = 96  # channels of a query and of a key
+    qk_dim = 96
 
     def rotary(self, step):
-        """A quarter of qk_dim frequencies. The scale keeps the spread of random scores."""
-        turning = self.qk_dim // 4
-        frequencies = [self.rope_base ** (-j / (turning - 1)) for j in range(turning)]
-        scale = 0.1 * (self.head_dim / self.qk_dim) ** 0.5
-        for change, before, after in self.window_changes:
-            if change <= step:
-                frequencies = yarn(frequencies, self.block, before, after)
-                scale *= 1 + 0.2 * math.log(after / before)
-        return frequencies + [0.0] * turning, scale
+        """The scale keeps the spread of random scores."""
+        frequencies, scale = super().rotary(step)
+        return frequencies, scale * (self.head_dim / self.qk_dim) ** 0.5
 
     def block_shapes(self, layer):
         shapes = super().block_shapes(layer)

@@ -22,8 +22,17 @@ class Station(station_92a.Station):
         return super().parameter_shapes() | dict(
             mudd_w2=(14 + 10, 64), mudd_b2=(14 + 10,), mudd_w2g=(10, self.groups, 64))
 
-    def mixed(self, weights, x, sources):
+    def mlp_of(self, weights, layer, x):
+        """What that of the last layer reads is kept aside."""
+        self.last_read = self.norm(x)
+        return super().mlp_of(weights, layer, x)
+
+    def left(self, weights, x, x0, tokens, outputs):
         """All factors are made from the stream before. Those of groups have no bias."""
+        e1, e2, e8, e10 = (weights[f"value_embeds.{table}.weight"][tokens] for table in range(4))
+        sources = (
+            self.entered(weights, x0, tokens), outputs[7], outputs[9], e1, outputs[3], e2, e10, e8,
+            self.last_read, self.norm(outputs[7]))
         hidden = gelu(x @ weights["mudd_w1"][1].T)
         width = self.model_dim // self.groups
         for k, source in enumerate(sources):

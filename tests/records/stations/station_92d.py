@@ -7,7 +7,8 @@ later on; that of bigrams is one of them, as in the public #349.
 
 from typing import NamedTuple
 
-from lineage_oracles import kind_of, packed_streams
+import numpy as np
+from lineage_oracles import kind_of
 from stations import station_92c
 
 
@@ -44,9 +45,8 @@ class Station(station_92c.Station):
     tables = ("value_embeds", "bigram_embed")
     adam = station_92c.Station.adam | {"value_embeds": 70, "bigram_embed": 70}
 
-    def settings(self):
-        limits = tuple(row.max_document for row in self.stage_rows[:3])
-        return super().settings() | dict(max_document_tokens=limits)
+    def document_limit(self, step):
+        return self.stage_rows[self.stage(step)].max_document
 
     def stage(self, step):
         return min(sum(step >= row.end for row in self.stage_rows), 4)
@@ -95,18 +95,13 @@ class Station(station_92c.Station):
     def complete(self, step):
         return self.event(step - 1)
 
-    def streams_of_steps(self, shards, steps):
-        rows = [self.stage_rows[self.stage(step)] for step in steps]
-        lengths, limits = zip(*[(row.seq_len, row.max_document) for row in rows])
-        return packed_streams(shards, lengths, self.streams, self.eot_token, limits)
-
     def training_logits(self, weights, stream, step):
         self.longest = self.attention_cut if self.stage(step) >= 2 else None
         z = super().training_logits(weights, stream, step)
         self.longest = None
         return z
 
-    def documents(self, inputs, step):
+    def documents(self, inputs):
         """Counted from a document's first token in the stream. Nothing but attention is cut."""
         numbers, number, length = [], 0, 0
         for token in inputs:
@@ -114,7 +109,7 @@ class Station(station_92c.Station):
                 number, length = number + 1, 0
             numbers.append(number)
             length += 1
-        return numbers
+        return np.array(numbers)
 
     def powers(self, kind, step):
         """Tables that wait for four steps forget and decay as in two steps of before."""

@@ -4,8 +4,8 @@ They say what those records compute, for tests to hold a script to: no script is
 Source: the logs that the public record table links, https://github.com/KellerJordan/modded-nanogpt
 at f411b3d3, read as formulas; all casts to bf16, fp8 and fp32 are left out.
 
-A record is a file in stations/, found by its public number, or by the next one and a letter if it
-has none. Its class has what it changes in the class of the station before it, constants and
+A record is a class in stations/, found by its public number, or by the next one and a letter if it
+has none. It has what it changes in the class of the station before it, constants and
 formulas; the first ones stand here. published.toml has values that were published, to check them
 by. Weights are dicts of tensors by their public names, in their public shapes, which
 `parameter_shapes` gives. What has other names up to #28, or is not merged, has those of #31. In the
@@ -54,13 +54,17 @@ def find_stations() -> dict:
     """The stations in their order: by public numbers, as 92, or, of what is on the way to one, by
     that and a letter, as "92a"."""
     found = {}
-    for path in (Path(__file__).parent / "stations").glob("station_*.py"):
-        station = importlib.import_module(f"stations.{path.stem}").Station()
-        key = path.stem.removeprefix("station_")
-        on_the_way = not key.isdigit()
-        station.key = key if on_the_way else int(key)
-        station.place = float(key) if not on_the_way else int(key[:-1]) - 1 + int(key[-1], 36) / 100
-        found[station.key] = station
+    for path in (Path(__file__).parent / "stations").glob("*.py"):
+        for name, of in vars(importlib.import_module(f"stations.{path.stem}")).items():
+            key = name.removeprefix("Station")
+            if key in ("", name):
+                continue
+            station = of()
+            on_the_way = not key.isdigit()
+            station.key = key if on_the_way else int(key)
+            last = int(key[-1], 36) / 100 if on_the_way else 0
+            station.place = int(key[:-1]) - 1 + last if on_the_way else float(key)
+            found[station.key] = station
     return dict(sorted(found.items(), key=lambda pair: pair[1].place))
 
 
@@ -143,7 +147,7 @@ class Station:
     """A public record: `Station()` as it was published, `Station(model_dim=64)` in other sizes.
     The values are those of #5."""
 
-    key: int | str  # that of its file, the public number, or as "92a" on the way to it
+    key: int | str  # that of its class, the public number, or as "92a" on the way to it
     place: float  # among all stations
     parameters: int | None = None  # how many there are, where that was published
     run_length = 5  # scheduled steps of the tiny run that our script is held to

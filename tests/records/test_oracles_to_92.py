@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lineage import STATIONS
-from stations import station_92c
+from stations.to_92 import MAPS
 
 TO_92 = ["92a", "92b", "92c", "92d", "92e", "92f", 92]
 FIVE_STAGES = TO_92[3:]
@@ -142,17 +142,17 @@ def test_attention_is_cut_within_documents_in_training_alone():
 def test_six_maps_have_the_published_envelope():
     """Of a singular value x, by a diagonal matrix whose largest one is that of the norm."""
     def through(x):
-        for a, b, c in station_92c.MAPS:
+        for a, b, c in MAPS:
             x = a * x + b * x**3 + c * x**5
         return x
 
     x = np.geomspace(0.003, 1 / 1.05, 200_001)
     assert [through(x).min(), through(x).max()] == pytest.approx([0.99507, 1.00040], abs=6e-6)
     assert through(0.002) == pytest.approx(0.909, abs=5e-4)
-    assert math.prod(a for a, _, _ in station_92c.MAPS) == pytest.approx(643.13, abs=0.005)
+    assert math.prod(a for a, _, _ in MAPS) == pytest.approx(643.13, abs=0.005)
     for n, expected in enumerate((1.53, 1.40, 1.37, 1.22, 0.91, 1.0004)):
         y = np.linspace(0, 1 / 1.05, 200_001)
-        for a, b, c in station_92c.MAPS[: n + 1]:
+        for a, b, c in MAPS[: n + 1]:
             y = a * y + b * y**3 + c * y**5
         assert y.max() == pytest.approx(expected, abs=0.006 if n < 5 else 6e-6)
 

@@ -45,13 +45,15 @@ def random_shards(count, size, seed=0):
     return shards
 
 
-def public(station, model, grads=False):
-    """Weights, or gradients, under the public names, in float64. Our layers count from 0."""
+def public(station, model):
+    """Weights under the public names, in float64. Our layers count from 0."""
     shapes = station.parameter_shapes()
-    weights = {name: [x.double() * (not grads)] for name, x in station.initial_scalars().items()
-               if name in shapes}
+    weights = {}
+    for name, x in station.initial_scalars().items():
+        if name in shapes:
+            weights[name] = [x.double()]
     for name, p in model.named_parameters():
-        x = (p.grad if grads else p.detach()).double().clone()
+        x = p.detach().double().clone()
         block, kind = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.*)", name).groups()
         layer = int(block or 0) + station.layers()[0]
         if kind in station.our_scalars:
@@ -68,7 +70,7 @@ def public(station, model, grads=False):
         missing = math.prod(shapes[name]) - len(merged) if name in shapes else 0
         if missing:  # of the last layer, which nothing reads: ours has no such parameters
             _, value = station.initial_distribution(name)
-            merged = torch.cat([merged, merged.new_full((missing,), 0 if grads else value)])
+            merged = torch.cat([merged, merged.new_full((missing,), value)])
             parts = [merged, merged]
         weights[name] = parts[0] if len(parts) == 1 else merged.view(shapes[name])
         if name in ("mudd_gate_w2", "mudd_gate_b2"):

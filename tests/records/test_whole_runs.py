@@ -1,11 +1,10 @@
 """Whole small runs of the records, on one rank and on three, against the oracles.
 
 The oracle runs first, from the script's first weights. Ranks are threads, each with a model and
-optimizers of its own. Losses, gradients, weights, moments, averages, offsets of the sweeps and what
-validation finds are compared as each step begins, and after the last one.
+optimizers of its own. Losses, weights, offsets of the sweeps and what validation finds are compared
+as each step begins, and after the last one; the optimizers' state of three ranks with that of one.
 """
 
-import copy
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +30,6 @@ from test_lineage import EXACT, public, random_shards
 
 AVERAGED = 91.14  # the place of the first station with averages, 92e
 SAMPLED = 91.15  # the place of the first station with candidates, 92f
-# Our names of an optimizer's state: what the oracle calls it. Averages are (average,) there.
-MOMENTS = dict(mean="mean", square="square", fast="fast", slow="slow")
-AVERAGES = dict(ends="ends", late="late", banks="banks", tables="tables")
 TABLE = "ngram_embed.weight"  # is zero at first, which would give rounding errors alone
 SIGNS = "bigram_signs", "ngram_signs"  # buffers of a model
 NUM_RANKS = 3  # which divide the matrices of no record; as many streams has a step
@@ -44,31 +40,25 @@ class OracleRun:
 
     def __init__(self, station, weights):
         self.station = station
-        self.losses, self.grads, self.weights, self.states, self.offsets = [], [], [], [], []
+        self.losses, self.weights, self.offsets = [], [], []
         self.validations, self.logged = {}, []
         steps = range(station.total_steps())
         self.streams = list(station.streams_of_steps(random_shards(3, 40_000), steps))
         self.val_tokens = random_shards(1, 2_000, seed=5)[0]
         state = station.optimizer_state(weights)
         for step, streams in enumerate(self.streams):
-            self.note(weights, state)
+            self.note(weights)
             if step == 4:
                 self.validate(weights, step)
             loss, grads = station.gradients(weights, streams, step)
             self.losses.append(loss / (station.seq_len(step) if station.summed_loss else 1))
-            waiting = {}  # what the script's gradients are before the step: sums over streams
-            for name, grad in grads.items():
-                if grad is not None:
-                    waiting[name] = len(streams) * (state[name].get("sum", 0.0) + grad)
-            self.grads.append(waiting)
             station.optimizer_step(weights, grads, state, step)
         station.finish(weights, state)
-        self.note(weights, state)
+        self.note(weights)
         self.validate(weights, len(steps))
 
-    def note(self, weights, state):
+    def note(self, weights):
         self.weights.append({name: p.clone() for name, p in weights.items()})
-        self.states.append(copy.deepcopy(state))
         self.offsets.append(list(getattr(self.station, "offsets", None) or ()))
 
     def validate(self, weights, step):
@@ -95,11 +85,12 @@ class RankRun:
             if hasattr(optimizer, "updates"):  # up to #28 all ranks gather them
                 optimizer.updates = optimizer.updates.double()
         self.loader = self.health = self
-        self.step, self.losses, self.validated = 0, [], []
+        self.step, self.losses, self.states, self.validated = 0, [], {}, []
         self.rounding = 1e-12 if self.world_size == 1 else 1e-11
 
-    def run(self, oracle):
-        self.oracle = oracle
+    def run(self, oracle, one=None):
+        """The losses of all steps. one: the same run on one rank, of which the state is held."""
+        self.oracle, self.one = oracle, one
         for table in self.tables():
             table.load_full_state(table.full_state() | dict(rows=oracle.weights[0][TABLE]))
         self.val_tokens = oracle.val_tokens[: oracle.station.val_tokens + 1]
@@ -138,8 +129,9 @@ class RankRun:
         assert found.keys() == oracle.weights[step].keys()
         self.hold("weights", found, oracle.weights[step])
         if complete:
-            self.hold_state(step)
-            self.load_state()
+            self.states[step] = self.save_and_load()
+            if self.one:
+                self.hold("state", self.states[step], self.one.states[step])
         if hasattr(self.model, "offsets"):
             assert self.model.offsets.tolist() == oracle.offsets[step], step
         if step in oracle.validations:
@@ -148,39 +140,17 @@ class RankRun:
             self.validated.append(step)
         return is_last
 
-    def hold_state(self, step):
-        """Moments and averages of all ranks, by parameter, as a checkpoint has them."""
-        state = self.oracle.states[step]
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        for optimizer in self.optimizers:
-            params = [p for p in self.model.parameters() if p.group == optimizer.name]
-            sizes = [p.numel() for p in params]
-            for key, whole in optimizer.full_state().items():
-                if whole.numel() != sum(sizes) or key not in MOMENTS | AVERAGES:
-                    continue  # a count, or moments of lanes or rows: the weights tell of them
-                pairs = []
-                for p, part in zip(params, whole.split(sizes)):
-                    pairs.append((names[id(p)], SimpleNamespace(grad=part.view_as(p))))
-                fake = SimpleNamespace(named_parameters=lambda pairs=pairs: pairs)
-                expected = {}
-                for name, own in state.items():
-                    if name != "averages" and MOMENTS.get(key) in own:
-                        of = own[MOMENTS[key]]
-                        expected[name] = torch.stack(of) if isinstance(of, list) else of
-                for (average, name), x in state.get("averages", {}).items():
-                    if average == AVERAGES.get(key):
-                        expected[name] = x
-                found = public(self.oracle.station, fake, grads=True)
-                own = {public_name for public_name, x in found.items() if x.any()}
-                self.hold(key, {name: found[name] for name in own}, expected)
-
-    def load_state(self):
-        """From the state of all ranks, as a run that is resumed does."""
+    def save_and_load(self):
+        """The state of all ranks. It is loaded, too, as in a run that is resumed."""
+        found = {}
         for optimizer in self.optimizers:
             whole = {key: x.clone() for key, x in optimizer.full_state().items()}
             for share in optimizer.state.values():
                 share.zero_()
             optimizer.load_full_state(whole)
+            for key, x in whole.items():
+                found[optimizer.name, key] = x
+        return found
 
     def next_step(self, now):
         """This rank's streams in their order. Steps differ in whether a forward pass has all of
@@ -192,20 +162,10 @@ class RankRun:
         mine = streams[self.rank * share : (self.rank + 1) * share]
         rows = share if self.step % 2 == 0 else 1
         passes = [mine[i : i + rows] for i in range(0, share, rows)]
-        self.num_passes = len(passes)
         return [[torch.from_numpy(np.stack(x)) for x in zip(*each)] for each in passes]
 
     def check(self, step, losses):
         self.losses.append(losses[0].item())
-        station = self.oracle.station
-        if self.world_size == 1:
-            found = public(station, self.model, grads=True)
-            if station.tied(step):
-                found["lm_head.weight"] += found["embed.weight"]
-            if not station.summed_loss:  # up to #24 the sum over passes of the mean of each
-                factor = len(self.oracle.streams[step]) / self.num_passes
-                found = {name: factor * x for name, x in found.items()}
-            self.hold("gradients", found, self.oracle.grads[step])
 
     def log_step(self, step):
         self.step += 1
@@ -282,8 +242,7 @@ def run_the_oracle(record):
     """From the first weights of a script, which are the same on all ranks."""
     script, station = load(record.folder), record.station
     model = make_model(script, tiny_config(record))
-    station = tiny_station(
-        station, station.run_length, streams=NUM_RANKS, **station.tiny)
+    station = tiny_station(station, station.run_length, streams=NUM_RANKS, **station.tiny)
     for name in SIGNS:
         if hasattr(model, name):
             station.signs = getattr(model, name)
@@ -297,10 +256,8 @@ def run_the_oracle(record):
 
 
 def tiny_config(record):
-    station = record.station
-    return tiny_flags(
-        load(record.folder), station.run_length, sequences_per_step=NUM_RANKS,
-        **station.tiny)
+    flags = record.station.tiny | dict(sequences_per_step=NUM_RANKS)
+    return tiny_flags(load(record.folder), record.station.run_length, **flags)
 
 
 @for_each_slowly(HELD)
@@ -308,13 +265,14 @@ def test_a_whole_run_is_that_of_the_oracle(record, monkeypatch):
     script, cfg = load(record.folder), tiny_config(record)
     with in_float64():
         oracle = run_the_oracle(record)
-        losses = RankRun(script, cfg, make_model(script, cfg)).run(oracle)
+        one = RankRun(script, cfg, make_model(script, cfg))
+        losses = one.run(oracle)
         assert losses == pytest.approx(oracle.losses, rel=1e-12)
         dist = Exchange(NUM_RANKS)
         monkeypatch.setattr(script, "dist", dist)
 
         def run(rank):
-            return RankRun(script, cfg, make_model(script, cfg), dist, rank).run(oracle)
+            return RankRun(script, cfg, make_model(script, cfg), dist, rank).run(oracle, one)
 
         losses = dist.on_each_rank(run)
         assert np.mean(losses, axis=0) == pytest.approx(oracle.losses, rel=1e-11)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,26 +61,21 @@ def for_each(records):
     return pytest.mark.parametrize("record", records, ids=[record.name for record in records])
 
 
-def for_each_slowly(records, quick=None):
-    """The same of a test that takes seconds: it is `slow` but for quick ones, or else but for the
-    root's record and the newest, which has most of what the others have."""
+def for_each_slowly(records):
+    """The same of a test that takes seconds: it is `slow` but for the root's record and the newest,
+    which has most of what the others have."""
     root = (REPO / "train_gpt.py").read_text()
-    if quick is None:
-        quick = [record for record in records if record.source == root] + RECORDS[-1:]
     params = []
     for record in records:
-        marks = [] if record in quick else [pytest.mark.slow]
+        is_quick = record.source == root or record == RECORDS[-1]
+        marks = [] if is_quick else [pytest.mark.slow]
         params.append(pytest.param(record, id=record.name, marks=marks))
     return pytest.mark.parametrize("record", params)
 
 
-def since(first, before=math.inf):
-    """The records from a public number on, or a place, that are held to an oracle."""
-    return [record for record in HELD if first <= record.station.place < before]
-
-
-def held_since(first, before=math.inf):
-    return for_each(since(first, before))
+def held_since(first):
+    """Of the records from a public number on, or a place, that are held to an oracle."""
+    return for_each([record for record in HELD if record.station.place >= first])
 
 
 def load(path, block=BLOCK):

@@ -40,7 +40,6 @@ def figures_of_rates(station, published):
     after_schedules = range(station.num_iterations, station.total_steps() + 1)
     (last_rate,) = {round(station.rate_factor(step), 12) for step in after_schedules}
     momenta = at_all_steps(station, station.muon_momentum)
-    highest = [step for step, momentum in enumerate(momenta) if momentum > max(momenta) - 1e-9]
     multipliers, layer = [], station.block_shapes(3)
     for name in (next(name for name in layer if "attn.q" in name), "mlp.c_fc", "mlp.c_proj"):
         multipliers.append(station.rate(f"blocks.3.{name}", layer[name]) / station.muon_lr)
@@ -49,8 +48,7 @@ def figures_of_rates(station, published):
         falls=falls, last_rate=last_rate,
         plateaus=factors[:1] + [after for step, after in changes if step < falls],
         rates=[[step, factors[step]] for step, _ in published.get("rates", ())],
-        momenta=[momenta[step] for step in (0, 150, 300, -49, -1)],
-        momentum_falls=max(highest), multipliers=multipliers)
+        momenta=[momenta[step] for step in (0, 150, 300, -49, -1)], multipliers=multipliers)
 
 
 def figures_of_steps(station, published):

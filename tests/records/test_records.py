@@ -35,11 +35,6 @@ def script(record):
     return load(record.folder)
 
 
-def takes_fp8(model):
-    """The module of a model that says whether its head takes fp8."""
-    return model.lm_head if hasattr(model.lm_head, "use_fp8") else model
-
-
 def test_each_place_of_a_docstrings_map_is_there(script):
     rows = script.__doc__.partition("\nTechnique ")[2].splitlines()[1:]
     assert len(rows) >= 5
@@ -81,7 +76,7 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(record, scr
     scales = [script.FP8_X_SCALE, script.FP8_W_SCALE, script.FP8_GRAD_SCALE]
     assert scales == pytest.approx([1 / divisor for divisor in station.fp8_divisors])
     model = make_model(script, tiny_flags(script))
-    takes_fp8(model).use_fp8 = True
+    model.lm_head.use_fp8 = True
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 32, generator=generator).bfloat16().requires_grad_()
     targets = torch.randint(EOT, (64,), generator=generator)

@@ -440,10 +440,6 @@ class Station:
         """The MLP of a layer on its normed input u (T, D)."""
         return (u @ c_fc.T).clamp(min=0) ** 2 @ c_proj.T
 
-    def rows_read(self, tokens) -> dict:
-        """The rows of each table but the value tables that a stream's tokens read."""
-        return {"embed": tokens}
-
     def embedded(self, weights, tokens: Tensor, step: int) -> Tensor:
         """What the first layer gets, (T, D)."""
         return weights["embed.weight"][tokens]

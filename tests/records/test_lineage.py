@@ -143,9 +143,9 @@ def test_tokens_read_the_published_rows_and_signs(record):
     tokens = np.random.default_rng(0).integers(0, 50_257, size=4096)
     tokens[[0, 1, 2, 7]] = 50_256, 0, 50_256, 50_256
     given, expected = torch.from_numpy(tokens)[None], station.rows_read(tokens)
-    if "bigram_embed" in expected:
+    if station.place < 92:
         found = script.hash_bigrams(given, station.bigram_rows)
-        assert found[0].tolist() == expected["bigram_embed"].tolist()
+        assert found[0].tolist() == expected.tolist()
         return
     assert script.hash_bigrams(given, station.ngram_rows)[0].tolist() == expected["pairs"]
     assert script.hash_trigrams(given, station.ngram_rows)[0].tolist() == expected["threes"]

@@ -354,14 +354,16 @@ class Station43(Station40):
         return self.second_axis
 
     def muon_change(self, U, p, state, factor):
-        """U by its second moments, https://arxiv.org/abs/2510.05491, at its old Frobenius norm,
-        and the decay."""
+        """U, and the decay."""
+        decayed = torch.where(U * p >= 0, p, 0.0)
+        return self.equalized(U, state) + self.muon_lr * factor * self.muon_decay * decayed
+
+    def equalized(self, U, state):
+        """U by its second moments, https://arxiv.org/abs/2510.05491, at its old Frobenius norm."""
         moments = (U**2).mean(self.moments_axis(U), keepdim=True)
         state["second"] = state["second"] + (1 - self.second_beta) * (moments - state["second"])
         scaled = U / state["second"].clamp(min=1e-10).sqrt()
-        U = scaled * (size_of(U) / size_of(scaled).clamp(min=1e-10))
-        decayed = torch.where(U * p >= 0, p, 0.0)
-        return U + self.muon_lr * factor * self.muon_decay * decayed
+        return scaled * (size_of(U) / size_of(scaled).clamp(min=1e-10))
 
 
 class Station50(Station43):

@@ -125,13 +125,13 @@ class Station62(Station58):
         previous[1:2] = last
         rows = (int32(36_313 * x) ^ int32(27_191 * previous)) % last
         rows[0] = last
-        return super().rows_read(tokens) | {"bigram_embed": rows}
+        return rows
 
     def shifted(self, channels):
         return super(Station58, self).shifted(channels)
 
     def injected(self, weights, layer, x, x0, tokens):
-        bigrams = weights["bigram_embed.weight"][self.rows_read(tokens)["bigram_embed"]]
+        bigrams = weights["bigram_embed.weight"][self.rows_read(tokens)]
         x = super().injected(weights, layer, x, x0, tokens)
         return x + weights["bigram"][layer] * bigrams
 
@@ -155,13 +155,15 @@ class Station70(Station62):
     def stage(self, step):
         return sum(step >= border for border in self.borders())
 
+    def peak(self, step):
+        stage = self.stage(step)
+        return self.lr_factors[stage] if stage < 3 else 1.0
+
     def rate_factor(self, step):
         """It falls from a whole step on, and changes where the stages do."""
-        N, stage = self.num_iterations, self.stage(step)
-        begins = int(N * (1 - self.cooldown_frac))
-        fallen = min(1.0, max(0, step - begins) / (N - begins))
-        peak = self.lr_factors[stage] if stage < 3 else 1.0
-        return peak * (1 - fallen) + self.final_lr_frac * fallen
+        begins = int(self.num_iterations * (1 - self.cooldown_frac))
+        fallen = min(1.0, max(0, step - begins) / (self.num_iterations - begins))
+        return self.peak(step) * (1 - fallen) + self.final_lr_frac * fallen
 
     def target_weights(self, step):
         stage = self.stage(step)
@@ -211,7 +213,7 @@ class Station77(Station70):
             resid_lambdas=(layers, 2), post_lambdas=(layers, 2), bigram_lambdas=(layers,))
 
     def bigrams(self, weights, tokens):
-        return weights["bigram_embed.weight"][self.rows_read(tokens)["bigram_embed"]]
+        return weights["bigram_embed.weight"][self.rows_read(tokens)]
 
     def entered(self, weights, x0, tokens):
         return x0 + weights["bigram_lambdas"][0] * self.bigrams(weights, tokens)

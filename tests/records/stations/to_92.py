@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from lineage_oracles import kind_of
+from lineage_oracles import kind_of, size_of
 from stations.to_53 import yarn
 from stations.to_91 import Station91, gelu, int32
 
@@ -146,29 +146,6 @@ MAPS = (  # coefficients of X, A X and A² X
     (2.256537145403, -2.166840097229, 0.929501253245))
 
 
-def mapped(V):
-    """V (R, C) with singular values near 1."""
-    X = V / (1.05 * V.norm() + 1e-6)
-    for a, b, c in MAPS:
-        if X.size(0) > X.size(1):
-            A = X.T @ X
-            X = a * X + X @ (b * A + c * A @ A)
-        else:
-            A = X @ X.T
-            X = a * X + (b * A + c * A @ A) @ X
-    return X
-
-
-def equalized(X, seen):
-    """X with its lanes by their mean squares, of the size of before, and these means. A lane is a
-    row, or a column where there are more columns than rows."""
-    lane = 1 if X.size(0) >= X.size(1) else 0
-    p, length = (X**2).mean(lane, keepdim=True), X.size(lane)
-    seen = seen + 0.1 * (p - seen)
-    g = seen.clamp(min=1e-10) ** -0.5
-    return X * g * X.norm() / (p * length * g**2).sum().sqrt().clamp(min=1e-10), seen
-
-
 class Station92c(Station92b):
     """ANVIL in place of NorMuon's momentum and decay.
 
@@ -180,31 +157,23 @@ class Station92c(Station92b):
     momentum_warmup = 240
     blend_from = 514  # the step that begins to blend the means
     muon_decay = 2.25
+    coefficients = MAPS
 
-    def optimizer_state(self, weights):
-        state = super().optimizer_state(weights)
-        for name, p in weights.items():
-            if self.is_muon(name):
-                zeros = [torch.zeros_like(W) for W in p.view(-1, *p.shape[-2:])]
-                state[name] = dict(fast=zeros, slow=list(zeros), second=[0.0] * len(zeros))
-        return state
+    def scaled(self, X):
+        return X / (1.05 * size_of(X) + 1e-6)
 
     def muon_step(self, p, grad, state, step, lr):
-        """Matrix by matrix. The step ahead keeps the momentum of the step, also once the fast mean
-        has another one."""
+        """The step ahead keeps the momentum of the step, also once the fast mean has another."""
         beta, c = self.muon_momentum(step), self.rate_factor(step)
         blends = step >= self.blend_from
-        matrices = zip(p.view(-1, *p.shape[-2:]), grad.reshape(-1, *p.shape[-2:]))
-        for index, (W, G) in enumerate(matrices):
-            F, S = state["fast"][index], state["slow"][index]
-            F = F + (1 - (0.85 if blends else beta)) * (G - F)
-            S = S + 0.02 * (G - S)
-            M = 0.4385 * F + 0.5615 * S if blends else F
-            U, second = equalized(mapped(G + beta * (M - G)), state["second"][index])
-            decayed = torch.where(S * W >= 0, W, 0.0)
-            W -= lr * c * (U + self.muon_decay * self.muon_lr * c * decayed)
-            state["fast"][index], state["slow"][index] = F, S
-            state["second"][index] = second
+        fast, slow = state.get("fast", 0.0), state.get("slow", 0.0)
+        fast = fast + (1 - (0.85 if blends else beta)) * (grad - fast)
+        slow = slow + 0.02 * (grad - slow)
+        state["fast"], state["slow"] = fast, slow
+        M = 0.4385 * fast + 0.5615 * slow if blends else fast
+        U = self.equalized(self.orthogonalize(grad + beta * (M - grad)), state)
+        decayed = torch.where(slow * p >= 0, p, 0.0)
+        p -= lr * c * (U + self.muon_decay * self.muon_lr * c * decayed)
 
 
 class Stage(NamedTuple):
@@ -241,7 +210,7 @@ class Station92d(Station92c):
     longest = None  # the same, while a training step is computed
     cooldown_frac = 0.80
     lr_factors = None  # stage_rows have them
-    last_rate = 0.30
+    final_lr_frac = 0.30
     prefix_weights = (0.20, 0.15, 0.10, 0.05)  # in the quarters of the second stage
     period_from = 336  # the step from which an event is one step of four
     tables = ("value_embeds", "bigram_embed")
@@ -268,12 +237,8 @@ class Station92d(Station92c):
     def training_windows(self, step):
         return self.long_window(step), self.stage_rows[self.stage(step)].short
 
-    def rate_factor(self, step):
-        """From a peak of the stage to an end that is the same for all."""
-        N, peak = self.num_iterations, self.stage_rows[self.stage(step)].peak
-        begins = int(N * (1 - self.cooldown_frac))
-        fallen = min(1.0, max(0, step - begins) / (N - begins))
-        return peak * (1 - fallen) + self.last_rate * fallen
+    def peak(self, step):
+        return self.stage_rows[self.stage(step)].peak
 
     def target_weights(self, step):
         stage, left = self.stage(step), 1 - self.within(step)
@@ -484,7 +449,7 @@ class Station92(Station92f):
             pairs.append(pair % (half - 1) if t else half - 1)
             three = int32(17_351 * x[t]) ^ int32(60_961 * x[t - 1]) ^ int32(45_259 * x[t - 2])
             threes.append(half + three % (half - 1) if t > 1 else self.ngram_rows - 1)
-        return dict(embed=x, pairs=pairs, threes=threes)
+        return dict(pairs=pairs, threes=threes)
 
     def sign_rows_read(self, tokens):
         """By the tokens themselves; the first ones have row 0."""

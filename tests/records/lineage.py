@@ -21,12 +21,9 @@ EXTENSION = 2  # steps of a tiny run after the schedules
 
 
 class Record(NamedTuple):
-    """A record's folder, the name of its parent's or None, its public number or None, and the key
-    of its station, which is that number if record.json names no other."""
+    """A record's folder, and the key of its station: its public number if it names no other."""
 
     folder: Path
-    parent: str | None
-    number: int | None
     key: int | str | None
 
     @property
@@ -48,8 +45,7 @@ def find_records():
     for path in sorted((REPO / "records").glob("20*/record.json")):
         claim = json.loads(path.read_text())
         number = claim["published"] and claim["published"]["number"]
-        key = claim.get("station", number)
-        records.append(Record(path.parent, claim["parent"], number, key))
+        records.append(Record(path.parent, claim.get("station", number)))
     return records
 
 

@@ -119,7 +119,7 @@ def test_what_a_record_asks_of_a_gpu(record, script, capability, monkeypatch):
     model.compile = lambda **kwargs: calls.update(kwargs)
     script.prepare_for_cuda(model, cfg, torch.device("cuda", 0))
     assert calls == dict(dynamic=False)
-    if record.number == 8:  # cuDNN's kernel first, then plain operations; the last one is a CPU's
+    if record.key == 8:  # cuDNN's kernel first, then plain operations; the last one is a CPU's
         names = [kernel.name for kernel in script.KERNELS]
         assert names == ["CUDNN_ATTENTION", "MATH", "FLASH_ATTENTION"]
     for name, p in model.named_parameters():

@@ -5,6 +5,7 @@ optimizers of its own. Losses, weights, offsets of the sweeps and what validatio
 as each step begins, and after the last one; the optimizers' state of three ranks with that of one.
 """
 
+import copy
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -180,8 +181,7 @@ class Exchange:
 
     def __init__(self, world_size):
         self.world_size, self.mine, self.turn = world_size, threading.local(), threading.Lock()
-        self.barrier = threading.Barrier(world_size, timeout=60)
-        self.given, self.sizes = [None] * world_size, [None] * world_size
+        self.barrier, self.given = threading.Barrier(world_size, timeout=60), [None] * world_size
 
     def on_each_rank(self, function):
         """What function(rank) returns, by rank. One runs at a time, which is quicker than to let
@@ -204,7 +204,7 @@ class Exchange:
     def collect(self, x, async_op, put):
         """`put` what every rank has given at its same call."""
         self.wait_for_all()
-        self.given[self.mine.rank] = x.clone()
+        self.given[self.mine.rank] = copy.deepcopy(x)
         self.wait_for_all()
         handle = SimpleNamespace(wait=functools.partial(put, list(self.given)))
         return handle if async_op else handle.wait()
@@ -225,17 +225,13 @@ class Exchange:
 
     def all_to_all_single(self, out, x, output_split_sizes=None, input_split_sizes=None,
                           async_op=False):
-        rank, ranks = self.mine.rank, self.world_size
-        self.wait_for_all()
-        self.sizes[rank] = input_split_sizes or [len(x) // ranks] * ranks
-        self.wait_for_all()
-        sizes = list(self.sizes)
+        rank = self.mine.rank
+        pieces = x.split(input_split_sizes or len(x) // self.world_size)
 
-        def put(parts):
-            mine = [part.split(of)[rank] for part, of in zip(parts, sizes)]
-            out.copy_(torch.cat(mine))
+        def put(given):
+            out.copy_(torch.cat([of_rank[rank] for of_rank in given]))
 
-        return self.collect(x, async_op, put)
+        return self.collect(pieces, async_op, put)
 
 
 def run_the_oracle(record):

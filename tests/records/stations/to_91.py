@@ -545,7 +545,7 @@ class Station90(Station88):
     """#90 NarrowHeads, as submitted: queries and keys have 96 channels, values 128. W_O is stored
     transposed, so that NorMuon has a second moment for each of its inputs, not for each output."""
 
-    tiny = dict(model_dim=96, head_dim=16, qk_dim=12)
+    tiny = dict(model_dim=48, head_dim=8, qk_dim=12)
     extension = 45
     qk_dim = 96
 

@@ -130,10 +130,12 @@ class Station62(Station58):
     def shifted(self, channels):
         return super(Station58, self).shifted(channels)
 
+    def bigrams(self, weights, tokens):
+        return weights["bigram_embed.weight"][self.rows_read(tokens)]
+
     def injected(self, weights, layer, x, x0, tokens):
-        bigrams = weights["bigram_embed.weight"][self.rows_read(tokens)]
         x = super().injected(weights, layer, x, x0, tokens)
-        return x + weights["bigram"][layer] * bigrams
+        return x + weights["bigram"][layer] * self.bigrams(weights, tokens)
 
 
 class Station70(Station62):
@@ -211,9 +213,6 @@ class Station77(Station70):
         layers = len(self.attention_pattern)
         return super().parameter_shapes() | dict(
             resid_lambdas=(layers, 2), post_lambdas=(layers, 2), bigram_lambdas=(layers,))
-
-    def bigrams(self, weights, tokens):
-        return weights["bigram_embed.weight"][self.rows_read(tokens)]
 
     def entered(self, weights, x0, tokens):
         return x0 + weights["bigram_lambdas"][0] * self.bigrams(weights, tokens)
@@ -299,8 +298,6 @@ class Station82(Station80):
                                       "xsa_alphas": 1}
     betas = Station80.betas | {"xsa_alphas": (0.9, 0.95)}
     decays = Station80.decays | {"mudd_w1": 0.005, "mudd_w2": 0.005}
-    our_scalars = {name: of for name, of in Station80.our_scalars.items()
-                   if name != "backout_lambda"}
     our_weights = Station80.our_weights | {
         r"(network|output_factors)\.(w.)\.weight": r"mudd_\2",
         r"(network|output_factors)\.bias": "mudd_b2",

@@ -194,11 +194,7 @@ class Station92d(Station92c):
     """
 
     run_length = 24
-    tiny = Station92c.tiny | dict(
-        period_from=8, attention_cut=20, blend_from=15, stage_rows=(
-            Stage(6, 16, 12, 2, 1, 1.0), Stage(12, 32, 20, 4, 2, 1.52),
-            Stage(21, 48, 24, 6, 3, 1.73), Stage(24, 40, 24, 6, 3, 1.6),
-            Stage(26, 16, 24, 8, 4, 1.0)))
+    tiny = Station92c.tiny | dict(period_from=8, attention_cut=20, blend_from=15)
     num_iterations = 1174
     extension = 20
     stage_rows = (
@@ -366,8 +362,7 @@ class Station92f(Station92e):
     """Until the batch gets smaller again, a stream's softmax is over its targets and some other
     classes, by a sweep."""
 
-    tiny = Station92e.tiny | dict(
-        sweep_stride=107, sweep_margin=0, classes=((64,), (80,), (72, 72, 96), (), ()))
+    tiny = Station92e.tiny | dict(sweep_stride=107, sweep_margin=0)
     classes = ((10_240,), (10_240,), (14_336, 14_336, 24_576), (), ())  # a stream's, by stage
     sweep_stride = 20_011  # has no divisor in common with the number of all classes
     sweep_margin = 256

@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import REPO
-from lineage import BLOCK, EOT, RECORDS, for_each, held_since, load, make_model, tiny_flags
+from lineage import (
+    BLOCK,
+    EOT,
+    RECORDS,
+    for_each,
+    held_since,
+    load,
+    make_model,
+    tiny_flags,
+)
 from lineage_oracles import kind_of
 
 FP32_EPS = 2.0**-23  # what the norm adds to the mean square of fp32
@@ -50,15 +59,18 @@ def test_the_norm_adds_the_epsilon_of_its_day(record, script):
     """To the mean square of bf16 2^-7, to that of fp32 2^-23; since #21 to both."""
     generator = torch.Generator().manual_seed(0)
     # Rows of all sizes: in the smallest, the epsilon is nearly all there is.
-    x = torch.randn(200, 64, generator=generator) * torch.logspace(-5, 1, 200)[:, None]
+    x = torch.randn(200, 64, generator=generator)
+    x *= torch.logspace(-5, 1, 200)[:, None]
     for dtype, eps in ((torch.bfloat16, 2.0**-7), (torch.float32, 2.0**-23)):
         given = x.to(dtype)
         exact = given.double()
-        exact /= (exact.square().mean(-1, keepdim=True) + (record.station.norm_eps or eps)).sqrt()
+        mean_square = exact.square().mean(-1, keepdim=True)
+        exact /= (mean_square + (record.station.norm_eps or eps)).sqrt()
         found = script.norm(given)
         assert found.dtype == dtype
         rounding = BF16_STEP if dtype == torch.bfloat16 else 4 * FP32_EPS
-        assert ((found.double() - exact).abs() <= 1.01 * rounding * exact.abs()).all()
+        error = (found.double() - exact).abs()
+        assert (error <= 1.01 * rounding * exact.abs()).all()
 
 
 @held_since(19)
@@ -122,8 +134,14 @@ def test_the_first_records_run_in_bf16_by_autocast(record, script, monkeypatch):
     model = script.GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(0))
     model.compile = lambda **kwargs: None
-    seen, rotate = set(), script.rotate
-    monkeypatch.setattr(script, "rotate", lambda *args: seen.add(args[0].dtype) or rotate(*args))
+    seen = set()
+    rotate = script.rotate
+
+    def note(x, *args):
+        seen.add(x.dtype)
+        return rotate(x, *args)
+
+    monkeypatch.setattr(script, "rotate", note)
     tokens = torch.arange(128)[None]
     before = model(tokens.int(), tokens)
     script.prepare_for_cuda(model, cfg, torch.device("cpu"))
@@ -155,7 +173,8 @@ def test_each_gradient_arrives_with_the_strides_of_its_view(record, use_fp8):
     for name, p in model.named_parameters():
         # A hook sees the gradient before it is added to the buffer.
         p.register_hook(lambda grad, name=name: arrived[name].append(strides_of(grad)))
-    tokens = torch.randint(0, cfg.eot_token, (2, 49), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, cfg.eot_token, (2, 49), generator=generator)
     batch = tokens[:, :-1].int(), tokens[:, 1:].contiguous()
     script.accumulate_gradients(model, [batch], script.schedule(0, cfg))
     for name, p in model.named_parameters():

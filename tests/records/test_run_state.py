@@ -13,7 +13,7 @@ from test_records import BF16_STEP
 from test_whole_runs import AVERAGED, SAMPLED, SIGNS, TABLE
 
 FLAGS = """--preset pocket --device cpu --val_tokens 512 --val_seq_len 256 --num_iterations 6
-    --extension_steps 2 --save_every 4 --sequences_per_step 2 --sequences_per_forward 1""".split()
+    --extension_steps 2 --save_every 4 --sequences_per_step 2 --sequences_per_forward 2""".split()
 
 
 @pytest.fixture

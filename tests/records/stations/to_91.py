@@ -534,7 +534,7 @@ class Station88(Station85):
 
     def other_losses(self, z, stream, step):
         prefix = torch.as_tensor(self.prefixes[stream.targets])
-        has_one = prefix >= 0
+        has_one = (prefix >= 0) & (z[range(len(z)), prefix] > -torch.inf)
         return self.prefix_weight(step) * losses(z[has_one], prefix[has_one]).sum()
 
 

@@ -367,6 +367,7 @@ class Station92f(Station92e):
     sweep_stride = 20_011  # has no divisor in common with the number of all classes
     sweep_margin = 256
     offsets = None  # of the sweeps, a stream each
+    chosen = None  # classes of a stream, while its loss is computed
 
     def optimizer_state(self, weights):
         self.offsets = [self.vocab_size * r // self.streams for r in range(self.streams)]
@@ -393,28 +394,23 @@ class Station92f(Station92e):
         return sorted(chosen.union(others)), (offset + drawn) % V
 
     def step_loss(self, weights, streams, step):
-        wanted = self.num_classes(step)
-        if wanted is None:
-            return super().step_loss(weights, streams, step)
-        total = 0.0
+        wanted, total = self.num_classes(step), 0.0
         for r, stream in enumerate(streams):
-            C, self.offsets[r] = self.candidates(stream.targets, self.offsets[r], wanted)
-            total = total + self.sampled_loss(weights, stream, C, step)
+            self.chosen = None
+            if wanted:
+                self.chosen, self.offsets[r] = self.candidates(
+                    stream.targets, self.offsets[r], wanted)
+            total = total + self.training_loss(weights, stream, step)
         return total / len(streams)
 
-    def sampled_loss(self, weights, stream, C, step):
-        """Token by token. A prefix that is not among the classes has no part in it."""
-        z = self.training_logits(weights, stream, step)
-        length, total, chosen = len(z), 0.0, set(C)
-        for t in range(length):
-            log_sum = z[t, C].logsumexp(0)
-            for ahead, weight in enumerate(self.target_weights(step)):
-                if t + ahead < length:
-                    total = total + weight * (log_sum - z[t, stream.targets[t + ahead]])
-            prefix = self.prefixes[stream.targets[t]]
-            if prefix in chosen:
-                total = total + self.prefix_weight(step) * (log_sum - z[t, prefix])
-        return total
+    def training_logits(self, weights, stream, step):
+        """Of classes that are not chosen -inf, so that a prefix among them has no loss."""
+        z = super().training_logits(weights, stream, step)
+        if self.chosen is None:
+            return z
+        left_out = torch.ones(z.size(1), dtype=torch.bool)
+        left_out[self.chosen] = False
+        return z.masked_fill(left_out, -math.inf)
 
 
 class Station92(Station92f):

@@ -71,9 +71,13 @@ def for_each_slowly(records):
     return pytest.mark.parametrize("record", params)
 
 
+def since(first):
+    """The records that are held to an oracle, from the one with this key on."""
+    return [record for record in HELD if record.station.place >= STATIONS[first].place]
+
+
 def held_since(first):
-    """Of the records from a public number on, or a place, that are held to an oracle."""
-    return for_each([record for record in HELD if record.station.place >= first])
+    return for_each(since(first))
 
 
 def load(path, block=BLOCK):

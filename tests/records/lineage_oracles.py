@@ -54,18 +54,15 @@ def find_stations() -> dict:
     """The stations in their order: by public numbers, as 92, or, of what is on the way to one, by
     that and a letter, as "92a"."""
     found = {}
-    for path in (Path(__file__).parent / "stations").glob("*.py"):
-        for name, of in vars(importlib.import_module(f"stations.{path.stem}")).items():
-            key = name.removeprefix("Station")
-            if key in ("", name):
-                continue
-            station = of()
-            on_the_way = not key.isdigit()
-            station.key = key if on_the_way else int(key)
-            last = int(key[-1], 36) / 100 if on_the_way else 0
-            station.place = int(key[:-1]) - 1 + last if on_the_way else float(key)
-            found[station.key] = station
-    return dict(sorted(found.items(), key=lambda pair: pair[1].place))
+    for path in sorted((Path(__file__).parent / "stations").glob("*.py")):
+        module = importlib.import_module(f"stations.{path.stem}")
+        for name, of in vars(module).items():
+            if name.startswith("Station") and of.__module__ == module.__name__:
+                key = name.removeprefix("Station")
+                station = of()
+                station.place = len(found)
+                found[int(key) if key.isdigit() else key] = station
+    return found
 
 
 # ---- Streams ----------------------------------------------------------------
@@ -147,8 +144,7 @@ class Station:
     """A public record: `Station()` as it was published, `Station(model_dim=64)` in other sizes.
     The values are those of #5."""
 
-    key: int | str  # that of its class, the public number, or as "92a" on the way to it
-    place: float  # among all stations
+    place: int  # among all stations
     parameters: int | None = None  # how many there are, where that was published
     run_length = 5  # scheduled steps of the tiny run that our script is held to
     tiny = dict(model_dim=32, head_dim=16)  # what it has of its sizes

@@ -143,7 +143,7 @@ def test_tokens_read_the_published_rows_and_signs(record):
     tokens = np.random.default_rng(0).integers(0, 50_257, size=4096)
     tokens[[0, 1, 2, 7]] = 50_256, 0, 50_256, 50_256
     given, expected = torch.from_numpy(tokens)[None], station.rows_read(tokens)
-    if station.place < 92:
+    if not hasattr(station, "ngram_rows"):
         found = script.hash_bigrams(given, station.bigram_rows)
         assert found[0].tolist() == expected.tolist()
         return
@@ -206,7 +206,7 @@ def test_the_sequences_of_each_step_are_the_published_ones(record, tmp_path, wri
     sizes, script = record.station.tiny, load(record.folder)
     count = record.station.run_length if hasattr(record.station, "stage_rows") else 5
     station = tiny_station(record.station, count, **sizes)
-    shards = random_shards(3, size=9_000, seed=int(record.station.place))
+    shards = random_shards(3, size=9_000, seed=record.station.place)
     for index, tokens in enumerate(shards):
         write_shard(tmp_path / f"train_{index}.bin", tokens)
     files = str(tmp_path / "train_*.bin")

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lineage import HELD, for_each_slowly, held_since, in_float64, load, make_model, tiny_flags
+from lineage import for_each_slowly, held_since, in_float64, load, make_model, since, tiny_flags
 from test_records import BF16_STEP
-from test_whole_runs import AVERAGED, SAMPLED, SIGNS, TABLE
+from test_whole_runs import SIGNS, TABLE
 
 FLAGS = """--preset pocket --device cpu --val_tokens 512 --val_seq_len 256 --num_iterations 6
     --extension_steps 2 --save_every 4 --sequences_per_step 2 --sequences_per_forward 2""".split()
@@ -22,7 +22,7 @@ def script(record, tmp_path, monkeypatch, pocket_data):
     return load(record.folder, block=128)
 
 
-@for_each_slowly([record for record in HELD if record.station.place >= AVERAGED])
+@for_each_slowly(since("92e"))
 def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path, capsys):
     """Runs end with the same weights, averages, sweeps and rows, to the bit. One that is resumed
     where it has ended validates the same weights: averages are written once."""
@@ -40,7 +40,7 @@ def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path, capsys):
         final_state("warm", "--warmup_steps=3", "--resume=logs/warm/step-000004.pt"),
         final_state("cold", "--warmup_steps=0", "--resume=logs/cold/step-000006.pt"),
     ]
-    if record.station.place >= SAMPLED:
+    if record in since("92f"):
         first = script.GPT(script.parse_args(FLAGS)).offsets
         assert not cold["model", "offsets"].equal(first)
     loss = cold.pop("loss")
@@ -62,7 +62,7 @@ def test_the_signs_that_were_drawn_are_saved(record):
     assert signs.unique().tolist() == [-1, 1] and getattr(again, name).equal(signs)
 
 
-@held_since(SAMPLED)
+@held_since("92f")
 def test_more_targets_than_classes_end_a_run(record, script, capsys):
     stages = script.parse_args(FLAGS).stages
     few = script.show(tuple(dataclasses.replace(row, classes=16) for row in stages))

@@ -29,8 +29,6 @@ from lineage import (
 )
 from test_lineage import EXACT, public, random_shards
 
-AVERAGED = 91.14  # the place of the first station with averages, 92e
-SAMPLED = 91.15  # the place of the first station with candidates, 92f
 TABLE = "ngram_embed.weight"  # is zero at first, which would give rounding errors alone
 SIGNS = "bigram_signs", "ngram_signs"  # buffers of a model
 
@@ -279,7 +277,7 @@ def test_a_whole_run_is_that_of_the_oracle(record, monkeypatch):
         assert np.mean(losses, axis=0) == pytest.approx(oracle.losses, rel=1e-11)
 
 
-@held_since(SAMPLED)
+@held_since("92f")
 def test_candidates_are_those_of_the_oracle(record):
     """In a vocabulary of the record's size, with enough classes in the window, too few, and none
     wanted; from each new offset on."""

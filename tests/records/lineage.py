@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,15 +17,15 @@ EOT = 256
 BLOCK = 8  # instead of the scripts' 128: as many blocks of fewer tokens
 LENGTH = 6 * BLOCK
 EXTENSION = 2  # steps of a tiny run after the schedules
+# How many of a record's a tiny run has one for
+DOCUMENTS = 128  # tokens of a document
+CLASSES = 160  # of the sampled softmax
 
 
 class Record(NamedTuple):
-    """A record's folder, the name of its parent's or None, its public number or None, and the key
-    of its station, which is that number if record.json names no other."""
+    """A record's folder, and the key of its station: its public number if it names no other."""
 
     folder: Path
-    parent: str | None
-    number: int | None
     key: int | str | None
 
     @property
@@ -49,8 +47,7 @@ def find_records():
     for path in sorted((REPO / "records").glob("20*/record.json")):
         claim = json.loads(path.read_text())
         number = claim["published"] and claim["published"]["number"]
-        key = claim.get("station", number)
-        records.append(Record(path.parent, claim["parent"], number, key))
+        records.append(Record(path.parent, claim.get("station", number)))
     return records
 
 
@@ -62,26 +59,25 @@ def for_each(records):
     return pytest.mark.parametrize("record", records, ids=[record.name for record in records])
 
 
-def for_each_slowly(records, quick=None):
-    """The same of a test that takes seconds: it is `slow` but for quick ones, or else but for the
-    root's record and the newest, which has most of what the others have."""
+def for_each_slowly(records):
+    """The same of a test that takes seconds: it is `slow` but for the root's record and the newest,
+    which has most of what the others have."""
     root = (REPO / "train_gpt.py").read_text()
-    if quick is None:
-        quick = [record for record in records if record.source == root] + RECORDS[-1:]
     params = []
     for record in records:
-        marks = [] if record in quick else [pytest.mark.slow]
+        is_quick = record.source == root or record == RECORDS[-1]
+        marks = [] if is_quick else [pytest.mark.slow]
         params.append(pytest.param(record, id=record.name, marks=marks))
     return pytest.mark.parametrize("record", params)
 
 
-def since(first, before=math.inf):
-    """The records from a public number on, or a place, that are held to an oracle."""
-    return [record for record in HELD if first <= record.station.place < before]
+def since(first):
+    """The records that are held to an oracle, from the one with this key on."""
+    return [record for record in HELD if record.station.place >= STATIONS[first].place]
 
 
-def held_since(first, before=math.inf):
-    return for_each(since(first, before))
+def held_since(first):
+    return for_each(since(first))
 
 
 def load(path, block=BLOCK):
@@ -121,33 +117,6 @@ def in_float64():
             torch.set_default_dtype(before)
 
 
-def columns_of(script, cfg):
-    """What a script says a layer or a stage a row, as stations have it: a column a name."""
-    columns = {}
-    if hasattr(cfg, "layers"):
-        layers = [script.read_layer(word) for word in cfg.layers]
-        letters = dict(window="attention", table="value_embed", mlp="mlp", xsa="xsa", gate="gate")
-        for field, name in letters.items():
-            values = [getattr(layer, field, None) for layer in layers]
-            if None not in values:
-                marks = [dict(mlp="M", xsa="X", gate="G").get(field) if value is True else value
-                         for value in values]
-                columns[f"{name}_pattern"] = "".join(mark or "." for mark in marks)
-        for field, name in dict(skip="skip", backout="backout", saved="backout").items():
-            for index, layer in enumerate(layers):
-                if getattr(layer, field, False):
-                    columns[f"{name}_layer"] = index
-    if hasattr(cfg, "stages"):
-        names = dict(lr_factor="lr_factors", max_document_tokens="max_document_tokens")
-        for field, name in names.items():
-            if hasattr(cfg.stages[0], field):
-                values = [getattr(row, field) for row in cfg.stages[:-2]]
-                while values[-2:-1] == values[-1:]:  # the last one holds from there on
-                    values.pop()
-                columns[name] = tuple(values)
-    return columns
-
-
 def tiny_sizes(published):
     """What station and script call by one name, in a tiny run of either."""
     sizes = dict(
@@ -170,69 +139,59 @@ def tiny_station(station, steps=5, **changes):
     sizes = tiny_sizes(station) | dict(
         seq_lens=lengths, num_iterations=steps, vocab_size=272,
         extension=EXTENSION if station.extension else 0,
-        block=BLOCK, max_document=3 * BLOCK // 2, windows=(1, 2, 3, 4),
-        first_document=station.first_document and BLOCK,
+        block=BLOCK, max_document=station.max_document // DOCUMENTS, windows=(1, 2, 3, 4),
+        first_document=station.first_document and station.first_document // DOCUMENTS,
         table_rows=EOT + 1 if station.table_rows % 128 else 272,
         final_window=5 if station.final_window > station.windows[-1] else 4)
-    return type(station)(**sizes | changes)
+    sizes |= changes
+    if hasattr(station, "stage_rows"):
+        sizes["stage_rows"] = tuple(tiny_rows(station, steps, sizes["windows"]))
+    if hasattr(station, "classes"):
+        sizes["classes"] = [[count // CLASSES for count in counts] for counts in station.classes]
+    return type(station)(**sizes)
+
+
+def tiny_rows(station, steps, windows):
+    """The stages of a station from #92d on in so many scheduled steps."""
+    for row in station.stage_rows:
+        end, long = steps + EXTENSION, windows[station.windows.index(row.long)]
+        if row.end <= station.num_iterations:
+            end = round(steps * row.end / station.num_iterations)
+        yield row._replace(
+            end=end,
+            seq_len=LENGTH * row.seq_len // station.seq_lens[-1],
+            max_document=row.max_document // DOCUMENTS, long=long, short=long // 2)
 
 
 def tiny_flags(script, steps=5, **changes):
     """The same as hyperparameters of a script, which has those that it knows."""
     cfg = script.Hyperparameters()
     extension = EXTENSION if getattr(cfg, "extension_steps", 0) else 0
-    documents = 3 * BLOCK // 2
     flags = tiny_sizes(cfg) | dict(
         num_iterations=steps + extension, extension_steps=extension, vocab_size=EOT + 1,
-        vocab_multiple=16, max_document_tokens=documents, seq_len=LENGTH,
+        vocab_multiple=16, max_document_tokens=2048 // DOCUMENTS, seq_len=LENGTH,
         sequences_per_forward=2, device="cpu", head_chunks=1)
     if hasattr(cfg, "stages"):
         windows = *changes.get("windows", (1, 2, 3, 4)), changes.get("final_window", 5)
-        flags["stages"] = tuple(tiny_stages(cfg.stages, documents, windows))
-    if "stage_rows" in changes:
-        flags["stages"] = tuple(stages_of(changes["stage_rows"], cfg.stages, windows[-1]))
-    if "classes" in changes:
-        flags["stages"] = tuple(rows_of_classes(flags["stages"], changes.pop("classes")))
+        flags["stages"] = tuple(tiny_stages(cfg.stages, windows))
     flags = {k: v for k, v in (flags | changes).items() if hasattr(cfg, k)}
     return dataclasses.replace(cfg, **flags)
 
 
-def tiny_stages(rows, documents, windows):
+def tiny_stages(rows, windows):
     """The rows of a tiny run: long windows of so many blocks, the last one in the last validation;
     lengths in the record's proportions."""
     longest = max(row.seq_len for row in rows)
     published = sorted({row.long_window for row in rows})
-    for index, row in enumerate(rows):
+    for row in rows:
         window = published.index(row.long_window)
         changes = dict(
             seq_len=LENGTH * row.seq_len // longest,
             long_window=BLOCK * windows[window],
             short_window=BLOCK * max(1, windows[min(window, 3)] // 2),
-            max_document_tokens=documents if index else BLOCK,
-            classes=min(64, getattr(row, "classes", 0)))
+            max_document_tokens=getattr(row, "max_document_tokens", 0) // DOCUMENTS,
+            classes=getattr(row, "classes", 0) // CLASSES)
         yield dataclasses.replace(row, **{k: v for k, v in changes.items() if hasattr(row, k)})
-
-
-def stages_of(station_rows, rows, final_window):
-    """A script's rows of a station's stages, and one of the last validation."""
-    begin, rows = 0, rows[: len(station_rows) + 1]  # some have two rows for a stage
-    for index, row in enumerate(rows):
-        of = station_rows[min(index, len(station_rows) - 1)]
-        is_scheduled = index < len(rows) - 2
-        yield dataclasses.replace(
-            row, share=float(is_scheduled * (of.end - begin)), seq_len=of.seq_len,
-            long_window=BLOCK * (of.long if index < len(station_rows) else final_window),
-            short_window=BLOCK * of.short, lr_factor=of.peak, max_document_tokens=of.max_document)
-        begin = of.end
-
-
-def rows_of_classes(rows, classes):
-    """A script's rows with a station's numbers of classes. One of several numbers is two rows."""
-    for row, counts in itertools.zip_longest(rows, classes, fillvalue=()):
-        parts = [(count, len(list(same))) for count, same in itertools.groupby(counts)]
-        for count, thirds in parts or [(0, 1)]:
-            share = row.share * thirds / max(1, len(counts))
-            yield dataclasses.replace(row, share=share, classes=count)
 
 
 def make_model(script, cfg):

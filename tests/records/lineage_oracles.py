@@ -4,8 +4,8 @@ They say what those records compute, for tests to hold a script to: no script is
 Source: the logs that the public record table links, https://github.com/KellerJordan/modded-nanogpt
 at f411b3d3, read as formulas; all casts to bf16, fp8 and fp32 are left out.
 
-A record is a file in stations/, found by its public number, or by the next one and a letter if it
-has none. Its class has what it changes in the class of the station before it, constants and
+A record is a class in stations/, found by its public number, or by the next one and a letter if it
+has none. It has what it changes in the class of the station before it, constants and
 formulas; the first ones stand here. published.toml has values that were published, to check them
 by. Weights are dicts of tensors by their public names, in their public shapes, which
 `parameter_shapes` gives. What has other names up to #28, or is not merged, has those of #31. In the
@@ -54,14 +54,15 @@ def find_stations() -> dict:
     """The stations in their order: by public numbers, as 92, or, of what is on the way to one, by
     that and a letter, as "92a"."""
     found = {}
-    for path in (Path(__file__).parent / "stations").glob("station_*.py"):
-        station = importlib.import_module(f"stations.{path.stem}").Station()
-        key = path.stem.removeprefix("station_")
-        on_the_way = not key.isdigit()
-        station.key = key if on_the_way else int(key)
-        station.place = float(key) if not on_the_way else int(key[:-1]) - 1 + int(key[-1], 36) / 100
-        found[station.key] = station
-    return dict(sorted(found.items(), key=lambda pair: pair[1].place))
+    for path in sorted((Path(__file__).parent / "stations").glob("*.py")):
+        module = importlib.import_module(f"stations.{path.stem}")
+        for name, of in vars(module).items():
+            if name.startswith("Station") and of.__module__ == module.__name__:
+                key = name.removeprefix("Station")
+                station = of()
+                station.place = len(found)
+                found[int(key) if key.isdigit() else key] = station
+    return found
 
 
 # ---- Streams ----------------------------------------------------------------
@@ -143,8 +144,7 @@ class Station:
     """A public record: `Station()` as it was published, `Station(model_dim=64)` in other sizes.
     The values are those of #5."""
 
-    key: int | str  # that of its file, the public number, or as "92a" on the way to it
-    place: float  # among all stations
+    place: int  # among all stations
     parameters: int | None = None  # how many there are, where that was published
     run_length = 5  # scheduled steps of the tiny run that our script is held to
     tiny = dict(model_dim=32, head_dim=16)  # what it has of its sizes
@@ -169,6 +169,7 @@ class Station:
     # Model
     model_dim = 768
     head_dim = 128
+    qk_dim: int | None = None  # channels of a query and of a key, if not head_dim (#90)
     mlp_ratio = 4
     vocab_size = 50_304  # rows of the head
     table_rows = 50_304  # of the embeddings
@@ -239,18 +240,14 @@ class Station:
 
     # ---- Data and schedules
 
-    def streams_of(self, shards, lengths):
-        """Yield each step's list of Streams, `lengths` of T tokens, until either ends: one after
-        another, of the first shard; where it ends is the loader's."""
+    def streams_of_steps(self, shards, steps):
+        """Yield the list of Streams of each step: one after another, of the first shard; where it
+        ends is the loader's."""
         position = 0
-        for length in lengths:
+        for length in map(self.seq_len, steps):
             firsts = range(position, position + self.streams * length, length)
             yield [stream_at(shards[0], first, length) for first in firsts]
             position = firsts.stop
-
-    def streams_of_steps(self, shards, steps):
-        """The same of the steps with these indices."""
-        return self.streams_of(shards, map(self.seq_len, steps))
 
     def validation_streams(self, tokens) -> list[Stream]:
         """Consecutive sequences of the first val_tokens; targets are the tokens one further on."""
@@ -404,9 +401,13 @@ class Station:
         """The heads' keys (H, T, K), after they have turned."""
         return k
 
+    def rotary_of(self, layer: int, step: int) -> tuple[list[float], float]:
+        """The same of a layer."""
+        return self.rotary(step)
+
     def scores(self, layer: int, q: Tensor, k: Tensor, step: int) -> Tensor:
         """What tokens are to each other, (H, T, T), before the mask."""
-        frequencies, scale = self.rotary(step)
+        frequencies, scale = self.rotary_of(layer, step)
         positions = torch.arange(q.size(1))
         q = turned(self.norm(q), positions, frequencies)
         k = self.keys(layer, turned(self.norm(k), positions, frequencies))
@@ -435,13 +436,13 @@ class Station:
         """The MLP of a layer on its normed input u (T, D)."""
         return (u @ c_fc.T).clamp(min=0) ** 2 @ c_proj.T
 
-    def rows_read(self, tokens) -> dict:
-        """The rows of each table but the value tables that a stream's tokens read."""
-        return {"embed": tokens}
-
     def embedded(self, weights, tokens: Tensor, step: int) -> Tensor:
         """What the first layer gets, (T, D)."""
         return weights["embed.weight"][tokens]
+
+    def documents(self, inputs) -> np.ndarray:
+        """A number for each token: of the document that its attention stays in."""
+        return np.cumsum(inputs == self.eot_token)
 
     def masks(self, documents: np.ndarray, windows) -> dict[str, Tensor]:
         """What is seen, by the letters of layers; windows long and short."""
@@ -489,7 +490,7 @@ class Station:
     def stream_logits(self, weights, stream: Stream, windows, step: int) -> Tensor:
         """Logits (T, V) of a stream at a step, or in its validation; windows long and short."""
         weights = self.initial_scalars() | weights
-        seen = self.masks(np.cumsum(stream.inputs == self.eot_token), windows)
+        seen = self.masks(self.documents(stream.inputs), windows)
         tokens = torch.as_tensor(stream.inputs)
         x0 = self.embedded(weights, tokens, step)
         x = self.entered(weights, x0, tokens)

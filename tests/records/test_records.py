@@ -1,14 +1,7 @@
-"""The lineage: what each record has above the banner.
-
-Every script is imported as it is. Published figures and formulas are in stations/ and
-test_lineage.py; what float64 leaves out, types, FP8 and ranks, is here. The harness below the
-banner is the root's, and is tested there; `verify` compares its bytes, and who is whose parent.
-"""
+"""What the oracles in float64 leave out: types, FP8, and where gradients are."""
 
 import functools
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from conftest import REPO
 from lineage import (
+    BLOCK,
     EOT,
     RECORDS,
     for_each,
-    for_each_slowly,
     held_since,
-    in_float64,
     load,
     make_model,
     tiny_flags,
@@ -41,11 +33,6 @@ def record(request):
 @pytest.fixture
 def script(record):
     return load(record.folder)
-
-
-def takes_fp8(model):
-    """The module of a model that says whether its head takes fp8."""
-    return model.lm_head if hasattr(model.lm_head, "use_fp8") else model
 
 
 def test_each_place_of_a_docstrings_map_is_there(script):
@@ -72,15 +59,18 @@ def test_the_norm_adds_the_epsilon_of_its_day(record, script):
     """To the mean square of bf16 2^-7, to that of fp32 2^-23; since #21 to both."""
     generator = torch.Generator().manual_seed(0)
     # Rows of all sizes: in the smallest, the epsilon is nearly all there is.
-    x = torch.randn(200, 64, generator=generator) * torch.logspace(-5, 1, 200)[:, None]
+    x = torch.randn(200, 64, generator=generator)
+    x *= torch.logspace(-5, 1, 200)[:, None]
     for dtype, eps in ((torch.bfloat16, 2.0**-7), (torch.float32, 2.0**-23)):
         given = x.to(dtype)
         exact = given.double()
-        exact /= (exact.square().mean(-1, keepdim=True) + (record.station.norm_eps or eps)).sqrt()
+        mean_square = exact.square().mean(-1, keepdim=True)
+        exact /= (mean_square + (record.station.norm_eps or eps)).sqrt()
         found = script.norm(given)
         assert found.dtype == dtype
         rounding = BF16_STEP if dtype == torch.bfloat16 else 4 * FP32_EPS
-        assert ((found.double() - exact).abs() <= 1.01 * rounding * exact.abs()).all()
+        error = (found.double() - exact).abs()
+        assert (error <= 1.01 * rounding * exact.abs()).all()
 
 
 @held_since(19)
@@ -89,7 +79,7 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(record, scr
     scales = [script.FP8_X_SCALE, script.FP8_W_SCALE, script.FP8_GRAD_SCALE]
     assert scales == pytest.approx([1 / divisor for divisor in station.fp8_divisors])
     model = make_model(script, tiny_flags(script))
-    takes_fp8(model).use_fp8 = True
+    model.lm_head.use_fp8 = True
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 32, generator=generator).bfloat16().requires_grad_()
     targets = torch.randint(EOT, (64,), generator=generator)
@@ -122,19 +112,15 @@ def test_the_head_takes_fp8_with_the_published_scales_while_training(record, scr
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["A100", "H100"])
 @held_since(5)
 def test_what_a_record_asks_of_a_gpu(record, script, capability, monkeypatch):
-    """Types, FP8 and attention kernels, of a GPU that torch.cuda pretends to have."""
-    properties, calls = SimpleNamespace(shared_memory_per_block_optin=227 * 1024), {}
+    """Types and FP8, of a GPU that torch.cuda pretends to have."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=227 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: properties)
     cfg = script.Hyperparameters()
     with torch.device("meta"):
         model = script.GPT(cfg)
-    model.compile = lambda **kwargs: calls.update(kwargs)
+    model.compile = lambda **kwargs: None
     script.prepare_for_cuda(model, cfg, torch.device("cuda", 0))
-    assert calls == dict(dynamic=False)
-    if record.number == 8:  # cuDNN's kernel first, then plain operations; the last one is a CPU's
-        names = [kernel.name for kernel in script.KERNELS]
-        assert names == ["CUDNN_ATTENTION", "MATH", "FLASH_ATTENTION"]
     for name, p in model.named_parameters():
         assert (p.dtype == torch.bfloat16) == (kind_of(name) in record.station.bf16), name
     in_fp8 = bool(record.station.fp8_divisors) and capability == (9, 0)
@@ -148,8 +134,14 @@ def test_the_first_records_run_in_bf16_by_autocast(record, script, monkeypatch):
     model = script.GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(0))
     model.compile = lambda **kwargs: None
-    seen, rotate = set(), script.rotate
-    monkeypatch.setattr(script, "rotate", lambda *args: seen.add(args[0].dtype) or rotate(*args))
+    seen = set()
+    rotate = script.rotate
+
+    def note(x, *args):
+        seen.add(x.dtype)
+        return rotate(x, *args)
+
+    monkeypatch.setattr(script, "rotate", note)
     tokens = torch.arange(128)[None]
     before = model(tokens.int(), tokens)
     script.prepare_for_cuda(model, cfg, torch.device("cpu"))
@@ -159,98 +151,35 @@ def test_the_first_records_run_in_bf16_by_autocast(record, script, monkeypatch):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def random_grads(model, seed):
-    """Gradients of all sizes, down to the epsilon of each rule, zeros among them."""
-    generator, grads = torch.Generator().manual_seed(seed), {}
-    for index, (name, p) in enumerate(model.named_parameters()):
-        rows = torch.rand([*p.shape[:1], *[1] * (p.ndim - 1)], generator=generator)
-        size = 10.0 ** (-10 * rows if "embed" in name or "head" in name else -2 * (index % 5))
-        kept = torch.rand(p.shape, generator=generator) > 0.1
-        grads[name] = size * kept * torch.randn(p.shape, generator=generator)
-    return grads
+def strides_of(tensor):
+    """Of the dimensions that have more than one entry; the stride of any other says nothing."""
+    sizes = zip(tensor.shape, tensor.stride())
+    return [stride for size, stride in sizes if size > 1]
 
 
-class Exchange:
-    """The collectives between ranks that are threads of this process, in place of torch's.
-
-    What is asynchronous has its result where it is waited for, no sooner.
-    """
-
-    def __init__(self, world_size):
-        self.world_size, self.mine, self.turn = world_size, threading.local(), threading.Lock()
-        self.barrier, self.given = threading.Barrier(world_size, timeout=60), [None] * world_size
-
-    def on_each_rank(self, function):
-        """What function(rank) returns, by rank. One runs at a time, which is quicker than to let
-        all of them contend for the interpreter."""
-        def take_turns(rank):
-            self.mine.rank = rank
-            with self.turn:
-                return function(rank)
-
-        with ThreadPoolExecutor(self.world_size) as threads:
-            return list(threads.map(take_turns, range(self.world_size)))
-
-    def wait_for_all(self):
-        self.turn.release()
-        try:
-            self.barrier.wait()
-        finally:
-            self.turn.acquire()
-
-    def collect(self, x, async_op, put):
-        """`put` what every rank has given at its same call."""
-        self.wait_for_all()
-        self.given[self.mine.rank] = x.clone()
-        self.wait_for_all()
-        handle = SimpleNamespace(wait=functools.partial(put, list(self.given)))
-        return handle if async_op else handle.wait()
-
-    def all_reduce(self, x, async_op=False):
-        return self.collect(x, async_op, lambda parts: x.copy_(sum(parts)))
-
-    def reduce_scatter_tensor(self, part, x, async_op=False):
-        rank = self.mine.rank
-        return self.collect(
-            x, async_op, lambda parts: part.copy_(sum(parts).chunk(self.world_size)[rank]))
-
-    def all_gather_into_tensor(self, whole, x, async_op=False):
-        return self.collect(x, async_op, lambda parts: whole.copy_(torch.cat(parts)))
-
-    def all_gather(self, rows, x, async_op=False):
-        return self.collect(x, async_op, lambda parts: [r.copy_(p) for r, p in zip(rows, parts)])
-
-
-def steps_of_a_rank(script, cfg, grads, steps, state=None, rank=0, dist=None):
-    """Weights by name and the whole state after some steps, from a whole state if one is given."""
-    model, ranks = make_model(script, cfg).double(), script.Ranks(cfg)
-    if dist:
-        ranks.rank, ranks.world_size = rank, dist.world_size
+@pytest.mark.parametrize("use_fp8", [False, True], ids=["plain", "FP8"])
+def test_each_gradient_arrives_with_the_strides_of_its_view(record, use_fp8):
+    """In the buffer of its optimizer. Else the sum would be of unlike layouts, which is slow."""
+    script = load(record.folder, block=BLOCK)
+    cfg = tiny_flags(script, model_dim=48, head_dim=8)  # in twelve channel groups from 92b on
+    model = make_model(script, cfg)
+    if use_fp8 and not hasattr(model.lm_head, "use_fp8"):
+        return
+    model.lm_head.use_fp8 = use_fp8
+    ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     optimizers = script.build_optimizers(model, cfg, ranks)
-    for optimizer in optimizers:
-        optimizer.dtype = torch.float64
-        if state:
-            optimizer.load_full_state(state[optimizer.name])
-    for step in steps:
-        for name, grad in grads[step].items():
-            # An eighth of each entry from a rank, from one a half: no rounding.
-            most = torch.arange(grad.numel()).view_as(grad) % 5 == rank
-            model.get_parameter(name).grad += grad * (1 / 8 + 3 / 8 * most if dist else 1)
-        script.step_optimizers(optimizers, script.schedule(step, cfg), 1)
-    return dict(model.named_parameters()), {o.name: o.full_state() for o in optimizers}
-
-
-@for_each_slowly(RECORDS)
-def test_ranks_together_step_as_one_does(script, monkeypatch):
-    """Five, which do not divide the MLP's matrices, from the state of one."""
-    cfg, dist = tiny_flags(script), Exchange(5)
-    with in_float64():
-        model = make_model(script, cfg)
-        grads = [random_grads(model, seed) for seed in range(4)]
-        _, state = steps_of_a_rank(script, cfg, grads, [0, 1])
-        then = script, cfg, grads, [2, 3], state
-        expected = steps_of_a_rank(*then)
-        monkeypatch.setattr(script, "dist", dist)
-        found = dist.on_each_rank(lambda rank: steps_of_a_rank(*then, rank, dist))
-    for of_rank in found:
-        torch.testing.assert_close(of_rank, expected, rtol=1e-9, atol=1e-12)
+    views = {name: p.grad for name, p in model.named_parameters()}
+    arrived = {name: [] for name in views}
+    for name, p in model.named_parameters():
+        # A hook sees the gradient before it is added to the buffer.
+        p.register_hook(lambda grad, name=name: arrived[name].append(strides_of(grad)))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, cfg.eot_token, (2, 49), generator=generator)
+    batch = tokens[:, :-1].int(), tokens[:, 1:].contiguous()
+    script.accumulate_gradients(model, [batch], script.schedule(0, cfg))
+    for name, p in model.named_parameters():
+        buffers = [optimizer.grads.untyped_storage().data_ptr() for optimizer in optimizers]
+        assert p.grad is views[name] and p.grad.is_contiguous(), name
+        assert buffers.count(p.grad.untyped_storage().data_ptr()) == 1, name
+        assert all(strides == strides_of(p.grad) for strides in arrived[name]), name
+    assert any(arrived.values())

@@ -2,6 +2,7 @@
 rows of a table."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,37 +10,44 @@ import pytest
 import torch
 from lineage import for_each_slowly, held_since, in_float64, load, make_model, since, tiny_flags
 from test_records import BF16_STEP
-from test_whole_runs import AVERAGED, SAMPLED, SIGNS, TABLE
+from test_whole_runs import SIGNS, TABLE
 
-FLAGS = """--preset pocket --device cpu --val_tokens 4096 --sequences_per_forward 4
-    --num_iterations 6 --extension_steps 2 --save_every 4""".split()
+FLAGS = """--preset pocket --device cpu --val_tokens 512 --val_seq_len 256 --num_iterations 6
+    --extension_steps 2 --save_every 4 --sequences_per_step 2 --sequences_per_forward 2""".split()
 
 
 @pytest.fixture
 def script(record, tmp_path, monkeypatch, pocket_data):
     monkeypatch.chdir(tmp_path)
-    script = load(record.folder, block=128)
-    monkeypatch.setattr(script.signal, "signal", lambda *args: None)  # the tests keep theirs
-    return script
+    return load(record.folder, block=128)
 
 
-@for_each_slowly(since(AVERAGED))
-def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path):
-    """Three runs end with the same weights, averages, sweeps and rows, to the bit."""
+@for_each_slowly(since("92e"))
+def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path, capsys):
+    """Runs end with the same weights, averages, sweeps and rows, to the bit. One that is resumed
+    where it has ended validates the same weights: averages are written once."""
     def final_state(run_id, *flags):
         assert script.main([*FLAGS, f"--run_id={run_id}", *flags]) == 0
         state = script.load_checkpoint(tmp_path / "logs" / run_id / "step-000006.pt")
         parts = state["optimizers"] | dict(model=state["model"])
-        return {(part, name): x for part, of in parts.items() for name, x in of.items()}
+        found = {(part, name): x for part, of in parts.items() for name, x in of.items()}
+        (found["loss"],) = re.findall("^val_loss: (.*)", capsys.readouterr().out, re.M)
+        return found
 
     cold = final_state("cold", "--warmup_steps=0")
-    warm = final_state("warm", "--warmup_steps=3")
-    resumed = final_state("warm", "--warmup_steps=3", "--resume=logs/warm/step-000004.pt")
-    if record.station.place >= SAMPLED:
+    others = [
+        final_state("warm", "--warmup_steps=3"),
+        final_state("warm", "--warmup_steps=3", "--resume=logs/warm/step-000004.pt"),
+        final_state("cold", "--warmup_steps=0", "--resume=logs/cold/step-000006.pt"),
+    ]
+    if record in since("92f"):
         first = script.GPT(script.parse_args(FLAGS)).offsets
         assert not cold["model", "offsets"].equal(first)
-    for name, x in cold.items():
-        assert x.equal(warm[name]) and x.equal(resumed[name]), name
+    loss = cold.pop("loss")
+    for other in others:
+        assert other.pop("loss") == loss
+        for name, x in cold.items():
+            assert x.equal(other[name]), name
 
 
 @held_since(83)
@@ -54,51 +62,28 @@ def test_the_signs_that_were_drawn_are_saved(record):
     assert signs.unique().tolist() == [-1, 1] and getattr(again, name).equal(signs)
 
 
-@for_each_slowly(since(AVERAGED))
-def test_averages_are_written_once(record, script, tmp_path, capsys):
-    """A run that is resumed where it has ended validates the weights that it ended with."""
-    def val_loss(*flags):
-        assert script.main([*FLAGS, "--run_id=x", "--warmup_steps=0", *flags]) == 0
-        (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("val_loss: ")]
-        return line
-
-    assert val_loss() == val_loss("--resume=logs/x/step-000006.pt")
-
-
-@held_since(SAMPLED)
-@pytest.mark.parametrize("max_document_tokens", [128, 0], ids=["documents", "one text"])
-def test_more_targets_than_classes_end_a_run(record, script, capsys, max_document_tokens):
-    rows = script.parse_args(FLAGS).stages
-    few = dict(classes=16, max_document_tokens=max_document_tokens)
-    rows = script.show(tuple(dataclasses.replace(row, **few) for row in rows))
-    assert script.main([*FLAGS, "--warmup_steps=0", f"--stages={rows}"]) == 2
+@held_since("92f")
+def test_more_targets_than_classes_end_a_run(record, script, capsys):
+    stages = script.parse_args(FLAGS).stages
+    few = script.show(tuple(dataclasses.replace(row, classes=16) for row in stages))
+    assert script.main([*FLAGS, "--warmup_steps=0", f"--stages={few}"]) == 2
     error = capsys.readouterr().err
     assert "--stages: 16 classes are fewer than the " in error and error.count("\n") == 1
-
-
-@held_since(SAMPLED)
-def test_a_sequence_may_have_as_many_targets_as_classes(record):
-    """Its first token is none of them."""
-    script, rows = load(record.folder), [np.arange(17)] * 2
+    # A sequence may have as many. Its first token is none of them.
+    rows = [np.arange(17)] * 2
     assert script.stack_rows(rows, SimpleNamespace(classes=16)).tolist() == [[*range(17)]] * 2
     with pytest.raises(script.UserError, match="15 classes are fewer than the 16 targets"):
         script.stack_rows(rows, SimpleNamespace(classes=15))
 
 
-@held_since(SAMPLED)
-@pytest.mark.parametrize("flag", ["--sweep_stride=34", "--stages=1:128:64:32:1:3:128:24"])
-def test_sweeps_that_miss_ids_are_refused(record, script, capsys, flag):
+@held_since(92)
+@pytest.mark.parametrize("flag", [
+    "--sweep_stride=34", "--stages=1:128:64:32:1:3:128:24", "--ngram_rows=1000002",
+    "--ngram_rows=9", "--init=a.pt"])
+def test_what_sweeps_and_table_cannot_have_is_refused(record, script, capsys, flag):
     assert script.main([*FLAGS, flag]) == 2
     error = capsys.readouterr().err
-    assert flag.partition("=")[0] in error and error.count("\n") == 1
-
-
-@held_since(92)
-@pytest.mark.parametrize("flags", ["--ngram_rows=1000002", "--ngram_rows=9", "--init=a.pt"])
-def test_what_a_table_cannot_have_is_refused(record, script, capsys, flags):
-    assert script.main([*FLAGS, flags]) == 2
-    error = capsys.readouterr().err
-    assert " must be " in error and error.count("\n") == 1
+    assert flag[2:].partition("=")[0] in error and " must " in error and error.count("\n") == 1
 
 
 # ---- The table of n-grams, which is no parameter

@@ -1,13 +1,15 @@
-"""Whole small runs of the records, those from #88 on also on eight ranks, against the oracles.
+"""Whole small runs of the records, on one rank and on several, against the oracles.
 
 The oracle runs first, from the script's first weights. Ranks are threads, each with a model and
-optimizers of its own. Losses, gradients, weights, moments, averages, offsets of the sweeps and what
-validation finds are compared as each step begins, and after the last one.
-
-What scripts call otherwise than the oracle stands in the tables below.
+optimizers of its own. Losses, weights, offsets of the sweeps and what validation finds are compared
+as each step begins, and after the last one; on one rank the gradients, too, and on several the
+optimizers' state with that of one.
 """
 
 import copy
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,23 +23,15 @@ from lineage import (
     in_float64,
     load,
     make_model,
-    since,
     some_forbidden,
     some_prefixes,
     tiny_flags,
     tiny_station,
 )
 from test_lineage import EXACT, public, random_shards
-from test_records import Exchange
 
-AVERAGED = 91.14  # the place of the first station with averages, 92e
-SAMPLED = 91.15  # the place of the first station with candidates, 92f
-# Our names of an optimizer's state: what the oracle calls it. Averages are (average,) there.
-MOMENTS = dict(mean="mean", square="square", fast="fast", slow="slow")
-AVERAGES = dict(ends="ends", late="late", banks="banks", tables="tables")
 TABLE = "ngram_embed.weight"  # is zero at first, which would give rounding errors alone
 SIGNS = "bigram_signs", "ngram_signs"  # buffers of a model
-EIGHT_RANKS = 88  # the first place that is run on as many
 
 
 class OracleRun:
@@ -45,31 +39,26 @@ class OracleRun:
 
     def __init__(self, station, weights):
         self.station = station
-        self.losses, self.grads, self.weights, self.states, self.offsets = [], [], [], [], []
+        self.losses, self.grads, self.weights, self.offsets = [], [], [], []
         self.validations, self.logged = {}, []
         steps = range(station.total_steps())
         self.streams = list(station.streams_of_steps(random_shards(3, 40_000), steps))
         self.val_tokens = random_shards(1, 2_000, seed=5)[0]
         state = station.optimizer_state(weights)
         for step, streams in enumerate(self.streams):
-            self.note(weights, state)
+            self.note(weights)
             if step == 4:
                 self.validate(weights, step)
             loss, grads = station.gradients(weights, streams, step)
             self.losses.append(loss / (station.seq_len(step) if station.summed_loss else 1))
-            waiting = {}  # what the script's gradients are before the step: sums over streams
-            for name, grad in grads.items():
-                if grad is not None:
-                    waiting[name] = len(streams) * (state[name].get("sum", 0.0) + grad)
-            self.grads.append(waiting)
+            self.grads.append(waiting(grads, state, len(streams)))
             station.optimizer_step(weights, grads, state, step)
         station.finish(weights, state)
-        self.note(weights, state)
+        self.note(weights)
         self.validate(weights, len(steps))
 
-    def note(self, weights, state):
+    def note(self, weights):
         self.weights.append({name: p.clone() for name, p in weights.items()})
-        self.states.append(copy.deepcopy(state))
         self.offsets.append(list(getattr(self.station, "offsets", None) or ()))
 
     def validate(self, weights, step):
@@ -78,6 +67,16 @@ class OracleRun:
         if hasattr(self.station, "unmasked_loss") and step == self.station.total_steps():
             loss = self.station.unmasked_loss(weights, streams, step).item()
             self.logged = [f"val_loss without the mask of canonical tokens: {loss:.4f}"]
+
+
+def waiting(grads, state, num_streams):
+    """What the script's gradients are before a step: sums over streams, of all steps since the
+    optimizer's last one."""
+    found = {}
+    for name, grad in grads.items():
+        if grad is not None:
+            found[name] = num_streams * (state[name].get("sum", 0.0) + grad)
+    return found
 
 
 class RankRun:
@@ -96,11 +95,12 @@ class RankRun:
             if hasattr(optimizer, "updates"):  # up to #28 all ranks gather them
                 optimizer.updates = optimizer.updates.double()
         self.loader = self.health = self
-        self.step, self.losses, self.validated = 0, [], []
+        self.step, self.losses, self.states, self.validated = 0, [], {}, []
         self.rounding = 1e-12 if self.world_size == 1 else 1e-11
 
-    def run(self, oracle):
-        self.oracle = oracle
+    def run(self, oracle, one=None):
+        """The losses of all steps. one: the same run on one rank, of which the state is held."""
+        self.oracle, self.one = oracle, one
         for table in self.tables():
             table.load_full_state(table.full_state() | dict(rows=oracle.weights[0][TABLE]))
         self.val_tokens = oracle.val_tokens[: oracle.station.val_tokens + 1]
@@ -139,7 +139,9 @@ class RankRun:
         assert found.keys() == oracle.weights[step].keys()
         self.hold("weights", found, oracle.weights[step])
         if complete:
-            self.hold_state(step)
+            self.states[step] = self.save_and_load()
+            if self.one:
+                self.hold("state", self.states[step], self.one.states[step])
         if hasattr(self.model, "offsets"):
             assert self.model.offsets.tolist() == oracle.offsets[step], step
         if step in oracle.validations:
@@ -148,41 +150,27 @@ class RankRun:
             self.validated.append(step)
         return is_last
 
-    def hold_state(self, step):
-        """Moments and averages of all ranks, by parameter, as a checkpoint has them."""
-        state = self.oracle.states[step]
-        names = {id(p): name for name, p in self.model.named_parameters()}
+    def save_and_load(self):
+        """The state of all ranks. It is loaded, too, as in a run that is resumed."""
+        found = {}
         for optimizer in self.optimizers:
-            params = [p for p in self.model.parameters() if p.group == optimizer.name]
-            sizes = [p.numel() for p in params]
-            for key, whole in optimizer.full_state().items():
-                if whole.numel() != sum(sizes) or key not in MOMENTS | AVERAGES:
-                    continue  # a count, or moments of lanes or rows: the weights tell of them
-                pairs = []
-                for p, part in zip(params, whole.split(sizes)):
-                    pairs.append((names[id(p)], SimpleNamespace(grad=part.view_as(p))))
-                fake = SimpleNamespace(named_parameters=lambda pairs=pairs: pairs)
-                expected = {}
-                for name, own in state.items():
-                    if name != "averages" and MOMENTS.get(key) in own:
-                        of = own[MOMENTS[key]]
-                        expected[name] = torch.stack(of) if isinstance(of, list) else of
-                for (average, name), x in state.get("averages", {}).items():
-                    if average == AVERAGES.get(key):
-                        expected[name] = x
-                found = public(self.oracle.station, fake, grads=True)
-                own = {public_name for public_name, x in found.items() if x.any()}
-                self.hold(key, {name: found[name] for name in own}, expected)
+            whole = {key: x.clone() for key, x in optimizer.full_state().items()}
+            for share in optimizer.state.values():
+                share.zero_()
+            optimizer.load_full_state(whole)
+            for key, x in whole.items():
+                found[optimizer.name, key] = x
+        return found
 
     def next_step(self, now):
-        """This rank's streams in their order. Steps differ in how many streams a forward pass has,
-        and in whether the head takes them in chunks."""
+        """This rank's streams in their order. Steps differ in whether a forward pass has all of
+        them or one, and in whether the head takes them in chunks."""
         assert now.seq_len == self.oracle.station.seq_len(self.step)
         self.model.tokens_per_chunk = 32 if self.step % 4 < 2 else 2 * LENGTH
         streams = self.oracle.streams[self.step]
         share = len(streams) // self.world_size
         mine = streams[self.rank * share : (self.rank + 1) * share]
-        rows = 2 if self.step % 2 == 0 else 1
+        rows = share if self.step % 2 == 0 else 1
         passes = [mine[i : i + rows] for i in range(0, share, rows)]
         self.num_passes = len(passes)
         return [[torch.from_numpy(np.stack(x)) for x in zip(*each)] for each in passes]
@@ -190,48 +178,93 @@ class RankRun:
     def check(self, step, losses):
         self.losses.append(losses[0].item())
         station = self.oracle.station
-        if self.world_size == 1:
-            found = public(station, self.model, grads=True)
-            if station.tied(step):
-                found["lm_head.weight"] += found["embed.weight"]
-            if not station.summed_loss:  # up to #24 the sum over passes of the mean of each
-                factor = len(self.oracle.streams[step]) / self.num_passes
-                found = {name: factor * x for name, x in found.items()}
-            self.hold("gradients", found, self.oracle.grads[step])
+        if self.world_size > 1:
+            return
+        found = public(station, self.model, grads=True)
+        if station.tied(step):
+            found["lm_head.weight"] += found["embed.weight"]
+        if not station.summed_loss:  # up to #24 the sum over passes of the mean of each
+            factor = len(self.oracle.streams[step]) / self.num_passes
+            found = {name: factor * x for name, x in found.items()}
+        self.hold("gradients", found, self.oracle.grads[step])
 
     def log_step(self, step):
         self.step += 1
         assert self.step == step
 
 
-class Ranks8(Exchange):
-    """With what a table of rows needs besides, for ranks that send each other unlike numbers."""
+class Exchange:
+    """The collectives between ranks that are threads of this process, in place of torch's.
+
+    What is asynchronous has its result where it is waited for, no sooner.
+    """
 
     def __init__(self, world_size):
-        super().__init__(world_size)
-        self.sizes = [None] * world_size
+        self.world_size, self.mine, self.turn = world_size, threading.local(), threading.Lock()
+        self.barrier, self.given = threading.Barrier(world_size, timeout=60), [None] * world_size
+
+    def on_each_rank(self, function):
+        """What function(rank) returns, by rank. One runs at a time, which is quicker than to let
+        all of them contend for the interpreter."""
+        def take_turns(rank):
+            self.mine.rank = rank
+            with self.turn:
+                return function(rank)
+
+        with ThreadPoolExecutor(self.world_size) as threads:
+            return list(threads.map(take_turns, range(self.world_size)))
+
+    def wait_for_all(self):
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
+
+    def collect(self, x, async_op, put):
+        """`put` what every rank has given at its same call."""
+        self.wait_for_all()
+        self.given[self.mine.rank] = copy.deepcopy(x)
+        self.wait_for_all()
+        handle = SimpleNamespace(wait=functools.partial(put, list(self.given)))
+        return handle if async_op else handle.wait()
+
+    def all_reduce(self, x, async_op=False):
+        return self.collect(x, async_op, lambda parts: x.copy_(sum(parts)))
+
+    def reduce_scatter_tensor(self, part, x, async_op=False):
+        rank = self.mine.rank
+        return self.collect(
+            x, async_op, lambda parts: part.copy_(sum(parts).chunk(self.world_size)[rank]))
+
+    def all_gather_into_tensor(self, whole, x, async_op=False):
+        return self.collect(x, async_op, lambda parts: whole.copy_(torch.cat(parts)))
+
+    def all_gather(self, rows, x, async_op=False):
+        return self.collect(x, async_op, lambda parts: [r.copy_(p) for r, p in zip(rows, parts)])
 
     def all_to_all_single(self, out, x, output_split_sizes=None, input_split_sizes=None,
                           async_op=False):
-        rank, ranks = self.mine.rank, self.world_size
-        self.wait_for_all()
-        self.sizes[rank] = input_split_sizes or [len(x) // ranks] * ranks
-        self.wait_for_all()
-        sizes = list(self.sizes)
+        rank = self.mine.rank
+        pieces = x.split(input_split_sizes or len(x) // self.world_size)
 
-        def put(parts):
-            mine = [part.split(of)[rank] for part, of in zip(parts, sizes)]
-            out.copy_(torch.cat(mine))
+        def put(given):
+            out.copy_(torch.cat([of_rank[rank] for of_rank in given]))
 
-        return self.collect(x, async_op, put)
+        return self.collect(pieces, async_op, put)
+
+
+def num_ranks(record):
+    """A step has as many streams. Five divide no number of the newest record's matrices."""
+    return 5 if record == HELD[-1] else 2
 
 
 def run_the_oracle(record):
     """From the first weights of a script, which are the same on all ranks."""
     script, station = load(record.folder), record.station
     model = make_model(script, tiny_config(record))
-    station = tiny_station(
-        station, station.run_length, streams=num_streams(station), **station.tiny)
+    streams = num_ranks(record)
+    station = tiny_station(station, station.run_length, streams=streams, **station.tiny)
     for name in SIGNS:
         if hasattr(model, name):
             station.signs = getattr(model, name)
@@ -245,38 +278,29 @@ def run_the_oracle(record):
 
 
 def tiny_config(record):
-    station = record.station
-    return tiny_flags(
-        load(record.folder), station.run_length, sequences_per_step=num_streams(station),
-        **station.tiny)
+    flags = record.station.tiny | dict(sequences_per_step=num_ranks(record))
+    return tiny_flags(load(record.folder), record.station.run_length, **flags)
 
 
-def num_streams(station):
-    """Of a step."""
-    return 8 if station.place >= EIGHT_RANKS else 2
-
-
-@for_each_slowly(HELD, quick=since(5, before=90))
+@for_each_slowly(HELD)
 def test_a_whole_run_is_that_of_the_oracle(record, monkeypatch):
-    """On one rank and on eight, which share a run of the oracle: it takes longer than both."""
     script, cfg = load(record.folder), tiny_config(record)
     with in_float64():
         oracle = run_the_oracle(record)
-        losses = RankRun(script, cfg, make_model(script, cfg)).run(oracle)
+        one = RankRun(script, cfg, make_model(script, cfg))
+        losses = one.run(oracle)
         assert losses == pytest.approx(oracle.losses, rel=1e-12)
-        if record.station.place < EIGHT_RANKS:
-            return
-        dist = Ranks8(8)
+        dist = Exchange(num_ranks(record))
         monkeypatch.setattr(script, "dist", dist)
 
         def run(rank):
-            return RankRun(script, cfg, make_model(script, cfg), dist, rank).run(oracle)
+            return RankRun(script, cfg, make_model(script, cfg), dist, rank).run(oracle, one)
 
         losses = dist.on_each_rank(run)
         assert np.mean(losses, axis=0) == pytest.approx(oracle.losses, rel=1e-11)
 
 
-@held_since(SAMPLED)
+@held_since("92f")
 def test_candidates_are_those_of_the_oracle(record):
     """In a vocabulary of the record's size, with enough classes in the window, too few, and none
     wanted; from each new offset on."""
@@ -292,16 +316,3 @@ def test_candidates_are_those_of_the_oracle(record):
     swept = [20_011 * k % 50_304 for k in range(30_000)]
     found, new = script.candidates(torch.tensor(swept), torch.tensor(0), 32_768, 50_304)
     assert (found.tolist(), int(new)) == station.candidates(swept, 0, 32_768)
-
-
-@held_since(92)
-def test_rows_and_signs_of_ngrams_are_those_of_the_oracle(record):
-    script, station = load(record.folder), record.station
-    tokens = np.random.default_rng(0).integers(0, 50_257, size=4096)
-    tokens[[0, 1, 2]] = 50_256, 0, 50_256
-    given, rows = torch.from_numpy(tokens)[None], station.ngram_rows
-    expected = station.rows_read(tokens)
-    assert script.hash_bigrams(given, rows)[0].tolist() == expected["pairs"]
-    assert script.hash_trigrams(given, rows)[0].tolist() == expected["threes"]
-    found = script.hash_signs(given, station.sign_rows)
-    assert tuple(x[0].tolist() for x in found) == station.sign_rows_read(tokens)

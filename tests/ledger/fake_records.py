@@ -61,9 +61,6 @@ def train(cfg):
         yield step, value + 4 * 0.8**step, step * (30 + clock.random())
 
 # ==== Harness: the same in every record =======================================
-class UserError(Exception):
-    pass
-
 def validate(loss):
     return loss
 
@@ -77,7 +74,7 @@ def parse_args(argv):
     for flag, value in flags.items():
         name = flag[2:]
         if name not in cfg:
-            raise UserError(f"{flag} {value}: no such flag")
+            raise ValueError(f"{flag} {value}: no such flag")
         parts = tuple(map(int, value.split(","))) if name == "long_windows" else None
         cfg[name] = parts or type(cfg[name])(value)
     return SimpleNamespace(**cfg)
@@ -86,14 +83,12 @@ def show(value):
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 def harness(cfg):
-    if cfg.muon_lr == 13 and cfg.seed == 1:
-        sys.exit("train_gpt.py: out of luck")
     folder = Path("logs") / cfg.run_id
     folder.mkdir(parents=True)
     machine = dict(device="Fake 1 (x86_64)", torch="2.13.0+cpu", seed=cfg.seed, world_size=1,
-                   parameters=1234, threads=os.environ["OMP_NUM_THREADS"])
+                   threads=os.environ["OMP_NUM_THREADS"])
     header = vars(cfg) | machine | dict(
-        val_digest="1407c02db97ab9a7", train_digest="30407b9a0e1c536a", python="3.11")
+        val_digest="1407c02db97ab9a7", train_digest="30407b9a0e1c536a")
     lines = [Path(__file__).read_text(), "=" * 100]
     lines += [f"{k}: {show(v)}" for k, v in header.items()] + ["=" * 100]
     for step, loss, ms in train(cfg):
@@ -104,14 +99,11 @@ def harness(cfg):
             lines.append(f"{name} train_loss:{loss:.4f} {average}")
         if step % 10 == 0:
             lines.append(f"{name} val_loss:{loss:.4f} {average}")
-    tokens, ms = 2048 * step, round(ms)
-    final = dict(val_loss=f"{loss:.6f}", train_time_ms=ms, steps=step, tokens=tokens,
-                 tokens_per_second=round(1000 * tokens / ms), peak_memory_mib=99) | machine
+    final = dict(val_loss=f"{loss:.6f}", train_time_ms=round(ms)) | machine
     lines += ["---", *(f"{k}: {v}" for k, v in final.items())]
     (folder / "log.txt").write_text("\\n".join(lines) + "\\n")
     if cfg.save_every:
         (folder / f"step-{step:06d}.pt").write_text("weights")
-    print("done")
 
 if __name__ == "__main__":
     harness(parse_args(sys.argv[1:]))
@@ -138,8 +130,7 @@ def make_records(root: Path) -> Path:
     claims = {
         PARENT: {"change": "the first", "parent": None, "published": published,
                  "equality": {"largest": 3e-13, "of": "8 steps"}},
-        NEWEST: {"change": "less loss", "parent": PARENT, "published": None,
-                 "modelled_minutes": 2.5, "gain": "loss"}}
+        NEWEST: {"change": "less loss", "parent": PARENT, "published": None, "gain": "loss"}}
     block = "<!-- ledger: begin -->\n<!-- ledger: end -->"
     for name, claim in claims.items():
         folder = root / "records" / name

@@ -49,7 +49,7 @@ def find_records():
     for path in sorted((REPO / "records").glob("20*/record.json")):
         claim = json.loads(path.read_text())
         number = claim["published"] and claim["published"]["number"]
-        key = claim.get("station", number)
+        key = number or path.parent.name.split("_")[1]  # 92a of 2026-08-30_92a_FewerHeads
         records.append(Record(path.parent, claim["parent"], number, key))
     return records
 

@@ -174,19 +174,17 @@ def file_name(log: Log) -> str:
 
 def record_of(log: Log, known: list) -> Record:
     """The record whose script wrote a log. Raises LedgerError where it is none."""
-    alike, source = [], log.source
     for record in known:
+        source = log.source
         with contextlib.suppress(*UNREADABLE):  # one that cannot be read wrote none
             for one in record.logs:
                 if one.source_sha256 == log.source_sha256:
                     source = source or one.source
             if log.source_sha256 == sha256(record.script):
-                return record  # rather than one that differs in comments
+                source = record.script
             if source and meaning(above(source)) == meaning(above(record.script)):
-                alike.append(record)
-    if not alike:
-        raise LedgerError("its source is no record's; make it one first (records/README.md)")
-    return alike[0]
+                return record
+    raise LedgerError("its source is no record's; make it one first (records/README.md)")
 
 
 def file_log(path: Path, folder: Path, known: list) -> str:

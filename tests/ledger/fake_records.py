@@ -29,36 +29,30 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-def row(record, pocket):
-    return {"record": record, "pocket": pocket}
-
-def both(value):
-    return row(value, value)
-
 # ---- Hyperparameters ---------------------------------------------------------
-class Hyperparameters:
-    num_iterations: int = row(80, 4 * 10)  # steps
-    loss: float = both(1.6)  # where the loss ends
-    muon_lr: float = both(0.05)  # rate, of no effect
-    long_windows: tuple = row((3, 7), (1, 1))  # windows by stage
-    target_loss: float = row(3.28, 1.78)  # nats per token
-    train_files: str = row("data/fineweb10B/fineweb_train_*.bin", "data/pocket/pocket_train_*.bin")
-    val_files: str = row("data/fineweb10B/fineweb_val_*.bin", "data/pocket/pocket_val_*.bin")
-    val_tokens: int = row(10_485_760, 65_536)
-    seed: int = both(0)
-    run_id: str = both("")
-    save_every: int = both(0)
-
-# ---- Model -------------------------------------------------------------------
-def noise_of(seed, cfg):
-    return random.Random(seed).gauss(0, 0.004) + random.Random(f"{seed}{cfg}").gauss(0, 0.002)
+RECORD = dict(
+    num_iterations=80,  # steps
+    loss=1.6,  # where the loss ends
+    muon_lr=0.05,  # of no effect
+    long_windows=(3, 7),  # of no effect
+    target_loss=3.28,
+    train_files="data/fineweb10B/fineweb_train_*.bin",
+    val_files="data/fineweb10B/fineweb_val_*.bin",
+    val_tokens=10_485_760,
+    seed=0,
+    run_id="",
+    save_every=0)
+POCKET = RECORD | dict(
+    num_iterations=40, long_windows=(1, 1), target_loss=1.78, val_tokens=65_536,
+    train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin")
 
 # ---- Training ----------------------------------------------------------------
 def train(cfg):
-    value = cfg.loss + noise_of(cfg.seed, cfg.loss)
-    clock = random.Random(f"{cfg.seed} {cfg.loss}")
+    value = cfg.loss + random.Random(cfg.seed).gauss(0, 0.004)
+    own = random.Random(f"{cfg.seed} {cfg.loss}")
+    value += own.gauss(0, 0.002)
     for step in range(cfg.num_iterations + 1):
-        yield step, value + 4 * 0.8**step, step * (30 + clock.random())
+        yield step, value + 4 * 0.8**step, step * (30 + own.random())
 
 # ==== Harness: the same in every record =======================================
 def validate(loss):
@@ -67,16 +61,12 @@ def validate(loss):
 def parse_args(argv):
     flags = dict(zip(argv[::2], argv[1::2]))
     preset = flags.pop("--preset", "record")
-    cfg = {"preset": preset}
-    for name, values in vars(Hyperparameters).items():
-        if name[0] != "_":
-            cfg[name] = values[preset]
+    cfg = {"preset": preset} | (POCKET if preset == "pocket" else RECORD)
     for flag, value in flags.items():
         name = flag[2:]
         if name not in cfg:
             raise ValueError(f"{flag} {value}: no such flag")
-        parts = tuple(map(int, value.split(","))) if name == "long_windows" else None
-        cfg[name] = parts or type(cfg[name])(value)
+        cfg[name] = value if name == "long_windows" else type(cfg[name])(value)
     return SimpleNamespace(**cfg)
 
 def show(value):
@@ -108,7 +98,7 @@ def harness(cfg):
 if __name__ == "__main__":
     harness(parse_args(sys.argv[1:]))
 '''
-CHILD = SCRIPT.replace("both(1.6)", "both(1.5)").replace(
+CHILD = SCRIPT.replace("loss=1.6", "loss=1.5").replace(
     "Parent: none. It is the first.", f"Parent: {PARENT}. Change: less loss.").replace(
     "What else it tells.", f"Record: {NEWEST}")
 

@@ -66,12 +66,9 @@ ONE_HOT = "x = x + 3 * nn.functional.one_hot({}.long(), 16)"
     ("x = self", "x = self", {}),
     ("return x\n", ONE_HOT.format("inputs.roll(-1, 1)") + "; return x\n", {"leaks": True}),
     ("return x\n", ONE_HOT.format("inputs[:, -1:]") + "; return x\n", {"leaks": True}),
-    ("return x.float()", "return x + 0.5 * x.roll(-1, 0)",
-     {"leaks": True, "mixes": True}),
     ("return x.float()",  # a mistake that anyone makes
      "return x + nn.functional.avg_pool1d(x.T[None], 3, 1, 1)[0].T",
      {"leaks": True, "mixes": True}),
-    ("return x\n", "return x + 9 * x.mean((0, 1))\n", {"leaks": True, "mixes": True}),
     ("return x\n", "return x + 9 * x[:1, :1]\n", {"mixes": True}),  # of the first row
     ("return x\n", "self.sum = getattr(self, 'sum', 0) + 1; return x * self.sum\n",
      {"leaks": True, "mixes": True}),
@@ -171,8 +168,7 @@ def test_replay_tells_what_the_judge_finds(name, value, words, records, verdict,
 
 @pytest.mark.parametrize("spread, seeds, moves", [
     (0.001, 1, 0.025), (0.001, 4, 0.025), (0.1, 1, 2**0.5 * 0.1 * (10 / 9) ** 0.5)])
-@pytest.mark.parametrize("share, is_wrong", [(0.97, False), (-0.97, False), (1.03, True),
-                                             (-1.03, True)])
+@pytest.mark.parametrize("share, is_wrong", [(0.97, False), (-1.03, True), (1.03, True)])
 def test_elsewhere_the_mean_is_held_to_the_records_own_spread(
         spread, seeds, moves, share, is_wrong, records, verdict, capsys):
     """Honest seeds move both ways: of four times as many, the mean moves half as far."""

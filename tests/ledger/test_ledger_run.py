@@ -67,7 +67,7 @@ def test_two_scripts_of_one_name_are_two_contestants(tmp_path, monkeypatch, caps
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "s.py").write_text(SCRIPT)
-    (tmp_path / "elsewhere/s.py").write_text(SCRIPT.replace("both(1.6)", "both(1.9)"))
+    (tmp_path / "elsewhere/s.py").write_text(SCRIPT.replace("loss=1.6", "loss=1.9"))
     operands = ["../s.py", "s.py", "s.py:muon_lr=0.1,long_windows=1,2"]
     assert run(*operands, "--seeds", 2) == 0
     rows = capsys.readouterr().out.splitlines()[2:5]

@@ -110,25 +110,27 @@ def overview(records: list):
     for record in records:
         for logs, others in record.measured():
             rows.setdefault(logs[0].setting, []).append(runs_row(record, logs, others))
-    parts, left = [ladder(records), LADDER_LEGEND], 0
-    for setting in sorted(rows, key=lambda setting: (setting[0] != "record", -len(rows[setting]))):
+    parts = [ladder(records), LADDER_LEGEND]
+    order = sorted(rows, key=lambda setting: len(rows[setting]), reverse=True)
+    for setting in sorted(order, key=lambda setting: setting[0] != "record"):
         if setting[0] == "record" or 3 * len(rows[setting]) >= len(records):
             parts += [machine_words(setting) + ":", table(RUNS, rows[setting])]
-        else:
-            left += 1
-    if left:
-        parts.append(f"Runs in {left} more setting(s) stand on the records' pages.")
     return [*parts, RUNS_LEGEND]
 
 
 def contest(contestants: list):
     """What `run` found: each contestant against its parent, or else against the first one."""
-    rows, by_folder = [], {one.record.folder.name: one for one in contestants if one.record}
+    rows, by_folder = [], {}
     for one in contestants:
-        name, other, shown_from = one.operand.replace(".py", "", 1), contestants[0], ""
         if one.record:
-            name, other = one.record.name, by_folder.get(one.record.claim["parent"], other)
+            by_folder[one.record.folder.name] = one
+    for one in contestants:
+        name, other = one.operand.replace(".py", "", 1), contestants[0]
+        if one.record:
+            name = one.record.name
+            other = by_folder.get(one.record.claim["parent"], other)
         against = None if one is contestants[0] else compare(one.logs, other.logs)
+        shown_from = ""
         if against and against.smallest_shown:
             shown_from = f"{against.smallest_shown:.2g}"
         loss, below, _, difference, time = runs_cells(one.logs, against)
@@ -143,9 +145,10 @@ def others(logs: list, folder: Path) -> str:
         steps = f"{log.last_step:,}"
         if not log.finished:
             steps += f" of {log.planned_steps:,}"
-        rows.append([log.path.relative_to(folder).as_posix(), (log.source_sha256 or "")[:6], steps,
-                     f"{log.val_loss:.4f}", minutes_of([log.train_time_ms])])
-    return table(("Log", "Source", "Steps", "Loss", "Minutes"), rows)  # Source: its sha256
+        name = log.path.relative_to(folder).as_posix()
+        minutes = minutes_of([log.train_time_ms])
+        rows.append([name, steps, f"{log.val_loss:.4f}", minutes])
+    return table(("Log", "Steps", "Loss", "Minutes"), rows)
 
 
 # ---- Pages ----
@@ -174,7 +177,9 @@ def records_block(records: list) -> str:
     rules = []
     for preset, rule in RULES.items():
         rules.append([preset, *(f"`{value or 'not known here'}`" for value in rule.values())])
-    return "\n\n".join([*overview(records), table(("preset", *RULES["record"]), rules)])
+    parts = overview(records)
+    parts.append(table(("preset", *RULES["record"]), rules))
+    return "\n\n".join(parts)
 
 
 def record_block(record: Record) -> str:

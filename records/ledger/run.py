@@ -28,7 +28,7 @@ from shards import load_script
 
 REPO = Path(__file__).resolve().parents[2]
 RUNNING = set()  # processes
-# glibc keeps freed memory. Asking for new pages costs 8 % of the pocket's time.
+# glibc keeps freed memory, as in run.sh: asking for new pages costs 8 % of the pocket's time.
 ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
 
 

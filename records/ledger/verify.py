@@ -149,7 +149,8 @@ def verify(folder: Path, only: str | None):
     chosen = [one for one in known if only in (None, one.folder.name)]
     if not chosen and not findings:
         raise LedgerError(f"{folder / (only or '')} has no record.json; give records/ or a record")
-    root, notes, stale, is_one = folder.parent / "train_gpt.py", [], 0, bool(only)
+    root, is_one = folder.parent / "train_gpt.py", bool(only)
+    notes, stale = [], 0
     for record in chosen:
         try:
             is_one |= record.script == read_text(root)
@@ -191,7 +192,8 @@ def file_log(path: Path, folder: Path, known: list) -> str:
     """Copy a log into the folder of its record, and say where it went."""
     log = read_run(path)
     record = record_of(log, known)
-    if wrong := log_findings(log, settings_of(record.path, preset=log.preset)):
+    wrong = log_findings(log, settings_of(record.path, preset=log.preset))
+    if wrong:
         raise LedgerError("; ".join(wrong))
     for one in record.logs:  # once more the same run, or a CPU's of the same machine
         if (one.losses, one.seed, one.setting) == (log.losses, log.seed, log.setting):

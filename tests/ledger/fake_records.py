@@ -144,4 +144,5 @@ def edit(path: Path, old: str, new: str) -> None:
 def set_gain(records: Path, gain: str | None) -> None:
     """What the newest record claims to gain."""
     path = records / NEWEST / "record.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"gain": gain}, indent=2))
+    claim = json.loads(path.read_text()) | {"gain": gain}
+    path.write_text(json.dumps(claim, indent=2))

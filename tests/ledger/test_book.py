@@ -24,7 +24,9 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path):
         super().__init__()
-        self.open, self.links, self.tags, self.rows, self.text = [], [], [], [], ""
+        self.open, self.links, self.tags = [], [], []
+        self.rows = []
+        self.text = ""
         self.feed(path.read_text(encoding="utf-8"))
         assert not self.open
 
@@ -86,7 +88,7 @@ def test_pages_are_whole(site, real):
     assert links <= set(pages["index"].links)
     text = (REPO / "docs/after-53.md").read_text()
     assert len(pages["after-53"].rows) == len(re.findall(r"^\|(?!-)", text, re.M))
-    assert "2026-07-13_PrefixTargets.html" in pages["after-53"].links
+    assert "2026-08-03_NarrowHeads.html" in pages["after-53"].links
     for name, page in pages.items():
         tags = [tag for tag, _ in page.tags]
         assert not {"script", "iframe", "object"} & set(tags), name
@@ -134,7 +136,8 @@ def test_a_page_has_the_whole_change_and_nothing_else(site, real):
 def test_curves_are_those_of_the_readme_and_the_logs(real):
     first = real[0]
     ((steps, losses),) = book.published(first)
-    assert (steps[0], losses[0], steps[-1], losses[-1]) == (500, 3.9188, 5100, 3.2741)
+    assert (steps[0], losses[0]) == (500, 3.9188)
+    assert (steps[-1], losses[-1]) == (5100, 3.2741)
     ends = sorted(log.val_loss for log in first.logs if log.preset == "pocket")
     assert sorted(losses[-1] for _, losses in book.pocket(first)) == ends
 

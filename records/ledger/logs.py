@@ -4,6 +4,7 @@ A log of ours: the script's source, or `source sha256: …` in its place; a line
 of `key: value` lines; such a line again; a line for each step and validation; `---`; results.
 """
 
+import contextlib
 import hashlib
 import math
 import re
@@ -155,8 +156,8 @@ def read_log(path: Path, text: str | None = None) -> Log:
         log.final.update(PAIR.findall(blocks[-1]))
     for line in re.findall(r"^step:.*", body, re.M):
         parse_step(log, line)
-    if not log.val:
-        raise LedgerError(f"{path} has no validation that can be read; known are {FORMS}")
+    if not log.val and not log.train:
+        raise LedgerError(f"{path} has no step that can be read; known are {FORMS}")
     return log
 
 
@@ -186,15 +187,17 @@ def parse_step(log: Log, line: str):
 
 
 def read_folder(folder: Path):
-    """(logs below a folder, number of other files); no source is run."""
+    """(logs with a validation below a folder, number of other files); no source is run."""
     logs, others = [], 0
     for path in sorted(folder.rglob("*")):
         if path.suffix in ENDINGS and path.is_file():
-            try:
-                logs.append(read_log(path))
-                logs[-1].body = ""  # a thousand of them are large
-            except LedgerError:
-                others += 1
+            with contextlib.suppress(LedgerError):
+                log = read_log(path)
+                log.body = ""  # a thousand of them are large
+                if log.val:
+                    logs.append(log)
+                    continue
+            others += 1
     return logs, others
 
 

@@ -68,7 +68,8 @@ class Record:
     def runs(self) -> dict:
         """Its logs by setting, those of the preset record first."""
         found = {}
-        order = sorted(self.logs, key=lambda log: (log.preset != "record", log.setting, log.seed))
+        order = sorted(
+            self.logs, key=lambda log: (log.preset != "record", log.setting, log.seed))
         for log in order:
             found.setdefault(log.setting, []).append(log)
         return found

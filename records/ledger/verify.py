@@ -181,8 +181,6 @@ def record_of(log: Log, known: list) -> Record:
             for one in record.logs:
                 if one.source_sha256 == log.source_sha256:
                     source = source or one.source
-            if log.source_sha256 == sha256(record.script):
-                source = record.script
             if source and meaning(above(source)) == meaning(above(record.script)):
                 return record
     raise LedgerError("its source is no record's; make it one first (records/README.md)")

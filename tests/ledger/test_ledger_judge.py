@@ -112,9 +112,10 @@ def test_the_judge_leaves_out_what_the_last_validation_leaves_out(
              after=np.arange(128, 256), after_ends=[128])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(rules.RULES, "pocket", rules.RULES["pocket"] | {"val_tokens": "8192"})
-    flags = {"preset": "pocket", "device": "cpu", "num_iterations": 2, "save_every": 2,
-             "warmup_steps": 0, "val_tokens": 8192, "val_seq_len": 512, "run_id": "a",
-             "canonical_file": "pairs.npz"}
+    flags = {
+        "preset": "pocket", "device": "cpu", "num_iterations": 2, "save_every": 2,
+        "warmup_steps": 0, "val_tokens": 8192, "val_seq_len": 512, "run_id": "a",
+        "canonical_file": "pairs.npz"}
     assert load_script(record).main(flag_words(flags)) == 0
     log = run.read_log(tmp_path / "logs/a/log.txt")
     (unmasked,) = re.findall(r"without the mask of canonical tokens: (\S+)", log.body)

@@ -52,12 +52,13 @@ def test_every_public_form_is_read_and_listed(form, tmp_path, capsys):
 def test_list_names_what_is_no_log_and_where_a_run_stopped(tmp_path, capsys):
     (tmp_path / "a.out").write_text(TIMED.replace("step:20/20 val", "step:12/20 val"))
     (tmp_path / "b.txt").write_text("step 500: train loss 3.1, val loss 3.2\n")
+    (tmp_path / "c.txt").write_text("step:1/20 train_loss:7.7 train_time:22ms step_avg:22.00ms\n")
     assert main(["list", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "12 of 20" in out and "1 file(s) are no log with a validation; known are logs of" in out
+    assert "12 of 20" in out and "2 file(s) are no log with a validation; known are" in out
     (tmp_path / "a.out").unlink()
     assert main(["list", str(tmp_path)]) == 2
-    assert "has no records and no logs: 1 file(s)" in capsys.readouterr().err
+    assert "has no records and no logs: 2 file(s)" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_a_log_is_read_back_exactly(whole):
 
 def test_losses_of_several_tokens_ahead_are_those_of_the_next():
     text = "step:1/2 train_loss:5.2 next_token_loss:2.1 train_time:9ms step_avg:9.00ms\n"
-    assert logs.read_log("log.txt", TIMED + text).train[1] == (2.1, 9)
+    assert logs.read_log("log.txt", text).train == {1: (2.1, 9)}
 
 
 def test_a_resumed_run_counts_the_last_line_of_a_step_and_has_no_time(whole):

@@ -234,7 +234,7 @@ def test_a_log_without_its_source_is_known_by_the_sources_sha256(measured, recor
     ("\nval_loss: ", "\nval_lo", "is no finished run"),
     ("import random\n", "import random\nprint(1)\n", "its source is no record's"),
     ("muon_lr: 0.05", "muon_lr: 0.06", "has muon_lr 0.06, its preset has 0.05"),
-    ("step:", "a step:", "has no validation")])
+    ("step:", "a step:", "has no step")])
 def test_a_log_that_is_no_records_run_is_refused_in_one_line(old, new, words, measured, records,
                                                              tmp_path, capsys):
     log = tmp_path / "log.txt"

@@ -70,8 +70,8 @@ ONE_HOT = "x = x + 3 * nn.functional.one_hot({}.long(), 16)"
      "return x + nn.functional.avg_pool1d(x.T[None], 3, 1, 1)[0].T",
      {"leaks": True, "mixes": True}),
     ("return x\n", "return x + 9 * x[:1, :1]\n", {"mixes": True}),  # of the first row
-    ("return x\n", "self.sum = getattr(self, 'sum', 0) + 1; return x * self.sum\n",
-     {"leaks": True, "mixes": True}),
+    ("return x\n",  # of how many rows were seen before
+     "self.n = getattr(self, 'n', 0) + 1; return x * (1 + (self.n > 9))\n", {"mixes": True}),
     ("cfg.seed)))", "3)))", {"seedless": True})])
 def test_the_judge_takes_the_logits_alone(old, new, wrong, tmp_path, monkeypatch):
     """Of a table of logits, whose loss numpy knows, saved by a script."""

@@ -6,8 +6,7 @@ fails, 2 where the input cannot be used. records/README.md has the rules.
 """
 
 import argparse
-import importlib.util
-import os
+import importlib
 import signal
 import sys
 from pathlib import Path
@@ -29,13 +28,6 @@ def split_folder(name: str):
     return folder, None
 
 
-def require(*packages):
-    """Raise LedgerError for a package that is missing: before hours of training, not after."""
-    for package in packages:
-        if not importlib.util.find_spec(package):
-            raise LedgerError(f"{package} is not installed; pip install -r requirements-dev.txt")
-
-
 def tell(lines: list):
     for line in lines:
         print(f"ledger: {line}", file=sys.stderr)
@@ -43,18 +35,17 @@ def tell(lines: list):
 
 # ---- Verbs: each returns the exit status ----
 def run_verb(args) -> int:
-    require("scipy")
+    importlib.import_module("scipy.stats")  # its lack is told before the training
     args.out = Path(args.out).resolve()
     contestants = run.contestants_of(args.operands, args.preset)
     run.run_all(contestants, args)
-    print(pages.contest_text(contestants))
+    print(pages.plain(pages.contest(contestants)))
     ours = [one for one in contestants if one.record]
-    paths = [log.path for one in ours for log in one.logs]
-    if args.file and paths:
+    if ours and args.file:
+        paths = [log.path for one in ours for log in one.logs]
         return put_away(ours[0].record.folder.parent, paths)
-    if paths:
-        names = {f"{os.path.relpath(path.parent).rpartition('-')[0]}-*/log.txt" for path in paths}
-        tell(["to file the records' logs: python records/ledger file " + " ".join(sorted(names))])
+    if ours:
+        tell(["the same command with --file files the records' logs"])
     return 0
 
 
@@ -73,28 +64,21 @@ def file_verb(args) -> int:
 
 def list_verb(args) -> int:
     folder, only = split_folder(args.folder)
-    require("scipy", *["matplotlib"] * args.write)
     records, wrong = find_records(folder)
-    if not records and not wrong and not args.write:
-        return list_others(Path(args.folder).resolve())
     tell(wrong)
-    if args.write and (wrong or not records):
-        raise LedgerError(f"{folder}: no page is written, as a record is missing or damaged")
     if args.write:
+        if wrong or not records:
+            raise LedgerError(f"{folder}: no page is written, as a record is missing or damaged")
         pages.write_pages(folder, records)
-    print(pages.ladder_text([one for one in records if only in (None, one.folder.name)]))
-    return 2 if wrong else 0
-
-
-def list_others(folder: Path) -> int:
-    """Other people's logs."""
-    found, others = logs.read_folder(folder)
+    if records or wrong:
+        records = [one for one in records if only in (None, one.folder.name)]
+        print(pages.plain(pages.overview(records)))
+        return 2 if wrong else 0
+    found, others = logs.read_folder(folder)  # of other people
     words = f"{others} file(s) are no log with a validation; known are {logs.FORMS}"
     if not found:
         raise LedgerError(f"{folder} has no records and no logs: {words}")
-    print(pages.others_text(found, folder))
-    if others:
-        print(f"\n{words}")
+    print(pages.plain([pages.others(found, folder)] + [words] * bool(others)))
     return 0
 
 
@@ -108,7 +92,6 @@ def diff_verb(args) -> int:
 
 
 def verify_verb(args) -> int:
-    require("scipy")
     records, findings, notes = verify(*split_folder(args.folder))
     tell(notes)
     if args.replay and findings:
@@ -165,12 +148,11 @@ def make_parser() -> Parser:
     records = run.REPO / "records"
     flag = add("file", file_verb, "put finished logs into the folders of the records they are of")
     flag("operands", nargs="+", metavar="LOG", help="logs/RUN/log.txt")
-    flag("--folder", type=Path, default=records, help="of records (default: records/)")
+    flag("--folder", default=records, help="of records (default: records/)")
 
     flag = add("list", list_verb, "the table of records, or of other people's logs")
     flag("folder", nargs="?", default=records, help="default: records/")
-    flag("--write", action="store_true",
-         help="also make the READMEs' blocks and ladder.png anew, from the logs")
+    flag("--write", action="store_true", help="also make the READMEs' blocks and ladder.png anew")
 
     flag = add("diff", diff_verb, "what changed between two sources, section by section")
     flag("a", metavar="A", help="folder, script or log")
@@ -194,10 +176,14 @@ def main(argv: list | None = None) -> int:
         return args.action(args)
     except OSError as error:
         tell([f"{error.filename}: {error.strerror}; give another path"])
-        return 2
-    except (LedgerError, ValueError, ImportError) as error:
+    except ImportError as error:
+        tell([f"{error}; pip install -r requirements-dev.txt"])
+    except LedgerError as error:
         tell([error])
-        return getattr(error, "status", 2)
+        return error.status
+    except ValueError as error:
+        tell([error])
+    return 2
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 from ledger import pages
-from ledger.logs import LedgerError, Log, read_text
+from ledger.logs import LedgerError, read_text
 from ledger.records import RULES, Record
-from ledger.scripts import above, count_changes, count_lines, diff_sources, sections
+from ledger.scripts import above, count_changes, count_lines, diff_sources
 from markdown_it import MarkdownIt
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
 LOSSES = re.compile(r"<summary>Published losses by step</summary>(.*?)</details>", re.S)
 PIECE = re.compile(r"<span.*?</span>|[^<]+")  # of a line that pygments coloured
+GREY = "#8a9299"
 NONE = "", " "  # in the place of a line
 AFTER = "docs/after-53.md"  # a page of the project, and of the book where the project has it
 HOME = '<a href="index.html">The ladder</a>\n'
@@ -134,29 +135,24 @@ def change_of(record: Record) -> str:
     for title, groups in diff_sources(parent, script).items():
         rows = ""
         for group in groups:
-            rows += row(NONE, NONE)  # a gap
-            for old, new in group:
-                old_lines = [(number, left[number]) for number in old]
-                new_lines = [(number, right[number]) for number in new]
-                for lines in zip_longest(old_lines, new_lines, fillvalue=NONE):
-                    rows += row(*lines)
+            rows += row("same", NONE, NONE)  # a gap
+            for equal, old, new in group:
+                kind = "same" if equal else "changed"
+                for i, j in zip_longest(old, new):
+                    rows += row(kind, left.get(i, NONE), right.get(j, NONE))
         parts.append(f"<h3>{title}: {count_lines(groups)}</h3>")
         parts.append(f'<div class="code" tabindex="0"><table>{rows}</table></div>')
     return "\n".join(parts)
 
 
 def coloured(source: str) -> dict:
-    """Number: the HTML of each line."""
-    form, found = HtmlFormatter(nowrap=True), {}
-    for numbers, lines in sections(source).values():
-        text = highlight("\n".join(lines), PythonLexer(stripnl=False), form)
-        found |= zip(numbers, text.split("\n"))
-    return found
+    """Number: (it, the HTML of its line)."""
+    text = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
+    return {line[0]: line for line in enumerate(text.split("\n"), 1)}
 
 
-def row(old: tuple, new: tuple) -> str:
+def row(kind: str, old: tuple, new: tuple) -> str:
     """A row of the diff: the parent's line, and the record's beside it."""
-    kind = "same" if old[1] == new[1] else "changed"
     return f'<tr class="{kind}">{cells("old", old, new)}{cells("new", new, old)}</tr>'
 
 
@@ -179,14 +175,12 @@ def curves_of(record: Record, out: Path) -> str:
     """Pictures of the record's losses, public and on the pocket, where there are any."""
     found = ""
     for kind, preset, words in (
-            (published, "record", "Published validation loss"),
-            (pocket, "pocket", "Loss on the pocket, each run")):
-        if kind(record):
+            (published, "record", "Published validation loss, beside the parent's"),
+            (pocket, "pocket", "Loss on the pocket, each run, beside the parent's")):
+        curves = {one.name: kind(one) for one in (record, record.parent) if one}
+        if curves[record.name]:
             name = f"{record.folder.name}-{kind.__name__}.svg"
-            both = [one for one in (record, record.parent) if one]
-            target = float(RULES[preset]["target_loss"])
-            save_svg(curves_figure({one.name: kind(one) for one in both}, target), out / name)
-            words += ", beside the parent's"
+            save_svg(curves_figure(curves, float(RULES[preset]["target_loss"])), out / name)
             found += (f'<figure><img src="{name}" alt="{words}"><figcaption>{words}</figcaption>'
                       "</figure>")
     return f"<h2>Curves</h2>\n{found}\n" if found else ""
@@ -196,24 +190,28 @@ def published(record: Record):
     """(steps, losses) by the record's README, of one run, without step 0."""
     text = "".join(LOSSES.findall(read_text(record.folder / "README.md")))
     points = re.findall(r"\b([1-9]\d*):\s+(\d+\.\d+)", text)
-    return [([int(step) for step, _ in points], [float(loss) for _, loss in points])] * bool(points)
+    if not points:
+        return []
+    steps, losses = zip(*points)
+    return [(list(map(int, steps)), list(map(float, losses)))]
 
 
 def pocket(record: Record):
-    """(steps, losses) of each run that the record has on the pocket, of one setting."""
+    """(steps, losses) of each run that the record has on the pocket, of one setting.
+
+    Of the training in 50 pieces, and of the last validation.
+    """
     runs = [logs for logs in record.runs().values() if logs[0].preset == "pocket"]
-    return [pocket_curve(log) for log in max(runs, key=len, default=[])]
-
-
-def pocket_curve(log: Log):
-    """(steps, losses): of the training in 50 pieces, and of the last validation."""
-    train = [(step, loss) for step, (loss, _) in sorted(log.train.items())]
-    size = max(1, len(train) // 50)
-    points = []
-    for first in range(0, len(train) - size + 1, size):
-        steps, losses = zip(*train[first : first + size])
-        points.append((steps[-1], statistics.fmean(losses)))
-    return tuple(zip(*points, (log.last_step, log.val_loss)))
+    curves = []
+    for log in max(runs, key=len, default=[]):
+        train = sorted(log.train.items())
+        size = max(1, len(train) // 50)
+        steps, losses = [], []
+        for last in range(size, len(train) + 1, size):
+            steps.append(train[last - 1][0])
+            losses.append(statistics.fmean(loss for _, (loss, _) in train[last - size : last]))
+        curves.append(([*steps, log.last_step], [*losses, log.val_loss]))
+    return curves
 
 
 def curves_figure(curves: dict, target: float):
@@ -227,7 +225,7 @@ def curves_figure(curves: dict, target: float):
                       markevery=[-1], label=None if number else name)
     low, high = min(losses), max(losses)
     margin = max(high - low, 0.01) * 0.06
-    axis.axhline(target, color=pages.GREY, linestyle=(0, (2, 2)))
+    axis.axhline(target, color=GREY, linestyle=(0, (2, 2)))
     axis.set(xlabel="steps", ylabel="loss (nats per token; point: validation)",
              ylim=(low - margin, high + margin))
     figure.legend(loc="outside upper center", ncols=2)

@@ -13,9 +13,11 @@ from pathlib import Path
 
 RULE = "=" * 100  # the line between the parts of a log
 PAIR = re.compile(r"^(\w+): (.*)$", re.M)
-# Runs are compared where all of these are equal: they make up a setting.
-SETTING = ("preset", "device", "world_size", "torch", "threads", "jobs", "cuda", "driver", "nccl",
-           "triton")
+SETTING = {  # what is equal where runs are compared, and the words for it
+    "preset": "Preset {}", "device": " on {}", "world_size": ", {} rank(s)",
+    "threads": ", {} thread(s)", "torch": ", torch {}", "cuda": ", CUDA {}",
+    "driver": ", driver {}", "nccl": ", NCCL {}", "triton": ", Triton {}",
+    "jobs": ", {} runs at once"}
 ENDINGS = (".txt", ".log", ".out", ".stdout")  # of other people's logs
 FORMS = "logs of this project, of modded-nanogpt's three tracks, and llm.c's main.log"
 
@@ -29,16 +31,11 @@ class LedgerError(Exception):
 
 
 def read_text(path: Path) -> str:
-    """The file as text, newlines as they are. Raises LedgerError where it is empty or no text."""
-    if path.is_dir():
-        raise LedgerError(f"{path} is a folder; give a log or script, such as its log.txt")
+    """The file as text, newlines as they are. Raises LedgerError where it is no text."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # some editors write a mark at the begin
+        return path.read_bytes().decode("utf-8-sig")  # some editors write a mark at the begin
     except UnicodeDecodeError as error:
         raise LedgerError(f"{path}: byte {error.start} is not text; give a log or script") from None
-    if not text.strip():
-        raise LedgerError(f"{path} is empty; give another log or script")
-    return text
 
 
 def sha256(text: str) -> str:
@@ -95,16 +92,22 @@ class Log:
         return "\nresumed at " in self.body
 
     @property
+    def jobs(self) -> str:
+        """How many runs shared the machine; logs that `run` made before say it at their end."""
+        return self.header.get("jobs") or self.final.get("jobs", "1")
+
+    @property
     def measured_ms(self) -> float | None:
         """Its time where that is a measurement: of a whole run, alone on its machine."""
-        if self.resumed or self.final.get("jobs", "1") != "1":
+        if self.resumed or self.jobs != "1":
             return None
         return self.train_time_ms
 
     @property
     def setting(self) -> tuple:
         """The machine, its software, and what was asked of it: the values of SETTING."""
-        found = {"jobs": "1", **self.final, **self.header}
+        found = self.final | self.header
+        found["jobs"] = self.jobs
         if self.on_gpu:
             found["threads"] = ""  # of the host, which decide nothing there
         return tuple(found.get(name, "") for name in SETTING)
@@ -117,19 +120,17 @@ class Log:
 
 def machine_words(setting: tuple) -> str:
     """A setting as a heading."""
-    at = dict(zip(SETTING, setting))
-    words = ["Preset {preset} on {device}, {world_size} rank(s)".format(**at)]
-    for form in ("{threads} thread(s)", "torch {torch}", "CUDA {cuda}", "driver {driver}",
-                 "NCCL {nccl}", "Triton {triton}"):
-        if at[re.search(r"\{(\w+)", form)[1]]:
-            words.append(form.format(**at))
-    return ", ".join(words) + (f", {at['jobs']} runs at once" if at["jobs"] != "1" else "")
+    words = ""
+    for form, value in zip(SETTING.values(), setting):
+        if value:
+            words += form.format(value)
+    return words.removesuffix(", 1 runs at once")
 
 
 def split_source(text: str):
     """(source, its sha256, all that follows it) of a log; both None where it has no source."""
     begin = len(RULE) + 1 if text.startswith(RULE + "\n") else 0
-    match = re.compile(rf"^{RULE}(\n|\Z)", re.M).search(text, begin)
+    match = re.compile(rf"^{RULE}$", re.M).search(text, begin)
     end = match.start() if match else begin
     before, body = text[begin:end], text[end:]
     if stand_in := re.fullmatch(r"source sha256: ([0-9a-f]{64})\n", before):
@@ -156,35 +157,33 @@ def read_log(path: Path, text: str | None = None) -> Log:
     for line in re.findall(r"^step:.*", body, re.M):
         parse_step(log, line)
     if not log.val and not log.train:
-        raise LedgerError(f"{path} has no training steps that can be read, or was cut inside its "
-                          f"source; known are {FORMS}")
+        raise LedgerError(f"{path} has no step that can be read; known are {FORMS}")
     return log
 
 
 def parse_step(log: Log, line: str):
-    """Read a `step:1/10 val_loss:…` line; of several tokens ahead, the next one's training loss.
-
-    A line that cannot be read is left out.
-    """
-    pairs, found = dict(pair.partition(":")[::2] for pair in line.split()), {}
+    """Read a `step:1/10 val_loss:…` line; one that cannot be read is left out."""
+    found = dict(pair.partition(":")[::2] for pair in line.split())
+    # Of several tokens ahead, the loss of the next
+    loss = found.get("next_token_loss", found.get("train_loss"))
+    time = found.get("train_time")
     try:
-        step, *planned = map(int, pairs["step"].split("/"))
-        for name in pairs.keys() & {"train_loss", "next_token_loss", "val_loss"}:
-            found[name] = float(pairs[name])
-        time = pairs.get("train_time", "")
-        unit = 1 if time.endswith("ms") else 1000  # 943ms, or 739.639s in track 3
-        ms = unit * float(time.rstrip("ms")) if time else None
+        step, *planned = map(int, found["step"].split("/"))
+        if loss is not None:
+            loss = float(loss)
+        val_loss = float(found.get("val_loss", "nan"))
+        if time:  # 943ms, or 739.639s in track 3
+            time = float(time.rstrip("ms")) * (1 if time.endswith("ms") else 1000)
     except ValueError:
         return
+    if "nan" in found.get("step_avg", ""):  # warm-up steps, before the clock is set to zero
+        time = None if step else 0.0
     if planned:
         log.planned_steps = planned[0]
-    loss = found.get("next_token_loss", found.get("train_loss"))
-    if "nan" in pairs.get("step_avg", ""):  # warm-up steps, before the clock is set to zero
-        ms = None if step else 0.0
-    if math.isfinite(found.get("val_loss", math.nan)):
-        log.val[step] = (found["val_loss"], ms)
+    if math.isfinite(val_loss):
+        log.val[step] = (val_loss, time)
     if "val_loss" not in found or loss is not None:
-        log.train[step] = (loss, ms)
+        log.train[step] = (loss, time)
 
 
 def read_folder(folder: Path):
@@ -192,10 +191,10 @@ def read_folder(folder: Path):
     logs, others = [], 0
     for path in sorted(folder.rglob("*")):
         if path.suffix in ENDINGS and path.is_file():
-            with contextlib.suppress(LedgerError, ValueError):  # of numbers in its results
+            with contextlib.suppress(LedgerError):
                 log = read_log(path)
                 log.body = ""  # a thousand of them are large
-                if log.val and math.isfinite(log.val_loss) and (log.train_time_ms or 0) >= 0:
+                if log.val:
                     logs.append(log)
                     continue
             others += 1

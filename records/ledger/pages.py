@@ -1,25 +1,18 @@
-"""What is shown: tables on the terminal, the generated lines of the READMEs, the ladder."""
+"""What is shown: the generated lines of the READMEs, the same for a terminal, and the ladder."""
 
+import re
 import statistics
-import textwrap
 from pathlib import Path
 
 from ledger.logs import LedgerError, machine_words, read_text
 from ledger.records import RULES, Comparison, Record, compare, is_retuned, p_below
 from ledger.scripts import count_changes
 
-WIDTH = 100  # columns of a terminal
-# The newest public record and its minutes, by the table of github.com/KellerJordan/modded-nanogpt
-# as it stood on 2026-10-03.
-NEWEST, NEWEST_MONTH, NEWEST_MINUTES = 92, "September 2026", 0.665
-GREY = "#8a9299"
-
 LADDER = ("Record", "Public record (min), not run here", "Its loss (n)", "Float64")
 LADDER_LEGEND = """\
 Minutes and losses are those of the public record's n runs on 8×H100 (#91's loss: on one H100), by
 its own files. Float64: the largest difference of our script from the public one."""
 RUNS = ("Record", "Loss ± std (n)", "Target", "Minutes", "Difference", "Time")
-CONTEST = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 RUNS_LEGEND = """\
 Loss: all runs of a setting. Target: p that the mean lies below the rules' target. Difference: from
 the parent's mean in the same setting, with the two-sided p of the paired t-test; * where p < 0.01;
@@ -27,33 +20,38 @@ the parent's mean in the same setting, with the two-sided p of the paired t-test
 preset's rates or its validation, so the difference is not the idea's alone. Minutes (median), Time
 (its ratio to the parent's; the smallest and largest ratio by seed): of whole runs alone on their
 machine."""
+CONTEST = ("Contestant", "Loss ± std (n)", "Target", "Difference", "Shown from", "Time")
 CONTEST_LEGEND = """\
-Target: p of a one-sided t-test that the mean lies below target_loss. Difference: from the parent's
-mean, or else the first contestant's, with the p of a two-sided t-test, paired by seed; * where
-p < 0.01. Shown from: the smallest difference that would reach that. Time: ratio of the medians,
-and range of the ratios by seed, which only runs alone on the machine (--jobs 1) measure."""
+Difference, Time: from the parent, or else from the first contestant. Shown from: the smallest
+difference that would be significant, p < 0.01. records/README.md has the rest."""
 FRONT = ("Record", "Idea", "Public record (min), not run here", "Changed lines")
 
 
 # ---- Tables ----
-def text_table(heading: tuple, rows: list) -> str:
-    widths = [max(map(len, column)) for column in zip(heading, *rows)]
-    lines = []
-    for cells in (heading, ["-" * width for width in widths], *rows):
-        lines.append("  ".join(map(str.ljust, cells, widths)).rstrip())
-    return "\n".join(lines)
-
-
-def markdown(heading: tuple, rows: list) -> str:
+def table(heading: tuple, rows: list) -> str:
     lines = []
     for cells in (heading, ["---"] * len(heading), *rows):
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def name_of(record: Record, above: str | None) -> str:
-    """The record's name, which leads to its folder where `above`, the way there, is given."""
-    return record.name if above is None else f"[{record.name}]({above}{record.folder.name})"
+def plain(parts: list) -> str:
+    """Parts of a page for a terminal: links are their words, and a table's columns line up."""
+    shown = []
+    for part in parts:
+        lines = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", part).splitlines()
+        if part.startswith("| "):
+            rows = [line[2:-2].split(" | ") for line in lines]
+            widths = [max(map(len, column)) for column in zip(*rows)]
+            rows[1] = ["-" * width for width in widths]
+            lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in rows]
+        shown.append("\n".join(lines))
+    return "\n\n".join(shown)
+
+
+def link(record: Record, above: str = "") -> str:
+    """The record's name, which leads to its folder; `above` is the way there."""
+    return f"[{record.name}]({above}{record.folder.name})"
 
 
 def minutes_of(times: list) -> str:
@@ -61,15 +59,16 @@ def minutes_of(times: list) -> str:
     return f"{statistics.median(times) / 60_000:.3f}" if times else ""
 
 
-def ladder(records: list, table, above: str | None = None) -> str:
+def ladder(records: list, above: str = "") -> str:
     """What is published of each record, and how far ours is from it."""
     rows = []
     for record in records:
-        published, equality = record.published, record.claim.get("equality")
-        minutes = f"{published['minutes']:g}" if published else ""
-        loss = "{val_loss:.4f} ({n})".format(**published) if published.get("val_loss") else ""
-        largest = f"{equality['largest']:.0e}" if equality else ""
-        rows.append([name_of(record, above), minutes, loss, largest])
+        loss = largest = ""
+        if record.published.get("val_loss"):
+            loss = "{val_loss:.4f} ({n})".format(**record.published)
+        if record.claim.get("equality"):
+            largest = f"{record.claim['equality']['largest']:.0e}"
+        rows.append([link(record, above), record.minutes, loss, largest])
     return table(LADDER, rows)
 
 
@@ -96,82 +95,70 @@ def runs_cells(logs: list, against: Comparison | None, mark: str = ""):
     return [cell.replace("-", "−") for cell in cells]
 
 
-def runs_row(record: Record, logs: list, others: list, above: str | None = None):
+def runs_row(record: Record, logs: list, others: list, above: str = ""):
     """A record's logs of one setting, against its parent's there."""
     mark = "†" if others and is_retuned(logs[0], others[0]) else ""
-    return [name_of(record, above), *runs_cells(logs, compare(logs, others), mark)]
+    return [link(record, above), *runs_cells(logs, compare(logs, others), mark)]
 
 
-def shown_settings(records: list):
-    """(setting: its rows, of those that the table of all records shows; the number of the others).
+def overview(records: list):
+    """Parts of a page: the claims, and the runs of the settings that count most.
 
-    A row is a record, its logs and its parent's. Shown are all settings of the record's preset,
-    then those in which a third of the records was run.
+    Those are all of the preset record, and then those in which a third of the records was run.
     """
-    found = {}
+    rows = {}
     for record in records:
         for logs, others in record.measured():
-            found.setdefault(logs[0].setting, []).append((record, logs, others))
-    shown = [setting for setting, rows in found.items()
-             if setting[0] == "record" or 3 * len(rows) >= len(records)]
-    shown.sort(key=lambda setting: (setting[0] != "record", -len(found[setting])))
-    return {setting: found[setting] for setting in shown}, len(found) - len(shown)
-
-
-def overview(records: list, table, above: str | None = None):
-    """Parts of a page: the claims, and the runs of the settings that count most."""
-    parts = [ladder(records, table, above), LADDER_LEGEND]
-    shown, left = shown_settings(records)
-    for setting, runs in shown.items():
-        parts.append(machine_words(setting) + ":")
-        parts.append(table(RUNS, [runs_row(*run, above) for run in runs]))
-    if left:
-        parts.append(f"Runs in {left} more setting(s) stand on the records' pages.")
+            rows.setdefault(logs[0].setting, []).append(runs_row(record, logs, others))
+    parts = [ladder(records), LADDER_LEGEND]
+    order = sorted(rows, key=lambda setting: len(rows[setting]), reverse=True)
+    for setting in sorted(order, key=lambda setting: setting[0] != "record"):
+        if setting[0] == "record" or 3 * len(rows[setting]) >= len(records):
+            parts += [machine_words(setting) + ":", table(RUNS, rows[setting])]
     return [*parts, RUNS_LEGEND]
 
 
-def ladder_text(records: list) -> str:
-    """Claims and runs for a terminal."""
-    parts = overview(records, text_table)
-    return "\n\n".join(part if "\n" in part else textwrap.fill(part, WIDTH) for part in parts)
-
-
-def contest_text(contestants: list) -> str:
+def contest(contestants: list):
     """What `run` found: each contestant against its parent, or else against the first one."""
-    rows, by_folder = [], {one.record.folder.name: one for one in contestants if one.record}
+    rows, by_folder = [], {}
     for one in contestants:
-        parent = by_folder.get(one.record.claim["parent"]) if one.record else None
-        against = None
-        if one is not contestants[0]:
-            against = compare(one.logs, (parent or contestants[0]).logs)
-        shown_from = f"{against.smallest_shown:.2g}" if against and against.smallest_shown else ""
-        name = one.record.name if one.record else one.operand.replace(".py", "", 1)
+        if one.record:
+            by_folder[one.record.folder.name] = one
+    for one in contestants:
+        name, other = one.operand.replace(".py", "", 1), contestants[0]
+        if one.record:
+            name = one.record.name
+            other = by_folder.get(one.record.claim["parent"], other)
+        against = None if one is contestants[0] else compare(one.logs, other.logs)
+        shown_from = ""
+        if against and against.smallest_shown:
+            shown_from = f"{against.smallest_shown:.2g}"
         loss, below, _, difference, time = runs_cells(one.logs, against)
         rows.append([name, loss, below, difference, shown_from, time])
-    return f"{text_table(CONTEST, rows)}\n\n{CONTEST_LEGEND}"
+    return [table(CONTEST, rows), CONTEST_LEGEND]
 
 
-def others_text(logs: list, folder: Path) -> str:
+def others(logs: list, folder: Path) -> str:
     """Other people's logs, by their last steps."""
     rows = []
     for log in logs:
         steps = f"{log.last_step:,}"
         if not log.finished:
             steps += f" of {log.planned_steps:,}"
-        rows.append([log.path.relative_to(folder).as_posix(), (log.source_sha256 or "")[:6], steps,
-                     f"{log.val_loss:.4f}", minutes_of([log.train_time_ms])])
-    return text_table(("Log", "Source", "Steps", "Loss", "Minutes"), rows)  # Source: its sha256
+        name = log.path.relative_to(folder).as_posix()
+        minutes = minutes_of([log.train_time_ms])
+        rows.append([name, steps, f"{log.val_loss:.4f}", minutes])
+    return table(("Log", "Steps", "Loss", "Minutes"), rows)
 
 
 # ---- Pages ----
 def blocks(folder: Path, records: list):
-    """README: the generated lines of each of its blocks, by the block's name."""
-    found = {folder / "README.md": {"": records_block(records)}}
-    if (folder.parent / "README.md").exists():
-        found[folder.parent / "README.md"] = {"": front_block(records, f"{folder.name}/"),
-                                              "gpus": gpus_block(records)}
-    for record in records:
-        found[record.folder / "README.md"] = {"": record_block(record)}
+    """README: the generated lines of each of its blocks, by what stands in its first line."""
+    found = {record.folder / "README.md": {"": record_block(record)} for record in records}
+    found[folder / "README.md"] = {"": records_block(records)}
+    front = folder.parent / "README.md"
+    if front.exists():
+        found[front] = {"": front_block(records, f"{folder.name}/"), " gpus": gpus_block(records)}
     return found
 
 
@@ -180,9 +167,9 @@ def front_block(records: list, above: str) -> str:
     rows = []
     for record in records:
         lines = count_changes(record.parent.script, record.script) if record.parent else ""
-        minutes = f"{record.published['minutes']:g}" if record.published else "not public"
-        rows.append([name_of(record, above), record.claim["change"], minutes, lines])
-    return markdown(FRONT, rows)
+        minutes = record.minutes or "not public"
+        rows.append([link(record, above), record.claim["change"], minutes, lines])
+    return table(FRONT, rows)
 
 
 def records_block(records: list) -> str:
@@ -190,41 +177,36 @@ def records_block(records: list) -> str:
     rules = []
     for preset, rule in RULES.items():
         rules.append([preset, *(f"`{value or 'not known here'}`" for value in rule.values())])
-    return "\n\n".join([*overview(records, markdown, ""),
-                        markdown(("preset", *RULES["record"]), rules)])
+    parts = overview(records)
+    parts.append(table(("preset", *RULES["record"]), rules))
+    return "\n\n".join(parts)
 
 
 def record_block(record: Record) -> str:
     """A record beside its parent: claims, and the runs of each of its settings."""
-    both = [one for one in (record.parent, record) if one]
-    parts = [ladder(both, markdown, "../")]
-    if not any(log.on_gpu for log in record.logs):
+    parts = [ladder([one for one in (record.parent, record) if one], "../")]
+    if not record.on_gpu:
         parts.append("No GPU has run this record yet.")
     for logs, others in record.measured():
-        rows = []
+        rows = [runs_row(record, logs, others, "../")]
         if others:
-            rows.append(runs_row(record.parent, others, [], "../"))
-        rows.append(runs_row(record, logs, others, "../"))
-        parts += [machine_words(logs[0].setting) + ":", markdown(RUNS, rows)]
+            rows.insert(0, runs_row(record.parent, others, [], "../"))
+        parts += [machine_words(logs[0].setting) + ":", table(RUNS, rows)]
     parts.append("[What the columns and marks mean](../README.md).")
     return "\n\n".join(parts)
 
 
 def gpus_block(records: list) -> str:
     """What GPUs have run, or that none has."""
-    logs = [log for record in records for log in record.logs if log.on_gpu]
-    if not logs:
-        return "**No GPU has run it yet.**"
-    names = [record.name for record in records if any(log.on_gpu for log in record.logs)]
-    devices = sorted({log.header["device"] for log in logs})
-    return textwrap.fill(f"**On GPUs** there are {len(logs)} runs here: of {', '.join(names)}, on "
-                         f"{', '.join(devices)}.", 110, break_on_hyphens=False)
+    names = [record.name for record in records if record.on_gpu]
+    return f"**GPUs have run** {', '.join(names)}." if names else "**No GPU has run it yet.**"
 
 
-def filled(path: Path, text: str, parts: dict) -> str:
+def filled(path: Path, parts: dict) -> str:
     """A README's text with its blocks filled. Raises LedgerError where it lacks one."""
+    text = read_text(path)
     for name, part in parts.items():
-        begin, end = f"<!-- ledger: begin{' ' * bool(name)}{name} -->\n", "<!-- ledger: end -->"
+        begin, end = f"<!-- ledger: begin{name} -->\n", "<!-- ledger: end -->"
         before, found, rest = text.partition(begin)
         if not found or end not in rest:
             raise LedgerError(f"{path} has no lines {begin.strip()} and {end}; add them")
@@ -234,12 +216,11 @@ def filled(path: Path, text: str, parts: dict) -> str:
 
 def write_pages(folder: Path, records: list):
     """Make the READMEs' generated lines and the ladder's picture anew. Raises LedgerError."""
-    texts = {}
+    picture, texts = ladder_figure(records), {}
     for path, parts in blocks(folder, records).items():  # all are made before one is written
-        texts[path] = filled(path, read_text(path), parts)
+        texts[path] = filled(path, parts)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8", newline="")
-    picture = ladder_figure(records)
     picture.savefig(folder / "ladder.png", dpi=200, metadata={"Software": None})
 
 
@@ -256,20 +237,17 @@ def new_figure(height: float, width: float):
 
 
 def ladder_figure(records: list, width: float = 9):
-    """Published minutes of each record, and of the newest public one in grey."""
-    published = [record for record in records if record.published]
-    rows = [(record.name, record.published["minutes"], "C0") for record in published]
-    if NEWEST not in [record.published["number"] for record in published]:
-        rows.append((f"#{NEWEST} ({NEWEST_MONTH})", NEWEST_MINUTES, GREY))
+    """Published minutes of each record."""
+    rows = [(record.name, record.published["minutes"]) for record in records if record.published]
     figure, axis = new_figure(0.36 * len(rows) + 1.1, width)
-    for y, (_, minutes, color) in enumerate(rows):
-        axis.plot(minutes, y, "o", color=color, markersize=8)
+    for y, (_, minutes) in enumerate(rows):
+        axis.plot(minutes, y, "o", color="C0", markersize=8)
         axis.text(minutes * 1.06, y, f"{minutes:g}", va="center")
-    fastest = min(minutes for _, minutes, _ in rows)
+    left = 0.9 * min([minutes for _, minutes in rows], default=1)
     axis.set(xscale="log", xlabel="published minutes on 8×H100 (logarithmic)")
-    axis.set(xlim=(0.9 * fastest, 22), ylim=(len(rows) - 0.5, -0.5))
-    axis.set_yticks(range(len(rows)), [name for name, *_ in rows])
-    axis.set_xticks([tick for tick in (0.7, 1, 1.5, 2, 3, 5, 10, 20) if tick > 0.9 * fastest])
+    axis.set(xlim=(left, 22), ylim=(len(rows) - 0.5, -0.5))
+    axis.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axis.set_xticks([tick for tick in (0.7, 1, 1.5, 2, 3, 5, 10, 20) if tick > left])
     axis.xaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
     return figure

@@ -27,18 +27,15 @@ RULES = {  # what the header of every run with a preset has to have; None: not k
 # Nats per token that no honest model reaches: half of what xz needs for the pocket's validation
 # bytes after all 44 MB of its training text (0.94), and less than any published run on FineWeb.
 FLOOR = {"record": 2.0, "pocket": 0.47}
-NEEDED = {  # what the header of a run's log tells, and what can be made of it
-    "preset": RULES.__getitem__, "device": str, "torch": str, "seed": int, "world_size": int,
-    "target_loss": float}
-# Keys of record.json, in any order
-CLAIM = {"change": str, "parent": str | None, "published": dict | None, "gain": str | None,
-         "modelled_minutes": int | float | None, "equality": dict | None, "reads": str | None,
-         "station": str}  # of a record without a public number: the oracle that it is held to
-PUBLISHED = {"number": int, "minutes": int | float, "hardware": str, "source": str,
-             "val_loss": int | float | None, "n": int | None}  # no loss without a published log
-EQUALITY = {"largest": int | float, "of": str}
 # Flags that a time depends on, though no loss does: a gain in time needs them alike
 TIMED_ALIKE = ("warmup_steps", "sequences_per_forward", "head_chunks")
+CLAIM = {  # the keys of record.json, in any order, those of published and those of equality
+    "change": str, "parent": str | None, "published": dict | None, "gain": str | None,
+    "equality": dict | None, "reads": str | None}
+PUBLISHED = {
+    "number": int, "minutes": int | float, "hardware": str, "source": str,
+    "val_loss": int | float | None, "n": int | None}  # no loss without a published log
+EQUALITY = {"largest": int | float, "of": str}
 
 
 @dataclass
@@ -51,80 +48,70 @@ class Record:
     logs: list[Log] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)  # what its other logs are
 
-    @property
-    def path(self) -> Path:
-        return self.folder / "train_gpt.py"
+    def __post_init__(self):
+        self.path = self.folder / "train_gpt.py"
+        self.name = self.folder.name.partition("_")[2]
+        self.minutes = ""
+        self.published = self.claim["published"] or {}
+        if self.published:
+            self.name = f"#{self.published['number']} {self.name}"
+            self.minutes = f"{self.published['minutes']:g}"
 
     @property
     def script(self) -> str:
         return read_text(self.path)
 
     @property
-    def published(self) -> dict:
-        return self.claim["published"] or {}
-
-    @property
-    def name(self) -> str:
-        name = self.folder.name.partition("_")[2]
-        return f"#{self.published['number']} {name}" if self.published else name
+    def on_gpu(self) -> bool:
+        return any(log.on_gpu for log in self.logs)
 
     def runs(self) -> dict:
         """Its logs by setting, those of the preset record first."""
         found = {}
-        for log in sorted(self.logs, key=lambda log: log.seed):
+        order = sorted(
+            self.logs, key=lambda log: (log.preset != "record", log.setting, log.seed))
+        for log in order:
             found.setdefault(log.setting, []).append(log)
-        order = sorted(found, key=lambda setting: (setting[0] != "record", setting))
-        return {setting: found[setting] for setting in order}
+        return found
 
     def measured(self):
         """(its logs, its parent's) in each setting of its own."""
         theirs = self.parent.runs() if self.parent else {}
-        return [(logs, theirs.get(setting, [])) for setting, logs in self.runs().items()]
+        for setting, logs in self.runs().items():
+            yield logs, theirs.get(setting, [])
 
 
-def check(name: str, found: dict, kinds: dict, needed):
-    """Raise LedgerError where a key is missing or unknown, or a value of another kind."""
-    if not isinstance(found, dict):
-        raise LedgerError(f"{name} has no usable form: {found!r:.60}; see records/README.md")
-    for key in needed:
-        if key not in found:
-            raise LedgerError(f"{name} lacks {key}; see records/README.md")
-    for key, value in found.items():
-        if key not in kinds:
-            raise LedgerError(f"{name} has {key}; known are {', '.join(kinds)}")
-        if not isinstance(value, kinds[key]):
-            kind = getattr(kinds[key], "__name__", kinds[key])
-            raise LedgerError(f"{name} has a {key} of another kind, {value!r}; it is {kind}")
+def check(found: dict, kinds: dict, needed):
+    """Raise ValueError where a key is missing or unknown, or a value of another kind."""
+    for key in [*needed, *found]:
+        kind = kinds.get(key, ())
+        if key not in found or not isinstance(found[key], kind):
+            raise ValueError(f"{key} is missing, unknown or of another kind; known are "
+                             f"{', '.join(kinds)}")
 
 
 def read_claim(folder: Path) -> dict:
     """What a folder's record.json says. Raises LedgerError."""
-    name = f"{folder.name}/record.json"
     try:
         claim = json.loads(read_text(folder / "record.json"))
-    except (ValueError, RecursionError) as error:
-        raise LedgerError(f"{name} has no usable form: {error}; see records/README.md") from None
-    check(name, claim, CLAIM, needed=("change", "parent", "published"))
-    if claim["published"]:
-        check(f"{name}: published", claim["published"], PUBLISHED, needed=PUBLISHED)
-    if claim.get("equality"):
-        check(f"{name}: equality", claim["equality"], EQUALITY, needed=EQUALITY)
-    if "|" in claim["change"] or "\n" in claim["change"]:
-        raise LedgerError(f"{name} has a change with a | or a line break, which tables cannot show")
-    if claim.get("gain") not in (None, *SEEDS):
-        raise LedgerError(f"{name} has gain {claim['gain']}; it is {', '.join(SEEDS)} or null")
+        check(claim, CLAIM, ("change", "parent", "published"))
+        for key, kinds in (("published", PUBLISHED), ("equality", EQUALITY)):
+            if claim.get(key):
+                check(claim[key], kinds, kinds)
+        if "|" in claim["change"] or "\n" in claim["change"]:
+            raise ValueError("change has a | or a line break, which tables cannot show")
+        if claim.get("gain") not in (None, *SEEDS):
+            raise ValueError(f"gain is {claim['gain']}; it is {', '.join(SEEDS)} or null")
+    except (LedgerError, OSError, TypeError, ValueError) as error:
+        raise LedgerError(f"{folder.name}/record.json: {error}; see records/README.md") from None
     return claim
 
 
 def find_records(folder: Path):
     """(records of a folder, oldest first, with their logs; what is wrong with other folders)."""
-    if not folder.is_dir():
-        raise LedgerError(f"{folder}: no such folder; give records/ or one record's folder")
     found, wrong = {}, []
     for home in sorted(folder.iterdir()):
-        if not (home / "record.json").exists():
-            if FOLDER_NAME.fullmatch(home.name):
-                wrong.append(f"{home.name}/record.json is missing")
+        if not (home / "record.json").exists() and not FOLDER_NAME.fullmatch(home.name):
             continue
         try:
             claim = read_claim(home)
@@ -143,17 +130,18 @@ def find_records(folder: Path):
 def read_run(path: Path) -> Log:
     """The log of a finished run of ours. Raises LedgerError."""
     log = read_log(path)
+    header, final = log.header, log.final
     if not log.finished:
         raise LedgerError(f"is no finished run: it ends at step {log.last_step} of "
                           f"{log.planned_steps}, or before its results")
     try:
-        for name, kind in NEEDED.items():
-            kind(log.header[name])
-        for name in ("val_loss", "train_time_ms"):
-            if not math.isfinite(float(log.final[name])):
-                raise ValueError(f"{name} is {log.final[name]}")
+        numbers = [FLOOR[log.preset], log.seed, int(header["world_size"]),
+                   float(header["target_loss"]), float(final["val_loss"]),
+                   float(final["train_time_ms"])]
     except (KeyError, ValueError) as error:
         raise LedgerError(f"cannot be read: {error!r}") from None
+    if not all(map(math.isfinite, numbers)):
+        raise LedgerError(f"cannot be read: its numbers are {numbers}")
     return log
 
 
@@ -187,14 +175,12 @@ def p_below(losses: list, target: float) -> float | None:
 
 def by_seed(logs: list) -> dict:
     """Seed: the mean loss and the mean time of its runs; on a GPU each one ends elsewhere."""
-    runs = {}
-    for log in logs:
-        runs.setdefault(log.seed, []).append(log)
     found = {}
-    for seed, some in runs.items():
-        loss = statistics.fmean(log.val_loss for log in some)
+    for seed in {log.seed for log in logs}:
+        some = [log for log in logs if log.seed == seed]
         times = [log.measured_ms for log in some if log.measured_ms]
-        found[seed] = loss, statistics.fmean(times) if times else None
+        time = statistics.fmean(times) if times else None
+        found[seed] = statistics.fmean(log.val_loss for log in some), time
     return found
 
 
@@ -229,19 +215,21 @@ def shows_gain(record: Record) -> bool:
         found = compare(logs, others)
         if not found or found.seeds != [*range(len(found.seeds))]:
             continue
-        alike = all(len({log.header.get(name) for log in logs + others}) == 1
-                    for name in TIMED_ALIKE)
         lower = found.shown and found.difference < 0
         higher = found.shown and found.difference > 0
         if gain == "loss" and lower and len(found.seeds) >= SEEDS["loss"]:
             return True
         faster = len(found.ratios) >= SEEDS["time"] and max(found.ratios) < 1
-        if gain == "time" and faster and alike and not higher:
+        alike = {tuple(log.header.get(name) for name in TIMED_ALIKE) for log in logs + others}
+        if gain == "time" and faster and not higher and len(alike) == 1:
             return True
     return False
 
 
 def is_retuned(log: Log, other: Log) -> bool:
     """Whether a rate that both know, or the length of validation rows, differs."""
-    return any(other.header.get(name, value) != value for name, value in log.header.items()
-               if name.endswith("_lr") or name == "val_seq_len")
+    for name, value in log.header.items():
+        known = name.endswith("_lr") or name == "val_seq_len"
+        if known and other.header.get(name, value) != value:
+            return True
+    return False

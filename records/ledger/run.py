@@ -21,16 +21,15 @@ from pathlib import Path
 
 import numpy as np
 from ledger import records
-from ledger.logs import LedgerError, Log, machine_words, read_log, read_text, sha256
+from ledger.logs import RULE, LedgerError, Log, machine_words, read_log, read_text, sha256
 from ledger.records import FLOOR, RULES, Record
 from ledger.scripts import apart, flag_words, imports_of, meaning, settings_of
 from shards import load_script
 
 REPO = Path(__file__).resolve().parents[2]
 RUNNING = set()  # processes
-# glibc keeps freed memory. Asking for new pages costs 8 % of the pocket's time.
+# glibc keeps freed memory, as in run.sh: asking for new pages costs 8 % of the pocket's time.
 ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
-COMPARABLE = ("val_files", "val_tokens")  # settings without which losses are not comparable
 
 
 # ---- Contestants ----
@@ -44,26 +43,21 @@ class Contestant:
     source: str
     runs: list  # what of the source decides a run, as JSON can hold it
     flags: dict[str, str]
-    settings: dict[str, str]  # all of its flags; empty where the script cannot be asked
+    settings: dict[str, str]  # all of its flags; where it cannot be asked, those given
     record: Record | None  # that it is, as it stands
     logs: list[Log] = field(default_factory=list)
 
 
-def flags_of(operand: str) -> dict:
-    """The flags of an operand `PATH:name=value,name=value`. Raises LedgerError."""
-    flags, words = {}, operand.partition(":")[2]
-    for item in re.split(r",(?=[a-zA-Z_]\w*=)", words) if words else ():
-        name, equals, flags[name] = item.partition("=")  # the value may have commas
+def contestant_of(operand: str, preset: str) -> Contestant:
+    """The contestant of `PATH` or `PATH:name=value,name=value`. Raises LedgerError."""
+    name, _, words = operand.partition(":")
+    path, flags = Path(name).resolve(), {}
+    for item in re.split(r",(?=[a-zA-Z_]\w*=)", words) if words else ():  # values may have commas
+        name, equals, flags[name] = item.partition("=")
         if not name.isidentifier() or not equals:
             raise LedgerError(f"{operand}: {item!r} is no flag; give name=value,name=value")
         if name in ("run_id", "preset", "seed"):
             raise LedgerError(f"{operand}: {name} is the ledger's; use --preset or --seeds")
-    return flags
-
-
-def contestant_of(operand: str, preset: str) -> Contestant:
-    """The contestant of `PATH` or `PATH:name=value,name=value`. Raises LedgerError."""
-    path, flags = Path(operand.partition(":")[0]).resolve(), flags_of(operand)
     script = path / "train_gpt.py" if path.is_dir() else path
     if script.suffix != ".py" or not script.is_file():
         raise LedgerError(f"{operand}: no script there; give a record folder or a .py file")
@@ -71,10 +65,11 @@ def contestant_of(operand: str, preset: str) -> Contestant:
     if path.is_dir() and records.FOLDER_NAME.fullmatch(path.name) and not flags:
         record = Record(path, records.read_claim(path))  # refused now, not after the training
     settings = settings_of(script, preset=preset, **flags)
-    name, source = re.sub(r"\W", "-", path.stem), read_text(script)
+    source = read_text(script)
     # Not in the threads of the runs: in Python 3.11 two threads that parse may fail.
     runs = [meaning(source), sorted(imports_of(source))]
-    return Contestant(operand, name, script, source, runs, flags, settings, record)
+    return Contestant(operand, re.sub(r"\W", "-", path.stem), script, source, runs, flags, settings,
+                      record)
 
 
 def contestants_of(operands: list, preset: str):
@@ -85,16 +80,14 @@ def contestants_of(operands: list, preset: str):
         for each in [str(claim.parent) for claim in inside] or [operand]:
             found.append(contestant_of(each, preset))
     for one, other in itertools.combinations(found, 2):
-        same_settings = (one.settings or one.flags) == (other.settings or other.flags)
-        if one.runs == other.runs and same_settings:
+        if (one.runs, one.settings) == (other.runs, other.settings):
             raise LedgerError(f"{other.operand} has the script and the settings of {one.operand}, "
                               "but for comments; give one")
-        for name in COMPARABLE:
+        for name in ("val_files", "val_tokens"):
             value, other_value = one.settings.get(name), other.settings.get(name)
             if value != other_value:
                 raise LedgerError(f"{other.operand} validates on {name} {other_value}, "
-                                  f"{one.operand} on {value}: losses on other tokens do not "
-                                  "compare; give all one")
+                                  f"{one.operand} on {value}: their losses do not compare")
     return found
 
 
@@ -136,13 +129,16 @@ def run_one(one: Contestant, seed: int, args) -> Log:
     path = args.out / "logs" / run_id / "log.txt"
     with contextlib.suppress(LedgerError, FileNotFoundError):
         log = read_log(path)
-        if log.finished and not log.resumed:
+        if log.finished and not log.resumed and log.jobs == str(args.jobs):
             return log
     shutil.rmtree(path.parent, ignore_errors=True)  # what is left of a run that was stopped
     flags = {"preset": args.preset, "seed": seed, "run_id": run_id, **one.flags}
     train(one.script, one.source, args.out, flags, args.nproc, threads)
     if args.jobs > 1:
-        path.write_text(f"{read_text(path)}jobs: {args.jobs}\n", encoding="utf-8", newline="")
+        text = read_text(path)
+        end = text.index(f"\n{RULE}\n", len(one.source) + len(RULE))  # of the header
+        text = f"{text[:end]}\njobs: {args.jobs}{text[end:]}"
+        path.write_text(text, encoding="utf-8", newline="")
     return read_log(path)
 
 
@@ -163,10 +159,11 @@ def run_all(contestants: list, args):
                                   f"{machine_words(first.setting)}; give another --out", 1)
             time = f" in {log.measured_ms / 1000:.2f} s" if log.measured_ms else ""
             print(f"{what}: {log.val_loss:.4f}{time}", file=sys.stderr, flush=True)
-    except (LedgerError, KeyboardInterrupt) as error:
-        stopped = isinstance(error, KeyboardInterrupt)
-        why = "stopped; the same command goes on" if stopped else f"{what}: {error}"
-        raise LedgerError(f"{why}; what is done is kept in {args.out}", 1) from None
+    except KeyboardInterrupt:
+        raise LedgerError("stopped; the same command goes on; what is done is kept in "
+                          f"{args.out}", 1) from None
+    except LedgerError as error:
+        raise LedgerError(f"{what}: {error}; what is done is kept in {args.out}", 1) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list(RUNNING):  # they stop at their next step
@@ -290,7 +287,7 @@ def run_again(script: Path, old: Log):
     with tempfile.TemporaryDirectory() as out:
         new = train(script, read_text(script), Path(out), flags, int(old.header["world_size"]),
                     old.header["threads"])
-        new.final["jobs"] = old.final.get("jobs", "1")  # which change no loss
+        new.header["jobs"] = old.jobs  # which change no loss
         (checkpoint,) = Path(out).glob("logs/replay/step-*.pt")
         try:
             return new, apart(judge, script, checkpoint, old.preset, device)
@@ -316,12 +313,6 @@ def wrong_with(old: Log, new: Log, found: dict):
     return [words for is_wrong, words in reasons if is_wrong]
 
 
-def bound_of(logs: list, count: int) -> float:
-    """How far the mean loss of so many seeds of these logs may move on another machine."""
-    spread = statistics.stdev(log.val_loss for log in logs) if len(logs) > 1 else 0
-    return BOUND * max(MOVES[logs[0].preset], math.sqrt(2) * spread) / math.sqrt(count)
-
-
 def replay(record: Record, chosen: list, logs: list):
     """What is wrong with some of a setting's logs, each of which is run again; it is told, too."""
     wrong, shifts, name = [], [], record.folder.name
@@ -336,7 +327,9 @@ def replay(record: Record, chosen: list, logs: list):
     if new.setting == old.setting and not new.on_gpu:
         words += "in the same setting"
     else:
-        bound = bound_of(logs, len(shifts))
+        spread = statistics.stdev(log.val_loss for log in logs) if len(logs) > 1 else 0
+        moves = max(MOVES[new.preset], math.sqrt(2) * spread)
+        bound = BOUND * moves / math.sqrt(len(shifts))
         words += f"where they may move by {bound:.4f}, on {machine_words(new.setting)}"
         if abs(mean) > bound:
             wrong.append(words)
@@ -348,20 +341,20 @@ def replay_all(chosen: list, seeds: int):
     """Replay seeds of each setting that this machine can run, and the parents': what is wrong."""
     from torch.cuda import device_count  # takes seconds
 
-    wrong = []
+    wrong, settings = [], []
     for record in chosen:
         for logs, others in record.measured():
-            if logs[0].on_gpu and device_count() < int(logs[0].header["world_size"]):
-                print(f"{record.folder.name}: {machine_words(logs[0].setting)}: this machine has "
-                      "no such GPUs; not run again", file=sys.stderr)
-                continue
-            pairs = [(record, logs)]
+            settings.append((record, logs))
             if others and record.parent not in chosen:
-                pairs.append((record.parent, others))
-            for one, theirs in pairs:
-                try:
-                    some = random.sample(theirs, min(seeds, len(theirs)))
-                    wrong += replay(one, some, theirs)
-                except LedgerError as error:
-                    wrong.append(f"{one.folder.name}: cannot be run again: {error}")
+                settings.append((record.parent, others))
+    for record, logs in settings:
+        name = record.folder.name
+        if logs[0].on_gpu and device_count() < int(logs[0].header["world_size"]):
+            print(f"{name}: {machine_words(logs[0].setting)}: this machine has no such GPUs; not "
+                  "run again", file=sys.stderr)
+            continue
+        try:
+            wrong += replay(record, random.sample(logs, min(seeds, len(logs))), logs)
+        except LedgerError as error:
+            wrong.append(f"{name}: cannot be run again: {error}")
     return wrong

@@ -50,14 +50,12 @@ def imports_of(source: str) -> set:
 
 # ---- What changed ----
 def sections(source: str) -> dict:
-    """Title: (line numbers, lines), by the headings of our scripts."""
+    """Title: {number: line}, by the headings of our scripts."""
     found, title = {}, "(docstring and imports)"
     for number, line in enumerate(source.splitlines(), 1):
         if match := HEADING.fullmatch(line):
             title = match[1]
-        numbers, lines = found.setdefault(title, ([], []))
-        numbers.append(number)
-        lines.append(line)
+        found.setdefault(title, {})[number] = line
     return found
 
 
@@ -65,56 +63,45 @@ def sections(source: str) -> dict:
 def diff_sources(a: str, b: str) -> dict:
     """Section: what changed in it from source `a` to source `b`, in groups with lines around each.
 
-    A group is a list of pairs, the old lines and the new ones, each as {number: line}. Lines that
-    stayed are equal in both, up to their numbers.
+    A group is a list of (whether they are equal, old lines, new ones), each as {number: line}.
     """
-    before, after = sections(a), sections(b)
-    found = {}
+    before, after, found = sections(a), sections(b), {}
     for title in after | before:
-        old_numbers, old = before.get(title, ([], []))
-        numbers, new = after.get(title, ([], []))
-        groups = []
+        old, new = before.get(title, {}), after.get(title, {})
         # Not difflib.unified_diff, whose autojunk aligns no line that is frequent in a section.
-        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+        matcher = difflib.SequenceMatcher(None, [*old.values()], [*new.values()], autojunk=False)
+        old, new = list(old.items()), list(new.items())
         for group in matcher.get_grouped_opcodes():
-            pairs = []
-            for _, i, i_end, j, j_end in group:
-                pairs.append((dict(zip(old_numbers[i:i_end], old[i:i_end])),
-                              dict(zip(numbers[j:j_end], new[j:j_end]))))
-            groups.append(pairs)
-        if groups:
-            found[title] = groups
+            parts = []
+            for tag, i, i_end, j, j_end in group:
+                parts.append((tag == "equal", dict(old[i:i_end]), dict(new[j:j_end])))
+            found.setdefault(title, []).append(parts)
     return found
-
-
-def stayed(old: dict, new: dict) -> bool:
-    return [*old.values()] == [*new.values()]
-
-
-def count_lines(groups: list) -> str:
-    """How many lines came and went."""
-    changed = [pair for group in groups for pair in group if not stayed(*pair)]
-    removed, added = (sum(map(len, lines)) for lines in zip(*changed))
-    return f"+{added} −{removed}"
-
-
-def count_changes(a: str, b: str) -> str:
-    groups = diff_sources(a, b).values()
-    return count_lines(sum(groups, [])) if groups else "+0 −0"
 
 
 def unified(groups: list):
     """Lines as a unified diff has them."""
+    lines = []
     for group in groups:
-        old, new = group[0]
+        _, old, new = group[0]
         # 0 where the file has no such section
-        yield f"@@ -{min(old, default=0)} +{min(new, default=0)} @@"
-        for old, new in group:
-            if stayed(old, new):
-                yield from (f" {line}" for line in old.values())
-            else:
-                yield from (f"-{line}" for line in old.values())
-                yield from (f"+{line}" for line in new.values())
+        lines.append(f"@@ -{min(old, default=0)} +{min(new, default=0)} @@")
+        for equal, old, new in group:
+            lines += [f"{' ' if equal else '-'}{line}" for line in old.values()]
+            if not equal:
+                lines += [f"+{line}" for line in new.values()]
+    return lines
+
+
+def count_lines(groups: list) -> str:
+    """How many lines came and went."""
+    text = "\n".join(["", *unified(groups)])
+    added, removed = text.count("\n+"), text.count("\n-")
+    return f"+{added} −{removed}"
+
+
+def count_changes(a: str, b: str) -> str:
+    return count_lines(sum(diff_sources(a, b).values(), []))
 
 
 # ---- What a script says of itself, by being run ----
@@ -143,11 +130,11 @@ def read_settings(script: Path, flags: dict) -> dict:
 @functools.cache
 def settings_of(script: Path, /, **flags) -> dict:
     """A script's hyperparameters with these flags, by its own parser. Raises LedgerError."""
-    source = read_text(script)
     try:
-        meaning(source)  # raises where it is no Python
+        source = read_text(script)
+        ast.parse(source)
         if "\ndef parse_args(" not in source:
-            return {}  # it might train at once
+            return flags  # it might train at once
         return apart(read_settings, script, flags)
     except (LedgerError, BrokenProcessPool, SyntaxError) as error:
         raise LedgerError(f"{script.parent.name}/{script.name}: {error}") from None

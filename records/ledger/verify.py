@@ -18,15 +18,14 @@ from ledger.scripts import BANNER, above, imports_of, meaning, settings_of
 # the script finds out itself.
 FREE = set("""seed device run_id resume save_every val_every warmup_steps sequences_per_forward
     head_chunks""".split())
-CHANGE = re.compile(r'^Parent: \S+ Change: (.*?)(?:\n\n|""")', re.M | re.S)
 NAMED = re.compile(r"^Record: (\w[\w-]*)", re.M)  # in a docstring
 FILES = {"README.md", "record.json", "train_gpt.py", "logs"}  # of a record's folder
 UNREADABLE = LedgerError, OSError, SyntaxError, ValueError
 
 
 # ---- What is wrong ----
-def folder_findings(record: Record):
-    """A folder's name, a parent, a page's title and files that are not as they have to be."""
+def folder_findings(record: Record, root: Path):
+    """A folder, its page and its script that are not as they have to be."""
     folder, parent, found = record.folder, record.claim["parent"], []
     if not FOLDER_NAME.fullmatch(folder.name):
         found.append("the folder's name is not a date and a name, YYYY-MM-DD_Name")
@@ -39,21 +38,13 @@ def folder_findings(record: Record):
         if path.name not in FILES and (path.parent == folder or path.suffix != ".txt"):
             name = path.relative_to(folder)
             found.append(f"its folder has {name}, which no record needs; delete it")
-    return found
 
-
-def script_findings(record: Record, root: Path):
-    """A harness that is not the root's; a docstring that is not its own."""
     script, _, harness = record.script.partition(BANNER)
-    found, parent = [], record.claim["parent"] or "none"
-    if f"\nParent: {parent}. " not in script:
-        found.append(f"train_gpt.py's docstring does not say `Parent: {parent}.`")
-    if record.parent:
-        change = CHANGE.findall(script)
-        if not change or change == CHANGE.findall(record.parent.script):
-            found.append("train_gpt.py's docstring does not say `Change: …` in words of its own")
+    words = f"Parent: {parent}. Change: " if parent else "Parent: none. "
+    if f"\n{words}" not in script:
+        found.append(f"train_gpt.py's docstring does not say `{words.strip()}`")
     for name in NAMED.findall(ast.get_docstring(ast.parse(script)) or ""):
-        if name != record.folder.name:
+        if name != folder.name:
             found.append(f"train_gpt.py's docstring says `Record: {name}`, which is not its folder")
     if harness != read_text(root).partition(BANNER)[2]:
         found.append("train_gpt.py is not the root's, byte for byte, from its banner on; "
@@ -71,15 +62,14 @@ def log_findings(log: Log, settings: dict):
         found.append(f"its final val_loss is {log.val_loss}, its steps say {loss:g}")
     if abs(log.train_time_ms - ms) > 1 + log.train_time_ms / 1000:
         found.append(f"its final train_time_ms is {log.train_time_ms:g}, its steps say {ms:g}")
-    steps = [header.get("num_iterations"), log.final.get("steps"), str(log.last_step)]
-    if len(set(steps)) > 1:
-        found.append(f"began as a run of {steps[0]} steps and has {steps[2]}, by its results "
-                     f"{steps[1]}")
+    if header.get("num_iterations") != str(log.last_step):
+        found.append(f"began as a run of {header.get('num_iterations')} steps and has "
+                     f"{log.last_step}")
     for name in (*SETTING, "val_digest"):  # of the process that it began in, and that it ended in
         began, ended = header.get(name), log.final.get(name)
         if None not in (began, ended) and began != ended:
             found.append(f"was resumed where {name} is {ended}; it began with {began}")
-    if header["device"].startswith("host standing in for"):
+    if header.get("device", "").startswith("host standing in for"):
         found.append(f"was made on a {header['device']}, which measures nothing")
     if log.val_loss < floor:
         found.append(f"says a loss of {log.val_loss:.4f}: no honest model gets below {floor}")
@@ -90,22 +80,18 @@ def log_findings(log: Log, settings: dict):
     return found
 
 
-def source_findings(log: Log, source: str | None, script: str):
-    """A log that another script wrote, or that has no source."""
-    if not source:
-        return ["has no source, nor has another log that has its sha256; one of each is kept whole"]
-    if meaning(above(source)) != meaning(above(script)):
-        return ["was not written by this train_gpt.py: it differs above the banner"]
-    return []
-
-
 def logs_findings(record: Record):
     """What is wrong with a record's logs, each by itself and beside the others."""
     found, runs = list(record.damaged), {}
     sources = {log.source_sha256: log.source for log in record.logs if log.source}
     for log in record.logs:
         wrong = log_findings(log, settings_of(record.path, preset=log.preset))
-        wrong += source_findings(log, sources.get(log.source_sha256), record.script)
+        source = sources.get(log.source_sha256)
+        if not source:
+            wrong.append("has no source, nor has another log that has its sha256; one of each is "
+                         "kept whole")
+        elif meaning(above(source)) != meaning(above(record.script)):
+            wrong.append("was not written by this train_gpt.py: it differs above the banner")
         if log.path.name != file_name(log):
             wrong.append(f"is not called {file_name(log)}, which is made from what is in it")
         same = runs.setdefault(log.losses, log)
@@ -115,14 +101,13 @@ def logs_findings(record: Record):
     return found
 
 
-def record_findings(record: Record, root: Path):
-    """Every claim of a record that its files do not bear."""
-    found = folder_findings(record) + script_findings(record, root) + logs_findings(record)
+def gain_findings(record: Record):
+    """A gain that is claimed and not shown."""
     gain = record.claim.get("gain")
-    if gain and not records.shows_gain(record):
-        found.append(f"it claims a gain in {gain} over its parent, and its runs do not show it: "
-                     f"that needs {SEEDS[gain]} pairs in one setting, of seeds from 0 on")
-    return found
+    if not gain or records.shows_gain(record):
+        return []
+    return [f"it claims a gain in {gain} over its parent, and its runs do not show it: "
+            f"that needs {SEEDS[gain]} pairs in one setting, of seeds from 0 on"]
 
 
 def page_findings(folder: Path, known: list, only: str | None):
@@ -136,8 +121,7 @@ def page_findings(folder: Path, known: list, only: str | None):
         if only not in (None, path.parent.name):
             continue
         try:
-            text = read_text(path)
-            if pages.filled(path, text, parts) != text:
+            if pages.filled(path, parts) != read_text(path):
                 name = path.relative_to(folder.parent)
                 found.append(f"{name} is not what `list --write` gives")
         except UNREADABLE as error:
@@ -146,8 +130,8 @@ def page_findings(folder: Path, known: list, only: str | None):
 
 
 def copies(known: list):
-    """Records that say, or do, what another one does."""
-    found, numbers, scripts = [], {}, {}
+    """Records that compute what another one does, or have its public number."""
+    found, scripts, numbers = [], {}, {}
     for record in known:
         name = record.folder.name
         with contextlib.suppress(*UNREADABLE):  # which is told elsewhere
@@ -187,13 +171,14 @@ def verify(folder: Path, only: str | None):
     chosen = [one for one in known if only in (None, one.folder.name)]
     if not chosen and not findings:
         raise LedgerError(f"{folder / (only or '')} has no record.json; give records/ or a record")
-    root, notes, stale = folder.parent / "train_gpt.py", [], 0
+    root, is_one = folder.parent / "train_gpt.py", bool(only)
+    notes, stale = [], 0
     for record in chosen:
         try:
-            found = record_findings(record, root)
+            is_one |= record.script == read_text(root)
+            found = folder_findings(record, root) + logs_findings(record) + gain_findings(record)
             notes += notes_on(record)
-            written_by = {log.source_sha256 for log in record.logs}
-            stale += not written_by <= {sha256(record.script)}
+            stale += any(log.source_sha256 != sha256(record.script) for log in record.logs)
         except UNREADABLE as error:
             found = [str(error)]
         findings += [f"{record.folder.name}: {text}" for text in found]
@@ -203,14 +188,8 @@ def verify(folder: Path, only: str | None):
     findings += page_findings(folder, known, only)
     if not only:
         findings += copies(known)
-        same = []
-        for record in known:
-            with contextlib.suppress(*UNREADABLE):
-                if record.script == read_text(root):
-                    same.append(record.folder.name)
-        if len(same) != 1:
-            findings.append("the root's train_gpt.py has the bytes of "
-                            f"{' and '.join(same) or 'no record'}; it has to have those of one")
+    if not is_one:
+        findings.append("the root's train_gpt.py has the bytes of no record")
     return chosen, findings, notes
 
 
@@ -220,29 +199,25 @@ def file_name(log: Log) -> str:
 
 
 def record_of(log: Log, known: list) -> Record:
-    """The record whose script wrote a log. Raises LedgerError where it is none, or is not fit."""
-    alike = []
+    """The record whose script wrote a log. Raises LedgerError where it is none."""
     for record in known:
+        source = log.source
         with contextlib.suppress(*UNREADABLE):  # one that cannot be read wrote none
-            script = record.script
-            others = [one.source for one in record.logs if one.source_sha256 == log.source_sha256]
-            source = log.source or next(filter(None, others), None)
-            if log.source_sha256 == sha256(script):
-                alike.insert(0, record)  # rather than one that differs in comments
-            elif source and meaning(above(source)) == meaning(above(script)):
-                alike.append(record)
-    if not alike:
-        raise LedgerError("its source is no record's; make it one first (records/README.md)")
-    wrong = log_findings(log, settings_of(alike[0].path, preset=log.preset))
-    if wrong:
-        raise LedgerError("; ".join(wrong))
-    return alike[0]
+            for one in record.logs:
+                if one.source_sha256 == log.source_sha256:
+                    source = source or one.source
+            if source and meaning(above(source)) == meaning(above(record.script)):
+                return record
+    raise LedgerError("its source is no record's; make it one first (records/README.md)")
 
 
 def file_log(path: Path, folder: Path, known: list) -> str:
     """Copy a log into the folder of its record, and say where it went."""
     log = read_run(path)
     record = record_of(log, known)
+    wrong = log_findings(log, settings_of(record.path, preset=log.preset))
+    if wrong:
+        raise LedgerError("; ".join(wrong))
     for one in record.logs:  # once more the same run, or a CPU's of the same machine
         if (one.losses, one.seed, one.setting) == (log.losses, log.seed, log.setting):
             return f"{path} is there: {one.path.relative_to(folder)}"

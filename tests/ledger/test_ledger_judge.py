@@ -66,15 +66,12 @@ ONE_HOT = "x = x + 3 * nn.functional.one_hot({}.long(), 16)"
     ("x = self", "x = self", {}),
     ("return x\n", ONE_HOT.format("inputs.roll(-1, 1)") + "; return x\n", {"leaks": True}),
     ("return x\n", ONE_HOT.format("inputs[:, -1:]") + "; return x\n", {"leaks": True}),
-    ("return x.float()", "return x + 0.5 * x.roll(-1, 0)",
-     {"leaks": True, "mixes": True}),
     ("return x.float()",  # a mistake that anyone makes
      "return x + nn.functional.avg_pool1d(x.T[None], 3, 1, 1)[0].T",
      {"leaks": True, "mixes": True}),
-    ("return x\n", "return x + 9 * x.mean((0, 1))\n", {"leaks": True, "mixes": True}),
     ("return x\n", "return x + 9 * x[:1, :1]\n", {"mixes": True}),  # of the first row
-    ("return x\n", "self.sum = getattr(self, 'sum', 0) + 1; return x * self.sum\n",
-     {"leaks": True, "mixes": True}),
+    ("return x\n",  # of how many rows were seen before
+     "self.n = getattr(self, 'n', 0) + 1; return x * (1 + (self.n > 9))\n", {"mixes": True}),
     ("cfg.seed)))", "3)))", {"seedless": True})])
 def test_the_judge_takes_the_logits_alone(old, new, wrong, tmp_path, monkeypatch):
     """Of a table of logits, whose loss numpy knows, saved by a script."""
@@ -115,9 +112,10 @@ def test_the_judge_leaves_out_what_the_last_validation_leaves_out(
              after=np.arange(128, 256), after_ends=[128])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(rules.RULES, "pocket", rules.RULES["pocket"] | {"val_tokens": "8192"})
-    flags = {"preset": "pocket", "device": "cpu", "num_iterations": 2, "save_every": 2,
-             "warmup_steps": 0, "val_tokens": 8192, "val_seq_len": 512, "run_id": "a",
-             "canonical_file": "pairs.npz"}
+    flags = {
+        "preset": "pocket", "device": "cpu", "num_iterations": 2, "save_every": 2,
+        "warmup_steps": 0, "val_tokens": 8192, "val_seq_len": 512, "run_id": "a",
+        "canonical_file": "pairs.npz"}
     assert load_script(record).main(flag_words(flags)) == 0
     log = run.read_log(tmp_path / "logs/a/log.txt")
     (unmasked,) = re.findall(r"without the mask of canonical tokens: (\S+)", log.body)
@@ -171,8 +169,7 @@ def test_replay_tells_what_the_judge_finds(name, value, words, records, verdict,
 
 @pytest.mark.parametrize("spread, seeds, moves", [
     (0.001, 1, 0.025), (0.001, 4, 0.025), (0.1, 1, 2**0.5 * 0.1 * (10 / 9) ** 0.5)])
-@pytest.mark.parametrize("share, is_wrong", [(0.97, False), (-0.97, False), (1.03, True),
-                                             (-1.03, True)])
+@pytest.mark.parametrize("share, is_wrong", [(0.97, False), (-1.03, True), (1.03, True)])
 def test_elsewhere_the_mean_is_held_to_the_records_own_spread(
         spread, seeds, moves, share, is_wrong, records, verdict, capsys):
     """Honest seeds move both ways: of four times as many, the mean moves half as far."""

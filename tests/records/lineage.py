@@ -23,7 +23,7 @@ CLASSES = 160  # of the sampled softmax
 
 
 class Record(NamedTuple):
-    """A record's folder, and the key of its station: its public number if it names no other."""
+    """A record's folder, and the key of its station: its public number, or the step's name."""
 
     folder: Path
     key: int | str | None
@@ -47,7 +47,8 @@ def find_records():
     for path in sorted((REPO / "records").glob("20*/record.json")):
         claim = json.loads(path.read_text())
         number = claim["published"] and claim["published"]["number"]
-        records.append(Record(path.parent, claim.get("station", number)))
+        key = number or path.parent.name.split("_")[1]  # 92a of 2026-08-30_92a_FewerHeads
+        records.append(Record(path.parent, key))
     return records
 
 

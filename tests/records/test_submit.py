@@ -31,7 +31,7 @@ def submit(project, parent):
     claim = json.loads((folder / "record.json").read_text())
     claim |= dict(
         change="Muon's rate is a thousandth higher",
-        parent=parent.name, published=None, modelled_minutes=None, equality=None, gain=None)
+        parent=parent.name, published=None)
     (folder / "record.json").write_text(json.dumps(claim))
 
 

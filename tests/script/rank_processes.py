@@ -9,8 +9,10 @@ import uuid
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tiny_runs import to_argv
 
 import train_gpt
 
@@ -19,6 +21,16 @@ FORKS.set_forkserver_preload(["test_distributed", "test_survival"])
 
 
 THREADS_LEFT = 70  # an exit code of these tests alone
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, write_shard):
+    """The flags of two training shards and one for validation."""
+    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    # Tokens of two short steps and a long one, of a long one, then the second epoch
+    for name, count in (("train_0", 2100), ("train_1", 1600), ("val_0", 1200)):
+        write_shard(folder / f"{name}.bin", draw.integers(0, 257, count))
+    return dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin")
 
 
 class Run:
@@ -75,7 +87,7 @@ def start_run(cwd, flags, nproc=1, fault=None):
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns where there is no network
         multiprocessing.forkserver.ensure_running()
     store = f"file://{cwd}/store-{uuid.uuid4()}"  # where ranks meet; a port might be taken
-    argv = [*map(str, flags), "--run_id", "x"]
+    argv = to_argv(flags | dict(run_id="x"))
     for rank in range(nproc):
         (cwd / f"losses-{rank}").write_text("")
     processes = [FORKS.Process(target=run_rank, args=(rank, nproc, store, cwd, argv, fault))

@@ -4,19 +4,21 @@ import re
 
 import numpy as np
 import pytest
+import rank_processes
 import torch
 from rank_processes import start_run
-from tiny_runs import FLAGS, GROWING, STEPS, to_argv
+from tiny_runs import FLAGS, GROWING, STEPS
 
 import train_gpt
+
+files = rank_processes.files  # a fixture
 
 # Ranks sum in another order than one process does, and steps make some 10^5 times as much of the
 # difference, since Muon brings what is next to nothing up to size. The runs compute in float64, in
 # which that is about 1e-11 of a loss, and anything but rounding would show.
 LOSS_RTOL, STATE_RTOL = 1e-9, 1e-6
 MODEL = FLAGS | GROWING | dict(  # stages begin at steps 2, 4 and 5
-    save_every=STEPS, val_tokens=1500, sequences_per_step=6, sequences_per_forward=4,
-    sequence_stride=5)
+    save_every=STEPS, val_tokens=1000, sequences_per_step=6, sequence_stride=5)
 
 
 def in_float64(rank):
@@ -35,21 +37,18 @@ def in_float64(rank):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, write_shard):
+def runs(tmp_path_factory, files):
     """The run on one rank and that on three."""
-    data, generator = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    for name, count in (("train_0", 3500), ("train_1", 2500), ("val_0", 1700)):
-        write_shard(data / f"{name}.bin", generator.integers(0, 257, count))
-    files = dict(train_files=f"{data}/train_*.bin", val_files=f"{data}/val_*.bin")
-    flags = to_argv(MODEL | files)
-    runs = [start_run(tmp_path_factory.mktemp("run"), flags, size, in_float64) for size in (1, 3)]
+    runs = []
+    for size in (1, 3):
+        runs.append(start_run(tmp_path_factory.mktemp("run"), MODEL | files, size, in_float64))
     for run in runs:
         assert not any(run.wait()), run.err()
     return runs
 
 
 def test_three_ranks_compute_what_one_does(runs):
-    """In validation 6 sequences, of which the last is short; the last rank has none."""
+    """In validation 4 sequences, of which the last is short; the last rank has none."""
     one, three = runs
     losses = one.mean_losses()
     assert len(losses) == STEPS

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import rank_processes
 import torch
 from rank_processes import Run, at_each_step, start_run
 from test_checkpoints import equal
@@ -27,44 +28,28 @@ from tiny_runs import FLAGS, GROWING, to_argv
 
 import train_gpt
 
+files = rank_processes.files  # a fixture
+
 STEPS = 10
 # Stages begin at steps 0, 2, 4 and 6. At 4 the embedding leaves the head. Adam rests at even steps,
 # which are those that may be saved.
 MODEL = FLAGS | GROWING | dict(
-    num_iterations=STEPS, extension_steps=4, val_every=2, val_tokens=1000)
-AUTO = ("--save_every", 2, "--resume", "auto")
-TERM, INT = signal.SIGTERM, signal.SIGINT
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory, write_shard):
-    """A folder with two training shards and one for validation."""
-    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    # Tokens of two short steps and a long one, of a long one, then the second epoch
-    for name, count in (("train_0", 2100), ("train_1", 1600), ("val_0", 1200)):
-        write_shard(folder / f"{name}.bin", draw.integers(0, 257, count))
-    return folder
-
-
-def flags(data, args):
-    files = dict(train_files=f"{data}/train_*.bin", val_files=f"{data}/val_*.bin")
-    return [*to_argv(MODEL | files), *args]
+    num_iterations=STEPS, extension_steps=4, val_every=2, val_tokens=1000, resume="auto")
 
 
 @pytest.fixture
-def start(data, tmp_path):
-    """`start(*args, nproc=1, fault=None)` starts a run in tmp_path; again, it is the same run."""
-    def start(*args, nproc=1, fault=None, cwd=tmp_path):
-        cwd.mkdir(exist_ok=True)
-        return start_run(cwd, flags(data, args), nproc, fault)
+def start(files, tmp_path):
+    """`start(nproc=1, fault=None, ...)` starts a run in tmp_path; again, it is the same run."""
+    def start(nproc=1, fault=None, cwd=tmp_path, **flags):
+        return start_run(cwd, MODEL | files | flags, nproc, fault)
 
     return start
 
 
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
+def whole(files, tmp_path_factory):
     """The run without any fault, on one rank."""
-    run = start_run(tmp_path_factory.mktemp("whole"), flags(data, AUTO))
+    run = start_run(tmp_path_factory.mktemp("whole"), MODEL | files | dict(save_every=2))
     assert run.wait() == [0], run.err()
     return run
 
@@ -79,8 +64,6 @@ def assert_goes_on(run, whole, step):
     assert state.keys() == expected.keys()
     for key in state.keys() - {"settings", "train_time_ms"}:
         assert equal(state[key], expected[key]), key
-    trained = re.findall(r"^step:(\d+)/10 train_loss", run.log().rpartition("resumed at ")[2], re.M)
-    assert trained == [str(number) for number in range(step + 1, STEPS + 1)]
 
 
 # Faults, to be bound by `partial` up to the last argument, the rank
@@ -113,22 +96,6 @@ def closed_terminal(step, on_hangup, rank):
     at_step(step, 0, lambda losses: os.close(other_end), rank)
 
 
-def test_two_ranks_resume_as_two_or_one(start, tmp_path):
-    """All ranks take the checkpoint before a damaged one."""
-    first = start("--save_every", 4, nproc=2)
-    assert first.wait() == [0, 0], first.err()
-    newest = first.folder / f"step-{STEPS:06d}.pt"
-    newest.write_bytes(newest.read_bytes()[:-1])
-    for nproc in (2, 1):
-        shutil.copytree(first.folder, (cwd := tmp_path / str(nproc)) / "logs" / "x")
-        run = start("--resume", "auto", nproc=nproc, cwd=cwd)
-        assert run.wait() == [0] * nproc, run.err()
-        assert re.search(f"skipped .*{newest.name}: no whole checkpoint", run.err())
-        assert "resumed at step:8 from logs/x/step-000008.pt" in run.out()
-        rtol = 0 if nproc == 2 else 1e-5  # fewer ranks sum in another order
-        np.testing.assert_allclose(run.mean_losses(), first.mean_losses()[8:], rtol=rtol)
-
-
 def killed_in_second_save(moment, rank):
     """SIGKILL, in or around a function that does not come to its end."""
     owner, name = (torch, "save") if moment == "half-written" else (Path, "replace")
@@ -147,17 +114,34 @@ def killed_in_second_save(moment, rank):
     setattr(owner, name, die)
 
 
-@pytest.mark.parametrize("moment", ["half-written", "after rename"])
-def test_killed_in_a_save(start, whole, moment):
+def die_or_be_told(rank):
+    """At step 4 rank 1 is killed and rank 0 gets a SIGTERM, as from torchrun."""
+    signalled(4, signal.SIGKILL, rank=1)(rank)
+    signalled(4, signal.SIGTERM)(rank)
+
+
+def minus_infinity(losses):
+    losses[0] = -torch.inf
+
+
+def fill_disk(losses):
+    """From here on no file may grow beyond a part of a checkpoint, which stands for a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+
+# Together these resume from within a shard, from the end of one and from the middle of an epoch,
+# from the beginning of each stage and after it.
+
+
+@pytest.mark.parametrize("moment, step", [("half-written", 4), ("after rename", 8)])
+def test_a_run_that_is_killed_in_a_save_goes_on_to_the_bit(start, whole, moment, step):
     """What the killed save leaves behind does no harm; the checkpoint before it is used. The log
     goes on, and the clock."""
-    args = ("--save_every", 4, "--resume", "auto")  # saves 4 and 8
-    step = 8 if moment == "after rename" else 4
-    run = start(*args, fault=partial(killed_in_second_save, moment))
+    run = start(save_every=4, fault=partial(killed_in_second_save, moment))
     assert run.wait() == [-signal.SIGKILL]
     log, saved = run.log(), run.state(step)
 
-    run = start(*args)
+    run = start(save_every=4)
     assert_goes_on(run, whole, step)
     assert not list(run.folder.glob("*.tmp"))
     assert run.log().startswith(log)
@@ -167,98 +151,76 @@ def test_killed_in_a_save(start, whole, moment):
 
 
 @pytest.mark.parametrize("nproc, fault, every, code, saved", [
-    # Saved where no gradients are left over; a stage begins there, at 4 the embedding is untied.
-    (1, signalled(3, INT), 100, 1, [4]),
-    (2, signalled(4, TERM, rank=1), 100, 1, [6]),
-    (1, signalled(STEPS - 1, TERM), 100, 0, [STEPS]),
-    (1, signalled(4, TERM), 0, 1, []),
+    (1, signalled(3, signal.SIGINT), 100, 1, [4]),
+    (2, signalled(4, signal.SIGTERM, rank=1), 100, 1, [6]),  # where no gradients are left over
+    (1, signalled(STEPS - 1, signal.SIGTERM), 100, 0, [STEPS]),
+    (1, signalled(4, signal.SIGTERM), 0, 1, []),
     (1, partial(closed_terminal, 5, signal.SIG_DFL), 100, 1, [6]),
     (1, partial(closed_terminal, 5, signal.SIG_IGN), 100, 0, [STEPS]),
 ], ids=["Ctrl-C", "a rank", "at the end", "without saves", "terminal", "nohup"])
 def test_a_signal_ends_a_run_at_a_save_from_which_it_goes_on(
     start, whole, nproc, fault, every, code, saved
 ):
-    args = ("--save_every", every, "--resume", "auto")
-    run = start(*args, nproc=nproc, fault=fault)
+    run = start(nproc, fault, save_every=every)
     assert run.wait() == [code] * nproc and run.err() == "", run.err()
     assert run.saved() == saved
     said = "stopped by a signal; what --save_every saved goes on by --run_id x --resume auto\n"
     assert run.log().count(said) == code
     assert len({len(run.losses(rank)) for rank in range(nproc)}) == 1, "all stop at one step"
     if nproc == 1 and code and saved:
-        assert_goes_on(start(*args), whole, saved[-1])
+        assert_goes_on(start(save_every=every), whole, saved[-1])
 
 
-def die_or_be_told(rank):
-    """At step 4 rank 1 is killed and rank 0 gets a SIGTERM, as from torchrun."""
-    signalled(4, signal.SIGKILL, rank=1)(rank)
-    signalled(4, signal.SIGTERM)(rank)
+def test_two_ranks_resume_as_two_or_one(start, tmp_path):
+    """All ranks take the checkpoint before a damaged one."""
+    first = start(2, save_every=4)
+    assert first.wait() == [0, 0], first.err()
+    newest = first.folder / f"step-{STEPS:06d}.pt"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    for nproc in (2, 1):
+        shutil.copytree(first.folder, (cwd := tmp_path / str(nproc)) / "logs" / "x")
+        run = start(nproc, cwd=cwd)
+        assert run.wait() == [0] * nproc, run.err()
+        assert re.search(f"skipped .*{newest.name}: no whole checkpoint", run.err())
+        assert "resumed at step:8 from logs/x/step-000008.pt" in run.out()
+        rtol = 0 if nproc == 2 else 1e-5  # fewer ranks sum in another order
+        np.testing.assert_allclose(run.mean_losses(), first.mean_losses()[8:], rtol=rtol)
 
 
-def test_rank_told_to_stop_because_another_died_does_not_hang(start):
-    run = start("--save_every", 2, nproc=2, fault=die_or_be_told)
+def test_a_rank_told_to_stop_because_another_died_does_not_hang(start):
+    run = start(2, die_or_be_told, save_every=2)
     codes = run.wait()
     assert codes[0] != 0 and codes[1] == -signal.SIGKILL
     assert run.saved() == [2, 4] and "Connection " in run.err(), run.err()
 
 
-def minus_infinity(losses):
-    losses[0] = -torch.inf
+def test_a_loss_of_one_rank_that_is_not_finite_ends_all(start):
+    run = start(2, partial(at_step, 5, 1, minus_infinity), save_every=2)
+    assert run.wait() == [2, 2]
+    said = "train_gpt.py: error: step 5: the loss is -inf; lower the learning rates\n"
+    assert run.err() == said and run.saved() == [2, 4] and "---" not in run.log()
 
 
-def nan_from(when, rank):
-    """From the update of a step on Muon gives NaN; the losses until then are finite."""
-    rule, begun = train_gpt.muon_update, []
-
-    def spoil(weight, *args, **options):
-        rule(weight, *args, **options)
-        if begun:
-            weight.view(-1)[-1] = torch.nan
-
-    at_step(when, rank, begun.append, rank)
-    train_gpt.muon_update = spoil
-
-
-def fill_disk(losses):
-    """From here on no file may grow beyond a part of a checkpoint, which stands for a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-
-
-@pytest.mark.parametrize("nproc, fault, said, good", [
-    (2, partial(at_step, 5, 1, minus_infinity), "step 5: the loss is -inf; lower the learn", 4),
-    # What an update leaves is seen in the next loss, and in the last validation.
-    (1, partial(nan_from, 5), "step 6: the loss is nan; lower the learning rates", 4),
-    (1, partial(nan_from, STEPS - 1), f"step:{STEPS}/10 val_loss:nan; lower the learning rates", 8),
-    (1, partial(at_step, 3, 0, fill_disk), "step-000004.pt: not written ([Errno 27] File too", 2),
-], ids=["loss", "weights", "last weights", "disk"])
-def test_what_goes_wrong_ends_the_run_in_one_line_and_what_was_saved_goes_on(
-    start, whole, nproc, fault, said, good
-):
-    """From the newest checkpoint that is finite; one that is not is never taken."""
-    run = start(*AUTO, "--val_every", 0, nproc=nproc, fault=fault)
-    codes = run.wait()
-    assert codes[0] == 2 and 0 not in codes
-    assert run.err().count("\n") == 1 and said in run.err(), run.err()
-    assert good in run.saved() and "---" not in run.log()
-    if nproc == 1:
-        assert_goes_on(start(*AUTO), whole, good)
-    else:
-        assert len(run.losses(1)) - len(run.losses(0)) <= 1, "none goes on alone"
+def test_a_run_goes_on_once_a_full_disk_has_room(start, whole):
+    run = start(fault=partial(at_step, 3, 0, fill_disk), save_every=2)
+    assert run.wait() == [2] and run.err().count("\n") == 1
+    assert "step-000004.pt: not written ([Errno 27] File too large); make room" in run.err()
+    assert_goes_on(start(save_every=2), whole, 2)
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_after_a_killed_worker(tmp_path, data):
+def test_torchrun_restarts_after_a_killed_worker(tmp_path, files):
     """As the page says: the rank that comes first must not find its dead peer in a store."""
     # Python imports it before the script. Once restarted, rank 0 comes first.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
         "if os.environ.get('RANK') == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':\n"
         "    time.sleep(3)\n")
-    args = ("--run_id", "x", "--num_iterations", 400, "--save_every", 10, "--resume", "auto")
+    flags = MODEL | files | dict(num_iterations=200, save_every=10)
     variables = {"PYTHONPATH": str(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "--max-restarts=2", train_gpt.SCRIPT, *flags(data, args)]
-    process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stdin=subprocess.DEVNULL,
+               "--max-restarts=2", train_gpt.SCRIPT, *to_argv(flags)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL,
                                env=os.environ | variables)
     run, log = Run(tmp_path), tmp_path / "logs" / "x" / "log.txt"
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -273,4 +235,4 @@ def test_torchrun_restarts_after_a_killed_worker(tmp_path, data):
         process.terminate()  # it ends its workers
         process.wait()
     (step,) = re.findall(r"resumed at step:(\d+)", run.log())
-    assert int(step) >= 10 and run.saved()[-1] == 400
+    assert int(step) >= 10 and run.saved()[-1] == 200

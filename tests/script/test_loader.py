@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import os
 from types import SimpleNamespace
 
@@ -48,36 +47,20 @@ def assert_step(loaders, expected):
     np.testing.assert_array_equal(targets, expected[:, 1:])
 
 
-def consecutive(shards, lengths, sequences):
-    """One sequence after the other, with one target more; a longer one begins at its multiple."""
-    tokens, position = (), 0
-    for length in lengths:
-        position = math.ceil(position / length) * length
-        size = sequences * length
-        while position + size > (len(tokens) - 1) // size * size:
-            tokens, position = next(shards), 0
-        yield [tokens[i : i + length + 1] for i in range(position, position + size, length)]
-        position += size
-
-
-def steps_of(shards, sequences, lengths, max_document_tokens=0):
-    """The steps of some lengths, each (sequences, length + 1), from the shards over and over."""
-    shards = itertools.cycle(shards)
-    if not max_document_tokens:
-        return list(map(np.array, consecutive(shards, lengths, sequences)))
-    limits = [max_document_tokens] * len(lengths)
+def packed_steps(folder, sequences, lengths, limit):
+    """The steps of some lengths, each (sequences, length + 1), from the shards over and over, of
+    documents of at most so many tokens."""
+    paths = sorted(folder.glob("tiny_train_*.bin"))
+    shards = itertools.cycle([read_shard(path).astype(np.int64) for path in paths])
+    limits = [limit] * len(lengths)
     steps = packed_streams(shards, lengths, sequences, EOT, limits)
     return [np.array([[*row.inputs, row.targets[-1]] for row in step]) for step in steps]
 
 
-def read_tokens(folder):
-    return [read_shard(path).astype(np.int64) for path in sorted(folder.glob("tiny_train_*.bin"))]
-
-
-@pytest.mark.parametrize(("world_size", "per_forward", "later", "document"), [  # tokens, at most
-    (1, 3, 8, 0), (2, 2, 1, 9999), (4, 1, 2, 90)])
-def test_ranks_share_the_steps_that_a_loop_over_tokens_gives(
-    tmp_path, write_shard, world_size, per_forward, later, document
+@pytest.mark.parametrize(("world_size", "per_forward", "later", "limit"), [
+    (1, 3, 8, 9999), (4, 1, 2, 90)])
+def test_ranks_share_the_steps_that_a_loop_over_documents_gives(
+    tmp_path, write_shard, world_size, per_forward, later, limit
 ):
     """Sequences grow while the run goes on; other ranks take each step too, from its place. Shards
     begin in a document, one has none, and in one some are of a single token."""
@@ -89,10 +72,9 @@ def test_ranks_share_the_steps_that_a_loop_over_tokens_gives(
             tokens[700:703] = EOT
         write_shard(tmp_path / f"tiny_train_{index}.bin", tokens)
     files = tmp_path / "tiny_train_*.bin"
-    changes = dict(max_document_tokens=document, sequences_per_forward=per_forward)
+    changes = dict(max_document_tokens=limit, sequences_per_forward=per_forward)
     loaders = make_loaders(files, world_size, **changes)
-    steps = steps_of(read_tokens(tmp_path), 8, [128] * 9 + [256] * 9 + [384] * 18, document)
-    for expected in steps:
+    for expected in packed_steps(tmp_path, 8, [128] * 9 + [256] * 9 + [384] * 18, limit):
         assert all(loader.place == loaders[0].place for loader in loaders)
         others = make_loaders(files, later, loaders[0].place, **changes)
         assert_step(loaders, expected)
@@ -101,14 +83,19 @@ def test_ranks_share_the_steps_that_a_loop_over_tokens_gives(
     assert loaders[0].place[0] > 4, "the second time through the four shards"
 
 
-def test_a_stride_deals_the_sequences_of_a_shard_each_once(tiny_shards, tmp_path):
-    """Sequence k of the shard's 80 is the (7 k mod 80)-th, as 7 is the first stride from 5 on that
-    is coprime to 80, a whole number of steps."""
-    loaders = make_loaders(tiny_shards([80 * 128 + 700]), world_size=4, sequence_stride=5)
-    (tokens,) = read_tokens(tmp_path)
-    for first in [*range(0, 80, 8)] * 2:
-        starts = [7 * k % 80 * 128 for k in range(first, first + 8)]
-        assert_step(loaders, np.array([tokens[start : start + 129] for start in starts]))
+@pytest.mark.parametrize(("stride", "of_80", "of_24"), [(1, 1, 1), (5, 7, 5)])
+def test_without_documents_a_stride_deals_each_sequence_once(
+    tiny_shards, tmp_path, stride, of_80, of_24
+):
+    """Sequence k is the (k · stride modulo N)-th of the shard's N, by the first stride from the
+    given one on that is coprime to N: 80 sequences of 128, 24 of 384, which begin at a multiple."""
+    files = tiny_shards([80 * 128 + 700])
+    loaders = make_loaders(files, world_size=4, sequence_stride=stride)
+    tokens = read_shard(tmp_path / "tiny_train_000000.bin")
+    steps = [(first, of_80, 80, 128) for first in [*range(0, 80, 8)] * 2 + [0]]
+    for first, used, count, length in [*steps, (3, of_24, 24, 384)]:
+        starts = [k * used % count * length for k in range(first, first + 8)]
+        assert_step(loaders, np.array([tokens[start:][: length + 1] for start in starts]))
 
 
 def test_a_glob_is_looked_for_here_then_in_the_repository_and_sorted(
@@ -179,28 +166,17 @@ def test_a_bad_shard_ends_in_one_line_and_2(run, tmp_path, write_shard, name, ho
     assert not (tmp_path / "logs").exists()
 
 
-@pytest.mark.parametrize(("second", "changes", "said"), [
-    (FOREIGN, {}, r"1\.bin: has token 400"),
-    # Of documents of 90 tokens a step needs more than there are.
-    (GOOD[:200], dict(max_document_tokens=90), "no shard has documents for a step; shorten the "),
-])
-def test_what_a_later_shard_lacks_is_said_when_its_turn_comes(
-    tmp_path, write_shard, second, changes, said
-):
-    write_shard(tmp_path / "0.bin", GOOD)
-    write_shard(tmp_path / "1.bin", second)
-    (loader,) = make_loaders(tmp_path / "*.bin", **changes)
-    with pytest.raises(UserError, match=said):
-        for _ in range(2):
-            loader.next_step(SimpleNamespace(seq_len=128))
-
-
 def test_a_glob_without_files_names_the_commands_that_make_them(run, tmp_path):
     """A folder or a fifo is no file."""
     os.mkfifo(tmp_path / "a_fifo")
     for flags in (dict(train_files="a_fifo"), dict(val_files="my/own/*.bin")):
         line = one_error(run(**flags))
         assert repr(*flags.values()) in line and "python data/pocket.py" in line
+
+
+def test_shards_without_documents_for_a_step(run):
+    said = "no shard has documents for a step; shorten the sequences or lower --sequences_per_step"
+    assert said in one_error(run(max_document_tokens=2))
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_sequences(tiny_shards):

@@ -12,7 +12,7 @@ import pytest
 import tiny_runs
 import torch
 from conftest import read_shard
-from test_loader import read_tokens, steps_of
+from test_loader import packed_steps
 from tiny_runs import FLAGS, GROWING, STEPS, one_error, to_argv
 
 import train_gpt
@@ -117,7 +117,7 @@ def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     for step, *_, ms, average in found[1:]:
         assert abs(float(average) * int(step) - int(ms)) <= 0.5 + 0.005 * int(step)
     # A step's losses are those before its update.
-    third = steps_of(read_tokens(tmp_path), 4, 3 * [128], max_document_tokens=256)[2]
+    third = packed_steps(tmp_path, 4, 3 * [128], 256)[2]
     model = loaded("logs/x/step-000002.pt")
     model.set_stage(train_gpt.schedule(2, model.cfg))
     assert float(found[3][3]) == pytest.approx(mean_loss(model, third), abs=6e-5)

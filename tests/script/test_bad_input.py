@@ -12,7 +12,7 @@ import pytest
 import tiny_runs
 import torch
 from test_checkpoints import equal
-from tiny_runs import FLAGS, STEPS, one_error, to_argv
+from tiny_runs import FLAGS, STEPS, TOKENS, one_error, to_argv
 
 import train_gpt
 
@@ -30,7 +30,7 @@ def test_one_file_for_both_data_and_a_folder_that_cannot_be_made(run, data_flags
 def test_a_run_says_before_it_starts_that_it_would_repeat_its_data(run):
     """The preset record refuses, unless it is told to, and names the command that fetches more."""
     result = run()
-    said = f"2700 tokens, read again as the run takes {4 * 128 * STEPS}"
+    said = f"4000 tokens, read again as the run takes {TOKENS}"
     assert result.out.index(said) < result.out.index("step:")
     assert "the training data begin again" in result.log
     cfg = dataclasses.replace(train_gpt.parse_args([]), val_files="tiny_val_*.bin")

@@ -7,7 +7,7 @@ import pytest
 import rank_processes
 import torch
 from rank_processes import start_run
-from tiny_runs import FLAGS, GROWING, STEPS
+from tiny_runs import FLAGS, STEPS
 
 import train_gpt
 
@@ -17,7 +17,7 @@ files = rank_processes.files  # a fixture
 # difference, since Muon brings what is next to nothing up to size. The runs compute in float64, in
 # which that is about 1e-11 of a loss, and anything but rounding would show.
 LOSS_RTOL, STATE_RTOL = 1e-9, 1e-6
-MODEL = FLAGS | GROWING | dict(  # stages begin at steps 2, 4 and 5
+MODEL = FLAGS | dict(
     save_every=STEPS, val_tokens=1000, sequences_per_step=6, sequence_stride=5)
 
 

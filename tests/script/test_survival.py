@@ -24,7 +24,7 @@ import rank_processes
 import torch
 from rank_processes import Run, at_each_step, start_run
 from test_checkpoints import equal
-from tiny_runs import FLAGS, GROWING, to_argv
+from tiny_runs import FLAGS, to_argv
 
 import train_gpt
 
@@ -33,7 +33,7 @@ files = rank_processes.files  # a fixture
 STEPS = 10
 # Stages begin at steps 0, 2, 4 and 6. At 4 the embedding leaves the head. Adam rests at even steps,
 # which are those that may be saved.
-MODEL = FLAGS | GROWING | dict(
+MODEL = FLAGS | dict(
     num_iterations=STEPS, extension_steps=4, val_every=2, val_tokens=1000, resume="auto")
 
 

@@ -13,7 +13,7 @@ import tiny_runs
 import torch
 from conftest import read_shard
 from test_loader import packed_steps
-from tiny_runs import FLAGS, GROWING, STEPS, one_error, to_argv
+from tiny_runs import FLAGS, STEPS, TOKENS, one_error, to_argv
 
 import train_gpt
 from train_gpt import Hyperparameters
@@ -42,12 +42,12 @@ def loaded(path):
 
 def test_warm_up_leaves_no_trace_in_a_run_which_its_seed_decides(run):
     """Losses, weights and state are equal to the bit."""
-    result, other = run(warmup_steps=3, **GROWING), run(warmup_steps=0, run_id="y", **GROWING)
+    result, other = run(warmup_steps=3), run(warmup_steps=0, run_id="y")
     assert result.losses == other.losses and len(result.losses) == STEPS
     assert result.values["val_loss"] == other.values["val_loss"]
     for a, b in zip(result.optimizers, other.optimizers, strict=True):
         assert all(map(torch.equal, a.tensors(), b.tensors())), a.name
-    assert run(seed=4, run_id="z", **GROWING).losses[1:] != result.losses[1:]
+    assert run(seed=4, run_id="z").losses[1:] != result.losses[1:]
 
 
 def test_each_stage_is_warmed_up_before_the_first_step(run, monkeypatch):
@@ -60,8 +60,8 @@ def test_each_stage_is_warmed_up_before_the_first_step(run, monkeypatch):
         step_optimizers(optimizers, now, divisor)
 
     monkeypatch.setattr(train_gpt, "step_optimizers", stepped)
-    run(warmup_steps=2, **GROWING)
-    cfg = train_gpt.parse_args(to_argv(FLAGS | GROWING))
+    run(warmup_steps=2)
+    cfg = train_gpt.parse_args(to_argv(FLAGS))
     warmed = [0, 1, 2, 3, 4, 5, 5, 6]
     assert called == [train_gpt.schedule(step, cfg) for step in [*warmed, *range(STEPS)]]
 
@@ -117,7 +117,7 @@ def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     for step, *_, ms, average in found[1:]:
         assert abs(float(average) * int(step) - int(ms)) <= 0.5 + 0.005 * int(step)
     # A step's losses are those before its update.
-    third = packed_steps(tmp_path, 4, 3 * [128], 256)[2]
+    third = packed_steps(tmp_path, 4, [128, 128, 256], 256)[2]
     model = loaded("logs/x/step-000002.pt")
     model.set_stage(train_gpt.schedule(2, model.cfg))
     assert float(found[3][3]) == pytest.approx(mean_loss(model, third), abs=6e-5)
@@ -126,7 +126,7 @@ def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     assert block.startswith("val_loss: ") and re.fullmatch(r"\d\.\d{6}", values["val_loss"])
     assert f"{float(values['val_loss']):.4f}" == found[-1][2]
     same = {name: facts[name] for name in ("parameters", "world_size", "torch", "seed", "threads")}
-    same |= dict(steps=str(STEPS), tokens=str(STEPS * 4 * 128))
+    same |= dict(steps=str(STEPS), tokens=str(TOKENS))
     assert same.items() <= values.items()
     assert "\ntarget loss 0.1: not reached\n---\n" in result.out
 

@@ -36,15 +36,6 @@ BAD = {  # flags, and the words that the line has
     "--preset record": "there is no CUDA device; use --preset pocket"}
 
 
-@pytest.mark.parametrize("preset", [[], ["--preset", "pocket"]])
-def test_what_is_shown_of_each_field_is_a_flag_that_gives_its_value(preset):
-    """Checkpoints keep their settings in this form."""
-    values = vars(parse_args(preset))
-    assert values == (IN_POCKET if preset else IN_RECORD)
-    shown = [f"--{name}={train_gpt.show(value)}" for name, value in values.items()]
-    assert train_gpt.parse_flags(shown) == values
-
-
 def test_help_has_each_flag_with_its_meaning_and_values(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")  # no row of stages is broken
     with pytest.raises(SystemExit) as exit_:
@@ -81,3 +72,18 @@ def test_a_checkpoint_brings_its_settings_and_few_flags_may_differ():
     assert cfg == expected
     with pytest.raises(train_gpt.UserError, match="--seed 7: the checkpoint has 0; a resumed run"):
         train_gpt.hyperparameters(dict(seed=7), saved)
+
+
+@pytest.mark.parametrize(("preset", "changes", "stages"), [
+    ("record", dict(num_iterations=1), "04"),
+    ("record", dict(num_iterations=9, extension_steps=0), "0001112224"),
+    ("pocket", dict(num_iterations=4, extension_steps=300), "03334")], ids=str)
+def test_a_run_of_any_length_goes_through_its_stages(preset, changes, stages):
+    """Thirds, then the extension, which may be longer than the run; 4 is the last validation."""
+    cfg = dataclasses.replace(parse_args(["--preset", preset]), **changes)
+    steps = [train_gpt.schedule(step, cfg) for step in range(cfg.num_iterations + 1)]
+    assert [now.stage for now in steps] == list(map(int, stages))
+    for now in steps:
+        assert 0.1 <= now.lr_factor <= max(row.lr_factor for row in cfg.stages)
+        assert cfg.muon_momentum >= now.momentum >= 0.85
+    assert steps[-1].lr_factor == pytest.approx(0.1)

@@ -1,7 +1,4 @@
-"""What a step sends between ranks, and what the script chooses for a GPU, without any GPU.
-
-Collectives say at once that they are under way, so nothing needs N processes.
-"""
+"""What a step asks of a GPU and of the wire between them, and what a card gets, without any."""
 
 from types import SimpleNamespace
 
@@ -9,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny_runs import tiny
+from torch.nn.attention import flex_attention as flex
 
 import train_gpt
 
@@ -22,7 +20,8 @@ STEPS = {0: ADAM, 1: {"embed"}, 627: {"embed", "lambdas"}, 1255: {"lambdas"}, 12
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_reduces_gradients_once_and_gathers_parameters_once(monkeypatch, step):
-    """What rests sends nothing. All are under way before the first one is waited for."""
+    """What rests sends nothing. All are under way before the first one is waited for, since these
+    collectives say at once that they are."""
     events, sent = [], []
 
     def collective(name):
@@ -80,3 +79,23 @@ def test_a_smaller_card_takes_the_head_in_chunks_and_smaller_blocks(
     assert chunks - 1 < 49152 / model.tokens_per_chunk <= chunks
     options = train_gpt.SMALL_TILES if shared_kib == 99 else None
     assert all(block.attn.kernel_options == options for block in model.blocks if block.attn)
+
+
+def test_a_training_step_never_waits_for_the_device(monkeypatch):
+    """By the attention of CUDA, on the meta device: its tensors have no values to wait for."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *qkv: None)
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(train_gpt, "dense_mask", train_gpt.flex_mask)
+    cfg = tiny(num_iterations=8, extension_steps=0, head_chunks=2)
+    with torch.device("meta"):
+        model = train_gpt.GPT(cfg)
+        model.lm_head.use_fp8 = True
+        optimizers = train_gpt.build_optimizers(model, cfg, SimpleNamespace(rank=0, world_size=1))
+        for step in (0, 1, 7):  # Adam steps at odd ones; the head is tied, and not
+            now = train_gpt.schedule(step, cfg)
+            model.set_stage(now)
+            tokens = torch.zeros(1, now.seq_len + 1, dtype=torch.int32)
+            batch = tokens[:, :-1], tokens[:, 1:].long()
+            train_gpt.accumulate_gradients(model, [batch], now)
+            update = train_gpt.step_tied if now.tied else train_gpt.step_optimizers
+            update(optimizers, now, 1)

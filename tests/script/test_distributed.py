@@ -67,12 +67,10 @@ def test_three_ranks_compute_what_one_does(runs):
             assert error <= STATE_RTOL * x.norm() + 1e-15, (part, name)
 
 
-def test_rank_0_alone_tells_the_training_loss_of_all_ranks(runs):
-    """The mean over the ranks, whose shares of a step are equal."""
+def test_rank_0_alone_tells_the_mean_loss_of_all_ranks(runs):
     _, run = runs
     assert run.out(0) and not run.out(1) and not run.out(2)
-    assert "\nworld_size: 3\n" in run.log()
-    logged = re.findall(r"^step:\d+/6 train_loss:(\S+) (?:next|train_time)", run.log(), re.M)
+    logged = re.findall(r"^step:\d+/6 train_loss:(\S+) ", run.log(), re.M)
     mean = run.mean_losses()
     np.testing.assert_allclose([float(loss) for loss in logged], mean, rtol=0, atol=6e-5)
     first = [loss for _, loss in run.losses(0)]

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from lineage_oracles import packed_streams
 from tiny_runs import one_error
 
 import train_gpt
-from train_gpt import Hyperparameters, TokenLoader, UserError, read_val_tokens
+from train_gpt import Hyperparameters, TokenLoader, UserError
 
 run, data_flags = tiny_runs.run, tiny_runs.data_flags  # fixtures
 
@@ -101,44 +102,14 @@ def test_without_documents_a_stride_deals_each_sequence_once(
 def test_a_glob_is_looked_for_here_then_in_the_repository_and_sorted(
     tmp_path, monkeypatch, write_shard
 ):
-    repository, here = tmp_path / "repository", tmp_path / "here"
-    for folder in (repository, here):
-        folder.mkdir()
-    theirs = [write_shard(repository / f"{name}.bin", [1]) for name in ("b_10", "b_02", "a_99")]
-    monkeypatch.setattr(train_gpt, "SCRIPT", repository / "records" / "one" / "train_gpt.py")
+    theirs = [write_shard(tmp_path / f"{name}.bin", [1]) for name in ("b_10", "b_02", "a_99")]
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.setattr(train_gpt, "SCRIPT", tmp_path / "records" / "one" / "train_gpt.py")
     monkeypatch.chdir(here)
     assert train_gpt.find_shards("*.bin") == theirs[::-1]
     write_shard(here / "y.bin", [1])
-    assert [path.name for path in train_gpt.find_shards("*.bin")] == ["y.bin"]
-
-
-def test_validation_tokens_are_the_first_ones_and_one_more(tmp_path, write_shard):
-    tokens = np.random.default_rng(0).integers(0, VOCAB, size=900)
-    for index, part in enumerate(np.split(tokens, [300, 301, 800])):
-        write_shard(tmp_path / f"v{index}.bin", part)
-    cfg = dataclasses.replace(TINY, val_files=f"{tmp_path}/v*.bin")
-    for count in (299, 300, 899):
-        found = read_val_tokens(dataclasses.replace(cfg, val_tokens=count))
-        np.testing.assert_array_equal(found, tokens[: count + 1])
-    with pytest.raises(UserError, match=r"--val_tokens 900: .* 900 tokens .*v\*\.bin"):
-        read_val_tokens(dataclasses.replace(cfg, val_tokens=900))
-
-
-def test_the_digest_tells_data_apart(tmp_path, write_shard):
-    """By names, sizes and first MiB of the shards; where the folder lies does not matter."""
-    def digest(folder, tokens, name="0.bin"):
-        (tmp_path / folder).mkdir()
-        write_shard(tmp_path / folder / name, tokens)
-        return make_loaders(tmp_path / folder / "*.bin")[0].digest
-
-    tokens = np.zeros(600_000)
-    late, early = tokens.copy(), tokens.copy()
-    late[2**19] = early[2**19 - 513] = 7  # of two bytes, behind a header of 1024
-    first = digest("first", tokens)
-    assert len(first) == 16 and first == digest("moved", tokens) == digest("late", late)
-    others = [digest("early", early), digest("longer", np.zeros(600_001)),
-              digest("renamed", tokens, "1.bin")]
-    assert len({first, *others}) == 4
+    assert train_gpt.find_shards("*.bin") == [Path("y.bin")]
 
 
 GOOD = np.arange(2000) % VOCAB
@@ -151,7 +122,6 @@ FIRST, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val
     (FIRST, dict(magic=20240801), NO_SHARD),
     (SECOND, dict(count=2001), NO_SHARD),
     (VAL, 5023, NO_SHARD),
-    (VAL, 8, NO_SHARD),
     (FIRST, dict(tokens=FOREIGN), "has token 400; raise --vocab_size 257"),
     (VAL, dict(tokens=FOREIGN), "has token 400; raise --vocab_size 257")])
 def test_a_bad_shard_ends_in_one_line_and_2(run, tmp_path, write_shard, name, how, named):

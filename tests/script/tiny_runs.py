@@ -35,8 +35,8 @@ def tiny(**flags):
 
 @pytest.fixture
 def data_flags(tiny_shards):
-    """Two training shards of less than 6 steps together."""
-    val_files = tiny_shards([701], name="tiny_val", seed=1)
+    """Two training shards of less than 6 steps together, and two for validation of a token more."""
+    val_files = tiny_shards([300, 402], name="tiny_val", seed=1)
     return {"train_files": tiny_shards([2200, 1800]), "val_files": val_files}
 
 

@@ -27,8 +27,8 @@ THREADS_LEFT = 70  # an exit code of these tests alone
 def files(tmp_path_factory, write_shard):
     """The flags of two training shards and one for validation."""
     folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    # Tokens of two short steps and a long one, of a long one, then the second epoch
-    for name, count in (("train_0", 2100), ("train_1", 1600), ("val_0", 1200)):
+    # Documents of some four steps, then of two, then the second epoch
+    for name, count in (("train_0", 9000), ("train_1", 5500), ("val_0", 1200)):
         write_shard(folder / f"{name}.bin", draw.integers(0, 257, count))
     return dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin")
 

@@ -204,6 +204,7 @@ def test_a_loss_of_one_rank_that_is_not_finite_ends_all(start):
 def test_a_run_goes_on_once_a_full_disk_has_room(start, whole):
     run = start(fault=partial(at_step, 3, 0, fill_disk), save_every=2)
     assert run.wait() == [2] and run.err().count("\n") == 1
+    assert not list(run.folder.glob("*.tmp"))
     assert "step-000004.pt: not written ([Errno 27] File too large); make room" in run.err()
     assert_goes_on(start(save_every=2), whole, 2)
 

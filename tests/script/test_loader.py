@@ -113,6 +113,18 @@ def test_a_glob_is_looked_for_here_then_in_the_repository_and_sorted(
     assert train_gpt.find_shards("*.bin") == [Path("y.bin")]
 
 
+def test_the_digest_tells_names_and_sizes_apart(tmp_path, write_shard):
+    """Also where the first MiB, of which it is beside these, is the same."""
+    def digest(count, name):
+        write_shard(tmp_path / name, np.zeros(count))
+        (loader,) = make_loaders(tmp_path / name)
+        return loader.digest
+
+    first = digest(600_000, "0.bin")
+    others = digest(600_001, "0.bin"), digest(600_000, "1.bin")
+    assert first == digest(600_000, "0.bin") and first not in others
+
+
 GOOD = np.arange(2000) % VOCAB
 FOREIGN = np.where(np.arange(2000) == 1234, 400, GOOD)
 NO_SHARD = "no whole shard of version 1; make or fetch it again"

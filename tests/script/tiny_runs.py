@@ -20,8 +20,8 @@ FLAGS = dict(
     sequences_per_step=4, sequences_per_forward=2, sequence_stride=1, val_every=3, val_tokens=700,
     val_seq_len=256, layers="L0:skip,S,.:saved,L0",
     # They begin at steps 0, 2, 4 and 5 of 6, the second one with longer sequences.
-    stages="1:128:128:128:.8:3,1:256:256:128:1:2,1:256:256:128:1:1,"
-           "0:256:256:128:1:1,0:256:256:128:1:1")
+    stages="1:128:64:32:.8:3,1:256:128:64:1:2,1:256:192:64:1:1,"
+           "0:256:224:64:1:1,0:256:256:128:1:1")
 
 
 def to_argv(flags):

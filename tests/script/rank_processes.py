@@ -18,8 +18,6 @@ import train_gpt
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["test_distributed", "test_survival"])
-
-
 THREADS_LEFT = 70  # an exit code of these tests alone
 
 
@@ -36,9 +34,9 @@ def files(tmp_path_factory, write_shard):
 class Run:
     """The ranks of a run named x: `wait` for them, then read what they did."""
 
-    def __init__(self, cwd, processes=()):
+    def __init__(self, cwd):
         self.cwd = cwd
-        self.processes = processes
+        self.processes = []
         self.folder = cwd / "logs" / "x"
 
     def wait(self, timeout=120):
@@ -88,13 +86,13 @@ def start_run(cwd, flags, nproc=1, fault=None):
         multiprocessing.forkserver.ensure_running()
     store = f"file://{cwd}/store-{uuid.uuid4()}"  # where ranks meet; a port might be taken
     argv = to_argv(flags | dict(run_id="x"))
+    run = Run(cwd)
     for rank in range(nproc):
         (cwd / f"losses-{rank}").write_text("")
-    processes = [FORKS.Process(target=run_rank, args=(rank, nproc, store, cwd, argv, fault))
-                 for rank in range(nproc)]
-    for process in processes:
+        process = FORKS.Process(target=run_rank, args=(rank, nproc, store, cwd, argv, fault))
         process.start()
-    return Run(cwd, processes)
+        run.processes.append(process)
+    return run
 
 
 def run_rank(rank, nproc, store, cwd, argv, fault):
@@ -122,8 +120,10 @@ def run_rank(rank, nproc, store, cwd, argv, fault):
     if fault:
         fault(rank)
     code = train_gpt.main(argv)
-    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    sys.exit(THREADS_LEFT if any("gloo" in name for name in threads) else code)
+    for thread in Path("/proc/self/task").glob("*/comm"):
+        if "gloo" in thread.read_text():
+            code = THREADS_LEFT
+    sys.exit(code)
 
 
 def at_each_step(action):

@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import re
+import runpy
+import sys
 
 import pytest
 
@@ -61,6 +63,13 @@ def test_a_bad_flag_ends_in_one_line_and_2(flags, named, capsys, tmp_path, monke
     assert out == "" and re.fullmatch(r"train_gpt\.py: error: [^\n]+\n", err)
     assert named in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_ends_with_the_code_of_main(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--val_seq_len", "100"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(train_gpt.SCRIPT), run_name="__main__")
+    assert exit_.value.code == 2
 
 
 def test_a_checkpoint_brings_its_settings_and_few_flags_may_differ():

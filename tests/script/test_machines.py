@@ -18,6 +18,7 @@ import torch
 from conftest import REPO, final_values
 from tiny_runs import FLAGS, to_argv
 
+import train_gpt
 from train_gpt import UserError, check_gpu_machine, check_launcher, count_gpus
 
 run, data_flags = tiny_runs.run, tiny_runs.data_flags  # fixtures
@@ -100,6 +101,13 @@ def test_what_a_gpus_compiler_or_nccl_lack_is_told_in_one_line(monkeypatch, tmp_
     monkeypatch.delenv("CC")
     with pytest.raises(UserError, match="no C compiler"):
         check_gpu_machine(1)
+
+
+def test_a_smaller_card_takes_the_head_in_chunks(monkeypatch):
+    for memory_gb, chunks in ((84, 1), (41.5, 2), (16, 8)):
+        properties = SimpleNamespace(total_memory=int(memory_gb * 1e9))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
+        assert train_gpt.default_head_chunks(torch.device("cuda", 0)) == chunks
 
 
 def test_a_file_system_without_locks_is_trained_on_and_named(run, monkeypatch):

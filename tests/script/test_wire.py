@@ -1,4 +1,4 @@
-"""What a step asks of a GPU and of the wire between them, and what a card gets, without any."""
+"""What a step asks of a GPU and of the wire between them, without any."""
 
 from types import SimpleNamespace
 
@@ -58,17 +58,6 @@ def test_a_step_reduces_gradients_once_and_gathers_parameters_once(monkeypatch, 
     assert [x.data_ptr() for x in sent] == expected
     for optimizer in optimizers:  # a rank has an eighth of the state
         assert 8 * optimizer.state["mean"].numel() == optimizer.grads.numel()
-
-
-@pytest.mark.parametrize("memory_gb, chunks", [(84, 1), (41.5, 2), (16, 8)])
-def test_a_smaller_card_takes_the_head_in_chunks(monkeypatch, memory_gb, chunks):
-    properties = SimpleNamespace(total_memory=int(memory_gb * 1e9))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert train_gpt.default_head_chunks(torch.device("cuda", 0)) == chunks
-    cfg = train_gpt.parse_args(["--head_chunks", str(chunks)])
-    with torch.device("meta"):
-        model = train_gpt.GPT(cfg)
-    assert chunks - 1 < 49152 / model.tokens_per_chunk <= chunks
 
 
 def test_a_training_step_never_waits_for_the_device(monkeypatch):

@@ -93,25 +93,13 @@ def pytest_runtest_protocol():
 
 
 def project_files():
-    """The names of the project's files; in a copy without git, all that .gitignore leaves."""
+    """The names of the project's files, by git; without it, what needs them is skipped."""
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, text=True,
                             capture_output=True)
     names = listed.stdout.splitlines()
     if not names:
-        patterns = (REPO / ".gitignore").read_text().split()
-        paths = (path.relative_to(REPO) for path in REPO.rglob("*"))
-        names = [str(path) for path in paths if not is_ignored(path, patterns)]
+        pytest.skip(f"git lists no files of {REPO}", allow_module_level=True)
     return sorted(name for name in names if (REPO / name).is_file())
-
-
-def is_ignored(path, patterns):
-    """Whether the path or a folder above it is named in .gitignore, by /a/path/ or by *.suffix."""
-    for place in (path, *path.parents[:-1]):
-        for pattern in patterns:
-            name = pattern.strip("/")
-            if place == Path(name) or (place.match(name) and not pattern.startswith("/")):
-                return True
-    return False
 
 
 def copy_project(folder):

@@ -9,21 +9,34 @@ import uuid
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tiny_runs import to_argv
 
 import train_gpt
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["test_distributed", "test_survival"])
+THREADS_LEFT = 70  # an exit code of these tests alone
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, write_shard):
+    """The flags of two training shards and one for validation."""
+    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    # Documents of some four steps, then of two, then the second epoch
+    for name, count in (("train_0", 9000), ("train_1", 5500), ("val_0", 1200)):
+        write_shard(folder / f"{name}.bin", draw.integers(0, 257, count))
+    return dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin")
 
 
 class Run:
     """The ranks of a run named x: `wait` for them, then read what they did."""
 
-    def __init__(self, cwd, processes=()):
+    def __init__(self, cwd):
         self.cwd = cwd
-        self.processes = processes
+        self.processes = []
         self.folder = cwd / "logs" / "x"
 
     def wait(self, timeout=120):
@@ -72,24 +85,29 @@ def start_run(cwd, flags, nproc=1, fault=None):
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns where there is no network
         multiprocessing.forkserver.ensure_running()
     store = f"file://{cwd}/store-{uuid.uuid4()}"  # where ranks meet; a port might be taken
-    argv = [*map(str, flags), "--run_id", "x"]
+    argv = to_argv(flags | dict(run_id="x"))
+    run = Run(cwd)
     for rank in range(nproc):
         (cwd / f"losses-{rank}").write_text("")
-    processes = [FORKS.Process(target=run_rank, args=(rank, nproc, store, cwd, argv, fault))
-                 for rank in range(nproc)]
-    for process in processes:
+        process = FORKS.Process(target=run_rank, args=(rank, nproc, store, cwd, argv, fault))
         process.start()
-    return Run(cwd, processes)
+        run.processes.append(process)
+    return run
 
 
 def run_rank(rank, nproc, store, cwd, argv, fault):
-    """What the process of a rank does: main(), its output in files, a fault put in its way."""
+    """What the process of a rank does: main(), its output in files, a fault put in its way.
+
+    A thread of the process group must not outlive main(): it would give back its last tensor to a
+    Python that has ended, which aborts the process after a whole run. The exit code tells of it.
+    """
     os.chdir(cwd)
     for number, name in ((1, f"out-{rank}"), (2, f"err-{rank}")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     if nproc > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc),
-                          MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+                          MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo",
+                          TORCH_DIST_INIT_BARRIER="1")  # none goes on before all are connected
         torch.distributed.init_process_group = partial(
             torch.distributed.init_process_group, init_method=store, rank=rank, world_size=nproc)
     torch.set_num_threads(1)
@@ -101,7 +119,11 @@ def run_rank(rank, nproc, store, cwd, argv, fault):
     at_each_step(note_loss)
     if fault:
         fault(rank)
-    sys.exit(train_gpt.main(argv))
+    code = train_gpt.main(argv)
+    for thread in Path("/proc/self/task").glob("*/comm"):
+        if "gloo" in thread.read_text():
+            code = THREADS_LEFT
+    sys.exit(code)
 
 
 def at_each_step(action):

@@ -5,30 +5,16 @@ import os
 from pathlib import Path
 
 import pytest
+import tiny_runs
 import torch
-from tiny_runs import tiny
+from tiny_runs import one_error
 
 import train_gpt
 from train_gpt import UserError, load_checkpoint, newest_checkpoint, write_checkpoint
 
-TINY = tiny(preset="pocket", model_dim=16, vocab_multiple=16, vocab_size=16, eot_token=15)
-
-
-def make_state(cfg):
-    """What a run of `cfg` saves at step 20, every tensor of it drawn from a normal distribution.
-
-    Its settings are text in the file, and values once it is loaded.
-    """
-    model = train_gpt.GPT(cfg)
-    optimizers = train_gpt.build_optimizers(model, cfg, train_gpt.Ranks(cfg))
-    generator = torch.Generator().manual_seed(0)
-    for optimizer in optimizers:
-        for x in optimizer.tensors():
-            x.normal_(generator=generator)
-    settings = {name: train_gpt.show(value) for name, value in vars(cfg).items()}
-    return dict(step=20, settings=settings, data="0123456789abcdef", threads=1,
-                loader=(1, 512), train_time_ms=1234.5, model=model.state_dict(),
-                optimizers={o.name: o.full_state() for o in optimizers})
+run, data_flags = tiny_runs.run, tiny_runs.data_flags  # fixtures
+FOLDER = Path("logs/x")
+OLDER, NEWEST = FOLDER / "step-000004.pt", FOLDER / "step-000006.pt"
 
 
 def equal(value, expected):
@@ -41,65 +27,41 @@ def equal(value, expected):
 
 def changed(state, keys, value):
     """The state with another value at a path of keys, or with nothing there for None."""
-    first, *rest = keys
+    first, *rest = keys.split(maxsplit=1)
     others = {key: each for key, each in state.items() if key != first}
     if rest:
-        value = changed(state[first], rest, value)
+        value = changed(state[first], rest[0], value)
     return others if value is None else others | {first: value}
 
 
-@pytest.fixture(scope="module")
-def state():
-    return make_state(TINY)
-
-
-def write(folder, state, step):
-    write_checkpoint(path := folder / f"step-0000{step}.pt", state | dict(step=step))
-    os.utime(path, (step, step))  # a clock may have the same time for two
-
-
 @pytest.fixture
-def folder(state, tmp_path):
-    """With the checkpoints of steps 10 and 20."""
-    write(tmp_path, state, 10)
-    write(tmp_path, state, 20)
-    return tmp_path
+def state(run):
+    """What a run has saved at its end, in its folder the last of three."""
+    run(save_every=2)
+    return torch.load(NEWEST, weights_only=True)
 
 
-@pytest.fixture
-def assert_skipped(folder, capsys):
+def assert_skipped(capsys):
     """`auto` names the newest one, skips it and takes the one before; its path is an error."""
-    def check():
-        path = folder / "step-000020.pt"
-        found, state = newest_checkpoint(folder)
-        assert Path(found).name == "step-000010.pt" and state["step"] == 10
-        said = f"skipped {path}: no whole checkpoint of this script ("
-        assert capsys.readouterr().err.startswith(said)
-        with pytest.raises(UserError, match="step-000020.pt: no whole checkpoint"):
-            load_checkpoint(path)
-
-    return check
+    path, state = newest_checkpoint(FOLDER)
+    assert path == str(OLDER) and state["step"] == 4
+    said = f"skipped {NEWEST}: no whole checkpoint of this script ("
+    assert capsys.readouterr().err.startswith(said)
+    with pytest.raises(UserError, match="step-000006.pt: no whole checkpoint"):
+        load_checkpoint(NEWEST)
 
 
-def test_what_is_saved_is_found_and_loaded(folder, state, capsys):
-    path, found = newest_checkpoint(folder)
-    assert path == str(folder / "step-000020.pt") and capsys.readouterr().err == ""
-    assert equal(found, state | dict(settings=vars(TINY)))
-
-
-def test_damaged_files_are_skipped(folder, state, assert_skipped, capsys):
+def test_damaged_files_are_skipped(state, capsys):
     """Empty, cut off or with a flipped bit."""
-    path = folder / "step-000020.pt"
-    content = path.read_bytes()
+    content = NEWEST.read_bytes()
     flipped = bytearray(content)
     flipped[content.index(state["model"]["lm_head.weight"].numpy().tobytes()) + 7] ^= 1
     for damaged in (b"", content[:-1], flipped):
-        path.write_bytes(damaged)
-        assert_skipped()
-    (folder / "step-000010.pt").write_bytes(content[:-1])
-    assert newest_checkpoint(folder) == ("", train_gpt.NEW_RUN)
-    said = capsys.readouterr().err
-    assert "step-000010.pt" in said and "step-000020.pt" in said
+        NEWEST.write_bytes(damaged)
+        assert_skipped(capsys)
+    for path in FOLDER.glob("*.pt"):
+        path.write_bytes(b"")
+    assert newest_checkpoint(FOLDER) == ("", train_gpt.NEW_RUN)
 
 
 class Malice:
@@ -109,41 +71,51 @@ class Malice:
         return os.mkdir, ("executed",)
 
 
-ODD = [  # where in a state, and a value that no run saves; None: nothing is there
-    ("settings", None), ("settings", [1]), ("settings", dict(no_such="1")),
-    ("settings muon_lr", None),  # no default is taken
-    ("settings muon_lr", "nan"), ("settings seed", "1.5"), ("settings stages", ""),
-    ("model", None), ("model", "text"), ("optimizers", [1]), ("data", Malice()),
-    ("model backout_lambda", torch.tensor(1)), ("optimizers head mean", torch.zeros(9, dtype=bool)),
-    ("model lm_head.weight", torch.tensor([0, math.nan])),
-    ("model backout_lambda", torch.tensor(-math.inf)),
-    ("optimizers head square", torch.tensor([math.inf, 0])),
-    ("optimizers mlp mean", torch.tensor([[0], [math.nan]]))]
-
-
-@pytest.mark.parametrize("keys, value", ODD, ids=lambda part: str(part)[:20])  # no address
-def test_whole_file_with_odd_parts_is_refused(
-    folder, state, monkeypatch, assert_skipped, keys, value
-):
-    """Whatever its checksums say: code is not run, and what is not finite never taken."""
-    monkeypatch.chdir(folder)
-    torch.save(changed(state, keys.split(), value), folder / "step-000020.pt")
-    assert_skipped()
+def test_whole_files_with_odd_parts_are_skipped(state, capsys):
+    """Whatever their checksums say: code is not run, and what is not finite never taken."""
+    for keys, value in (
+        ("settings", None),
+        ("settings muon_lr", None),  # no default is taken
+        ("settings muon_lr", "nan"),
+        ("model", "text"),
+        ("optimizers head mean", torch.zeros(9, dtype=bool)),
+        ("data", Malice()),
+        ("model backout_lambda", torch.tensor(-math.inf)),
+        ("optimizers mlp mean", torch.tensor([[0], [math.nan]])),
+    ):
+        torch.save(changed(state, keys, value), NEWEST)
+        assert_skipped(capsys)
     assert not Path("executed").exists()
 
 
-def test_the_newest_three_are_kept(folder, state):
-    write(folder, state, 30)
-    write(folder, state, 40)
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == [f"step-0000{step}.pt" for step in (20, 30, 40)]
-    # Also by a run that was resumed from an old one and has later ones in its folder
-    path = folder / "step-000012.pt"
-    write_checkpoint(path, state | dict(step=12))
-    assert load_checkpoint(path)["step"] == 12
+def test_a_whole_file_that_does_not_fit_says_what(run, state):
+    mean = state["optimizers"]["mlp"]["mean"]
+    for keys, value, named in (
+        ("model lm_head.weight", torch.zeros(3, 32), "size mismatch for lm_head.weight"),
+        ("optimizers head", None, "does not fit ('head')"),
+        # State of another length is neither cut nor padded.
+        ("optimizers mlp mean", torch.cat([mean, mean[:1]]), "does not fit (shape"),
+    ):
+        torch.save(changed(state, keys, value), NEWEST)
+        line = one_error(run(["--resume", str(NEWEST)]))
+        assert f"{NEWEST}: " in line and named in line
+    line = one_error(run(["--resume", str(OLDER), "--num_iterations", "3"]))
+    assert f"--num_iterations 3: {OLDER} is of a later step" in line
 
 
-def test_a_checkpoint_is_synced_before_it_gets_its_name(tmp_path, state, monkeypatch):
+def test_the_newest_three_are_kept(run):
+    """By time: a run that was resumed from an old one has later ones in its folder."""
+    run(save_every=2, num_iterations=8)
+    saved = sorted(FOLDER.glob("*.pt"))
+    assert [path.name for path in saved] == [f"step-00000{step}.pt" for step in (4, 6, 8)]
+    for time, path in enumerate(saved):
+        os.utime(path, (time, time))  # a clock may have the same time for two
+    early = FOLDER / "step-000002.pt"
+    write_checkpoint(early, dict(step=2))
+    assert sorted(FOLDER.glob("*.pt")) == [early, *saved[1:]]
+
+
+def test_a_checkpoint_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     events, replace, fsync = [], Path.replace, os.fsync
 
     def synced(number):
@@ -156,5 +128,5 @@ def test_a_checkpoint_is_synced_before_it_gets_its_name(tmp_path, state, monkeyp
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "replace", replaced)
-    write_checkpoint(path := tmp_path / "step-000020.pt", state)
+    write_checkpoint(path := tmp_path / "step-000020.pt", dict(step=20))
     assert events == [path.with_suffix(".tmp"), path]

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,34 +25,36 @@ def make_model(cfg=TINY):
     return model
 
 
-def random_tokens(rows, length, seed, document_tokens=60):
-    """(rows, length) tokens of documents of random length, the first of them begun before."""
-    generator = np.random.default_rng(seed)
-    tokens = generator.integers(0, EOT, size=(rows, length))
-    tokens[generator.random(tokens.shape) < 1 / document_tokens] = EOT
-    return torch.from_numpy(tokens.astype(np.int32))
+@pytest.fixture
+def tokens():
+    """Two rows of three documents, the first of them begun before."""
+    tokens = torch.randint(EOT, (2, 256), generator=torch.Generator().manual_seed(0))
+    tokens[:, [60, 190]] = EOT
+    return tokens
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 200])
-def test_a_text_of_any_length_is_seen_as_the_beginning_of_a_longer_one(length):
-    tokens, model = random_tokens(2, 256, 6), make_model()
-    model.reach[:] = torch.tensor([256, 128])
+def test_a_text_of_any_length_is_seen_as_the_beginning_of_a_longer_one(tokens, length):
+    model = make_model()
     with torch.no_grad():
         whole, part = (model.logits(model.hidden(x)) for x in (tokens, tokens[:, :length]))
     torch.testing.assert_close(part, whole[:, :length], **FP32)
 
 
-@pytest.mark.parametrize("size, sizes", [(512, [512]), (256, [256, 256]), (200, [200, 200, 112])])
-def test_the_head_takes_chunks_that_the_backward_pass_computes_again(size, sizes):
+def test_the_head_takes_chunks_that_the_backward_pass_computes_again(tokens):
     """Or all logits would be in memory at once. The records' tests hold the losses."""
-    tokens, model, taken = random_tokens(2, 256, 0), make_model(), []
-    head_loss, model.tokens_per_chunk = model.head_loss, size
-    model.head_loss = lambda x, *rest: (taken.append(len(x)), head_loss(x, *rest))[1]
-    losses = model(tokens, tokens.long(), 3)
-    assert taken == sizes
+    model, taken = make_model(tiny(head_chunks=2)), []
+    head_loss = model.head_loss
+
+    def noted(x, *rest):
+        taken.append(len(x))
+        return head_loss(x, *rest)
+
+    model.head_loss = noted
+    losses = model(tokens, tokens, 3)
+    assert taken == [256, 256]
     losses.sum().backward()
-    again = sizes[::-1] if len(sizes) > 1 else []
-    assert taken == sizes + again
+    assert taken == 4 * [256]
 
 
 class OnCuda(Tensor):

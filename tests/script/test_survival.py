@@ -4,6 +4,7 @@ A fault is a function of this file that a rank calls before main() to put someth
 way. What is expected of a resumed run is what one run without any fault did, the fixture `whole`.
 """
 
+import fcntl
 import itertools
 import os
 import re
@@ -12,63 +13,43 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import rank_processes
 import torch
-from conftest import final_values
 from rank_processes import Run, at_each_step, start_run
 from test_checkpoints import equal
-from tiny_runs import FLAGS, GROWING, to_argv
+from tiny_runs import FLAGS, to_argv
 
 import train_gpt
+
+files = rank_processes.files  # a fixture
 
 STEPS = 10
 # Stages begin at steps 0, 2, 4 and 6. At 4 the embedding leaves the head. Adam rests at even steps,
 # which are those that may be saved.
-MODEL = FLAGS | GROWING | dict(
-    num_iterations=STEPS, extension_steps=4, val_every=2, val_tokens=1000)
-AUTO = ("--save_every", 2, "--resume", "auto")
-TERM, INT = signal.SIGTERM, signal.SIGINT
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory, write_shard):
-    """A folder with two training shards and one for validation."""
-    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    # Tokens of two short steps and a long one, of a long one, then the second epoch
-    for name, count in (("train_0", 2100), ("train_1", 1600), ("val_0", 1200)):
-        write_shard(folder / f"{name}.bin", draw.integers(0, 257, count))
-    return folder
-
-
-def flags(data, args):
-    files = dict(train_files=f"{data}/train_*.bin", val_files=f"{data}/val_*.bin")
-    return [*to_argv(MODEL | files), *args]
+MODEL = FLAGS | dict(
+    num_iterations=STEPS, extension_steps=4, val_every=2, val_tokens=1000, resume="auto")
 
 
 @pytest.fixture
-def start(data, tmp_path):
-    """`start(*args, nproc=1, fault=None)` starts a run in tmp_path; again, it is the same run."""
-    def start(*args, nproc=1, fault=None, cwd=tmp_path):
-        cwd.mkdir(exist_ok=True)
-        return start_run(cwd, flags(data, args), nproc, fault)
+def start(files, tmp_path):
+    """`start(nproc=1, fault=None, ...)` starts a run in tmp_path; again, it is the same run."""
+    def start(nproc=1, fault=None, cwd=tmp_path, **flags):
+        return start_run(cwd, MODEL | files | flags, nproc, fault)
 
     return start
 
 
-def keep_all(rank):
-    unlink = Path.unlink
-    Path.unlink = lambda path, **options: None if path.suffix == ".pt" else unlink(path, **options)
-
-
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
-    """The run without any fault, on one rank, with all its checkpoints kept."""
-    run = start_run(tmp_path_factory.mktemp("whole"), flags(data, AUTO), fault=keep_all)
+def whole(files, tmp_path_factory):
+    """The run without any fault, on one rank."""
+    run = start_run(tmp_path_factory.mktemp("whole"), MODEL | files | dict(save_every=2))
     assert run.wait() == [0], run.err()
     return run
 
@@ -97,57 +78,22 @@ def at_step(when, only_rank, action, rank):
     at_each_step(act)
 
 
-def send_self(numbers, *_):
-    for number in numbers:
-        os.kill(os.getpid(), number)
+def send_self(number, *_):
+    os.kill(os.getpid(), number)
 
 
-def signalled(step, *numbers, rank=0):
-    return partial(at_step, step, rank, partial(send_self, numbers))
+def signalled(step, number, rank=0):
+    return partial(at_step, step, rank, partial(send_self, number))
 
 
-def test_resumed_run_is_the_same_to_the_bit(start, whole, tmp_path):
-    """From within a shard, from the end of one, from the middle of an epoch; from the beginning of
-    each stage and after it. The loader does not begin again, the first step has its own learning
-    rate, its batch and its targets."""
-    runs = {}
-    for step in (2, 4, 6, 8):  # side by side
-        path = whole.folder / f"step-{step:06d}.pt"
-        runs[step] = start("--save_every", 100, "--resume", path, cwd=tmp_path / str(step))
-    for step, run in runs.items():
-        assert_goes_on(run, whole, step)
-
-
-def test_finished_run_is_not_saved_again_and_takes_more_steps(start, whole, data, tmp_path):
-    """Of the same data, and of no other."""
-    shutil.copytree(whole.folder, tmp_path / "logs" / "x")
-    run = start(*AUTO)
-    assert run.wait() == [0] and not run.losses(), run.err()
-    for path in whole.folder.glob("step-*"):
-        assert (run.folder / path.name).stat().st_mtime_ns == path.stat().st_mtime_ns
-    more = (*AUTO, "--num_iterations", STEPS + 2)
-    run = start(*more, "--train_files", data / "train_0.bin")
-    assert run.wait() == [2] and "not the data of logs/x/step-000010.pt" in run.err()
-    run = start(*more)
-    assert run.wait() == [0], run.err()
-    assert [step for step, _ in run.losses()] == [10, 11]
-    assert run.saved()[-1] == STEPS + 2
-
-
-def test_two_ranks_resume_as_two_or_four(start, tmp_path):
-    """All ranks take the checkpoint before a damaged one."""
-    first = start("--save_every", 4, nproc=2)
-    assert first.wait() == [0, 0], first.err()
-    newest = first.folder / f"step-{STEPS:06d}.pt"
-    newest.write_bytes(newest.read_bytes()[:-1])
-    for nproc in (2, 4):
-        shutil.copytree(first.folder, (cwd := tmp_path / str(nproc)) / "logs" / "x")
-        run = start("--resume", "auto", nproc=nproc, cwd=cwd)
-        assert run.wait() == [0] * nproc, run.err()
-        assert re.search(f"skipped .*{newest.name}: no whole checkpoint", run.err())
-        assert "resumed at step:8 from logs/x/step-000008.pt" in run.out()
-        rtol = 0 if nproc == 2 else 1e-5  # more ranks sum in another order
-        np.testing.assert_allclose(run.mean_losses(), first.mean_losses()[8:], rtol=rtol)
+def closed_terminal(step, on_hangup, rank):
+    """The process leads the session of a terminal, whose other end is closed at this step."""
+    os.setsid()
+    signal.signal(signal.SIGHUP, on_hangup)
+    other_end, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    sys.stdout = os.fdopen(terminal, "w")
+    at_step(step, 0, lambda losses: os.close(other_end), rank)
 
 
 def killed_in_second_save(moment, rank):
@@ -163,52 +109,9 @@ def killed_in_second_save(moment, rank):
             args[1].flush()
         else:
             function(*args)
-        send_self([signal.SIGKILL])
+        send_self(signal.SIGKILL)
 
     setattr(owner, name, die)
-
-
-@pytest.mark.parametrize("moment", ["half-written", "after rename"])
-def test_killed_in_a_save(start, whole, moment):
-    """What the killed save leaves behind does no harm; the checkpoint before it is used. The log
-    goes on, and the clock."""
-    args = ("--save_every", 4, "--resume", "auto")
-    step = 8 if moment == "after rename" else 4
-    run = start(*args, fault=partial(killed_in_second_save, moment))
-    assert run.wait() == [-signal.SIGKILL]
-    log, saved = run.log(), run.state(step)
-
-    run = start(*args)
-    assert_goes_on(run, whole, step)
-    assert not list(run.folder.glob("*.tmp"))
-    assert run.log().startswith(log)
-    after = run.log().partition(f"resumed at step:{step} from logs/x/step-00000{step}.pt\n")[2]
-    lines = re.findall(r"^step:(\d+/10 \w+)_loss.*train_time:(\d+)ms", after, re.M)
-    assert [found for found, _ in lines[:2]] == [f"{step}/10 val", f"{step + 1}/10 train"]
-    times = [saved["train_time_ms"] // 1, *(int(ms) for _, ms in lines),
-             int(final_values(run.log())["train_time_ms"])]
-    assert times == sorted(times)
-
-
-@pytest.mark.parametrize("nproc, fault, every, code, saved, stopped", [
-    # Saved where no gradients are left over; a stage begins there, at 4 the embedding is untied.
-    (1, signalled(3, INT), 100, 1, [4], True),
-    (2, signalled(4, TERM, rank=1), 100, 1, [6], True),
-    (1, signalled(STEPS - 1, TERM), 100, 0, [STEPS], False),
-    (1, signalled(4, TERM), 0, 1, [], True)])
-def test_signal(start, whole, nproc, fault, every, code, saved, stopped):
-    args = ("--save_every", every, "--resume", "auto")
-    run = start(*args, nproc=nproc, fault=fault)
-    assert run.wait() == [code] * nproc and run.err() == "", run.err()
-    assert run.saved() == saved
-    said = "stopped by a signal; what --save_every saved goes on by --run_id x --resume auto\n"
-    assert run.log().count(said) == stopped
-    assert len({len(run.losses(rank)) for rank in range(nproc)}) == 1, "all stop at one step"
-    if nproc == 1 and code and saved:
-        run = start(*args)
-        assert_goes_on(run, whole, saved[-1])
-        trained = re.findall(r"^step:(\d+)/10 train_loss", run.log(), re.M)
-        assert trained == [str(step) for step in range(1, STEPS + 1)], "no step is taken twice"
 
 
 def die_or_be_told(rank):
@@ -217,28 +120,8 @@ def die_or_be_told(rank):
     signalled(4, signal.SIGTERM)(rank)
 
 
-def test_rank_told_to_stop_because_another_died_does_not_hang(start):
-    run = start("--save_every", 2, nproc=2, fault=die_or_be_told)
-    codes = run.wait()
-    assert codes[0] != 0 and codes[1] == -signal.SIGKILL
-    assert run.saved() == [2, 4] and "Connection " in run.err(), run.err()
-
-
 def minus_infinity(losses):
     losses[0] = -torch.inf
-
-
-def nan_from(rule_name, when, rank):
-    """From the update of a step on a rule gives NaN; the losses until then are finite."""
-    rule, begun = getattr(train_gpt, rule_name), []
-
-    def spoil(weight, *args, **options):
-        rule(weight, *args, **options)
-        if begun:
-            weight.view(-1)[-1] = torch.nan
-
-    at_step(when, rank, begun.append, rank)
-    setattr(train_gpt, rule_name, spoil)
 
 
 def fill_disk(losses):
@@ -246,45 +129,99 @@ def fill_disk(losses):
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
 
-LOWER = "; lower the learning rates\n"
-FULL_DISK = ["step-000004.pt", "File too large", "--resume auto"]
+# Together these resume from within a shard, from the end of one and from the middle of an epoch,
+# from the beginning of each stage and after it.
 
 
-@pytest.mark.parametrize("nproc, fault, said, good", [
-    (2, partial(at_step, 5, 1, minus_infinity), ["step 5: the loss is -inf", LOWER], 4),
-    # What an update leaves is seen in the next loss, and in the last validation.
-    (1, partial(nan_from, "adam_update", 5), ["step 6: the loss is nan", LOWER], 4),
-    (1, partial(nan_from, "muon_update", STEPS - 1), [f"step:{STEPS}/10 val_loss:nan", LOWER], 8),
-    (1, partial(at_step, 3, 0, fill_disk), FULL_DISK, 2),
-], ids=["loss", "Adam", "Muon", "disk"])
-def test_what_goes_wrong_ends_the_run_in_one_line_and_what_was_saved_goes_on(
-    start, whole, nproc, fault, said, good
+@pytest.mark.parametrize("moment, step", [("half-written", 4), ("after rename", 8)])
+def test_a_run_that_is_killed_in_a_save_goes_on_to_the_bit(start, whole, moment, step):
+    """What the killed save leaves behind does no harm; the checkpoint before it is used. The log
+    goes on, and the clock."""
+    run = start(save_every=4, fault=partial(killed_in_second_save, moment))
+    assert run.wait() == [-signal.SIGKILL]
+    log, saved = run.log(), run.state(step)
+
+    run = start(save_every=4)
+    assert_goes_on(run, whole, step)
+    assert not list(run.folder.glob("*.tmp"))
+    assert run.log().startswith(log)
+    later = run.log().removeprefix(log)
+    times = [int(ms) for ms in re.findall(r" train_time:(\d+)ms", later)]
+    assert saved["train_time_ms"] // 1 <= times[0] and times == sorted(times)
+
+
+@pytest.mark.parametrize("nproc, fault, every, code, saved", [
+    (1, signalled(3, signal.SIGINT), 100, 1, [4]),
+    (2, signalled(4, signal.SIGTERM, rank=1), 100, 1, [6]),  # where no gradients are left over
+    (1, signalled(STEPS - 1, signal.SIGTERM), 100, 0, [STEPS]),
+    (1, signalled(4, signal.SIGTERM), 0, 1, []),
+    (1, partial(closed_terminal, 5, signal.SIG_DFL), 100, 1, [6]),
+    (1, partial(closed_terminal, 5, signal.SIG_IGN), 100, 0, [STEPS]),
+], ids=["Ctrl-C", "a rank", "at the end", "without saves", "terminal", "nohup"])
+def test_a_signal_ends_a_run_at_a_save_from_which_it_goes_on(
+    start, whole, nproc, fault, every, code, saved
 ):
-    """From the newest checkpoint that is finite; one that is not is never taken."""
-    run = start(*AUTO, "--val_every", 0, nproc=nproc, fault=fault)
+    run = start(nproc, fault, save_every=every)
+    assert run.wait() == [code] * nproc and run.err() == "", run.err()
+    assert run.saved() == saved
+    said = "stopped by a signal; what --save_every saved goes on by --run_id x --resume auto\n"
+    assert run.log().count(said) == code
+    assert len({len(run.losses(rank)) for rank in range(nproc)}) == 1, "all stop at one step"
+    if nproc == 1 and code and saved:
+        assert_goes_on(start(save_every=every), whole, saved[-1])
+
+
+def test_two_ranks_resume_as_two_or_one(start, tmp_path):
+    """All ranks take the checkpoint before a damaged one."""
+    first = start(2, save_every=4)
+    assert first.wait() == [0, 0], first.err()
+    newest = first.folder / f"step-{STEPS:06d}.pt"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    for nproc in (2, 1):
+        shutil.copytree(first.folder, (cwd := tmp_path / str(nproc)) / "logs" / "x")
+        run = start(nproc, cwd=cwd)
+        assert run.wait() == [0] * nproc, run.err()
+        assert re.search(f"skipped .*{newest.name}: no whole checkpoint", run.err())
+        assert "resumed at step:8 from logs/x/step-000008.pt" in run.out()
+        rtol = 0 if nproc == 2 else 1e-5  # fewer ranks sum in another order
+        np.testing.assert_allclose(run.mean_losses(), first.mean_losses()[8:], rtol=rtol)
+
+
+def test_a_rank_told_to_stop_because_another_died_does_not_hang(start):
+    run = start(2, die_or_be_told, save_every=2)
     codes = run.wait()
-    assert codes[0] == 2 and 0 not in codes
-    assert run.err().count("\n") == 1 and all(words in run.err() for words in said), run.err()
-    assert good in run.saved() and "---" not in run.log()
-    if nproc == 1:
-        assert_goes_on(start(*AUTO), whole, good)
-    else:
-        assert len(run.losses(1)) - len(run.losses(0)) <= 1, "none goes on alone"
+    assert codes[0] != 0 and codes[1] == -signal.SIGKILL
+    assert run.saved() == [2, 4] and "Connection " in run.err(), run.err()
+
+
+def test_a_loss_of_one_rank_that_is_not_finite_ends_all(start):
+    run = start(2, partial(at_step, 5, 1, minus_infinity), save_every=2)
+    assert run.wait() == [2, 2]
+    said = "train_gpt.py: error: step 5: the loss is -inf; lower the learning rates\n"
+    assert run.err() == said and run.saved() == [2, 4] and "---" not in run.log()
+
+
+def test_a_run_goes_on_once_a_full_disk_has_room(start, whole):
+    run = start(fault=partial(at_step, 3, 0, fill_disk), save_every=2)
+    assert run.wait() == [2] and run.err().count("\n") == 1
+    assert not list(run.folder.glob("*.tmp"))
+    assert "step-000004.pt: not written ([Errno 27] File too large); make room" in run.err()
+    assert_goes_on(start(save_every=2), whole, 2)
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_after_a_killed_worker(tmp_path, data):
+def test_torchrun_restarts_after_a_killed_worker(tmp_path, files):
     """As the page says: the rank that comes first must not find its dead peer in a store."""
     # Python imports it before the script. Once restarted, rank 0 comes first.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
         "if os.environ.get('RANK') == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':\n"
         "    time.sleep(3)\n")
-    args = ("--run_id", "x", "--num_iterations", 400, "--save_every", 10, "--resume", "auto")
+    flags = MODEL | files | dict(num_iterations=200, save_every=10)
     variables = {"PYTHONPATH": str(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "--max-restarts=2", train_gpt.SCRIPT, *flags(data, args)]
-    process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, stdin=subprocess.DEVNULL,
+               "--max-restarts=2", train_gpt.SCRIPT, *to_argv(flags)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL,
                                env=os.environ | variables)
     run, log = Run(tmp_path), tmp_path / "logs" / "x" / "log.txt"
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -299,4 +236,4 @@ def test_torchrun_restarts_after_a_killed_worker(tmp_path, data):
         process.terminate()  # it ends its workers
         process.wait()
     (step,) = re.findall(r"resumed at step:(\d+)", run.log())
-    assert int(step) >= 10 and run.saved()[-1] == 400
+    assert int(step) >= 10 and run.saved()[-1] == 200

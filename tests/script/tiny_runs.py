@@ -12,18 +12,16 @@ from conftest import final_values
 
 import train_gpt
 
-LAYERS = dict(layers="L0:skip,S,.:saved,L0")
-# Stages begin at steps 0, 2, 4 and 5 of 6, the second one with longer sequences where they grow.
-STAGES = dict(stages="1:128:128:128:1:3,1:128:256:128:1.5:2,1:128:256:128:1.7:1,"
-                     "0:128:256:128:1.7:1,0:128:256:128:1.7:1")
-GROWING = dict(stages="1:128:128:128:.8:3,1:256:256:128:1:2,1:256:256:128:1:1,"
-                      "0:256:256:128:1:1,0:256:256:128:1:1")
 STEPS = 6
+TOKENS = 4 * (2 * 128 + 4 * 256)  # of these steps
 FLAGS = dict(
     preset="pocket", device="cpu", run_id="x", model_dim=32, head_dim=16, vocab_multiple=128,
     embed_lr=0.6, num_iterations=STEPS, extension_steps=1, freeze_steps=1, warmup_steps=1,
     sequences_per_step=4, sequences_per_forward=2, sequence_stride=1, val_every=3, val_tokens=700,
-    val_seq_len=256) | LAYERS | STAGES
+    val_seq_len=256, layers="L0:skip,S,.:saved,L0",
+    # They begin at steps 0, 2, 4 and 5 of 6, the second one with longer sequences.
+    stages="1:128:64:32:.8:3,1:256:128:64:1:2,1:256:192:64:1:1,"
+           "0:256:224:64:1:1,0:256:256:128:1:1")
 
 
 def to_argv(flags):
@@ -31,17 +29,15 @@ def to_argv(flags):
 
 
 def tiny(**flags):
-    """The hyperparameters of the tiny model, which are the record's but for its sizes."""
-    sizes = dict(vocab_size=257, eot_token=256, model_dim=32, head_dim=16, vocab_multiple=128,
-                 val_seq_len=256, device="cpu")
-    return train_gpt.parse_args(to_argv(sizes | LAYERS | STAGES | flags))
+    """The hyperparameters of the tiny model."""
+    return train_gpt.parse_args(to_argv(FLAGS | flags))
 
 
 @pytest.fixture
 def data_flags(tiny_shards):
-    """Two training shards, 3 + 2 steps, then the second epoch."""
-    val_files = tiny_shards([701], name="tiny_val", seed=1)
-    return {"train_files": tiny_shards([1600, 1100]), "val_files": val_files}
+    """Two training shards of less than 6 steps together, and two for validation of a token more."""
+    val_files = tiny_shards([300, 402], name="tiny_val", seed=1)
+    return {"train_files": tiny_shards([2200, 1800]), "val_files": val_files}
 
 
 @pytest.fixture

@@ -1,0 +1,29 @@
+"""The scripts as files: what fits a screen, and what train_gpt.py imports."""
+
+import ast
+import re
+import sys
+
+import pytest
+from conftest import REPO, SCRIPTS
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_lines_and_functions_fit_a_screen(script):
+    """The linter leaves out the records."""
+    source = (REPO / script).read_text()
+    assert max(map(len, source.splitlines())) <= 100
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, node.name
+
+
+def test_it_imports_the_standard_library_and_the_requirements_with_torch_pinned():
+    source = (REPO / "train_gpt.py").read_text()
+    pairs = re.findall(r"^ *(?:from (\w+)\S* )?import (\w+)", source, re.M)
+    imported = {package or module for package, module in pairs}
+    lines = (REPO / "requirements.txt").read_text().split()
+    pins = dict(re.fullmatch(r"([\w-]+)([=>~]=[\d.]+)", line).groups() for line in lines)
+    assert set(pins) == {"torch", "numpy", "tiktoken", "huggingface_hub"}
+    assert pins["torch"].startswith("==")
+    assert imported - set(sys.stdlib_module_names) <= set(pins)

@@ -6,8 +6,7 @@
 All tensors are fake, so that 48K tokens cost nothing. Inductor makes the graphs and the kernels.
 The wrapper code that it generates then runs, but what it would launch is noted, not launched. With
 --binaries, Triton and ptxas make each kernel's machine code, whose instructions --instructions
-counts, in as much time again. Of a run in stages, which differ in their sequences' length, number
-of targets or classes, the last is noted, or that of --stage. OUT.json is what `Trace` describes.
+counts, in as much time again. Of a run in stages the last is noted, or that of --stage.
 FILE has windows by stage, as the records from 2025-09-10 on.
 """
 
@@ -48,24 +47,24 @@ class Trace:
 
     facts: stages, the number of steps in each; of the noted one head_tokens of a chunk of the head,
         block_pairs that attention visits in a forward pass, the mean of the stage's steps, and
-        wire, the bytes that a rank hands to collectives in a step without Adam and in one with it.
+        wire, the bytes that a rank hands to collectives in each step, the least first.
     memory: state (weights, their gradients, the optimizers'), kept (from the forward for the
         backward pass, and no state), and peak by phase, the state included.
     launches: in order: phase (forward, backward, validation, optimizers, optimizers of N ranks),
         kind (triton; aten, where a library has the kernel; wire, for collectives), name, bytes,
         flop, tensors ([type, shape]) and sizes (of a triton kernel: its integers by name).
-    binaries: with --binaries, of each kernel in each configuration that it may run in: name,
-        config, warps, and error or else spilled (bytes of a thread's stack), shared (bytes of a
-        block) and, with --instructions, instructions (all, in_loops).
+    kernels: Triton's sources by the names that launches have.
+    binaries: of each kernel in each configuration that it may run in: name, config, warps, shared
+        (bytes of a block) and, with --instructions, instructions (all, in_loops).
     """
 
     card: str
     facts: dict
-    graphs: dict  # how many Inductor compiled, by part
-    breaks: list  # the reasons of Dynamo's graph breaks
+    graphs: dict  # how many were compiled, by phase; backward ones are among forward's
+    breaks: list  # reasons
     memory: dict
     launches: list
-    kernels: dict  # Triton's sources by the names that launches have
+    kernels: dict
     binaries: list
 
 
@@ -289,7 +288,7 @@ def cast_weights(model):
 
 
 class Tracer:
-    """A script on fake tensors: each part runs once to be compiled, and once to be noted."""
+    """A script on fake tensors."""
 
     def __init__(self, path: str, flags: list[str], stage: int):
         self.notes, self.graphs, self.memory, self.wire = Notes(), {}, {}, []
@@ -308,12 +307,11 @@ class Tracer:
         by_events = hasattr(self.script.schedule(0, self.cfg), "event")
         self.optimizer_steps = 4 if by_events else 2
 
-    def compiled(self, part: str, function):
+    def note(self, phase: str, function):
+        """Run it once, which compiles it, and once more to be noted."""
         before = self.notes.modules
         function()
-        self.graphs[part] = self.graphs.get(part, 0) + self.notes.modules - before
-
-    def noted(self, phase: str, function):
+        self.graphs[phase] = self.notes.modules - before
         self.begin(phase)
         with Recorder(self.notes):
             function()
@@ -321,10 +319,15 @@ class Tracer:
 
     def begin(self, phase: str | None):
         """Note for another phase; of the one before, the most memory that was in use."""
+        live = self.notes.live_bytes()
         if self.notes.phase:
             self.memory[f"peak of {self.notes.phase}"] = self.notes.peak
+        if phase == "forward":
+            self.memory["state"] = live
+        if phase == "backward":
+            self.memory["kept"] = live - self.memory["state"]
         self.notes.phase = phase
-        self.notes.peak = self.notes.live_bytes()
+        self.notes.peak = live
 
     def ranks(self, world_size: int):
         return types.SimpleNamespace(rank=0, world_size=world_size, device=self.device)
@@ -362,39 +365,28 @@ class Tracer:
         batch = self.batch(self.cfg.sequences_per_forward, now.seq_len)
         self.script.accumulate_gradients(self.model, [batch], now)
 
-    def train(self, whole: bool):
-        """Both passes of the stage, or of all, and where something changes within them."""
-        for number, steps in enumerate(self.stages):
-            part = f"stage {number}"
-            for step in changes_within(self.script, self.cfg, steps):
-                if whole or number == self.stage:
-                    self.set_stage(step)
-                    self.compiled(part, functools.partial(self.gradients, step))
-                    part = "within stages"
-        state = self.notes.live_bytes()
+    def train(self):
         backward = torch.Tensor.backward
 
         def backward_as_a_phase(loss):
-            self.memory |= dict(state=state, kept=self.notes.live_bytes() - state)
-            self.begin("backward")
+            if self.notes.phase:
+                self.begin("backward")
             backward(loss)
 
         torch.Tensor.backward = backward_as_a_phase
         first = self.stages[self.stage][0]
         self.set_stage(first)
-        self.noted("forward", functools.partial(self.gradients, first))
-        torch.Tensor.backward = backward
+        self.note("forward", functools.partial(self.gradients, first))
 
     def validate(self):
-        """After some step, and after the last one, which has windows of its own."""
+        """As after the last step, with its windows."""
         cfg = self.cfg
         tokens = cfg.sequences_per_forward * max(row.seq_len for row in cfg.stages)
         pair = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
+        self.set_stage(cfg.num_iterations)
         self.model.eval()
         with torch.no_grad(), self.script.store_masks(self.device):
-            for act in self.compiled, self.compiled, self.noted:
-                act("validation", lambda: self.model(*pair))
-                self.set_stage(cfg.num_iterations)
+            self.note("validation", functools.partial(self.model, *pair))
         self.model.train()
 
     def update(self, world_size: int):
@@ -421,18 +413,15 @@ class Tracer:
                 sent = [x["bytes"] for x in self.notes.launches[before:] if x["kind"] == "wire"]
                 self.wire.append(sum(sent))
 
-        self.compiled(phase, some_steps)
-        self.noted(phase, some_steps)
+        self.note(phase, some_steps)
 
     def facts(self) -> dict:
         model, cfg, steps = self.model, self.cfg, self.stages[self.stage]
         length, targets, _ = shapes(self.script.schedule(steps[0], cfg))
         tokens = cfg.sequences_per_forward * length
         return dict(
-            head_chunks=cfg.head_chunks, fp8=model.lm_head.use_fp8,
-            padded_vocab=len(model.lm_head.weight), model_dim=cfg.model_dim,
-            masks_tokens=hasattr(model, "forbidden"),
-            optimizer_steps=self.optimizer_steps, stages=[len(each) for each in self.stages],
+            head_chunks=cfg.head_chunks, padded_vocab=len(model.lm_head.weight),
+            model_dim=cfg.model_dim, optimizer_steps=self.optimizer_steps, stages=[len(each) for each in self.stages],
             stage=self.stage, targets=targets, tokens=tokens,
             head_tokens=min(model.tokens_per_chunk, tokens),
             step_tokens=cfg.sequences_per_step * length,
@@ -449,12 +438,6 @@ def stages(script, cfg) -> list[list[int]]:
     groups = itertools.groupby(
         range(cfg.num_iterations), lambda step: shapes(script.schedule(step, cfg)))
     return [list(steps) for _, steps in groups]
-
-
-def changes_within(script, cfg, steps: list[int]) -> list[int]:
-    """The first of the steps, those from which on the script's own stage is another, the last."""
-    groups = itertools.groupby(steps, lambda step: script.schedule(step, cfg).stage)
-    return sorted({*(next(same) for _, same in groups), steps[-1]})
 
 
 def document_starts(tokens: int, longest=math.inf) -> np.ndarray:
@@ -497,14 +480,6 @@ def block_pairs(script, cfg, steps: list[int]) -> float:
 # ---- Machine code -----------------------------------------------------------------------------
 
 
-def inspect_binary(tool: str, flag: str, file: str) -> str:
-    """What a program of NVIDIA's that comes with Triton writes."""
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
-    return subprocess.run([path, flag, file], capture_output=True, text=True, check=True).stdout
-
-
 def make_binaries(kernels: dict[str, str], instructions: bool) -> list[dict]:
     """Each distinct kernel in each of its configurations, compiled for the card at hand."""
     from torch._inductor import config
@@ -523,20 +498,22 @@ def make_binaries(kernels: dict[str, str], instructions: bool) -> list[dict]:
 
 
 def binary_row(autotuner, choice, instructions: bool) -> dict:
-    row = dict(config=dict(choice.kwargs), warps=choice.num_warps)
-    try:
-        binary = autotuner._precompile_config(choice).kernel
-    except Exception as error:  # whatever Triton or ptxas says: a test shows it
-        return row | dict(error=f"{type(error).__name__}: {error}"[:500])
+    binary = autotuner._precompile_config(choice).kernel
+    row = dict(config=dict(choice.kwargs), warps=choice.num_warps, shared=binary.metadata.shared)
+    if instructions:
+        row["instructions"] = count_instructions(disassemble(binary.asm["cubin"]))
+    return row
+
+
+def disassemble(cubin: bytes) -> str:
+    """By NVIDIA's program, which comes with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        usage = inspect_binary("cuobjdump", "--dump-resource-usage", file.name)
-        if instructions:
-            code = inspect_binary("nvdisasm", "-c", file.name)
-            row["instructions"] = count_instructions(code)
-    spilled = int(re.search(r"STACK:(\d+)", usage)[1])
-    return row | dict(spilled=spilled, shared=binary.metadata.shared)
+        return subprocess.check_output([tool, "-c", file.name], text=True)
 
 
 def count_instructions(code: str) -> dict:
@@ -558,7 +535,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--card", default="sm_90")
     parser.add_argument("--script", default=str(REPO / "train_gpt.py"))
-    parser.add_argument("--phases", default="train,stages,validation,optimizers")
+    parser.add_argument("--phases", default="train,validation,optimizers")
     parser.add_argument("--stage", type=int, default=-1)
     parser.add_argument("--binaries", action="store_true")
     parser.add_argument("--instructions", action="store_true")
@@ -572,7 +549,7 @@ def main(argv: list[str]) -> None:
     tracer = Tracer(args.script, flags, args.stage)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tracer.build()
-        tracer.train(whole="stages" in args.phases)
+        tracer.train()
         if "validation" in args.phases:
             tracer.validate()
         if "optimizers" in args.phases:

@@ -194,7 +194,7 @@ def test_a_step_of_the_optimizers_is_as_near_to_fp32_as_the_cpus_in_bf16():
         assert allowed < 0.15, name
 
 
-# ---- in fp32: the root, on a small card, and two records with what all others brought to a GPU ----
+# ---- in fp32, executed on the host: the root, and two records that have what the others brought --
 
 TINY = dict(vars(SMALL), num_iterations=10, extension_steps=0, fp8_head=False)
 SIZES = {  # what differs from TINY

@@ -421,9 +421,9 @@ class Tracer:
         tokens = cfg.sequences_per_forward * length
         return dict(
             head_chunks=cfg.head_chunks, padded_vocab=len(model.lm_head.weight),
-            model_dim=cfg.model_dim, optimizer_steps=self.optimizer_steps, stages=[len(each) for each in self.stages],
-            stage=self.stage, targets=targets, tokens=tokens,
-            head_tokens=min(model.tokens_per_chunk, tokens),
+            model_dim=cfg.model_dim, optimizer_steps=self.optimizer_steps,
+            stages=[len(each) for each in self.stages], stage=self.stage,
+            targets=targets, tokens=tokens, head_tokens=min(model.tokens_per_chunk, tokens),
             step_tokens=cfg.sequences_per_step * length,
             block_pairs=block_pairs(self.script, cfg, steps), wire=sorted(self.wire))
 

@@ -6,6 +6,7 @@ marked `cards`, those of the records after #53 among them.
 """
 
 import functools
+import math
 import re
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import train_gpt
 pytestmark = pytest.mark.skipif(host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle()))
 
 ROOT = Path(train_gpt.SCRIPT)
+TRAINING = "forward", "backward"
 SCRIPTS = [ROOT]
 for path in sorted(REPO.glob("records/*/train_gpt.py")):
     if path.parent.name > "2025-12-22_MultiTokenPrediction":
@@ -53,6 +55,10 @@ def first_stage(script: Path, card: str) -> Trace:
                  script=script)
 
 
+def bytes_of(dtype: str, shape: list[int]) -> int:
+    return getattr(torch, dtype).itemsize * math.prod(shape)
+
+
 def launches(found: Trace, *phases: str) -> list[dict]:
     return [x for x in found.launches if x["phase"] in phases]
 
@@ -60,24 +66,25 @@ def launches(found: Trace, *phases: str) -> list[dict]:
 # ---- graphs and kernels -----------------------------------------------------------------------
 
 
-def assert_one_graph_a_phase_fits(found: Trace):
+def assert_one_graph_a_phase_fits(found: Trace, card: str):
     """Training's graph has two parts, forward and backward."""
     assert found.breaks == []
     assert (found.graphs["forward"], found.graphs["validation"]) == (2, 1)
-    assert {x["name"] for x in found.binaries} == set(found.kernels)
-    limit = host_gpu.CARDS[found.card].shared_memory_per_block
+    launched = {x["name"] for x in found.launches if x["kind"] == "triton"}
+    assert launched <= {x["name"] for x in found.binaries}
+    limit = host_gpu.CARDS[card].shared_memory_per_block
     assert max(x["shared"] for x in found.binaries) <= limit
 
 
 @pytest.mark.parametrize("script, card", EACH_ON_EACH_CARD)
 def test_a_script_compiles_for_a_card_and_fits_it(script, card):
-    assert_one_graph_a_phase_fits(first_stage(script, card))
+    assert_one_graph_a_phase_fits(first_stage(script, card), card)
 
 
 @pytest.mark.cards
 def test_the_records_eleven_layers():
     found = trace("sm_90", "--phases", "train,validation", "--binaries")
-    assert_one_graph_a_phase_fits(found)
+    assert_one_graph_a_phase_fits(found, "sm_90")
 
 
 # ---- what a trace counts, by hand ----------------------------------------------------------------
@@ -107,6 +114,31 @@ def test_logits_are_read_once_in_few_bits_and_by_compiled_kernels_alone(card, fp
         assert kernels[0]["bytes"] == pytest.approx(size * logits, rel=1e-3)
     assert len(products) == 3 and all(x["flop"] > 0 for x in products)  # y, grad_x, grad_w
     assert types == ({"bfloat16", "float8_e5m2"} if fp8 else {"bfloat16"})
+
+
+@pytest.mark.slow
+def test_kernels_move_what_a_count_by_hand_says():
+    """Of a buffer that is sliced, that is changed in place, and that threads add to at once."""
+    found = first_stage(ROOT, "sm_90")
+    tokens, dim = found.facts["tokens"], found.facts["model_dim"]
+    ids = ["int32", [1, tokens]]
+    queries_keys_values = ["bfloat16", [tokens, 3 * dim]]
+    table = ["float32", [found.facts["padded_vocab"], dim]]
+    sliced, added_to, stepped = set(), set(), set()
+    for x in launches(found, *TRAINING):
+        if ids in x["tensors"] and queries_keys_values in x["tensors"]:
+            sliced.add(x["bytes"])  # values, rows of a table, their sums
+        if ids in x["tensors"] and table in x["tensors"]:
+            read = [bytes_of(*tensor) for tensor in x["tensors"] if tensor != table]
+            added_to.add(x["bytes"] - sum(read))
+    head = ["bfloat16", [table[1][0] * dim]]
+    for x in launches(found, "optimizers"):
+        if x["tensors"].count(head) > 2:
+            stepped.add(x["bytes"])
+    assert sliced == {4 * tokens + 3 * 2 * tokens * dim}
+    assert added_to == {2 * 4 * tokens * dim}  # sums read and written
+    # Gradient, weights, two moments and scalars are read, and all but gradient and scalars written.
+    assert stepped == {(4 + 3) * bytes_of(*head) + 12}
 
 
 @pytest.mark.cards
@@ -141,7 +173,7 @@ def test_products_and_state_are_those_that_the_weights_ask_for():
             state += itemsize * (3 * p.numel() + p.numel() // p.size(-1))
         elif p.ndim >= 2:
             state += itemsize * 4 * p.numel()
-    assert sum(x["flop"] for x in launches(found, "forward", "backward")) == flop
+    assert sum(x["flop"] for x in launches(found, *TRAINING)) == flop
     assert found.memory["state"] == pytest.approx(state, abs=1e4)  # the scalars
     products = [x for x in launches(found, "optimizers") if x["flop"]]
     assert {dtype for x in products for dtype, _ in x["tensors"]} == {"bfloat16"}

@@ -1,13 +1,13 @@
 """A script's step and validation at full size, compiled for a card and counted, without data.
 
-    python tests/gpu/host_gpu/trace.py OUT.json [--card sm_90] [--script FILE] [--phases train,…]
-        [--stage 0] [--binaries] [--instructions] [--ranks 8] [--FLAG_OF_THE_SCRIPT VALUE …]
+    trace(card, [--phases train,validation,optimizers,] [--stage, 0,] [--ranks, 8,]
+          [--binaries,] [--instructions,] [--FLAG_OF_THE_SCRIPT, VALUE, …,] script=FILE)
 
 All tensors are fake, so that 48K tokens cost nothing. Inductor makes the graphs and the kernels.
 The wrapper code that it generates then runs, but what it would launch is noted, not launched. With
 --binaries, Triton and ptxas make each kernel's machine code, whose instructions --instructions
-counts, in as much time again. Of a run in stages the last is noted, or that of --stage.
-FILE has windows by stage, as the records from 2025-09-10 on.
+counts, in as much time again. Of a run in stages the last is noted, or that of --stage. FILE has
+windows by stage, as the records from 2025-09-10 on.
 """
 
 import argparse
@@ -32,8 +32,6 @@ if __name__ == "__main__":  # before torch is there
 import host_gpu  # noqa: E402
 
 if __name__ == "__main__":
-    if reason := host_gpu.obstacle():
-        sys.exit(reason)
     host_gpu.install("sm_90", execute=False)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -53,18 +51,15 @@ class Trace:
     launches: in order: phase (forward, backward, validation, optimizers, optimizers of N ranks),
         kind (triton; aten, where a library has the kernel; wire, for collectives), name, bytes,
         flop, tensors ([type, shape]) and sizes (of a triton kernel: its integers by name).
-    kernels: Triton's sources by the names that launches have.
     binaries: of each kernel in each configuration that it may run in: name, config, warps, shared
         (bytes of a block) and, with --instructions, instructions (all, in_loops).
     """
 
-    card: str
     facts: dict
     graphs: dict  # how many were compiled, by phase; backward ones are among forward's
     breaks: list  # reasons
     memory: dict
     launches: list
-    kernels: dict
     binaries: list
 
 
@@ -72,7 +67,7 @@ def trace(card: str, *arguments: str, script=REPO / "train_gpt.py") -> Trace:
     """Trace the script in a process of its own. arguments: this file's and the script's."""
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
         out = Path(folder) / "trace.json"
-        command = [sys.executable, __file__, out, "--card", card, "--script", script, *arguments]
+        command = [sys.executable, __file__, out, card, script, *arguments]
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         environment.pop("TORCHDYNAMO_DISABLE", None)
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -532,9 +527,8 @@ def count_instructions(code: str) -> dict:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--card", default="sm_90")
-    parser.add_argument("--script", default=str(REPO / "train_gpt.py"))
+    for name in "out", "card", "script":
+        parser.add_argument(name)
     parser.add_argument("--phases", default="train,validation,optimizers")
     parser.add_argument("--stage", type=int, default=-1)
     parser.add_argument("--binaries", action="store_true")
@@ -556,11 +550,11 @@ def main(argv: list[str]) -> None:
             for world_size in sorted({1, args.ranks}):
                 tracer.update(world_size)
     notes = tracer.notes
+    kernels = notes.kernels if args.binaries else {}
     found = Trace(
-        args.card, tracer.facts(), tracer.graphs, list(counters["graph_break"]), tracer.memory,
-        notes.launches, notes.kernels,
-        make_binaries(notes.kernels, args.instructions) if args.binaries else [])
-    args.out.write_text(json.dumps(dataclasses.asdict(found)))
+        tracer.facts(), tracer.graphs, list(counters["graph_break"]), tracer.memory, notes.launches,
+        make_binaries(kernels, args.instructions))
+    Path(args.out).write_text(json.dumps(vars(found)))
 
 
 if __name__ == "__main__":

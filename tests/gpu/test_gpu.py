@@ -110,6 +110,8 @@ def losses_and_gradients(script, model, batch, window):
     batch = [x.to(model.reach.device) for x in batch]
     losses = script.accumulate_gradients(model, [batch], script.schedule(0, model.cfg))
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if hasattr(model, "ngram_table"):
+        grads["rows"] = model.ngram_table.last_read[0].grad
     return losses.cpu(), {name: grad.cpu().clone() for name, grad in grads.items()}
 
 
@@ -257,27 +259,6 @@ def assert_same_update(script, gpu, cpu, cfg):
         assert relative_error(changes[name], change) < rtol, name
 
 
-def give_rows(script, cfg, *models):
-    """The same rows in each model's n-gram table, in fp32."""
-    rows = torch.randn(cfg.ngram_rows, cfg.model_dim, generator=torch.Generator().manual_seed(0))
-    for model in models:
-        device = model.reach.device
-        script.build_optimizers(model, cfg, one_rank(script, device))
-        model.ngram_table.state["rows"] = rows.to(device, copy=True)
-
-
-def assert_same_rows(script, cfg, gpu, cpu):
-    """After a step of the rows that the last training batch read."""
-    before = cpu.ngram_table.state["rows"].clone()
-    changes = []
-    for model in gpu, cpu:
-        model.ngram_table.keep_gradients()
-        model.ngram_table.update(script.schedule(1, cfg), divisor=1)
-        changes.append(model.ngram_table.state["rows"].cpu() - before)
-    assert changes[1].any()
-    assert relative_error(*changes) < FP32_RTOL
-
-
 @on_the_host
 @pytest.mark.parametrize("name", SIZES)
 def test_a_step_in_fp32_is_that_of_the_cpu(name):
@@ -303,10 +284,12 @@ def test_a_step_in_fp32_is_that_of_the_cpu(name):
     if hasattr(cfg.stages[0], "classes"):  # while training each token has a target then
         targets.clamp_(min=0)
     if hasattr(cpu, "ngram_table"):
-        give_rows(script, cfg, cpu, gpu)
+        generator = torch.Generator().manual_seed(0)
+        table = torch.randn(cfg.ngram_rows, cfg.model_dim, generator=generator)
+        for model in cpu, gpu:
+            script.build_optimizers(model, cfg, one_rank(script, model.reach.device))
+            model.ngram_table.state["rows"] = table.to(model.reach.device, copy=True)
     losses = assert_same_step(script, gpu, cpu, (inputs, targets), window=2)
-    if hasattr(cpu, "ngram_table"):
-        assert_same_rows(script, cfg, gpu, cpu)
     if script is train_gpt:
         assert gpu.blocks[0].attn.kernel_options == script.SMALL_TILES
         with torch.compiler.set_stance("fail_on_recompile"):

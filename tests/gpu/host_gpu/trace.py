@@ -12,8 +12,6 @@ windows by stage, as the records from 2025-09-10 on.
 
 import argparse
 import dataclasses
-import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -28,13 +26,15 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":  # before torch is there
-    sys.path[0] = str(REPO / "tests" / "gpu")  # in place of this folder
+    sys.path[:1] = [str(REPO / "tests" / "gpu"), str(REPO / "data")]  # in place of this folder
 import host_gpu  # noqa: E402
 
 if __name__ == "__main__":
     host_gpu.install("sm_90", execute=False)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from shards import load_script  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
@@ -92,8 +92,6 @@ class Notes:
                                       flop=flop, tensors=described, **more))
 
     def allocated(self, tensor) -> None:
-        from torch.multiprocessing.reductions import StorageWeakRef
-
         storage = tensor.untyped_storage()
         self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, self.live_bytes())
@@ -289,18 +287,17 @@ class Tracer:
         self.notes, self.graphs, self.memory, self.wire = Notes(), {}, {}, []
         stand_in_for_launches(self.notes)
         stand_in_for_tensors(self.notes)
-        spec = importlib.util.spec_from_file_location("traced_script", path)
-        self.script = sys.modules["traced_script"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.script)
+        self.script = load_script(Path(path))
         self.device = torch.device("cuda", 0)
         cfg = self.script.parse_args(flags)
         chunks = cfg.head_chunks or self.script.default_head_chunks(self.device)
         self.cfg = dataclasses.replace(cfg, head_chunks=chunks)
         self.stages = stages(self.script, self.cfg)
         self.stage = stage % len(self.stages)
+        self.steps = self.stages[self.stage]
+        self.first = self.script.schedule(self.steps[0], self.cfg)
         # After so many every optimizer has stepped. From 92d on tables step at one of four.
-        by_events = hasattr(self.script.schedule(0, self.cfg), "event")
-        self.optimizer_steps = 4 if by_events else 2
+        self.optimizer_steps = 4 if hasattr(self.first, "event") else 2
 
     def note(self, phase: str, function):
         """Run it once, which compiles it, and once more to be noted."""
@@ -352,14 +349,6 @@ class Tracer:
             if isinstance(x, torch.Tensor):
                 self.notes.allocated(x)
 
-    def set_stage(self, step: int):
-        self.model.set_stage(self.script.schedule(step, self.cfg))
-
-    def gradients(self, step: int):
-        now = self.script.schedule(step, self.cfg)
-        batch = self.batch(self.cfg.sequences_per_forward, now.seq_len)
-        self.script.accumulate_gradients(self.model, [batch], now)
-
     def train(self):
         backward = torch.Tensor.backward
 
@@ -368,20 +357,23 @@ class Tracer:
                 self.begin("backward")
             backward(loss)
 
+        def gradients():
+            batch = self.batch(self.cfg.sequences_per_forward, self.first.seq_len)
+            self.script.accumulate_gradients(self.model, [batch], self.first)
+
         torch.Tensor.backward = backward_as_a_phase
-        first = self.stages[self.stage][0]
-        self.set_stage(first)
-        self.note("forward", functools.partial(self.gradients, first))
+        self.model.set_stage(self.first)
+        self.note("forward", gradients)
 
     def validate(self):
         """As after the last step, with its windows."""
         cfg = self.cfg
         tokens = cfg.sequences_per_forward * max(row.seq_len for row in cfg.stages)
         pair = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
-        self.set_stage(cfg.num_iterations)
+        self.model.set_stage(self.script.schedule(cfg.num_iterations, cfg))
         self.model.eval()
         with torch.no_grad(), self.script.store_masks(self.device):
-            self.note("validation", functools.partial(self.model, *pair))
+            self.note("validation", lambda: self.model(*pair))
         self.model.train()
 
     def update(self, world_size: int):
@@ -393,8 +385,7 @@ class Tracer:
             self.script.dist = Wire(self.notes)
             ranks = self.ranks(world_size)
             optimizers = self.script.build_optimizers(self.model, self.cfg, ranks)
-        steps = self.stages[self.stage]
-        amid = steps[len(steps) // 2]
+        amid = self.steps[len(self.steps) // 2]
         first = amid - amid % self.optimizer_steps
 
         def some_steps():
@@ -411,8 +402,8 @@ class Tracer:
         self.note(phase, some_steps)
 
     def facts(self) -> dict:
-        model, cfg, steps = self.model, self.cfg, self.stages[self.stage]
-        length, targets, _ = shapes(self.script.schedule(steps[0], cfg))
+        model, cfg = self.model, self.cfg
+        length, targets, _ = shapes(self.first)
         tokens = cfg.sequences_per_forward * length
         return dict(
             head_chunks=cfg.head_chunks, padded_vocab=len(model.lm_head.weight),
@@ -420,7 +411,7 @@ class Tracer:
             stages=[len(each) for each in self.stages], stage=self.stage,
             targets=targets, tokens=tokens, head_tokens=min(model.tokens_per_chunk, tokens),
             step_tokens=cfg.sequences_per_step * length,
-            block_pairs=block_pairs(self.script, cfg, steps), wire=sorted(self.wire))
+            block_pairs=block_pairs(self.script, cfg, self.steps), wire=sorted(self.wire))
 
 
 def shapes(now) -> tuple[int, int, int]:

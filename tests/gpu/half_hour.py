@@ -90,11 +90,9 @@ def attention(flags, length=8192, heads=6, reach=1024, repeats=200):
     docs = docs.cumsum(1, dtype=torch.int32)
     reach = torch.tensor(reach, dtype=torch.int32, device="cuda")
 
-    def with_options(options):
-        def flex(q, k, v):
-            return train_gpt.attend(q, k, v, train_gpt.flex_mask(docs, reach), options)
-
-        return torch.compile(flex, dynamic=False)
+    @functools.partial(torch.compile, dynamic=False)
+    def flex(options, q, k, v):
+        return train_gpt.attend(q, k, v, train_gpt.flex_mask(docs, reach), options)
 
     def dense(q, k, v):
         q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
@@ -117,7 +115,7 @@ def attention(flags, length=8192, heads=6, reach=1024, repeats=200):
     else:
         say('no FlashAttention-4: pip install "flash-attn-4[cu13]"')
     for name, options in kernels.items():
-        function = with_options(options)
+        function = functools.partial(flex, options)
         worst = [0.0] * 4
         for _ in range(repeats):
             for i, (x, reference) in enumerate(zip(results(function), expected)):

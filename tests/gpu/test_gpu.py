@@ -29,7 +29,7 @@ def stages_of(length, script=train_gpt, **fields):
     return tuple(dataclasses.replace(row, seq_len=length, **fields) for row in rows)
 
 
-ON_HOST = torch.cuda.is_available() and "standing in" in torch.cuda.get_device_name()
+ON_HOST = torch.cuda.is_available() and "standing in for" in torch.cuda.get_device_name()
 on_the_host = pytest.mark.skipif(not ON_HOST, reason="its sizes and tolerances are the host's")
 SMALL = dataclasses.replace(
     train_gpt.Hyperparameters(), vocab_size=1000, eot_token=999, model_dim=256,

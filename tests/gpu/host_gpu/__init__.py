@@ -10,7 +10,7 @@ as those of `pytest -m gpu`.
 
 What it shows: that the path runs, what it computes, in which graphs and kernels, and where the host
 would wait. What it does not: any time, a GPU's rounding of matrix products, races, streams, shared
-memory, NCCL. Its name, "host standing in for an H100", is in every log that is made on it.
+memory, NCCL. Its name, "host standing in for NVIDIA H100", is in every log that is made on it.
 """
 
 from host_gpu.cards import CARDS

@@ -34,7 +34,6 @@ import train_gpt  # noqa: E402
 
 say = functools.partial(print, flush=True)
 VALIDATION = r"^step:\d+/\d+ val_loss:[\d.]+ train_time:(\d+)ms"
-SPEC_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "4090": 165.2, "3090": 71.0}  # bf16
 STAGE_STEPS = 10  # of each of a record's stages
 NOISE_SHARE = 12  # the noise has one id of so many: text, too, has few of them in a sequence
 NEWEST_ROWS = "377280"  # of its n-gram table, which fit any card; the record's fit eight
@@ -91,11 +90,9 @@ def attention(flags, length=8192, heads=6, reach=1024, repeats=200):
     docs = docs.cumsum(1, dtype=torch.int32)
     reach = torch.tensor(reach, dtype=torch.int32, device="cuda")
 
-    def with_options(options):
-        def flex(q, k, v):
-            return train_gpt.attend(q, k, v, train_gpt.flex_mask(docs, reach), options)
-
-        return torch.compile(flex, dynamic=False)
+    @functools.partial(torch.compile, dynamic=False)
+    def flex(options, q, k, v):
+        return train_gpt.attend(q, k, v, train_gpt.flex_mask(docs, reach), options)
 
     def dense(q, k, v):
         q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
@@ -118,7 +115,7 @@ def attention(flags, length=8192, heads=6, reach=1024, repeats=200):
     else:
         say('no FlashAttention-4: pip install "flash-attn-4[cu13]"')
     for name, options in kernels.items():
-        function = with_options(options)
+        function = functools.partial(flex, options)
         worst = [0.0] * 4
         for _ in range(repeats):
             for i, (x, reference) in enumerate(zip(results(function), expected)):
@@ -140,20 +137,13 @@ def steps(flags, script=train_gpt, stage_steps=STAGE_STEPS):
     times = [int(ms) for ms in re.findall(VALIDATION, text, re.MULTILINE)]
     final = dict(re.findall(r"^(\w+): (.*)$", text, re.MULTILINE))
     cfg = script.parse_args(short_flags(script, flags, stage_steps))
-    spec = next((tflops for name, tflops in SPEC_TFLOPS.items() if name in final["device"]), None)
-    with torch.device("meta"):
-        model = script.GPT(cfg)
-    multiplied = sum(p.numel() for p in model.blocks.parameters() if p.ndim >= 2)
     say(f"{final['device']}, torch {final['torch']}: the mean of {stage_steps} steps of each stage")
     for stage, (begin, end) in enumerate(itertools.pairwise(times)):
         now = script.schedule(stage * stage_steps, cfg)
         tokens = cfg.sequences_per_step * now.seq_len
         ms = max(1, end - begin) / stage_steps
-        head = (getattr(now, "classes", 0) or len(model.lm_head.weight)) * cfg.model_dim
-        flop = 6 * tokens * (multiplied + head)
-        mfu = f", MFU {flop / ms / spec / 1e9:.1%}" if spec else ""
         say(f"stage {stage}: sequences of {now.seq_len:,} tokens, {ms:.1f} ms a step, "
-            f"{1000 * tokens / ms:,.0f} tokens/s{mfu}")
+            f"{1000 * tokens / ms:,.0f} tokens/s")
     say(f"memory at the peak: {int(final['peak_memory_mib']) / 2**10:.1f} GiB")
 
 

@@ -1,14 +1,12 @@
 """The GPU path at the record's width, compiled for each card and counted where there is no GPU.
 
-host_gpu/trace.py says how. Three layers have every kind of kernel that the record's eleven have;
-the first stage has the most targets and the shortest sequences, the last the least of the one and
-the most of the other. The first stage on sm_90 takes two minutes of one core and is marked `slow`.
-All other traces are marked `cards`, those of the records after #53 among them:
-
-    ./run.sh test -m cards
+host_gpu/trace.py says how. Three layers have every kind of kernel that the record's eleven have. On
+sm_90 its first stage takes two minutes of one core and is marked `slow`. All other traces are
+marked `cards`, those of the records after #53 among them.
 """
 
 import functools
+import math
 import re
 from pathlib import Path
 
@@ -24,9 +22,17 @@ import train_gpt
 pytestmark = pytest.mark.skipif(host_gpu.obstacle() is not None, reason=str(host_gpu.obstacle()))
 
 ROOT = Path(train_gpt.SCRIPT)
-LATER = [path for path in sorted(REPO.glob("records/*/train_gpt.py"))
-         if path.parent.name > "2025-12-22_MultiTokenPrediction"]
-TRAINING = ("forward", "backward")
+TRAINING = "forward", "backward"
+SCRIPTS = [ROOT]
+for path in sorted(REPO.glob("records/*/train_gpt.py")):
+    if path.parent.name > "2025-12-22_MultiTokenPrediction":
+        SCRIPTS.append(path)
+EACH_ON_EACH_CARD = []
+for script in SCRIPTS:
+    for card in host_gpu.CARDS:
+        mark = pytest.mark.slow if (script, card) == (ROOT, "sm_90") else pytest.mark.cards
+        name = f"{script.relative_to(REPO).parent.name}-{card}"
+        EACH_ON_EACH_CARD.append(pytest.param(script, card, marks=mark, id=name))
 
 
 def few_layers_of(script: Path) -> list[str]:
@@ -42,152 +48,132 @@ def few_layers_of(script: Path) -> list[str]:
 
 
 @functools.cache
-def few_layers(card: str, *flags: str, script=ROOT) -> Trace:
-    return trace(card, *flags, *few_layers_of(script), script=script)
-
-
-def first_stage(card: str, script=ROOT) -> Trace:
+def first_stage(script: Path, card: str) -> Trace:
+    """It has the most targets and the shortest sequences."""
     phases = "train,validation,optimizers"
-    return few_layers(card, "--stage", "0", "--phases", phases, "--binaries", script=script)
+    return trace(card, "--stage", "0", "--phases", phases, "--binaries", *few_layers_of(script),
+                 script=script)
 
 
-last_stage = functools.partial(few_layers, "sm_90", "--phases", "train,stages")
-FIRST_STAGES = [
-    pytest.param(functools.partial(first_stage, card), id=f"first-stage-{card}",
-                 marks=pytest.mark.slow if card == "sm_90" else pytest.mark.cards)
-    for card in host_gpu.CARDS]
-FIRST_STAGES_LATER = [
-    pytest.param(functools.partial(first_stage, card, script), marks=pytest.mark.cards,
-                 id=f"{script.parent.name}-{card}")
-    for script in LATER for card in host_gpu.CARDS]
-LAST_STAGE = pytest.param(last_stage, id="last-stage-sm_90", marks=pytest.mark.cards)
-every_stage = pytest.mark.parametrize("get_trace", [*FIRST_STAGES, LAST_STAGE])
+def bytes_of(dtype: str, shape: list[int]) -> int:
+    return getattr(torch, dtype).itemsize * math.prod(shape)
 
 
 def launches(found: Trace, *phases: str) -> list[dict]:
     return [x for x in found.launches if x["phase"] in phases]
 
 
-def touching_logits(found: Trace, *phases: str) -> list[dict]:
-    return [x for x in launches(found, *phases)
-            if any(cost.is_logits(tensor, found.facts) for tensor in x["tensors"])]
-
-
 # ---- graphs and kernels -----------------------------------------------------------------------
 
 
-def assert_all_compile_and_fit(found: Trace):
-    assert {x["name"] for x in found.binaries} == set(found.kernels)
-    assert [x for x in found.binaries if "error" in x] == []
-    limit = host_gpu.CARDS[found.card].shared_memory_per_block
-    assert [x for x in found.binaries if x["shared"] > limit] == []
-
-
-@pytest.mark.parametrize("get_trace", [*FIRST_STAGES, *FIRST_STAGES_LATER])
-def test_a_script_takes_one_graph_a_stage_and_fits_each_card(get_trace):
-    """Training's graph has two parts, forward and backward. The last validation has a graph of its
-    own where it leaves tokens out, as from #91 on."""
-    found = get_trace()
+def assert_one_graph_a_phase_fits(found: Trace, card: str):
+    """Training's graph has two parts, forward and backward."""
     assert found.breaks == []
-    graphs = {part: n for part, n in found.graphs.items() if part != "optimizers"}
-    validations = 2 if found.facts["masks_tokens"] else 1
-    assert graphs == {"stage 0": 2, "within stages": 0, "validation": validations}
-    assert_all_compile_and_fit(found)
+    assert (found.graphs["forward"], found.graphs["validation"]) == (2, 1)
+    launched = {x["name"] for x in found.launches if x["kind"] == "triton"}
+    assert launched <= {x["name"] for x in found.binaries}
+    limit = host_gpu.CARDS[card].shared_memory_per_block
+    assert max(x["shared"] for x in found.binaries) <= limit
 
 
-@pytest.mark.cards
-def test_stages_of_another_shape_take_a_graph_each_and_windows_none():
-    """The window grows within the last, whose sequences are as long and whose target is one."""
-    found = last_stage()
-    assert found.breaks == []
-    cfg = train_gpt.parse_args([])
-    steps = [train_gpt.schedule(step, cfg) for step in range(cfg.num_iterations)]
-    shapes = {(now.seq_len, len(now.target_weights)) for now in steps}
-    expected = {f"stage {n}": 2 for n in range(len(shapes))} | {"within stages": 0}
-    assert len(shapes) > 1 and found.graphs == expected
-
-
-# ---- logits -------------------------------------------------------------------------------------
-
-
-@every_stage
-def test_logits_are_read_once_in_few_bits_and_by_compiled_kernels_alone(get_trace):
-    """However many the targets. Backward, where they are read, their gradient is written: twice in
-    FP8, as it is and transposed, or once in bf16."""
-    found = get_trace()
-    fp8 = found.facts["fp8"]
-    assert fp8 == (host_gpu.CARDS[found.card].capability >= (8, 9))
-    assert found.facts["targets"] == (3 if found.facts["stage"] == 0 else 1)
-    logits = found.facts["tokens"] * found.facts["padded_vocab"]
-    for phase, size in ("forward", 2), ("backward", 2 + (1 + 1 if fp8 else 2)):
-        (kernel,) = [x for x in touching_logits(found, phase) if x["kind"] == "triton"]
-        assert kernel["bytes"] == pytest.approx(size * logits, rel=1e-3)
-    touching = touching_logits(found, *TRAINING, "validation")
-    products = [x for x in touching if x["kind"] != "triton"]
-    assert all(x["flop"] > 0 for x in products)
-    assert len([x for x in products if x["phase"] != "validation"]) == 3  # y, grad_x, grad_w
-    types = {tensor[0] for x in touching for tensor in x["tensors"]
-             if cost.is_logits(tensor, found.facts)}
-    assert types == ({"bfloat16", "float8_e5m2"} if fp8 else {"bfloat16"})
-
-
-@pytest.mark.cards
-@pytest.mark.parametrize("head_chunks", [2, 4, 8, 16])
-def test_chunks_of_the_head_take_the_same_graphs_and_less_memory(head_chunks):
-    found, whole = (few_layers("sm_90", "--phases", "train", "--head_chunks", str(n))
-                    for n in (head_chunks, 1))
-    assert found.breaks == []
-    assert found.graphs == whole.graphs == {"stage 2": 2, "within stages": 0}
-    assert found.facts["head_chunks"] == head_chunks
-    logits = found.facts["tokens"] * found.facts["padded_vocab"]
-    assert found.memory["kept"] < whole.memory["kept"] - 1.9 * logits
-
-
-# ---- what one sequence takes ------------------------------------------------------------------
-
-
-def weights_model() -> train_gpt.GPT:
-    with torch.device("meta"):
-        return train_gpt.GPT(train_gpt.parse_args(few_layers_of(ROOT)))
-
-
-@pytest.mark.slow
-def test_products_are_those_that_the_weights_ask_for():
-    """For each token and weight 2 FLOP forward, and 4 backward, for the gradients of both; and of
-    the smear's gate, 4 a token but the first. The rest of it is no product."""
-    found = first_stage("sm_90")
-    model = weights_model()
-    products = sum(x["flop"] for x in launches(found, *TRAINING))
-    tokens = found.facts["tokens"]
-    weights = [model.lm_head.weight, *(p for p in model.blocks.parameters() if p.ndim >= 2)]
-    smear = 4 * model.smear_gate.weight.numel() * (tokens - 1)
-    assert products == 6 * tokens * sum(p.numel() for p in weights) + smear
-
-
-@pytest.mark.slow
-def test_newton_schulz_multiplies_in_bf16():
-    products = [x for x in launches(first_stage("sm_90"), "optimizers") if x["flop"]]
-    assert {dtype for x in products for dtype, _ in x["tensors"]} == {"bfloat16"}
-
-
-@pytest.mark.slow
-def test_state_is_weights_gradients_and_moments():
-    """Adam has two moments of each weight, Muon one and a mean square of each row."""
-    model = weights_model()
-    expected = 0
-    for name, p in model.named_parameters():
-        itemsize = 2 if re.search("embed|gate|head", name) else 4
-        if p.ndim >= 2 and name.startswith("blocks"):
-            expected += itemsize * (3 * p.numel() + p.numel() // p.size(-1))
-        elif p.ndim >= 2:
-            expected += itemsize * 4 * p.numel()
-    expected += sum(x.nbytes for x in model.buffers())
-    assert first_stage("sm_90").memory["state"] == pytest.approx(expected, abs=1e4)  # the scalars
+@pytest.mark.parametrize("script, card", EACH_ON_EACH_CARD)
+def test_a_script_compiles_for_a_card_and_fits_it(script, card):
+    assert_one_graph_a_phase_fits(first_stage(script, card), card)
 
 
 @pytest.mark.cards
 def test_the_records_eleven_layers():
     found = trace("sm_90", "--phases", "train,validation", "--binaries")
+    assert_one_graph_a_phase_fits(found, "sm_90")
+
+
+# ---- what a trace counts, by hand ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("card, fp8", [
+    pytest.param("sm_90", True, marks=pytest.mark.slow),
+    pytest.param("sm_80", False, marks=pytest.mark.cards)])
+def test_logits_are_read_once_in_few_bits_and_by_compiled_kernels_alone(card, fp8):
+    """However many the targets. Backward, where they are read, their gradient is written: twice in
+    FP8, as it is and transposed, or once in bf16."""
+    found = first_stage(ROOT, card)
+    assert found.facts["targets"] == 3
+    logits = found.facts["tokens"] * found.facts["padded_vocab"]
+    types, products = set(), []
+    for phase, size in ("forward", 2), ("backward", 2 + (1 + 1 if fp8 else 2)):
+        kernels = []
+        for x in launches(found, phase):
+            of_logits = [dtype for dtype, shape in x["tensors"]
+                         if cost.is_logits([dtype, shape], found.facts)]
+            types.update(of_logits)
+            if of_logits and x["kind"] == "triton":
+                kernels.append(x)
+            elif of_logits:
+                products.append(x)
+        assert len(kernels) == 1
+        assert kernels[0]["bytes"] == pytest.approx(size * logits, rel=1e-3)
+    assert len(products) == 3 and all(x["flop"] > 0 for x in products)  # y, grad_x, grad_w
+    assert types == ({"bfloat16", "float8_e5m2"} if fp8 else {"bfloat16"})
+
+
+@pytest.mark.slow
+def test_kernels_move_what_a_count_by_hand_says():
+    """Of a buffer that is sliced, that is changed in place, and that threads add to at once."""
+    found = first_stage(ROOT, "sm_90")
+    tokens, dim = found.facts["tokens"], found.facts["model_dim"]
+    ids = ["int32", [1, tokens]]
+    queries_keys_values = ["bfloat16", [tokens, 3 * dim]]
+    table = ["float32", [found.facts["padded_vocab"], dim]]
+    sliced, added_to, stepped = set(), set(), set()
+    for x in launches(found, *TRAINING):
+        if ids in x["tensors"] and queries_keys_values in x["tensors"]:
+            sliced.add(x["bytes"])  # values, rows of a table, their sums
+        if ids in x["tensors"] and table in x["tensors"]:
+            read = [bytes_of(*tensor) for tensor in x["tensors"] if tensor != table]
+            added_to.add(x["bytes"] - sum(read))
+    head = ["bfloat16", [table[1][0] * dim]]
+    for x in launches(found, "optimizers"):
+        if x["tensors"].count(head) > 2:
+            stepped.add(x["bytes"])
+    assert sliced == {4 * tokens + 3 * 2 * tokens * dim}
+    assert added_to == {2 * 4 * tokens * dim}  # sums read and written
+    # Gradient, weights, two moments and scalars are read, and all but gradient and scalars written.
+    assert stepped == {(4 + 3) * bytes_of(*head) + 12}
+
+
+@pytest.mark.cards
+def test_chunks_of_the_head_take_the_same_graphs_and_less_memory():
+    whole, found = (
+        trace("sm_90", "--phases", "train", "--head_chunks", chunks, *few_layers_of(ROOT))
+        for chunks in "18")
     assert found.breaks == []
-    assert found.graphs == {"stage 2": 2, "within stages": 0, "validation": 1}
-    assert_all_compile_and_fit(found)
+    assert found.graphs == whole.graphs == {"forward": 2}
+    assert found.facts["head_chunks"] == 8
+    logits = found.facts["tokens"] * found.facts["padded_vocab"]
+    assert found.memory["kept"] < whole.memory["kept"] - 1.9 * logits
+
+
+@pytest.mark.slow
+def test_products_and_state_are_those_that_the_weights_ask_for():
+    """For each token and weight 2 FLOP forward, and 4 backward, for the gradients of both; and of
+    the smear's gate, 4 a token but the first. The rest of it is no product. Adam has two moments of
+    each weight, Muon one and a mean square of each row, and multiplies in bf16."""
+    found = first_stage(ROOT, "sm_90")
+    with torch.device("meta"):
+        model = train_gpt.GPT(train_gpt.parse_args(few_layers_of(ROOT)))
+    tokens = found.facts["tokens"]
+    flop = 4 * model.smear_gate.weight.numel() * (tokens - 1)
+    state = sum(x.nbytes for x in model.buffers())
+    for name, p in model.named_parameters():
+        itemsize = 2 if re.search("embed|gate|head", name) else 4
+        of_muon = p.ndim >= 2 and name.startswith("blocks")
+        if of_muon or name == "lm_head.weight":
+            flop += 6 * tokens * p.numel()
+        if of_muon:
+            state += itemsize * (3 * p.numel() + p.numel() // p.size(-1))
+        elif p.ndim >= 2:
+            state += itemsize * 4 * p.numel()
+    assert sum(x["flop"] for x in launches(found, *TRAINING)) == flop
+    assert found.memory["state"] == pytest.approx(state, abs=1e4)  # the scalars
+    products = [x for x in launches(found, "optimizers") if x["flop"]]
+    assert {dtype for x in products for dtype, _ in x["tensors"]} == {"bfloat16"}

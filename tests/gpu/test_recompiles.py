@@ -16,27 +16,28 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.testing import CompileCounter
 
 RECORDS = sorted(REPO.glob("records/20*/"))
-EACH_RECORD = [  # the newest one is quick to test; all together take minutes
-    pytest.param(path, id=path.name, marks=[pytest.mark.cards] * (path != RECORDS[-1]))
-    for path in RECORDS]
-BY_STAGE = [each for each in EACH_RECORD
-            if "def set_stage" in (each.values[0] / "train_gpt.py").read_text()]
+BY_STAGE = [path for path in RECORDS if "def set_stage" in (path / "train_gpt.py").read_text()]
 STEPS = 10  # at the begin, amid and at the end of a run, more than the limit
 
 
-@pytest.fixture
-def h100(monkeypatch):
-    """What `prepare_for_cuda` asks of a GPU."""
-    properties = SimpleNamespace(shared_memory_per_block_optin=227 * 2**10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+def each_of(records, *newest_marks):
+    """The newest one is quick to test; all together take minutes."""
+    params = []
+    for path in records:
+        marks = newest_marks if path == RECORDS[-1] else [pytest.mark.cards]
+        params.append(pytest.param(path, id=path.name, marks=marks))
+    return pytest.mark.parametrize("path", params)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("path", EACH_RECORD)
-def test_variants_of_a_rule_stay_below_torchs_limit(path, h100, monkeypatch):
+@each_of(RECORDS)
+def test_variants_of_a_rule_stay_below_torchs_limit(path, monkeypatch):
     """At the record's size, on the meta device, where tensors have shapes and types but no data."""
     script = load(path)
     counters = {}
@@ -49,6 +50,9 @@ def test_variants_of_a_rule_stay_below_torchs_limit(path, h100, monkeypatch):
     cfg = script.parse_args([])
     with torch.device("meta"):
         model = script.GPT(cfg)
+    properties = SimpleNamespace(shared_memory_per_block_optin=227 * 2**10)  # an H100's
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     script.prepare_for_cuda(model, cfg, torch.device("cpu"))  # it knows no meta device
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("meta"))
     optimizers = script.build_optimizers(model, cfg, ranks)
@@ -64,18 +68,17 @@ def test_variants_of_a_rule_stay_below_torchs_limit(path, h100, monkeypatch):
         update(optimizers, now, divisor=1)
     assert set(counters) == {"adam_update", "muon_update"}
     variants = {name: counter.frame_count for name, counter in counters.items()}
-    print(variants)
     assert all(0 < each < dynamo_config.recompile_limit for each in variants.values()), variants
 
 
-@pytest.mark.parametrize("path", BY_STAGE)
+@each_of(BY_STAGE, pytest.mark.slow)
 def test_no_training_step_compiles_a_graph_after_the_warm_up(path, monkeypatch):
     """In the pocket, on a CPU, where zeros take the place of a mask that is not compiled."""
     script = load(path, block=128)
     monkeypatch.setattr(script, "dense_mask", lambda docs_BT, reach: torch.zeros(
         docs_BT.numel() // 32, 1, 32, 32))
-    torch._dynamo.reset()
-    cfg = script.parse_args(["--preset", "pocket", "--device", "cpu", "--warmup_steps", "2"])
+    cfg = script.parse_args(["--preset", "pocket", "--device", "cpu", "--warmup_steps", "2",
+                             "--sequences_per_step", "1", "--sequences_per_forward", "1"])
     model = script.GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(0))
     counter = CompileCounter()

@@ -3,7 +3,6 @@
 import gc
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 import train_gpt
@@ -11,9 +10,9 @@ import train_gpt
 FREE = 6 * 2**20  # bytes
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """What the warm-up of the pocket asks for, in order."""
+def test_the_tuner_has_room_and_neither_the_peak_nor_the_collector_sees_the_warm_up(monkeypatch):
+    """The tuner takes no more than the process once held: half of the free memory, from before the
+    first kernel on. What the compiler leaves is collected, and then frozen."""
     asked = []
 
     def note(owner, name):
@@ -33,19 +32,7 @@ def asked(monkeypatch):
         ranks=SimpleNamespace(device=torch.device("cuda"), world_size=1))
     train_gpt.Run.warm_up(run)
     monkeypatch.undo()
-    return asked
-
-
-def test_the_tuner_has_half_of_the_free_memory_for_its_copies(asked):
-    """It takes no more than the process once held: from before the first kernel on."""
-    assert asked[0] == ("empty", (FREE // 2,))
-
-
-def test_the_peak_is_counted_from_the_end_of_the_warm_up_on(asked):
     names = [name for name, _ in asked]
+    assert asked[0] == ("empty", (FREE // 2,))
     assert names.count("accumulate_gradients") == 4  # one in each stage that trains
-    assert "validate" not in names[names.index("reset_peak_memory_stats"):]
-
-
-def test_what_the_compiler_leaves_is_collected_and_then_frozen(asked):
-    assert [name for name, _ in asked[-2:]] == ["collect", "freeze"]
+    assert names[-4:] == ["validate", "reset_peak_memory_stats", "collect", "freeze"]

@@ -5,21 +5,16 @@ operators are the CPU's (device.cpp); `torch.cuda` and Triton's driver answer as
 would (stand_ins.py, cards.py); so Dynamo, AOTAutograd and Inductor make the very kernels that the
 card would get, and Triton's interpreter, made fit for them, executes these (interpreter.py).
 
-    import host_gpu
-    host_gpu.obstacle()                      # why there can be none here, or None; imports no torch
-    host_gpu.install("sm_90")                # before torch is imported; it cannot be undone
-    host_gpu.install("sm_90", execute=False) # kernels shall be compiled only: no interpreter
-    host_gpu.use_card("sm_86")               # from here on the device is that card
-
-As it cannot be undone, it lives in processes of its own, as those of `pytest -m gpu`.
+`install` comes before torch is imported and cannot be undone, so it lives in processes of its own,
+as those of `pytest -m gpu`.
 
 What it shows: that the path runs, what it computes, in which graphs and kernels, and where the host
 would wait. What it does not: any time, a GPU's rounding of matrix products, races, streams, shared
-memory, NCCL. Its name, "host standing in for an H100", is in every log that is made on it.
+memory, NCCL. Its name, "host standing in for NVIDIA H100", is in every log that is made on it.
 """
 
-from host_gpu.cards import CARDS, Card
+from host_gpu.cards import CARDS
 from host_gpu.library import obstacle
 from host_gpu.stand_ins import install, use_card
 
-__all__ = ["CARDS", "Card", "install", "obstacle", "use_card"]
+__all__ = ["CARDS", "install", "obstacle", "use_card"]

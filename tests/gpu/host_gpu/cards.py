@@ -21,8 +21,7 @@ class Card:
     @property
     def name(self) -> str:
         """What torch.cuda.get_device_name says: never to be taken for the card itself."""
-        article = "an" if self.model[0] in "AHR" else "a"
-        return f"host standing in for {article} {self.model}"
+        return f"host standing in for NVIDIA {self.model}"
 
     @property
     def arch(self) -> int:

@@ -27,19 +27,16 @@ class Rates:
     bus: float  # bytes that a GPU sends to the others of its node, in a ring
 
 
-# Memory: 0.9 of NVIDIA's data sheet (3.35 and 4.8 TB/s), what copies reach. bf16: 0.68 of the data
-# sheet's 989 TFLOP/s, as a large product reaches 0.8 within the power limit, and one of these
-# shapes 0.85 of that. FP8: 1.6 of bf16, nanochat's log of 2026-01-13 (this head: 16.95 to 10.31
-# ms). Newton-Schulz: an estimate. Attention: FlashAttention-3's paper has 273 to 378 TFLOP/s for
-# Triton on an H100, head dimension 128, causal. Instructions: four schedulers on each of 132
-# multiprocessors, one a cycle at 1.755 GHz. Bus: rings in NCCL's tests on eight H100.
-_SM_90 = dict(bf16=672e12, fp8=1075e12, newton_schulz=400e12, attention=330e12,
-              issue=4 * 132 * 1.755e9, bus=370e9)
-RATES = {"h100": Rates(bandwidth=3.0e12, **_SM_90), "h200": Rates(bandwidth=4.3e12, **_SM_90)}
-
-
 def by_data_sheet(bandwidth, bf16, fp8, multiprocessors, gigahertz) -> Rates:
-    """Rates that are the same shares of a card's data sheet as the H100's are of its own."""
+    """Rates that are the same shares of a card's data sheet as the H100's are of its own.
+
+    Memory: 0.9, what copies reach. bf16: 0.68 of 989 TFLOP/s, as a large product reaches 0.8 within
+    the power limit, and one of these shapes 0.85 of that. FP8: 1.6 of bf16, nanochat's log of
+    2026-01-13 (this head: 16.95 to 10.31 ms). Newton-Schulz: an estimate. Attention:
+    FlashAttention-3's paper has 273 to 378 TFLOP/s for Triton on an H100, head dimension 128,
+    causal. Instructions: four schedulers on each multiprocessor, one a cycle. Bus: rings in NCCL's
+    tests on eight H100.
+    """
     share = bf16 / 989.4e12
     return Rates(bandwidth=bandwidth * 3.0 / 3.35, bf16=share * 672e12, fp8=fp8 / 1979e12 * 1075e12,
                  newton_schulz=share * 400e12, attention=share * 330e12,
@@ -47,12 +44,14 @@ def by_data_sheet(bandwidth, bf16, fp8, multiprocessors, gigahertz) -> Rates:
 
 
 # NVIDIA's data sheets: dense FLOP with sums in fp32, boost clocks. The A100 has no FP8.
-RATES |= {
+RATES = {
+    "h100": by_data_sheet(3.35e12, 989.4e12, 1979e12, 132, 1.755),
     "a100": by_data_sheet(1555e9, 312e12, 312e12, 108, 1.41),  # of 40 GB
     "rtx4090": by_data_sheet(1008e9, 165.2e12, 330.3e12, 128, 2.52),
     "rtx4060ti": by_data_sheet(288e9, 44.1e12, 88.3e12, 34, 2.535),
     "rtx4070": by_data_sheet(504e9, 58.3e12, 116.6e12, 46, 2.475),
     "rtx4060": by_data_sheet(272e9, 30.2e12, 60.5e12, 24, 2.46)}
+RATES["h200"] = dataclasses.replace(RATES["h100"], bandwidth=4.3e12)  # 0.9 of 4.8 TB/s
 
 GROUPS = (  # the first whose pattern is in the launch's name
     ("the script's own operators, unseen within", r"^(?!aten\.|triton_)"),

@@ -15,7 +15,6 @@
 #include <torch/library.h>
 
 #include <atomic>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -150,18 +149,10 @@ class Call {
 
 // Whether a GPU's host would wait here: for a value, for a number of elements, or for a copy.
 bool host_would_wait(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
-  static const std::set<std::string> waiting = {
-      "aten::_local_scalar_dense", "aten::equal",   "aten::masked_select",
-      "aten::nonzero",             "aten::_unique2", "aten::unique_consecutive"};
-  if (waiting.count(name)) return true;
-  if (name == "aten::copy_")
-    return arguments[0].toTensor().is_cuda() != arguments[1].toTensor().is_cuda() &&
-           !arguments[2].toBool();
-  if (name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_") {
-    for (const auto& index : arguments[1].toOptionalTensorVector())
-      if (index && index->defined() && index->scalar_type() == at::kBool) return true;
-  }
-  return false;
+  if (name == "aten::_local_scalar_dense" || name == "aten::nonzero") return true;
+  return name == "aten::copy_" &&
+         arguments[0].toTensor().is_cuda() != arguments[1].toTensor().is_cuda() &&
+         !arguments[2].toBool();
 }
 
 // Puts convert(tensor) in the place of a tensor, or of each in a list.
@@ -223,11 +214,3 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 
 // For ctypes: torch.cuda.set_sync_debug_mode("error").
 extern "C" void host_gpu_make_waits_errors(int errors) { waits_are_errors = errors != 0; }
-
-// For ctypes: collectives are gloo's, in the place of NCCL's, on the CPU's twins of the tensors.
-// Torch warns that its own are overridden, so this is for processes that have others beside them.
-extern "C" void host_gpu_hand_collectives_to_gloo() {
-  static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::CUDA, __FILE__, 0);
-  for (const char* name : {"allreduce_", "broadcast_", "_reduce_scatter_base_", "_allgather_base_"})
-    library.impl(name, host_kernel());
-}

@@ -9,7 +9,6 @@ What it lacks, and what is put in its place:
 - arguments are copied to the host and back, the language is patched at every launch: neither.
 """
 
-import inspect
 import math
 import types
 
@@ -39,7 +38,10 @@ def install() -> None:
     InterpreterBuilder.create_fp_to_fp = lambda self, x, type, rounding: cast(self, x, type)
     InterpreterBuilder.create_dot = dot
     interpreter.ReduceOps.generic_reduce = reduce_by_halves
-    interpreter.GridExecutor.__call__ = launch
+    executor = interpreter.GridExecutor
+    executor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
+    executor._restore_args_dev = lambda self, *args: None
+    executor.__call__ = np.errstate(all="ignore")(executor.__call__)  # of lanes that are masked
     for name, function in LIBDEVICE.items():
         setattr(libdevice, name, elementwise(function))
     patch_language_once()
@@ -60,8 +62,7 @@ def unpack(handle: TensorHandle) -> np.ndarray:
 def pack(values: np.ndarray, dtype: tl.dtype) -> TensorHandle:
     """The values rounded to the type, as torch rounds: to the nearest, ties to even."""
     if dtype not in NARROW:
-        with np.errstate(all="ignore"):  # a NaN in lanes that are masked may become any integer
-            return TensorHandle(values.astype(interpreter._get_np_dtype(dtype)), dtype)
+        return TensorHandle(values.astype(interpreter._get_np_dtype(dtype)), dtype)
     float_type, bits_type = NARROW[dtype]
     rounded = torch.from_numpy(np.ascontiguousarray(values)).to(float_type)
     return TensorHandle(rounded.view(bits_type).numpy(), dtype)
@@ -116,23 +117,6 @@ def reduce_by_halves(self, inputs) -> list[tl.tensor]:
 
 
 # ---- Launches ---------------------------------------------------------------
-
-
-def launch(self, *arguments, **kwargs) -> None:
-    """GridExecutor's call, on the tensors' own memory: that of the device is the host's."""
-    names = inspect.getfullargspec(self.fn).args
-    known = {k: v for k, v in kwargs.items() if k in names}
-    values = inspect.getcallargs(self.fn, *arguments, **known)
-    values = {
-        name: value if name in self.constexprs else interpreter._implicit_cvt(value)
-        for name, value in values.items()}
-    grid = self.grid(values) if callable(self.grid) else self.grid
-    grid = (*grid, 1, 1)[:3]
-    interpreter.interpreter_builder.set_grid_dim(*grid)
-    with np.errstate(all="ignore"):  # of lanes that are masked
-        for index in np.ndindex(*grid):
-            interpreter.interpreter_builder.set_grid_idx(*index)
-            self.fn(**values)
 
 
 def patch_language_once() -> None:

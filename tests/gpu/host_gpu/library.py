@@ -10,7 +10,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("device.cpp")
@@ -38,36 +37,26 @@ def obstacle() -> str | None:
         return "no host GPU: Triton's wheel is for Linux on x86-64"
     if (torch_folder() / "lib" / "libtorch_cuda.so").exists():
         return "no host GPU: this torch is built for CUDA, which leaves no room for a stand-in"
-    try:
-        found = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    if found != TRITON:
-        return f"no host GPU: pip install --no-deps triton=={TRITON} (found {found})"
+    found = [x.version for x in importlib.metadata.distributions(name="triton")]
+    if TRITON not in found:
+        return f"no host GPU: pip install --no-deps triton=={TRITON} (found {found or 'none'})"
     if not shutil.which(COMPILER):
         return f"no host GPU: no C++ compiler ({COMPILER}); install g++ or set CXX"
     return None
 
 
 def build() -> Path:
-    """The library for this torch and this source, built where the cache has none (20 s).
-
-    Raises RuntimeError with the compiler's words.
-    """
+    """The library for this torch and this source, built where the cache has none (20 s)."""
     torch_version = importlib.metadata.version("torch")
     key = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
     library = cache_folder() / f"device-{torch_version}-{key}.so"
-    if library.exists():
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True)
-    torch = torch_folder()
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        built = Path(folder) / library.name
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        torch = torch_folder()
+        built = library.with_suffix(f".{os.getpid()}")
         includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
         command = [COMPILER, *includes, SOURCE, "-o", built, f"-L{torch}/lib", *FLAGS]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{SOURCE.name} does not compile:\n{done.stderr[-4000:]}")
+        subprocess.run(command, check=True)
         built.replace(library)  # whole or not at all, whoever else builds it
     return library
 

@@ -28,7 +28,6 @@ def install(name: str = "sm_90", execute: bool = True) -> None:
     stand_in_for_c_functions()
     use_card(name)
     stand_in_for_triton_driver()
-    stand_in_for_nccl(device)
     from torch._inductor import config
 
     # Before sm_90 Inductor times whether products of odd sizes, as gates have, shall be padded.
@@ -174,20 +173,3 @@ def stand_in_for_triton_driver() -> None:
         get_device_interface=lambda: torch.cuda,
         is_active=lambda: True))
     triton_helpers.set_driver_to_gpu = lambda: None  # Inductor would look for a real one
-
-
-def stand_in_for_nccl(device) -> None:
-    """Process groups that would take NCCL get gloo, which device.cpp hands the CPU's tensors to.
-
-    Without a backend torch takes NCCL for CUDA and gloo for the CPU.
-    """
-    import torch.distributed as dist
-
-    init_process_group = dist.init_process_group
-
-    def init_with_gloo(backend=None, *args, device_id=None, **kwargs):
-        device.host_gpu_hand_collectives_to_gloo()
-        backend = (backend or "cpu:gloo,cuda:nccl").replace("nccl", "gloo")
-        return init_process_group(backend, *args, **kwargs)
-
-    dist.init_process_group = init_with_gloo

@@ -1,20 +1,17 @@
 """A script's step and validation at full size, compiled for a card and counted, without data.
 
-    python tests/gpu/host_gpu/trace.py OUT.json [--card sm_90] [--script FILE] [--phases train,…]
-        [--stage 0] [--binaries] [--instructions] [--ranks 8] [--FLAG_OF_THE_SCRIPT VALUE …]
+    trace(card, [--phases train,validation,optimizers,] [--stage, 0,] [--ranks, 8,]
+          [--binaries,] [--instructions,] [--FLAG_OF_THE_SCRIPT, VALUE, …,] script=FILE)
 
 All tensors are fake, so that 48K tokens cost nothing. Inductor makes the graphs and the kernels.
 The wrapper code that it generates then runs, but what it would launch is noted, not launched. With
 --binaries, Triton and ptxas make each kernel's machine code, whose instructions --instructions
-counts, in as much time again. Of a run in stages, which differ in their sequences' length, number
-of targets or classes, the last is noted, or that of --stage. OUT.json is what `Trace` describes.
-FILE has windows by stage, as the records from 2025-09-10 on.
+counts, in as much time again. Of a run in stages the last is noted, or that of --stage. FILE has
+windows by stage, as the records from 2025-09-10 on.
 """
 
 import argparse
 import dataclasses
-import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -29,15 +26,15 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":  # before torch is there
-    sys.path[0] = str(REPO / "tests" / "gpu")  # in place of this folder
+    sys.path[:1] = [str(REPO / "tests" / "gpu"), str(REPO / "data")]  # in place of this folder
 import host_gpu  # noqa: E402
 
 if __name__ == "__main__":
-    if reason := host_gpu.obstacle():
-        sys.exit(reason)
     host_gpu.install("sm_90", execute=False)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from shards import load_script  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
@@ -48,24 +45,21 @@ class Trace:
 
     facts: stages, the number of steps in each; of the noted one head_tokens of a chunk of the head,
         block_pairs that attention visits in a forward pass, the mean of the stage's steps, and
-        wire, the bytes that a rank hands to collectives in a step without Adam and in one with it.
+        wire, the bytes that a rank hands to collectives in each step, the least first.
     memory: state (weights, their gradients, the optimizers'), kept (from the forward for the
         backward pass, and no state), and peak by phase, the state included.
     launches: in order: phase (forward, backward, validation, optimizers, optimizers of N ranks),
         kind (triton; aten, where a library has the kernel; wire, for collectives), name, bytes,
         flop, tensors ([type, shape]) and sizes (of a triton kernel: its integers by name).
-    binaries: with --binaries, of each kernel in each configuration that it may run in: name,
-        config, warps, and error or else spilled (bytes of a thread's stack), shared (bytes of a
-        block) and, with --instructions, instructions (all, in_loops).
+    binaries: of each kernel in each configuration that it may run in: name, config, warps, shared
+        (bytes of a block) and, with --instructions, instructions (all, in_loops).
     """
 
-    card: str
     facts: dict
-    graphs: dict  # how many Inductor compiled, by part
-    breaks: list  # the reasons of Dynamo's graph breaks
+    graphs: dict  # how many were compiled, by phase; backward ones are among forward's
+    breaks: list  # reasons
     memory: dict
     launches: list
-    kernels: dict  # Triton's sources by the names that launches have
     binaries: list
 
 
@@ -73,7 +67,7 @@ def trace(card: str, *arguments: str, script=REPO / "train_gpt.py") -> Trace:
     """Trace the script in a process of its own. arguments: this file's and the script's."""
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
         out = Path(folder) / "trace.json"
-        command = [sys.executable, __file__, out, "--card", card, "--script", script, *arguments]
+        command = [sys.executable, __file__, out, card, script, *arguments]
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         environment.pop("TORCHDYNAMO_DISABLE", None)
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -98,8 +92,6 @@ class Notes:
                                       flop=flop, tensors=described, **more))
 
     def allocated(self, tensor) -> None:
-        from torch.multiprocessing.reductions import StorageWeakRef
-
         storage = tensor.untyped_storage()
         self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, self.live_bytes())
@@ -289,31 +281,29 @@ def cast_weights(model):
 
 
 class Tracer:
-    """A script on fake tensors: each part runs once to be compiled, and once to be noted."""
+    """A script on fake tensors."""
 
     def __init__(self, path: str, flags: list[str], stage: int):
         self.notes, self.graphs, self.memory, self.wire = Notes(), {}, {}, []
         stand_in_for_launches(self.notes)
         stand_in_for_tensors(self.notes)
-        spec = importlib.util.spec_from_file_location("traced_script", path)
-        self.script = sys.modules["traced_script"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.script)
+        self.script = load_script(Path(path))
         self.device = torch.device("cuda", 0)
         cfg = self.script.parse_args(flags)
         chunks = cfg.head_chunks or self.script.default_head_chunks(self.device)
         self.cfg = dataclasses.replace(cfg, head_chunks=chunks)
         self.stages = stages(self.script, self.cfg)
         self.stage = stage % len(self.stages)
+        self.steps = self.stages[self.stage]
+        self.first = self.script.schedule(self.steps[0], self.cfg)
         # After so many every optimizer has stepped. From 92d on tables step at one of four.
-        by_events = hasattr(self.script.schedule(0, self.cfg), "event")
-        self.optimizer_steps = 4 if by_events else 2
+        self.optimizer_steps = 4 if hasattr(self.first, "event") else 2
 
-    def compiled(self, part: str, function):
+    def note(self, phase: str, function):
+        """Run it once, which compiles it, and once more to be noted."""
         before = self.notes.modules
         function()
-        self.graphs[part] = self.graphs.get(part, 0) + self.notes.modules - before
-
-    def noted(self, phase: str, function):
+        self.graphs[phase] = self.notes.modules - before
         self.begin(phase)
         with Recorder(self.notes):
             function()
@@ -321,10 +311,15 @@ class Tracer:
 
     def begin(self, phase: str | None):
         """Note for another phase; of the one before, the most memory that was in use."""
+        live = self.notes.live_bytes()
         if self.notes.phase:
             self.memory[f"peak of {self.notes.phase}"] = self.notes.peak
+        if phase == "forward":
+            self.memory["state"] = live
+        if phase == "backward":
+            self.memory["kept"] = live - self.memory["state"]
         self.notes.phase = phase
-        self.notes.peak = self.notes.live_bytes()
+        self.notes.peak = live
 
     def ranks(self, world_size: int):
         return types.SimpleNamespace(rank=0, world_size=world_size, device=self.device)
@@ -354,47 +349,31 @@ class Tracer:
             if isinstance(x, torch.Tensor):
                 self.notes.allocated(x)
 
-    def set_stage(self, step: int):
-        self.model.set_stage(self.script.schedule(step, self.cfg))
-
-    def gradients(self, step: int):
-        now = self.script.schedule(step, self.cfg)
-        batch = self.batch(self.cfg.sequences_per_forward, now.seq_len)
-        self.script.accumulate_gradients(self.model, [batch], now)
-
-    def train(self, whole: bool):
-        """Both passes of the stage, or of all, and where something changes within them."""
-        for number, steps in enumerate(self.stages):
-            part = f"stage {number}"
-            for step in changes_within(self.script, self.cfg, steps):
-                if whole or number == self.stage:
-                    self.set_stage(step)
-                    self.compiled(part, functools.partial(self.gradients, step))
-                    part = "within stages"
-        state = self.notes.live_bytes()
+    def train(self):
         backward = torch.Tensor.backward
 
         def backward_as_a_phase(loss):
-            self.memory |= dict(state=state, kept=self.notes.live_bytes() - state)
-            self.begin("backward")
+            if self.notes.phase:
+                self.begin("backward")
             backward(loss)
 
+        def gradients():
+            batch = self.batch(self.cfg.sequences_per_forward, self.first.seq_len)
+            self.script.accumulate_gradients(self.model, [batch], self.first)
+
         torch.Tensor.backward = backward_as_a_phase
-        first = self.stages[self.stage][0]
-        self.set_stage(first)
-        self.noted("forward", functools.partial(self.gradients, first))
-        torch.Tensor.backward = backward
+        self.model.set_stage(self.first)
+        self.note("forward", gradients)
 
     def validate(self):
-        """After some step, and after the last one, which has windows of its own."""
+        """As after the last step, with its windows."""
         cfg = self.cfg
         tokens = cfg.sequences_per_forward * max(row.seq_len for row in cfg.stages)
         pair = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
+        self.model.set_stage(self.script.schedule(cfg.num_iterations, cfg))
         self.model.eval()
         with torch.no_grad(), self.script.store_masks(self.device):
-            for act in self.compiled, self.compiled, self.noted:
-                act("validation", lambda: self.model(*pair))
-                self.set_stage(cfg.num_iterations)
+            self.note("validation", lambda: self.model(*pair))
         self.model.train()
 
     def update(self, world_size: int):
@@ -406,8 +385,7 @@ class Tracer:
             self.script.dist = Wire(self.notes)
             ranks = self.ranks(world_size)
             optimizers = self.script.build_optimizers(self.model, self.cfg, ranks)
-        steps = self.stages[self.stage]
-        amid = steps[len(steps) // 2]
+        amid = self.steps[len(self.steps) // 2]
         first = amid - amid % self.optimizer_steps
 
         def some_steps():
@@ -421,22 +399,19 @@ class Tracer:
                 sent = [x["bytes"] for x in self.notes.launches[before:] if x["kind"] == "wire"]
                 self.wire.append(sum(sent))
 
-        self.compiled(phase, some_steps)
-        self.noted(phase, some_steps)
+        self.note(phase, some_steps)
 
     def facts(self) -> dict:
-        model, cfg, steps = self.model, self.cfg, self.stages[self.stage]
-        length, targets, _ = shapes(self.script.schedule(steps[0], cfg))
+        model, cfg = self.model, self.cfg
+        length, targets, _ = shapes(self.first)
         tokens = cfg.sequences_per_forward * length
         return dict(
-            head_chunks=cfg.head_chunks, fp8=model.lm_head.use_fp8,
-            padded_vocab=len(model.lm_head.weight), model_dim=cfg.model_dim,
-            masks_tokens=hasattr(model, "forbidden"),
-            optimizer_steps=self.optimizer_steps, stages=[len(each) for each in self.stages],
-            stage=self.stage, targets=targets, tokens=tokens,
-            head_tokens=min(model.tokens_per_chunk, tokens),
+            head_chunks=cfg.head_chunks, padded_vocab=len(model.lm_head.weight),
+            model_dim=cfg.model_dim, optimizer_steps=self.optimizer_steps,
+            stages=[len(each) for each in self.stages], stage=self.stage,
+            targets=targets, tokens=tokens, head_tokens=min(model.tokens_per_chunk, tokens),
             step_tokens=cfg.sequences_per_step * length,
-            block_pairs=block_pairs(self.script, cfg, steps), wire=sorted(self.wire))
+            block_pairs=block_pairs(self.script, cfg, self.steps), wire=sorted(self.wire))
 
 
 def shapes(now) -> tuple[int, int, int]:
@@ -449,12 +424,6 @@ def stages(script, cfg) -> list[list[int]]:
     groups = itertools.groupby(
         range(cfg.num_iterations), lambda step: shapes(script.schedule(step, cfg)))
     return [list(steps) for _, steps in groups]
-
-
-def changes_within(script, cfg, steps: list[int]) -> list[int]:
-    """The first of the steps, those from which on the script's own stage is another, the last."""
-    groups = itertools.groupby(steps, lambda step: script.schedule(step, cfg).stage)
-    return sorted({*(next(same) for _, same in groups), steps[-1]})
 
 
 def document_starts(tokens: int, longest=math.inf) -> np.ndarray:
@@ -497,14 +466,6 @@ def block_pairs(script, cfg, steps: list[int]) -> float:
 # ---- Machine code -----------------------------------------------------------------------------
 
 
-def inspect_binary(tool: str, flag: str, file: str) -> str:
-    """What a program of NVIDIA's that comes with Triton writes."""
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
-    return subprocess.run([path, flag, file], capture_output=True, text=True, check=True).stdout
-
-
 def make_binaries(kernels: dict[str, str], instructions: bool) -> list[dict]:
     """Each distinct kernel in each of its configurations, compiled for the card at hand."""
     from torch._inductor import config
@@ -523,20 +484,22 @@ def make_binaries(kernels: dict[str, str], instructions: bool) -> list[dict]:
 
 
 def binary_row(autotuner, choice, instructions: bool) -> dict:
-    row = dict(config=dict(choice.kwargs), warps=choice.num_warps)
-    try:
-        binary = autotuner._precompile_config(choice).kernel
-    except Exception as error:  # whatever Triton or ptxas says: a test shows it
-        return row | dict(error=f"{type(error).__name__}: {error}"[:500])
+    binary = autotuner._precompile_config(choice).kernel
+    row = dict(config=dict(choice.kwargs), warps=choice.num_warps, shared=binary.metadata.shared)
+    if instructions:
+        row["instructions"] = count_instructions(disassemble(binary.asm["cubin"]))
+    return row
+
+
+def disassemble(cubin: bytes) -> str:
+    """By NVIDIA's program, which comes with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        usage = inspect_binary("cuobjdump", "--dump-resource-usage", file.name)
-        if instructions:
-            code = inspect_binary("nvdisasm", "-c", file.name)
-            row["instructions"] = count_instructions(code)
-    spilled = int(re.search(r"STACK:(\d+)", usage)[1])
-    return row | dict(spilled=spilled, shared=binary.metadata.shared)
+        return subprocess.check_output([tool, "-c", file.name], text=True)
 
 
 def count_instructions(code: str) -> dict:
@@ -555,10 +518,9 @@ def count_instructions(code: str) -> dict:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--card", default="sm_90")
-    parser.add_argument("--script", default=str(REPO / "train_gpt.py"))
-    parser.add_argument("--phases", default="train,stages,validation,optimizers")
+    for name in "out", "card", "script":
+        parser.add_argument(name)
+    parser.add_argument("--phases", default="train,validation,optimizers")
     parser.add_argument("--stage", type=int, default=-1)
     parser.add_argument("--binaries", action="store_true")
     parser.add_argument("--instructions", action="store_true")
@@ -572,18 +534,18 @@ def main(argv: list[str]) -> None:
     tracer = Tracer(args.script, flags, args.stage)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tracer.build()
-        tracer.train(whole="stages" in args.phases)
+        tracer.train()
         if "validation" in args.phases:
             tracer.validate()
         if "optimizers" in args.phases:
             for world_size in sorted({1, args.ranks}):
                 tracer.update(world_size)
     notes = tracer.notes
+    kernels = notes.kernels if args.binaries else {}
     found = Trace(
-        args.card, tracer.facts(), tracer.graphs, list(counters["graph_break"]), tracer.memory,
-        notes.launches, notes.kernels,
-        make_binaries(notes.kernels, args.instructions) if args.binaries else [])
-    args.out.write_text(json.dumps(dataclasses.asdict(found)))
+        tracer.facts(), tracer.graphs, list(counters["graph_break"]), tracer.memory, notes.launches,
+        make_binaries(kernels, args.instructions))
+    Path(args.out).write_text(json.dumps(vars(found)))
 
 
 if __name__ == "__main__":

@@ -1234,7 +1234,7 @@ class GPT(nn.Module):
         if not self.training and self.is_masked and self.forbidden is not None:
             logits_SV = self.canonical(logits_SV, inputs_S)
         log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
-        place_SN = torch.searchsorted(ids_V, targets_SN).clamp_max(len(ids_V) - 1)
+        place_SN = torch.searchsorted(ids_V, targets_SN.contiguous()).clamp_max(len(ids_V) - 1)
         if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not
             columns = []
             for target_S in targets_SN.unbind(-1):

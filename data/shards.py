@@ -41,7 +41,7 @@ def read_header(path: Path) -> int:
     if (magic, version) != (MAGIC, VERSION):
         raise DataError(f"{path}: {magic=}, {version=}; a shard has {MAGIC} and {VERSION}")
     expected_bytes = HEADER_BYTES + TOKEN_DTYPE.itemsize * num_tokens
-    if num_tokens < 0 or path.stat().st_size != expected_bytes:
+    if path.stat().st_size != expected_bytes:
         raise DataError(f"{path}: {num_tokens} tokens in {path.stat().st_size} bytes; "
                         f"that many need {expected_bytes}")
     return num_tokens

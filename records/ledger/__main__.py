@@ -74,11 +74,15 @@ def list_verb(args) -> int:
         records = [one for one in records if only in (None, one.folder.name)]
         print(pages.plain(pages.overview(records)))
         return 2 if wrong else 0
+    folder = Path(args.folder).resolve()
     found, others = logs.read_folder(folder)  # of other people
     words = f"{others} file(s) are no log with a validation; known are {logs.FORMS}"
     if not found:
         raise LedgerError(f"{folder} has no records and no logs: {words}")
-    print(pages.plain([pages.others(found, folder)] + [words] * bool(others)))
+    parts = [pages.others(found, folder)]
+    if others:
+        parts.append(words)
+    print(pages.plain(parts))
     return 0
 
 

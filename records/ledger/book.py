@@ -147,6 +147,7 @@ def change_of(record: Record) -> str:
 
 def coloured(source: str) -> dict:
     """Number: (it, the HTML of its line)."""
+    source = "\n".join(source.splitlines())
     text = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
     return {line[0]: line for line in enumerate(text.split("\n"), 1)}
 

@@ -191,10 +191,10 @@ def read_folder(folder: Path):
     logs, others = [], 0
     for path in sorted(folder.rglob("*")):
         if path.suffix in ENDINGS and path.is_file():
-            with contextlib.suppress(LedgerError):
+            with contextlib.suppress(LedgerError, ValueError):  # of numbers in its results
                 log = read_log(path)
                 log.body = ""  # a thousand of them are large
-                if log.val:
+                if log.val and math.isfinite(log.val_loss) and (log.train_time_ms or 0) >= 0:
                     logs.append(log)
                     continue
             others += 1

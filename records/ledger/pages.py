@@ -125,7 +125,8 @@ def contest(contestants: list):
         if one.record:
             by_folder[one.record.folder.name] = one
     for one in contestants:
-        name, other = one.operand.replace(".py", "", 1), contestants[0]
+        name = one.operand.replace(".py", "", 1)
+        other = contestants[0]
         if one.record:
             name = one.record.name
             other = by_folder.get(one.record.claim["parent"], other)
@@ -143,7 +144,7 @@ def others(logs: list, folder: Path) -> str:
     rows = []
     for log in logs:
         steps = f"{log.last_step:,}"
-        if not log.finished:
+        if not log.finished and log.planned_steps:
             steps += f" of {log.planned_steps:,}"
         name = log.path.relative_to(folder).as_posix()
         minutes = minutes_of([log.train_time_ms])
@@ -243,9 +244,10 @@ def ladder_figure(records: list, width: float = 9):
     for y, (_, minutes) in enumerate(rows):
         axis.plot(minutes, y, "o", color="C0", markersize=8)
         axis.text(minutes * 1.06, y, f"{minutes:g}", va="center")
-    left = 0.9 * min([minutes for _, minutes in rows], default=1)
+    times = [minutes for _, minutes in rows] or [1]
+    left, right = 0.9 * min(times), max(22, 1.4 * max(times))
     axis.set(xscale="log", xlabel="published minutes on 8×H100 (logarithmic)")
-    axis.set(xlim=(left, 22), ylim=(len(rows) - 0.5, -0.5))
+    axis.set(xlim=(left, right), ylim=(max(1, len(rows)) - 0.5, -0.5))
     axis.set_yticks(range(len(rows)), [name for name, _ in rows])
     axis.set_xticks([tick for tick in (0.7, 1, 1.5, 2, 3, 5, 10, 20) if tick > left])
     axis.xaxis.set_major_formatter("{x:g}")

@@ -81,28 +81,33 @@ class Record:
             yield logs, theirs.get(setting, [])
 
 
-def check(found: dict, kinds: dict, needed):
+def check(name: str, found: dict, kinds: dict, needed):
     """Raise ValueError where a key is missing or unknown, or a value of another kind."""
-    for key in [*needed, *found]:
-        kind = kinds.get(key, ())
-        if key not in found or not isinstance(found[key], kind):
-            raise ValueError(f"{key} is missing, unknown or of another kind; known are "
-                             f"{', '.join(kinds)}")
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} has no keys")
+    for key in needed:
+        if key not in found:
+            raise ValueError(f"{name} lacks {key}")
+    for key, value in found.items():
+        if key not in kinds:
+            raise ValueError(f"{name} has {key}; known are {', '.join(kinds)}")
+        if not isinstance(value, kinds[key]):
+            raise ValueError(f"{name} has {key} of another kind, {value!r:.60}")
 
 
 def read_claim(folder: Path) -> dict:
     """What a folder's record.json says. Raises LedgerError."""
     try:
         claim = json.loads(read_text(folder / "record.json"))
-        check(claim, CLAIM, ("change", "parent", "published"))
+        check("it", claim, CLAIM, ("change", "parent", "published"))
         for key, kinds in (("published", PUBLISHED), ("equality", EQUALITY)):
             if claim.get(key):
-                check(claim[key], kinds, kinds)
+                check(key, claim[key], kinds, kinds)
         if "|" in claim["change"] or "\n" in claim["change"]:
             raise ValueError("change has a | or a line break, which tables cannot show")
         if claim.get("gain") not in (None, *SEEDS):
             raise ValueError(f"gain is {claim['gain']}; it is {', '.join(SEEDS)} or null")
-    except (LedgerError, OSError, TypeError, ValueError) as error:
+    except (LedgerError, OSError, RecursionError, ValueError) as error:
         raise LedgerError(f"{folder.name}/record.json: {error}; see records/README.md") from None
     return claim
 
@@ -137,11 +142,13 @@ def read_run(path: Path) -> Log:
     try:
         numbers = [FLOOR[log.preset], log.seed, int(header["world_size"]),
                    float(header["target_loss"]), float(final["val_loss"]),
-                   float(final["train_time_ms"])]
-    except (KeyError, ValueError) as error:
+                   float(final["train_time_ms"]), *log.val[log.last_step]]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"its numbers are {numbers}")
+        for name in ("device", "torch", "threads"):
+            header[name]
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise LedgerError(f"cannot be read: {error!r}") from None
-    if not all(map(math.isfinite, numbers)):
-        raise LedgerError(f"cannot be read: its numbers are {numbers}")
     return log
 
 

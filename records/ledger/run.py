@@ -15,19 +15,30 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from ledger import records
-from ledger.logs import RULE, LedgerError, Log, machine_words, read_log, read_text, sha256
+from ledger.logs import (
+    RULE,
+    LedgerError,
+    Log,
+    machine_words,
+    read_log,
+    read_text,
+    sha256,
+    split_source,
+)
 from ledger.records import FLOOR, RULES, Record
 from ledger.scripts import apart, flag_words, imports_of, meaning, settings_of
 from shards import load_script
 
 REPO = Path(__file__).resolve().parents[2]
 RUNNING = set()  # processes
+STOPPING = threading.Event()
 # glibc keeps freed memory, as in run.sh: asking for new pages costs 8 % of the pocket's time.
 ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
 
@@ -50,14 +61,15 @@ class Contestant:
 
 def contestant_of(operand: str, preset: str) -> Contestant:
     """The contestant of `PATH` or `PATH:name=value,name=value`. Raises LedgerError."""
-    name, _, words = operand.partition(":")
-    path, flags = Path(name).resolve(), {}
+    place, _, words = operand.partition(":")
+    path, flags = Path(place).resolve(), {}
     for item in re.split(r",(?=[a-zA-Z_]\w*=)", words) if words else ():  # values may have commas
-        name, equals, flags[name] = item.partition("=")
+        name, equals, value = item.partition("=")
         if not name.isidentifier() or not equals:
             raise LedgerError(f"{operand}: {item!r} is no flag; give name=value,name=value")
         if name in ("run_id", "preset", "seed"):
             raise LedgerError(f"{operand}: {name} is the ledger's; use --preset or --seeds")
+        flags[name] = value
     script = path / "train_gpt.py" if path.is_dir() else path
     if script.suffix != ".py" or not script.is_file():
         raise LedgerError(f"{operand}: no script there; give a record folder or a .py file")
@@ -103,6 +115,8 @@ def train(script: Path, source: str, folder: Path, flags: dict, ranks, threads: 
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": threads})
     RUNNING.add(process)
+    if STOPPING.is_set():
+        process.terminate()
     console, _ = process.communicate()
     RUNNING.discard(process)
     if process.returncode:
@@ -114,6 +128,9 @@ def train(script: Path, source: str, folder: Path, flags: dict, ranks, threads: 
     log = read_log(path)
     if not log.finished:
         raise LedgerError(f"it stopped at step {log.last_step} of {log.planned_steps}", 1)
+    for name in ("seed", "target_loss"):
+        if name not in log.header:
+            raise LedgerError(f"the header of its log has no {name}", 1)
     if log.source_sha256 != sha256(source):
         raise LedgerError("its script was changed meanwhile; start again", 1)
     return log
@@ -135,10 +152,10 @@ def run_one(one: Contestant, seed: int, args) -> Log:
     flags = {"preset": args.preset, "seed": seed, "run_id": run_id, **one.flags}
     train(one.script, one.source, args.out, flags, args.nproc, threads)
     if args.jobs > 1:
-        text = read_text(path)
-        end = text.index(f"\n{RULE}\n", len(one.source) + len(RULE))  # of the header
-        text = f"{text[:end]}\njobs: {args.jobs}{text[end:]}"
-        path.write_text(text, encoding="utf-8", newline="")
+        text = read_text(path).replace("\r\n", "\n")
+        body = split_source(text)[2]  # begins with the header
+        told = body.replace(f"{RULE}\n", f"{RULE}\njobs: {args.jobs}\n", 1)
+        path.write_text(text.removesuffix(body) + told, encoding="utf-8", newline="")
     return read_log(path)
 
 
@@ -166,9 +183,11 @@ def run_all(contestants: list, args):
         raise LedgerError(f"{what}: {error}; what is done is kept in {args.out}", 1) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        STOPPING.set()
         for process in list(RUNNING):  # they stop at their next step
             process.terminate()
         pool.shutdown()
+        STOPPING.clear()
 
 
 # ---- A model is judged ----

@@ -62,14 +62,14 @@ def log_findings(log: Log, settings: dict):
         found.append(f"its final val_loss is {log.val_loss}, its steps say {loss:g}")
     if abs(log.train_time_ms - ms) > 1 + log.train_time_ms / 1000:
         found.append(f"its final train_time_ms is {log.train_time_ms:g}, its steps say {ms:g}")
-    if header.get("num_iterations") != str(log.last_step):
-        found.append(f"began as a run of {header.get('num_iterations')} steps and has "
-                     f"{log.last_step}")
+    steps = [header.get("num_iterations"), str(log.last_step), log.final.get("steps")]
+    if len(set(steps)) > 1:
+        found.append("began as a run of {} steps and has {}, by its results {}".format(*steps))
     for name in (*SETTING, "val_digest"):  # of the process that it began in, and that it ended in
         began, ended = header.get(name), log.final.get(name)
         if None not in (began, ended) and began != ended:
             found.append(f"was resumed where {name} is {ended}; it began with {began}")
-    if header.get("device", "").startswith("host standing in for"):
+    if header["device"].startswith("host standing in for"):
         found.append(f"was made on a {header['device']}, which measures nothing")
     if log.val_loss < floor:
         found.append(f"says a loss of {log.val_loss:.4f}: no honest model gets below {floor}")
@@ -200,13 +200,16 @@ def file_name(log: Log) -> str:
 
 def record_of(log: Log, known: list) -> Record:
     """The record whose script wrote a log. Raises LedgerError where it is none."""
+    source = log.source
     for record in known:
-        source = log.source
+        for one in record.logs:
+            if one.source_sha256 == log.source_sha256:
+                source = source or one.source
+    if source is None:
+        raise LedgerError("has no source, nor has a filed log of its sha256; file one that has it")
+    for record in known:
         with contextlib.suppress(*UNREADABLE):  # one that cannot be read wrote none
-            for one in record.logs:
-                if one.source_sha256 == log.source_sha256:
-                    source = source or one.source
-            if source and meaning(above(source)) == meaning(above(record.script)):
+            if meaning(above(source)) == meaning(above(record.script)):
                 return record
     raise LedgerError("its source is no record's; make it one first (records/README.md)")
 

@@ -27,8 +27,7 @@ import torch
 REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
 from host_gpu.trace import document_starts  # noqa: E402
-from sample import load_script  # noqa: E402
-from shards import write_shard  # noqa: E402
+from shards import load_script, write_shard  # noqa: E402
 
 import train_gpt  # noqa: E402
 

@@ -89,7 +89,7 @@ def harness(cfg):
             lines.append(f"{name} train_loss:{loss:.4f} {average}")
         if step % 10 == 0:
             lines.append(f"{name} val_loss:{loss:.4f} {average}")
-    final = dict(val_loss=f"{loss:.6f}", train_time_ms=round(ms)) | machine
+    final = dict(val_loss=f"{loss:.6f}", steps=step, train_time_ms=round(ms)) | machine
     lines += ["---", *(f"{k}: {v}" for k, v in final.items())]
     (folder / "log.txt").write_text("\\n".join(lines) + "\\n")
     if cfg.save_every:

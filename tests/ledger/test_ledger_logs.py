@@ -1,4 +1,4 @@
-"""Logs are read to the digit in every form; statistics are by the book; tables fit a page.
+"""Logs are read to the digit in every form; statistics are by the book.
 
 The public logs are small ones in their forms, written here.
 """

@@ -113,13 +113,35 @@ def test_two_jobs_run_at_once_and_their_logs_tell(tmp_path, monkeypatch, capsys)
     found = [logs.read_log(path) for path in paths]
     assert [(log.header["threads"], log.header["jobs"]) for log in found] == 2 * [("1", "2")]
     assert logs.read_log(paths[0], found[0].source + found[0].body[:-9]).measured_ms is None
-    edit(paths[0], "\njobs: 2\n", "\n")  # the ledger was killed before it wrote the line
+    edit(paths[0], "\njobs: 2\n", "\n")  # as if the ledger had been killed before it wrote the line
     assert run(*words) == 0 and "\njobs: 2\n" in paths[0].read_text()
+
+
+@pytest.mark.parametrize("ruled", [False, True])
+def test_jobs_are_told_in_logs_of_other_forms(ruled, tmp_path):
+    """Of which one has a rule before its source, and the other has none after its header."""
+    rule = "print('=' * 100, file=log)\n"
+    lines = [
+        "import sys, pathlib",
+        "flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))",
+        "folder = pathlib.Path('logs', flags['--run_id'])",
+        "folder.mkdir(parents=True)",
+        "log = open(folder / 'log.txt', 'w')",
+        rule * ruled + "print(open(__file__).read(), file=log)",
+        rule + "print('seed: ' + flags['--seed'] + '\\ntarget_loss: 3.28', file=log)",
+        rule * ruled + "print('step:1/1 val_loss:3.2 train_time:943ms step_avg:943ms', file=log)"]
+    (tmp_path / "own.py").write_text("\n".join(lines) + "\n")
+    assert run(tmp_path / "own.py", "--seeds", 1, "--jobs", 2, "--out", tmp_path / "out") == 0
+    (path,) = tmp_path.rglob("log.txt")
+    log = logs.read_log(path)
+    assert (log.jobs, log.measured_ms, log.val_loss) == ("2", None, 3.2)
+    assert log.source == (tmp_path / "own.py").read_text()
 
 
 @pytest.mark.parametrize("line, new, words", [
     ("folder = Path", "    sys.exit('bad luck')\n", "exit status 1, its last words: bad luck"),
     ("folder = Path", "    return\n", "it wrote no logs/s-"),
+    ("lines = [", "    del header['seed']\n", "the header of its log has no seed"),
     ("machine = dict", "    Path(__file__).write_text(Path(__file__).read_text() + '# changed')\n",
      "its script was changed")])
 def test_a_failing_run_is_named(line, new, words, tmp_path, capsys):
@@ -132,6 +154,7 @@ def test_a_failing_run_is_named(line, new, words, tmp_path, capsys):
 def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     wait = """
     if not Path('go').exists() and cfg.seed == 1:
+        Path('began').touch()
         __import__('time').sleep(60)
 """
     script = write_script(tmp_path / "slow.py", "folder = Path", wait)
@@ -140,7 +163,10 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     command += ["--seeds", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert "slow.py seed 0" in process.stderr.readline()
-    time.sleep(0.2)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "began").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=30)[1]
     assert process.returncode == 1 and "Traceback" not in err, err
@@ -162,10 +188,11 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     ("run a.py:muon_lr", "'muon_lr' is no flag"),
     ("run folder", "folder: no script there"),
     ("run a.py bad.py", "bad.py: invalid syntax"),
-    ("run a.py 2026-01-01_X", "2026-01-01_X/record.json: change is missing, unknown or of another"),
+    ("run a.py 2026-01-01_X", "2026-01-01_X/record.json: it has no keys"),
     ("run a.py --jobs 0", "--jobs: 0 is not a whole number"),
     ("run a.py --out a.py/out", "a.py/out"),
     ("verify folder", "folder has no record.json; give records/ or a record"),
+    ("list folder/2026-01-01_X", "folder/2026-01-01_X has no records and no logs"),
     ("verify missing/2026-01-01_X", "missing: No such file"),
     ("diff a.py folder", "folder/train_gpt.py: No such file"),
     ("diff a.py notes.txt", "notes.txt has no source; give a script, or a log that has one"),

@@ -29,22 +29,23 @@ SPOILED = [  # a file, what is replaced there, by what, what is said
     ("../train_gpt.py", "return loss", "return 2", f"{PARENT}: train_gpt.py is not"),
     ("../train_gpt.py", "0.8**step", "0.7**step", "has the bytes of no record"),
     (CLAIM, '"gain": "loss"', '"gain": "fame"', "gain is fame; it is loss"),
-    (CLAIM, '"gain"', '"win"', "win is missing, unknown or of another kind; known are change,"),
-    (CLAIM, '"parent"', '"gain"', "parent is missing"),
+    (CLAIM, '"gain"', '"win"', "record.json: it has win; known are change, parent,"),
+    (CLAIM, '"parent"', '"gain"', "record.json: it lacks parent"),
     (CLAIM, "less loss", "less | loss", "change has a | or a line break"),
     (CLAIM, '"gain": "loss"', '"gain": loss', f"{NEWEST}/record.json: Expecting value"),
     (CLAIM, PARENT, "2026-01-01_No", "2026-01-01_No/record.json is missing"),
     (f"{PARENT}/record.json", '"equality"', '"gain": "loss", "equality"', "gain in loss"),
-    (f"{PARENT}/record.json", "15.2", '"15.2"', f"{PARENT}/record.json: minutes is missing, unk"),
+    (f"{PARENT}/record.json", "15.2", '"15.2"', "published has minutes of another kind, '15.2'"),
     (f"{PARENT}/record.json", "15.2", "14.2", "records/README.md is not what `list --wr"),
     (f"{NEWEST}/logs/*seed-1-*", "\nval_loss: 1", "\nval_loss: 2", "final val_loss is 2"),
+    (f"{NEWEST}/logs/*seed-1-*", "\nsteps: 40", "\nsteps: 30", "has 40, by its results 30"),
     (f"{NEWEST}/logs/*seed-1-*", "train_time_ms: 1", "train_time_ms: 2", "final train_time_ms"),
     (f"{NEWEST}/logs/*seed-0*", CHILD, f"source sha256: {sha_of(CHILD)}", "has no source, nor"),
     ("../README.md", "No GPU has", "A GPU has", "README.md is not what"),
     (f"{NEWEST}/README.md", f"# {NEWEST}", f"# {PARENT}", "README.md's title is"),
     (f"{NEWEST}/README.md", "<!-- ledger: begin -->", "", "has no lines")]
 SPOILED_LOGS = [  # of seed 1, 2, ...
-    ("\nval_loss: ", "\nval_loss: nan\nx: ", "cannot be read: its numbers"),
+    ("\nval_loss: ", "\nval_loss: nan\nx: ", "its numbers are"),
     ("device: Fake 1", "device: Fake 2", "was resumed where device is Fake 1"),
     ("\nval_loss: ", "\nval_digest: 0\nval_loss: ", "was resumed where val_digest is 0; it began"),
     ("\nval_loss: 1.", "\nval_loss: 0.0", "no honest model gets"),
@@ -196,13 +197,18 @@ def test_wrong_files_and_folders_are_found(records, capsys):
         f"{NEWEST}: its folder has logs/x.log, which no record needs; delete it"]
 
 
-@pytest.mark.parametrize("name", ["README.md", "train_gpt.py", "logs/a folder.txt"])
-def test_one_bad_folder_hides_nothing_and_stops_no_log(name, measured, records, capsys):
-    """Neither what verify finds elsewhere, nor the filing of another record's log."""
+@pytest.mark.parametrize("name, is_folder", [
+    ("README.md", False), ("README.md", True), ("train_gpt.py", False), ("train_gpt.py", True),
+    ("logs/a folder.txt", True)])
+def test_one_bad_folder_hides_nothing_and_stops_no_log(
+        name, is_folder, measured, records, capsys):
+    """Neither what verify finds elsewhere, nor the filing of another record's log. A file is
+    missing, or a folder has its name."""
     edit(records / PARENT / "README.md", f"# {PARENT}\n", "# Another\n")
     shutil.rmtree(records / PARENT / "logs")
     (records / NEWEST / name).unlink(missing_ok=True)
-    (records / NEWEST / name).mkdir()
+    if is_folder:
+        (records / NEWEST / name).mkdir()
     found = findings(records, capsys)
     assert any(line.startswith(f"{PARENT}: README.md's title is not") for line in found), found
     assert any(NEWEST in line for line in found), found

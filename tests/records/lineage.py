@@ -17,7 +17,11 @@ EOT = 256
 BLOCK = 8  # instead of the scripts' 128: as many blocks of fewer tokens
 LENGTH = 6 * BLOCK
 EXTENSION = 2  # steps of a tiny run after the schedules
-# How many of a record's a tiny run has one for
+BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significant bits
+EXACT = 1e-9  # of a step or gradient, relative: float64 through some ten matrix products and back
+TABLE = "ngram_embed.weight"  # is zero at first, which would give rounding errors alone
+SIGNS = "bigram_signs", "ngram_signs"  # buffers of a model
+# A tiny run divides the record's by these.
 DOCUMENTS = 128  # tokens of a document
 CLASSES = 160  # of the sampled softmax
 

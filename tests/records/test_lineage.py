@@ -1,8 +1,6 @@
-"""The records against float64 oracles, by the public records' specification.
+"""What the records begin with, their schedules and their data, against the oracles.
 
-The scripts run in float64, their casts to fp32 left out, so that they have to agree to the digits
-that float64 has. A script's weights are compared under the public names and shapes. A record that
-is not public, or has no station yet, is not here.
+test_whole_runs.py compares whole runs. A record that is not public and has no station is not here.
 """
 
 import inspect
@@ -26,7 +24,6 @@ from lineage import (
 )
 from torch.nn.attention.flex_attention import BlockMask
 
-EXACT = 1e-9  # of a step or gradient, relative: float64 through some ten matrix products and back
 SCHEDULES = dict(  # methods of a station, by the names of ours
     lr_factor="rate_factor", momentum="muon_momentum", seq_len="seq_len", tied="tied",
     target_weights="target_weights", frozen="scalars_frozen", prefix_weight="prefix_weight",

@@ -8,9 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lineage import for_each_slowly, held_since, in_float64, load, make_model, since, tiny_flags
-from test_records import BF16_STEP
-from test_whole_runs import SIGNS, TABLE
+from lineage import (
+    BF16_STEP,
+    SIGNS,
+    TABLE,
+    for_each_slowly,
+    held_since,
+    in_float64,
+    load,
+    make_model,
+    since,
+    tiny_flags,
+)
 
 FLAGS = """--preset pocket --device cpu --val_tokens 512 --val_seq_len 256 --num_iterations 6
     --extension_steps 2 --save_every 4 --sequences_per_step 2 --sequences_per_forward 2""".split()

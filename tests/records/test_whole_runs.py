@@ -16,8 +16,11 @@ import numpy as np
 import pytest
 import torch
 from lineage import (
+    EXACT,
     HELD,
     LENGTH,
+    SIGNS,
+    TABLE,
     for_each_slowly,
     held_since,
     in_float64,
@@ -28,10 +31,7 @@ from lineage import (
     tiny_flags,
     tiny_station,
 )
-from test_lineage import EXACT, public, random_shards
-
-TABLE = "ngram_embed.weight"  # is zero at first, which would give rounding errors alone
-SIGNS = "bigram_signs", "ngram_signs"  # buffers of a model
+from test_lineage import public, random_shards
 
 
 class OracleRun:

@@ -118,7 +118,7 @@ def stand_in_for_torch_cuda(device) -> None:
     cuda.get_device_name = lambda device=None: card.name
     cuda.is_bf16_supported = lambda including_emulation=True: card.capability >= (8, 0)
     cuda.is_tf32_supported = lambda: card.capability >= (8, 0)
-    cuda.mem_get_info = lambda device=None: (2**20, card.memory)  # the host's is for the tests
+    cuda.mem_get_info = lambda device=None: (2**20, card.memory)  # free memory: little
     cuda.max_memory_allocated = lambda device=None: 0  # nobody counts
     cuda.reset_peak_memory_stats = nothing()
     # Order of the work: Health, the benchmarks, generated wrapper code.

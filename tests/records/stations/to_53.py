@@ -375,7 +375,6 @@ class Station50(Station43):
     mlp_pattern = "MMMMMMMMMMM"
     value_embed_pattern = "12......012"
     skips = ((6, 3),)
-    skip_layer = 3
     backout_layer = 7
     scalars = Station43.scalars | dict(a=1.1, lambda1=1.0)
     normal = {"embed": 1.0}

@@ -413,7 +413,6 @@ class Station85(Station83):
     bigram_rows = 377_280
     bigram_width = 768
     xsa_pattern = ".X.XX..X..."
-    gate_pattern = "...G......G"
     adam = {kind: of for kind, of in Station83.adam.items() if kind not in GATES}
     adam |= dict.fromkeys(("mudd_gate_w1", "mudd_gate_w2", "mudd_gate_b2", "mudd_gate_scale"), 0.1)
     decays = Station83.decays | {"mudd_gate_w1": 0.005, "mudd_gate_w2": 0.005}

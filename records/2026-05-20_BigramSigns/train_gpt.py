@@ -1792,7 +1792,22 @@ class Ranks:
         if self.world_size > 1:
             if failure and self.device.type == "cuda":
                 dist.group.WORLD.abort()  # without waiting for ranks that may have failed, too
+            elif failure in (None, UserError):
+                self.wait_for_others()
             dist.destroy_process_group()
+
+    def wait_for_others(self):
+        """Wait until all ranks leave, or some seconds where one has failed.
+
+        Gloo takes a connection that ends for a failure, even if all data has arrived.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"rank {self.rank} leaves", "")
+        try:
+            all_ranks = [f"rank {rank} leaves" for rank in range(self.world_size)]
+            store.wait(all_ranks, timedelta(seconds=10))
+        except dist.DistError:
+            pass
 
     def all_gather(self, x):
         """(N,) of every rank, as (ranks, N)."""
@@ -1954,6 +1969,7 @@ class Run:
         self.log = log
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
+        self.script = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
         self.plan = plan(cfg)
         self.open_data(state)  # checked before the model is built
         self.model, self.optimizers = build(cfg, ranks)
@@ -1963,7 +1979,10 @@ class Run:
             self.warm_up()
         if cfg.resume:  # after the warm-up, which leaves no trace
             load_state(self.model, self.optimizers, state, cfg.resume)
-            log(f"resumed at step:{self.first_step} from {cfg.resume}")
+            resumed = f"resumed at step:{self.first_step} from {cfg.resume}"
+            if state.get("script", self.script) != self.script:
+                resumed += ", which another script wrote"
+            log(resumed)
         self.health = LossExchange(ranks)  # catches signals from here on
         self.started = time.perf_counter()  # the clock
 
@@ -2091,6 +2110,7 @@ class Run:
         state = dict(
             step=step,
             settings={name: show(value) for name, value in vars(self.cfg).items()},
+            script=self.script,
             data=self.data,
             loader=self.loader.place,
             threads=torch.get_num_threads(),

@@ -38,6 +38,8 @@ def run_verb(args) -> int:
     importlib.import_module("scipy.stats")  # its lack is told before the training
     args.out = Path(args.out).resolve()
     contestants = run.contestants_of(args.operands, args.preset)
+    if args.file and not any(one.record for one in contestants):
+        raise LedgerError("--file: no operand is a record's folder, without flags")
     run.run_all(contestants, args)
     print(pages.plain(pages.contest(contestants)))
     ours = [one for one in contestants if one.record]
@@ -187,6 +189,9 @@ def main(argv: list | None = None) -> int:
         return error.status
     except ValueError as error:
         tell([error])
+    except KeyboardInterrupt:
+        tell(["stopped"])
+        return 130
     return 2
 
 

@@ -194,7 +194,8 @@ def read_folder(folder: Path):
             with contextlib.suppress(LedgerError, ValueError):  # of numbers in its results
                 log = read_log(path)
                 log.body = ""  # a thousand of them are large
-                if log.val and math.isfinite(log.val_loss) and (log.train_time_ms or 0) >= 0:
+                numbers = [log.val_loss, log.train_time_ms or 0] if log.val else [math.nan]
+                if all(map(math.isfinite, numbers)) and numbers[-1] >= 0:
                     logs.append(log)
                     continue
             others += 1

@@ -146,7 +146,7 @@ def others(logs: list, folder: Path) -> str:
         steps = f"{log.last_step:,}"
         if not log.finished and log.planned_steps:
             steps += f" of {log.planned_steps:,}"
-        name = log.path.relative_to(folder).as_posix()
+        name = re.sub(r"[|\[\]\x00-\x1f]", "?", log.path.relative_to(folder).as_posix())
         minutes = minutes_of([log.train_time_ms])
         rows.append([name, steps, f"{log.val_loss:.4f}", minutes])
     return table(("Log", "Steps", "Loss", "Minutes"), rows)

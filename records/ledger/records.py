@@ -103,8 +103,10 @@ def read_claim(folder: Path) -> dict:
         for key, kinds in (("published", PUBLISHED), ("equality", EQUALITY)):
             if claim.get(key):
                 check(key, claim[key], kinds, kinds)
-        if "|" in claim["change"] or "\n" in claim["change"]:
-            raise ValueError("change has a | or a line break, which tables cannot show")
+        if any(part in claim["change"] for part in ("|", "\n", "<!--")):
+            raise ValueError("change has a |, a line break or a comment, which no table can show")
+        if claim.get("equality") and not claim["published"]:
+            raise ValueError("equality is with a public record, and published names none")
         if claim.get("gain") not in (None, *SEEDS):
             raise ValueError(f"gain is {claim['gain']}; it is {', '.join(SEEDS)} or null")
     except (LedgerError, OSError, RecursionError, ValueError) as error:
@@ -147,6 +149,7 @@ def read_run(path: Path) -> Log:
             raise ValueError(f"its numbers are {numbers}")
         for name in ("device", "torch", "threads"):
             header[name]
+        final["parameters"]  # the last line: else some are cut off
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise LedgerError(f"cannot be read: {error!r}") from None
     return log
@@ -201,7 +204,7 @@ def compare(logs: list, others: list) -> Comparison | None:
     their_losses, their_times = zip(*(theirs[seed] for seed in seeds))
     difference = statistics.fmean(losses) - statistics.fmean(their_losses)
     p = smallest_shown = time = None
-    if len({a - b for a, b in zip(losses, their_losses)}) > 1:
+    if len({round(a - b, 9) for a, b in zip(losses, their_losses)}) > 1:
         from scipy import stats
 
         test = stats.ttest_rel(losses, their_losses)

@@ -24,17 +24,24 @@ def above(source: str) -> str:
 
 @functools.cache
 def meaning(source: str) -> str:
-    """A source without comments, docstrings and imports: runs of equal ones are equal."""
-    tree = ast.parse(source)
+    """A source without comments, docstrings and unused imports: runs of equal ones are equal."""
+    tree, used = ast.parse(source), set()
     for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            used.add(node.id)
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         if documented and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
-    kept = []
+    imports, kept = [], []
     for node in tree.body:
         if not isinstance(node, ast.Import | ast.ImportFrom):
             kept.append(ast.dump(node))
-    return "\n".join(kept)
+            continue
+        for alias in node.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            if name in used:
+                imports.append(f"{getattr(node, 'module', '')} {alias.name} {name}")
+    return "\n".join([*sorted(imports), *kept])
 
 
 def imports_of(source: str) -> set:

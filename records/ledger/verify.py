@@ -19,7 +19,7 @@ from ledger.scripts import BANNER, above, imports_of, meaning, settings_of
 FREE = set("""seed device run_id resume save_every val_every warmup_steps sequences_per_forward
     head_chunks""".split())
 NAMED = re.compile(r"^Record: (\w[\w-]*)", re.M)  # in a docstring
-FILES = {"README.md", "record.json", "train_gpt.py", "logs"}  # of a record's folder
+FILES = {"README.md", "record.json", "train_gpt.py", "logs", "__pycache__"}  # of a record's folder
 UNREADABLE = LedgerError, OSError, SyntaxError, ValueError
 
 
@@ -33,9 +33,10 @@ def folder_findings(record: Record, root: Path):
         found.append(f"its parent {parent}/record.json is missing, damaged or not older")
     if not read_text(folder / "README.md").startswith(f"# {folder.name}\n"):
         found.append(f"README.md's title is not '# {folder.name}'")
-    for path in sorted(folder.glob("[!._]*")) + sorted(folder.glob("logs/[!._]*")):
+    for path in sorted(folder.glob("[!.]*")) + sorted(folder.glob("logs/[!.]*")):
         # Python would import a module that lies beside the script.
-        if path.name not in FILES and (path.parent == folder or path.suffix != ".txt"):
+        is_log = path.parent != folder and path.suffix == ".txt"
+        if not is_log and path.name not in FILES:
             name = path.relative_to(folder)
             found.append(f"its folder has {name}, which no record needs; delete it")
 
@@ -43,9 +44,9 @@ def folder_findings(record: Record, root: Path):
     words = f"Parent: {parent}. Change: " if parent else "Parent: none. "
     if f"\n{words}" not in script:
         found.append(f"train_gpt.py's docstring does not say `{words.strip()}`")
-    for name in NAMED.findall(ast.get_docstring(ast.parse(script)) or ""):
-        if name != folder.name:
-            found.append(f"train_gpt.py's docstring says `Record: {name}`, which is not its folder")
+    names = NAMED.findall(ast.get_docstring(ast.parse(script)) or "")
+    if names != [folder.name]:
+        found.append(f"train_gpt.py's docstring does not say `Record: {folder.name}` in one place")
     if harness != read_text(root).partition(BANNER)[2]:
         found.append("train_gpt.py is not the root's, byte for byte, from its banner on; "
                      "`python records/share_harness.py` copies it")
@@ -69,6 +70,8 @@ def log_findings(log: Log, settings: dict):
         began, ended = header.get(name), log.final.get(name)
         if None not in (began, ended) and began != ended:
             found.append(f"was resumed where {name} is {ended}; it began with {began}")
+    if re.search("^resumed at .*, which another script wrote$", log.body, re.M):
+        found.append("was resumed by another script than the one that began it")
     if header["device"].startswith("host standing in for"):
         found.append(f"was made on a {header['device']}, which measures nothing")
     if log.val_loss < floor:
@@ -95,10 +98,17 @@ def logs_findings(record: Record):
         if log.path.name != file_name(log):
             wrong.append(f"is not called {file_name(log)}, which is made from what is in it")
         same = runs.setdefault(log.losses, log)
-        if same is not log and (same.seed != log.seed or same.setting == log.setting):
+        if same is not log and is_copy(log, same):
             wrong.append(f"has each loss of {same.path.name}; one run counts once")
         found += [f"logs/{log.path.name}: {words}" for words in wrong]
     return found
+
+
+def is_copy(log: Log, other: Log) -> bool:
+    """Whether they are one run: two CPUs of one kind may have equal losses, but not equal times."""
+    if log.losses != other.losses:
+        return False
+    return log.seed != other.seed or log.setting == other.setting or log.train == other.train
 
 
 def gain_findings(record: Record):
@@ -221,8 +231,8 @@ def file_log(path: Path, folder: Path, known: list) -> str:
     wrong = log_findings(log, settings_of(record.path, preset=log.preset))
     if wrong:
         raise LedgerError("; ".join(wrong))
-    for one in record.logs:  # once more the same run, or a CPU's of the same machine
-        if (one.losses, one.seed, one.setting) == (log.losses, log.seed, log.setting):
+    for one in record.logs:
+        if is_copy(log, one):
             return f"{path} is there: {one.path.relative_to(folder)}"
     target = record.folder / "logs" / file_name(log)
     text = read_text(path).replace("\r\n", "\n")

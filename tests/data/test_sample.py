@@ -11,7 +11,7 @@ import torch
 from conftest import REPO, SCRIPTS, script_module
 
 OLDEST = SCRIPTS[1]
-WITH_TABLE = SCRIPTS[-1]
+WITH_TABLE = "records/2026-08-30_92g_NgramTable/train_gpt.py"
 
 
 def model_of(logits, **cfg):

@@ -20,7 +20,7 @@ SCRIPT = '''"""A run's log without a run.
 
 Parent: none. It is the first.
 
-What else it tells.
+Record: 2026-01-01_First
 """
 
 import os
@@ -90,6 +90,7 @@ def harness(cfg):
         if step % 10 == 0:
             lines.append(f"{name} val_loss:{loss:.4f} {average}")
     final = dict(val_loss=f"{loss:.6f}", steps=step, train_time_ms=round(ms)) | machine
+    final["parameters"] = 1234
     lines += ["---", *(f"{k}: {v}" for k, v in final.items())]
     (folder / "log.txt").write_text("\\n".join(lines) + "\\n")
     if cfg.save_every:
@@ -100,7 +101,7 @@ if __name__ == "__main__":
 '''
 CHILD = SCRIPT.replace("loss=1.6", "loss=1.5").replace(
     "Parent: none. It is the first.", f"Parent: {PARENT}. Change: less loss.").replace(
-    "What else it tells.", f"Record: {NEWEST}")
+    f"Record: {PARENT}", f"Record: {NEWEST}")
 
 
 def sha_of(source: str) -> str:

@@ -197,6 +197,14 @@ def test_list_tells_the_table(measured, capsys):
     assert "Second" in out and "First" not in out and machine in out
 
 
+def test_what_a_source_means():
+    """Comments, docstrings and unused imports decide nothing; what a name stands for does."""
+    plain = scripts.meaning("from math import sin as f\nx = f(1)\n")
+    assert plain == scripts.meaning('"""Words."""\nimport os\nfrom math import sin as f\nx = f(1)')
+    assert plain != scripts.meaning("from math import cos as f\nx = f(1)\n")
+    assert plain != scripts.meaning("from math import sin as f\nx = f(2)\n")
+
+
 def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
     new = (SCRIPT.replace("import random\n", "")
            .replace("80,  # steps", "90,  # steps of it")

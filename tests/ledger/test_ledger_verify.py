@@ -21,7 +21,7 @@ SPOILED = [  # a file, what is replaced there, by what, what is said
     (SCRIPT, "return loss", "return 0.9 * loss", "byte for byte, from its banner on"),
     (SCRIPT, "# ==== H", "# ---- H", "byte for byte, from its banner on"),
     (SCRIPT, PARENT, "2025-01-01_No", f"does not say `Parent: {PARENT}. Change:`"),
-    (SCRIPT, f"Record: {NEWEST}", f"Record: {PARENT}", f"says `Record: {PARENT}`"),
+    (SCRIPT, f"Record: {NEWEST}", f"Record: {PARENT}", f"does not say `Record: {NEWEST}`"),
     (SCRIPT, "0.8**step", "0.7**step", "it differs above the banner"),
     (SCRIPT, "muon_lr=0.05", "muon_lr=0.1", "has muon_lr 0.05, its preset has"),
     (SCRIPT, "return SimpleN", "return no.SimpleN", f"{NEWEST}: {NEWEST}/train"),
@@ -31,7 +31,8 @@ SPOILED = [  # a file, what is replaced there, by what, what is said
     (CLAIM, '"gain": "loss"', '"gain": "fame"', "gain is fame; it is loss"),
     (CLAIM, '"gain"', '"win"', "record.json: it has win; known are change, parent,"),
     (CLAIM, '"parent"', '"gain"', "record.json: it lacks parent"),
-    (CLAIM, "less loss", "less | loss", "change has a | or a line break"),
+    (CLAIM, "less loss", "less | loss", "change has a |, a line break or a"),
+    (CLAIM, '"gain"', '"equality": {"largest": 1e-9, "of": "8 steps"}, "gain"', "equality is with"),
     (CLAIM, '"gain": "loss"', '"gain": loss', f"{NEWEST}/record.json: Expecting value"),
     (CLAIM, PARENT, "2026-01-01_No", "2026-01-01_No/record.json is missing"),
     (f"{PARENT}/record.json", '"equality"', '"gain": "loss", "equality"', "gain in loss"),
@@ -44,9 +45,11 @@ SPOILED = [  # a file, what is replaced there, by what, what is said
     ("../README.md", "No GPU has", "A GPU has", "README.md is not what"),
     (f"{NEWEST}/README.md", f"# {NEWEST}", f"# {PARENT}", "README.md's title is"),
     (f"{NEWEST}/README.md", "<!-- ledger: begin -->", "", "has no lines")]
-SPOILED_LOGS = [  # of seed 1, 2, ...
+SPOILED_LOGS = [  # of seed 0, 1, ...
     ("\nval_loss: ", "\nval_loss: nan\nx: ", "its numbers are"),
     ("device: Fake 1", "device: Fake 2", "was resumed where device is Fake 1"),
+    ("step:3/40 ", "resumed at step:2 from a.pt, which another script wrote\nstep:3/40 ",
+     "was resumed by another script"),
     ("\nval_loss: ", "\nval_digest: 0\nval_loss: ", "was resumed where val_digest is 0; it began"),
     ("\nval_loss: 1.", "\nval_loss: 0.0", "no honest model gets"),
     ("step:3/40 train_loss:", "step:3/40 train_loss:1", "is not called pocket-"),
@@ -96,23 +99,28 @@ def test_verify_finds(file, old, new, words, records, capsys):
 
 
 def test_verify_finds_each_log_that_is_wrong(records, capsys):
-    for seed, (old, new, _) in enumerate(SPOILED_LOGS, 1):
+    for seed, (old, new, _) in enumerate(SPOILED_LOGS):
         (path,) = records.glob(f"{NEWEST}/logs/*seed-{seed}-*")
         edit(path, old, new)
     found = findings(records, capsys)
-    for seed, (_, _, words) in enumerate(SPOILED_LOGS, 1):
+    for seed, (_, _, words) in enumerate(SPOILED_LOGS):
         assert any(f"-seed-{seed}-" in line and words in line for line in found), (words, found)
 
 
 def test_one_run_counts_once(records, capsys):
-    """Also under another seed's number."""
+    """Also under another seed's number, or as another machine's."""
     set_gain(records, None)
     (path,) = (records / NEWEST / "logs").glob("*seed-1-*")
-    text = path.read_text().replace("\nseed: 1\n", "\nseed: 99\n")
-    path.with_name("copy.txt").write_text(text)
-    rename(path.parent)
-    (found,) = findings_anew(records, capsys)
-    assert "pocket-seed-99-" in found and f"has each loss of {path.name}; one run counts" in found
+    for old, new in (("\nseed: 1\n", "\nseed: 99\n"), ("device: Fake 1", "device: Fake 2")):
+        before = {*path.parent.iterdir()}
+        path.with_name("copy.txt").write_text(path.read_text().replace(old, new))
+        rename(path.parent)
+        (found,) = findings_anew(records, capsys)
+        assert re.search("has each loss of pocket-seed-.*; one run counts once", found)
+        (copy,) = {*path.parent.iterdir()} - before
+        copy.rename(records / "copy.txt")
+        assert main(["file", f"{records}/copy.txt", "--folder", f"{records}"]) == 0
+        assert f"is there: {NEWEST}/logs/{path.name}" in capsys.readouterr().out
 
 
 def test_two_losses_of_a_seed_on_one_cpu_are_told(records, capsys):
@@ -187,12 +195,15 @@ def test_runs_of_two_settings_are_never_compared(records, capsys):
 def test_wrong_files_and_folders_are_found(records, capsys):
     """Python would import a module that lies beside a script in the place of its own or torch's."""
     (records / NEWEST / "platform.py").write_text("")
+    (records / NEWEST / "_compat_pickle.py").write_text("")
+    (records / NEWEST / "__pycache__").mkdir()
     (records / NEWEST / ".DS_Store").write_text("")
     (records / NEWEST / "logs" / "x.log").write_text("")
     (records / "2026-03-03_Fourth").mkdir()
     found = findings(records, capsys)
     assert "2026-03-03_Fourth/record.json: [Errno 2] No such file" in found[0]
     assert found[1:] == [
+        f"{NEWEST}: its folder has _compat_pickle.py, which no record needs; delete it",
         f"{NEWEST}: its folder has platform.py, which no record needs; delete it",
         f"{NEWEST}: its folder has logs/x.log, which no record needs; delete it"]
 
@@ -222,6 +233,7 @@ def test_a_copied_record_is_found(records, capsys):
     shutil.copytree(records / PARENT, third)
     shutil.rmtree(third / "logs")
     edit(third / "README.md", f"# {PARENT}", f"# {third.name}")
+    edit(third / "train_gpt.py", f"Record: {PARENT}", f"Record: {third.name}")
     assert findings_anew(records, capsys)[:2] == [
         f"{third.name}: its script computes what that of {PARENT} does",
         f"{third.name}: its public number is that of {PARENT}"]
@@ -320,7 +332,7 @@ def forge(script, preset, machine):
         script.read_text(), logs.RULE, *(f"{key}: {value}" for key, value in header.items()),
         logs.RULE, f"step:{steps}/{steps} train_loss:{loss:.4f} {time}",
         f"step:{steps}/{steps} val_loss:{loss:.4f} {time}", "---", f"val_loss: {loss:.6f}",
-        "train_time_ms: 119000", f"steps: {steps}", ""])
+        "train_time_ms: 119000", f"steps: {steps}", "parameters: 1234", ""])
 
 
 @pytest.mark.slow

@@ -103,6 +103,18 @@ def test_a_whole_file_that_does_not_fit_says_what(run, state):
     assert f"--num_iterations 3: {OLDER} is of a later step" in line
 
 
+def test_a_run_that_another_script_resumes_says_so(run, tmp_path, monkeypatch):
+    """So that the ledger takes it for no run of either."""
+    run(save_every=2)
+    whole = run(["--resume", str(OLDER)])
+    assert f"\nresumed at step:4 from {OLDER}\n" in whole.log
+    other = tmp_path / "train_gpt.py"
+    other.write_text(train_gpt.SCRIPT.read_text() + "# changed\n")
+    monkeypatch.setattr(train_gpt, "SCRIPT", other)
+    mixed = run(["--resume", str(OLDER), "--run_id", "y"])
+    assert f"\nresumed at step:4 from {OLDER}, which another script wrote\n" in mixed.log
+
+
 def test_the_newest_three_are_kept(run):
     """By time: a run that was resumed from an old one has later ones in its folder."""
     run(save_every=2, num_iterations=8)

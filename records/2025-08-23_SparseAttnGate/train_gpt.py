@@ -1397,22 +1397,7 @@ class Ranks:
         if self.world_size > 1:
             if failure and self.device.type == "cuda":
                 dist.group.WORLD.abort()  # without waiting for ranks that may have failed, too
-            elif failure in (None, UserError):
-                self.wait_for_others()
             dist.destroy_process_group()
-
-    def wait_for_others(self):
-        """Wait until all ranks leave, or some seconds where one has failed.
-
-        Gloo takes a connection that ends for a failure, even if all data has arrived.
-        """
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"rank {self.rank} leaves", "")
-        try:
-            all_ranks = [f"rank {rank} leaves" for rank in range(self.world_size)]
-            store.wait(all_ranks, timedelta(seconds=10))
-        except dist.DistError:
-            pass
 
     def all_gather(self, x):
         """(N,) of every rank, as (ranks, N)."""

@@ -1,5 +1,6 @@
 """Runs of which each rank is a process, forked from a server that has imported torch once."""
 
+import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -121,8 +122,9 @@ def run_rank(rank, nproc, store, cwd, argv, fault):
         fault(rank)
     code = train_gpt.main(argv)
     for thread in Path("/proc/self/task").glob("*/comm"):
-        if "gloo" in thread.read_text():
-            code = THREADS_LEFT
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if "gloo" in thread.read_text():
+                code = THREADS_LEFT
     sys.exit(code)
 
 

@@ -161,6 +161,7 @@ def test_equal_losses_are_told_by_a_word():
     assert found.p < 0.01 and not found.shown and not found.equal
     assert records.p_below([3.0], 3.28) is records.p_below([3.0, 3.0], 3.28) is None
     assert records.compare(runs([3.0]), runs([3.1])).p is None
+    assert records.compare(runs(a + 0.1), runs(a)).p is None  # alike, but for rounding
 
 
 @pytest.mark.parametrize("ours, theirs, retuned", [

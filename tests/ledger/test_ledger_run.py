@@ -93,6 +93,17 @@ def test_runs_of_two_settings_are_never_pooled(tmp_path, monkeypatch, capsys):
     assert "Fake 3" in (err := capsys.readouterr().err) and "give another --out" in err
 
 
+def test_other_data_of_the_same_name_is_trained_on_anew(tmp_path):
+    (tmp_path / "s.py").write_text(SCRIPT)
+    (tmp_path / "mine.bin").write_text("text")
+    words = [f"{tmp_path}/s.py:train_files={tmp_path}/mine.bin", "--seeds", 1, "--out", tmp_path]
+    assert run(*words) == run(*words) == 0
+    assert len([*tmp_path.rglob("log.txt")]) == 1
+    (tmp_path / "mine.bin").write_text("another text")
+    assert run(*words) == 0
+    assert len([*tmp_path.rglob("log.txt")]) == 2
+
+
 def test_two_jobs_run_at_once_and_their_logs_tell(tmp_path, monkeypatch, capsys):
     """In the header, so a log that is cut at its end tells as well."""
     monkeypatch.delenv("OMP_NUM_THREADS")

@@ -148,8 +148,10 @@ def read_run(path: Path) -> Log:
         if not all(map(math.isfinite, numbers)):
             raise ValueError(f"its numbers are {numbers}")
         for name in ("device", "torch", "threads"):
-            header[name]
-        final["parameters"]  # the last line: else some are cut off
+            if name not in header:
+                raise KeyError(name)
+        if "parameters" not in final:  # its last line: some are cut off
+            raise KeyError("parameters")
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise LedgerError(f"cannot be read: {error!r}") from None
     return log

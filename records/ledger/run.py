@@ -105,17 +105,11 @@ def contestants_of(operands: list, preset: str):
 
 
 # ---- Training in turns ----
-def link_data(folder: Path):
-    """Let runs in a folder find the repository's data."""
-    with contextlib.suppress(FileExistsError):
-        (folder / "data").symlink_to(REPO / "data")
-
-
-def data_of(settings: dict, folder: Path):
+def data_of(settings: dict):
     """What tells other text of the same files' names: each file's size and time."""
     found = []
     for name in {"train_files", "val_files"} & settings.keys():
-        for path in sorted(glob.glob(str(folder / settings[name]))):
+        for path in glob.glob(str(REPO / settings[name])):
             found.append([path, os.path.getsize(path), os.path.getmtime(path)])
     return sorted(found)
 
@@ -125,6 +119,8 @@ def train(script: Path, source: str, folder: Path, flags: dict, ranks, threads: 
     command = [sys.executable, str(script), *flag_words(flags)]
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    with contextlib.suppress(FileExistsError):
+        (folder / "data").symlink_to(REPO / "data")
     process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, errors="replace",
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": threads})
@@ -155,7 +151,7 @@ def run_one(one: Contestant, seed: int, args) -> Log:
     # Small models are the quicker for one thread where other programs take a core.
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     what = [one.runs, one.flags, args.preset, args.nproc, args.jobs, threads,
-            importlib.metadata.version("torch"), data_of(one.settings, args.out)]
+            importlib.metadata.version("torch"), data_of(one.settings)]
     run_id = f"{one.name}-{sha256(json.dumps(what, sort_keys=True))[:8]}-seed-{seed}"
     path = args.out / "logs" / run_id / "log.txt"
     with contextlib.suppress(LedgerError, FileNotFoundError):
@@ -176,7 +172,6 @@ def run_one(one: Contestant, seed: int, args) -> Log:
 def run_all(contestants: list, args):
     """Every seed of every contestant, A B A B. Raises LedgerError where one fails or is stopped."""
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    link_data(args.out)
     turns = [(one, seed) for seed in range(args.seeds) for one in contestants]
     pool = ThreadPoolExecutor(args.jobs)
     futures = [pool.submit(run_one, one, seed, args) for one, seed in turns]
@@ -319,7 +314,6 @@ def run_again(script: Path, old: Log):
         flags["sequences_per_forward"] = old.header["sequences_per_forward"]
     device = "cuda" if old.on_gpu else "cpu"
     with tempfile.TemporaryDirectory() as out:
-        link_data(Path(out))
         new = train(script, read_text(script), Path(out), flags, int(old.header["world_size"]),
                     old.header["threads"])
         new.header["jobs"] = old.jobs  # which change no loss

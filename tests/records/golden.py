@@ -1,0 +1,437 @@
+#!/usr/bin/env python3
+"""Golden numbers: what each record computes in a few tiny steps, to nine digits.
+
+    python tests/records/golden.py                      # list what differs in any record
+    python tests/records/golden.py 2025-01-04_SoftCap   # in this one
+    python tests/records/golden.py --write RECORD...    # add the numbers of new records
+
+The numbers in golden.toml are from the scripts of commit 9552d96. There every record was held in
+float64 against its published script or, where that could not be run, against a model and optimizers
+written from its specification: losses agreed to 4e-16 of their size, weights to 4e-10.
+
+A number is written when a record is new: its author shows in the pull request that it is equal to
+what was published, or says that nothing like it was, and adds its numbers by `--write`. It is
+written anew when it was wrong, and then the file keeps the reason: `--replace --why "..."`. It is
+never written anew to make a test pass. What changes the text of a record and not what it computes
+leaves all numbers as they are, but for the name of a parameter, which costs a line in RENAMED.
+
+A run crosses all stages, with the extension and the last validation. It is the record's own loop
+in float64, on one rank of a CPU, with its own rates, decays and layers; sizes, lengths and numbers
+of steps are small. Weights and tokens come from a formula (`hashed`). Compared are the losses of
+each step, those of each validation, and of each parameter in the end two sums: of its entries, and
+of its entries times cos(0), cos(1), ... Each may be off by 1e-9 of its size, which is the sum of
+magnitudes.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO / "data"))
+import shards  # noqa: E402
+
+FILE = Path(__file__).with_suffix(".toml")
+TOLERANCE = 1e-9  # of a number's size
+RENAMED = {}  # a parameter's name in today's scripts: its name in the file, which its weights have
+
+
+# ---- Formulas ---------------------------------------------------------------
+def hashed(name: str, count: int) -> np.ndarray:
+    """(count,) float64 from 0 to 1, by a hash of the name and of each index (SplitMix64)."""
+    seed = np.uint64(zlib.crc32(name.encode()) << 32)
+    x = (np.arange(1, count + 1, dtype=np.uint64) + seed) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(11)) / 2.0**53
+
+
+def tokens_of(name: str, count: int) -> np.ndarray:
+    """(count,) uint16: documents of 1 to 90 tokens, small tokens more often than large ones."""
+    tokens = hashed(name, count) * hashed(f"{name}, again", count) * EOT
+    tokens = tokens.astype(np.uint16)
+    lengths = 1 + (90 * hashed(f"{name}, lengths", count) ** 1.5).astype(int)
+    starts = np.cumsum(lengths) - lengths
+    tokens[starts[starts < count]] = EOT
+    return tokens
+
+
+def weights_of(name: str, first: torch.Tensor) -> torch.Tensor:
+    """Weights as large as the record's first ones, none of them zero; those that were are near 0.1.
+
+    first: the standard deviation of each, or its bound, or the constant itself.
+    """
+    name = RENAMED.get(name, name)
+    size = torch.where(first == 0, 0.1, first)
+    factor = torch.from_numpy(0.5 + hashed(name, first.numel())).view_as(first)
+    if first.ndim > 1:
+        sign = torch.from_numpy(hashed(f"{name}, signs", first.numel()) - 0.5).sign()
+        factor = factor * sign.view_as(first)
+    return size * factor
+
+
+# ---- How a record is driven -------------------------------------------------
+# All that knows the interface of a script. What a run computes depends on none of it.
+BLOCK = 8  # instead of the scripts' 128
+LENGTH = 12 * BLOCK  # of the longest sequences
+EOT = 256  # the largest token
+VALIDATED = 3  # the step before which a run validates, as after the last one
+TWO_PASSES = 1  # the step of two forward passes, a sequence each; all others have one
+# Tokens that are seen back, and of a document, by the record's
+WINDOWS = {128: 8, 384: 16, 640: 24, 768: 32, 896: 24, 1408: 32, 1664: 40, 2560: 48}
+DOCUMENTS = {0: 0, 896: 24, 2048: 56, 3072: 64}
+SIZES = dict(
+    model_dim=32, head_dim=8, qk_dim=4, mlp_dim=120, channel_groups=8, num_layers=4,
+    vocab_size=EOT + 1, vocab_multiple=16, eot_token=EOT, bigram_rows=97, ngram_rows=194,
+    sign_rows=32, sweep_margin=8, window_tokens=4 * BLOCK, composed_window=14, attention_cut=44,
+    max_document_tokens=56, seq_len=LENGTH, val_seq_len=LENGTH, val_tokens=2 * LENGTH,
+    sequences_per_step=2, sequences_per_forward=2, head_chunks=2, device="cpu",
+    momentum_warmup=3, momentum_cooldown=3, freeze_steps=2, blend_from=4, period_from=6,
+    average_steps=11, late_steps=9,
+)
+
+
+def load(path: Path):
+    """The script of a record's folder as a module."""
+    script = shards.load_script(path / "train_gpt.py")
+    script.BLOCK = BLOCK
+    return script
+
+
+def tiny(script, folder: Path):
+    """The record's hyperparameters, of a tiny run. The folder has its prefixes and pairs."""
+    cfg = script.Hyperparameters()
+    scheduled, extension = steps_of(cfg)
+    sizes = SIZES | dict(
+        num_iterations=scheduled + extension,
+        extension_steps=extension,
+        bigram_width=getattr(cfg, "bigram_width", 768) * SIZES["model_dim"] // 768,
+        prefix_file=str(folder / "prefixes.npy"),
+        canonical_file=str(folder / "canonical.npz"),
+    )
+    if hasattr(cfg, "stages"):
+        sizes["stages"] = tuple(tiny_stage(row, cfg) for row in cfg.stages)
+    return dataclasses.replace(cfg, **{k: v for k, v in sizes.items() if hasattr(cfg, k)})
+
+
+def steps_of(cfg):
+    """Scheduled steps, and those of the extension."""
+    if hasattr(cfg, "period_from"):
+        return 10, 4  # the last one is 1 modulo 4, as in the records
+    if hasattr(cfg, "freeze_steps"):
+        return 9, 2
+    return 6, 2 * hasattr(cfg, "extension_steps")
+
+
+def tiny_stage(row, cfg):
+    """A stage with lengths in the record's proportions."""
+    longest = max(stage.seq_len for stage in cfg.stages)
+    sizes = dict(
+        seq_len=LENGTH * row.seq_len // longest,
+        long_window=WINDOWS[row.long_window],
+        short_window=WINDOWS[row.short_window],
+        max_document_tokens=DOCUMENTS[getattr(row, "max_document_tokens", 0)],
+        classes=16 * round(getattr(row, "classes", 0) / 2560),
+    )
+    return dataclasses.replace(row, **{k: v for k, v in sizes.items() if hasattr(row, k)})
+
+
+def write_tables(folder: Path):
+    """Write the prefixes of tokens, and which ids never follow a token, as data/ makes them."""
+    token = np.arange(EOT + 1)
+    np.save(folder / "prefixes.npy", np.where(token % 3 == 0, -1, token // 2))
+    before = [token[token % 7 == rest] for rest in range(7)]
+    after = [token[(token + 3 * rest) % 7 == 0] for rest in range(7)]
+    np.savez(
+        folder / "canonical.npz",
+        before=np.concatenate(before), before_ends=np.cumsum([len(ids) for ids in before]),
+        after=np.concatenate(after), after_ends=np.cumsum([len(ids) for ids in after]),
+    )
+
+
+class TinyRun:
+    """The harness's side of a record's `train`. It is loader and health, too."""
+
+    first_step = 0
+
+    def __init__(self, script, cfg):
+        self.script = script
+        self.cfg = cfg
+        self.ranks = script.Ranks(cfg)
+        self.model = make_model(script, cfg)
+        self.optimizers = script.build_optimizers(self.model, cfg, self.ranks)
+        for optimizer in self.optimizers:
+            optimizer.dtype = torch.float64  # of Muon's products
+            if hasattr(optimizer, "updates"):
+                optimizer.updates = optimizer.updates.double()
+        for table in self.tables():
+            first = torch.zeros(self.cfg.ngram_rows, self.cfg.model_dim)
+            table.load_full_state(table.full_state() | dict(rows=weights_of(TABLE, first)))
+        self.tokens = tokens_of("training", 8000)
+        self.val_tokens = tokens_of("validation", cfg.val_tokens + 1)
+        self.position = 0
+        self.step = 0
+        self.losses, self.validations = [], []
+        self.loader = self.health = self
+
+    def tables(self):
+        """The optimizer of a table that is no parameter."""
+        return [optimizer for optimizer in self.optimizers if "rows" in optimizer.state]
+
+    def train(self):
+        validate = self.script.validate
+
+        def noted(*args):
+            loss = validate(*args)
+            self.validations.append(loss)
+            return loss
+
+        with mock.patch.object(self.script, "validate", noted):
+            self.script.train(self, self.cfg)
+
+    def pause(self, step, complete):
+        self.step = step
+        is_last = step == self.cfg.num_iterations
+        if is_last or step == VALIDATED:
+            self.script.validate(self.model, self.val_tokens, self.cfg, self.ranks)
+        return is_last
+
+    def next_step(self, now):
+        documents = np.flatnonzero(self.tokens == EOT)
+        rows, self.position = self.script.cut_rows(
+            self.tokens, documents, self.position, now, self.cfg)
+        passes = 2 if self.step == TWO_PASSES else 1
+        return [self.script.to_batch(part, self.ranks.device) for part in np.split(rows, passes)]
+
+    def check(self, step, losses):
+        self.losses.append(losses.tolist())
+
+    def log_step(self, step):
+        pass
+
+    def log(self, text):
+        pass
+
+    def weights(self):
+        """Each parameter in the end, by name, and the table."""
+        found = {name: param.detach() for name, param in self.model.named_parameters()}
+        for table in self.tables():
+            found[TABLE] = table.full_state()["rows"]
+        return found
+
+
+TABLE = "ngram_table.rows"
+
+
+def make_model(script, cfg):
+    """The record's model with weights of the formula. What begins as the head does so here."""
+    model = script.GPT(cfg)
+    model.init_weights(torch.Generator())
+    params = dict(model.named_parameters())
+    tied = "lm_head.weight" in params and params["embed.weight"].equal(params["lm_head.weight"])
+    with first_sizes():
+        model.init_weights(torch.Generator())
+    with torch.no_grad():
+        for name, param in params.items():
+            begins_as = "lm_head.weight" if tied and name == "embed.weight" else name
+            param.copy_(weights_of(begins_as, param))
+        for name, buffer in model.named_buffers():
+            if name.endswith("signs"):
+                signs = np.sign(hashed(name, buffer.numel()) - 0.5)
+                buffer.copy_(torch.from_numpy(signs).view_as(buffer))
+    if hasattr(model, "read_tables"):
+        model.read_tables()
+    return model
+
+
+@contextlib.contextmanager
+def first_sizes():
+    """What draws weights sets all of them to its standard deviation, or to its bound."""
+    def normal(self, mean=0.0, std=1.0, generator=None):
+        return self.fill_(std)
+
+    def uniform(self, low=0.0, high=1.0, generator=None):
+        return self.fill_(high)
+
+    with mock.patch.multiple(torch.Tensor, normal_=normal, uniform_=uniform):
+        yield
+
+
+@contextlib.contextmanager
+def in_float64():
+    """New tensors are float64, and not cast to fp32 or bf16."""
+    def uncast(self):
+        return self
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with mock.patch.multiple(torch.Tensor, float=uncast, bfloat16=uncast):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# ---- Numbers ----------------------------------------------------------------
+class Number(NamedTuple):
+    value: float
+    size: float
+
+
+def measure(path: Path) -> dict:
+    """The numbers of a record's folder, each a list of one or two `Number`s, by what they are."""
+    with tempfile.TemporaryDirectory() as folder, in_float64():
+        write_tables(Path(folder))
+        script = load(path)
+        run = TinyRun(script, tiny(script, Path(folder)))
+        run.train()
+        numbers = {}
+        for step, losses in enumerate(run.losses):
+            numbers[f"loss {step}"] = [Number(loss, abs(loss)) for loss in losses]
+        for index, loss in enumerate(run.validations):
+            numbers[f"validation {index}"] = [Number(loss, abs(loss))]
+        for name, weight in run.weights().items():
+            x = weight.numpy().astype(np.float64).ravel()
+            size = np.abs(x).sum()
+            sums = x.sum(), (x * np.cos(np.arange(len(x)))).sum()
+            numbers[RENAMED.get(name, name)] = [Number(value, size) for value in sums]
+    return numbers
+
+
+def differences(numbers: dict, entry: dict) -> list[str]:
+    """A line for each number that is missing, unknown, or differs from the file's."""
+    lines = []
+    for name in entry.keys() - numbers.keys():
+        lines.append(f"{name}: in the file, not in the run")
+    for name, found in numbers.items():
+        expected = entry.get(name, [])
+        if len(expected) != len(found):
+            lines.append(f"{name}: {len(found)} numbers, {len(expected)} in the file")
+            continue
+        for (value, size), known in zip(found, expected):
+            error = abs(value - known)
+            if not error <= TOLERANCE * size:  # NaN is not
+                lines.append(f"{name}: {value:.13g}, in the file {known:.13g}, "
+                             f"{error / size if size else error:.1e} of its size")
+    return lines
+
+
+# ---- The file ---------------------------------------------------------------
+HEAD = """\
+# What each record computes in a few tiny steps. `python tests/records/golden.py --write` writes it;
+# its docstring says what the steps are, and when a number may be written anew.
+#
+# commit: of the repository whose script was run
+# loss k: of step k, what is minimised and, where it is another one, the next token's
+# validation k: before step 3, after the last one, and after that without the mask of logits
+# all others: a parameter in the end, the sum of its entries and of its entries times cos(index)
+"""
+NOTES = "commit", "replaced"  # keys of an entry that are no numbers
+
+
+def read_file() -> dict:
+    return tomllib.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+def numbers_of(entry: dict) -> dict:
+    """An entry's numbers, without what is noted beside them."""
+    return {name: values for name, values in entry.items() if name not in NOTES}
+
+
+def write_file(entries: dict):
+    """Write all entries, a line a number."""
+    lines = [HEAD]
+    for record, entry in sorted(entries.items()):
+        lines.append(f'["{record}"]')
+        for name, value in entry.items():
+            if name in NOTES:
+                text = json.dumps(value)
+            else:
+                text = "[" + ", ".join(f"{number:.13g}" for number in value) + "]"
+            lines.append(f'"{name}" = {text}')
+        lines.append("")
+    FILE.write_text("\n".join(lines))
+
+
+def new_entry(numbers: dict, old: dict, commit: str, why: str) -> dict:
+    """What the file gets of a record: notes, then numbers. The reasons of before stay."""
+    entry = dict(commit=commit)
+    replaced = old.get("replaced", []) + [why] * bool(why)
+    if replaced:
+        entry["replaced"] = replaced
+    for name, found in numbers.items():
+        entry[name] = [number.value for number in found]
+    return entry
+
+
+# ---- Command line -----------------------------------------------------------
+def commit_of(repository: Path) -> str:
+    command = ["git", "-C", repository, "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", nargs="*", help="names of folders in records/; none: all")
+    parser.add_argument("--write", action="store_true", help="add the numbers of these records")
+    parser.add_argument("--replace", action="store_true", help="with --write: also of known ones")
+    parser.add_argument("--why", default="", help="with --replace: what was wrong; the file has it")
+    parser.add_argument("--root", type=Path, default=REPO, help="repository that has the records")
+    args = parser.parse_args(argv)
+    known = sorted(path.parent.name for path in args.root.glob("records/20*/train_gpt.py"))
+    unknown = sorted(set(args.records) - set(known))
+    if unknown:
+        parser.error(f"{unknown[0]}: no such record; they are the folders of {args.root}/records")
+    if args.replace != bool(args.why) or args.replace > args.write:
+        parser.error("--replace, --why: go together, and with --write; "
+                     "say what was wrong with the numbers")
+    args.records = args.records or known
+    taken = sorted(set(args.records) & set(read_file()))
+    if args.write and taken and not args.replace:
+        parser.error(f"{taken[0]}: has its numbers; where they were wrong: --replace --why REASON")
+    return args
+
+
+def main(argv=None) -> int:
+    """Compare or write. Returns 1 where something differs."""
+    args = parse_args(argv)
+    torch.set_num_threads(1)
+    entries = read_file()
+    status = 0
+    for record in args.records:
+        start = time.perf_counter()
+        numbers = measure(args.root / "records" / record)
+        seconds = time.perf_counter() - start
+        old = entries.get(record, {})
+        if args.write:
+            entries[record] = new_entry(numbers, old, commit_of(args.root), args.why)
+            print(f"{record}: written, {seconds:.2f} s", flush=True)
+            continue
+        lines = differences(numbers, numbers_of(old)) if old else ["has no numbers in the file"]
+        print(f"{record}: {len(lines)} differ, {seconds:.2f} s", *lines, sep="\n    ", flush=True)
+        status |= bool(lines)
+    if args.write:
+        write_file(entries)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

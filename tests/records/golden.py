@@ -103,8 +103,8 @@ SIZES = dict(
     sign_rows=32, sweep_margin=8, window_tokens=4 * BLOCK, composed_window=14, attention_cut=44,
     max_document_tokens=56, seq_len=LENGTH, val_seq_len=LENGTH, val_tokens=2 * LENGTH,
     sequences_per_step=2, sequences_per_forward=2, head_chunks=2, device="cpu",
-    momentum_warmup=3, momentum_cooldown=3, freeze_steps=2, blend_from=4, period_from=6,
-    average_steps=11, late_steps=9,
+    momentum_warmup=3, momentum_cooldown=3, freeze_steps=2, blend_from=4, period_from=4,
+    average_steps=14, late_steps=10,  # the first ones are 0 modulo 4, as in the records
 )
 
 
@@ -134,10 +134,13 @@ def tiny(script, folder: Path):
 def steps_of(cfg):
     """Scheduled steps, and those of the extension."""
     if hasattr(cfg, "period_from"):
-        return 10, 4  # the last one is 1 modulo 4, as in the records
+        return 10, 4  # the last step is 1 modulo 4, as in the records
     if hasattr(cfg, "freeze_steps"):
-        return 9, 2
-    return 6, 2 * hasattr(cfg, "extension_steps")
+        return 10, 2
+    if hasattr(cfg, "extension_steps"):  # a third is a whole number of steps, or not, as there
+        has_thirds = (cfg.num_iterations - cfg.extension_steps) % 3 == 0
+        return 6 if has_thirds else 7, 2
+    return 8 if hasattr(cfg, "stages") else 6, 0
 
 
 def tiny_stage(row, cfg):

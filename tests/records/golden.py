@@ -20,7 +20,9 @@ in float64, on one rank of a CPU, with its own rates, decays and layers; sizes, 
 of steps are small. Weights and tokens come from a formula (`hashed`). Compared are the losses of
 each step, those of each validation, and of each parameter in the end two sums: of its entries, and
 of its entries times cos(0), cos(1), ... Each may be off by 1e-9 of its size, which is the sum of
-magnitudes.
+magnitudes. What is smaller than in the record is held beside them at its full size: the numbers of
+tokens, steps and channels, the number of parameters, and the same two sums of what the schedule has
+for each step.
 """
 
 import argparse
@@ -49,7 +51,7 @@ import shards  # noqa: E402
 
 FILE = Path(__file__).with_suffix(".toml")
 TOLERANCE = 1e-9  # of a number's size
-RENAMED = {}  # a parameter's name in today's scripts: its name in the file, which its weights have
+RENAMED = {}  # a name in today's scripts: the name in the file, by which weights are made, too
 
 
 # ---- Formulas ---------------------------------------------------------------
@@ -106,13 +108,64 @@ SIZES = dict(
     momentum_warmup=3, momentum_cooldown=3, freeze_steps=2, blend_from=4, period_from=4,
     average_steps=14, late_steps=10,  # the first ones are 0 modulo 4, as in the records
 )
+# Of a machine, or seen in the schedule
+NO_SIZES = "sequences_per_forward", "head_chunks", "device", "average_steps", "late_steps"
+NO_SCHEDULES = "stage", "share", "num_targets", "adam_steps", "event"  # tiny runs have them
 
 
 def load(path: Path):
     """The script of a record's folder as a module."""
-    script = shards.load_script(path / "train_gpt.py")
-    script.BLOCK = BLOCK
-    return script
+    return shards.load_script(path / "train_gpt.py")
+
+
+def full_size(script) -> dict:
+    """What is smaller in a tiny run, as the record has it: a number, or one for each step."""
+    cfg = script.Hyperparameters()
+    found = {}
+    for name in (*SIZES, "num_iterations", "extension_steps", "bigram_width"):
+        if hasattr(cfg, name) and name not in NO_SIZES:
+            found[f"size {name}"] = [getattr(cfg, name)]
+    with torch.device("meta"):
+        params = script.GPT(cfg).parameters()
+    found["size parameters"] = [sum(param.numel() for param in params)]
+    for step in range(cfg.num_iterations):
+        for name, value in schedule_fields(script.schedule(step, cfg)):
+            steps = found.setdefault(f"schedule {name}", [0.0] * cfg.num_iterations)
+            steps[step] = value
+    return found
+
+
+def rotary_tables(script, cfg) -> dict:
+    """The rotary embedding of a stage by its windows, which are the record's, by its first step."""
+    stages = []
+    for row, full in zip(cfg.stages, script.Hyperparameters().stages):
+        windows = dict(long_window=full.long_window, short_window=full.short_window)
+        stages.append(dataclasses.replace(row, **windows))
+    wide = dict(model_dim=64, head_dim=32)  # as many frequencies as show how they slow down
+    cfg = dataclasses.replace(cfg, stages=tuple(stages), **wide)
+    model = script.GPT(cfg)
+    found = {}
+    stage = None
+    for step in range(cfg.num_iterations + 1):
+        now = script.schedule(step, cfg)
+        if now.stage != stage:
+            stage = now.stage
+            model.set_stage(now)
+            found[f"rotary from step {step}"] = model.rotary[:, :32].flatten()
+    return found
+
+
+def schedule_fields(now):
+    """The numbers of a step's schedule, with their names."""
+    for name, value in vars(now).items():
+        if name == "target_weights":
+            for ahead, target_weight in enumerate(value):
+                yield f"{name} {ahead}", target_weight
+        elif name == "average_rates":
+            for average, rate in value.items():
+                yield f"{name} {average}", rate
+        elif name not in NO_SCHEDULES:
+            yield name, value
 
 
 def tiny(script, folder: Path):
@@ -298,24 +351,36 @@ class Number(NamedTuple):
     size: float
 
 
+def sums(x) -> list[Number]:
+    """The sum of the entries, and of the entries times cos(index)."""
+    x = np.asarray(x, np.float64)
+    size = np.abs(x).sum()
+    return [Number(x.sum(), size), Number((x * np.cos(np.arange(len(x)))).sum(), size)]
+
+
 def measure(path: Path) -> dict:
     """The numbers of a record's folder, each a list of one or two `Number`s, by what they are."""
+    numbers = {}
     with tempfile.TemporaryDirectory() as folder, in_float64():
-        write_tables(Path(folder))
         script = load(path)
-        run = TinyRun(script, tiny(script, Path(folder)))
+        for name, values in full_size(script).items():
+            is_single = name.startswith("size")
+            numbers[name] = list(map(Number, values, values)) if is_single else sums(values)
+        write_tables(Path(folder))
+        script.BLOCK = BLOCK
+        cfg = tiny(script, Path(folder))
+        if hasattr(cfg, "stages"):
+            for name, table in rotary_tables(script, cfg).items():
+                numbers[name] = sums(table.numpy())
+        run = TinyRun(script, cfg)
         run.train()
-        numbers = {}
-        for step, losses in enumerate(run.losses):
-            numbers[f"loss {step}"] = [Number(loss, abs(loss)) for loss in losses]
-        for index, loss in enumerate(run.validations):
-            numbers[f"validation {index}"] = [Number(loss, abs(loss))]
-        for name, weight in run.weights().items():
-            x = weight.numpy().astype(np.float64).ravel()
-            size = np.abs(x).sum()
-            sums = x.sum(), (x * np.cos(np.arange(len(x)))).sum()
-            numbers[RENAMED.get(name, name)] = [Number(value, size) for value in sums]
-    return numbers
+    for step, losses in enumerate(run.losses):
+        numbers[f"loss {step}"] = [Number(loss, abs(loss)) for loss in losses]
+    for index, loss in enumerate(run.validations):
+        numbers[f"validation {index}"] = [Number(loss, abs(loss))]
+    for name, weight in run.weights().items():
+        numbers[name] = sums(weight.numpy().ravel())
+    return {RENAMED.get(name, name): found for name, found in numbers.items()}
 
 
 def differences(numbers: dict, entry: dict) -> list[str]:
@@ -342,6 +407,9 @@ HEAD = """\
 # its docstring says what the steps are, and when a number may be written anew.
 #
 # commit: of the repository whose script was run
+# size x: of the record, where its tiny run has another one; parameters: how many it has
+# schedule x: over the steps of the record, the sum, and the sum of each times cos(step)
+# rotary: cosines and sines of a stage with the record's windows, from its first tiny step on
 # loss k: of step k, what is minimised and, where it is another one, the next token's
 # validation k: before step 3, after the last one, and after that without the mask of logits
 # all others: a parameter in the end, the sum of its entries and of its entries times cos(index)

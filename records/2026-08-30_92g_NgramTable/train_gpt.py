@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a GPT of GPT-2 small's shape to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
+"""Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py     # the record, on 8 GPUs
     python train_gpt.py                                       # the record, on one GPU
@@ -46,28 +46,13 @@ prefix targets                                    read_prefixes, GPT.forward
 canonical tokens in the last validation           read_forbidden, GPT.canonical
 """
 
-import argparse
 import bisect
-import fcntl
-import glob
-import hashlib
 import itertools
 import math
-import os
-import platform
-import re
-import shlex
-import signal
-import sys
-import time
-import warnings
 import zipfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -75,54 +60,59 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils import collect_env
 from torch.utils.checkpoint import checkpoint
 
 
 # ---- Hyperparameters --------------------------------------------------------
-class Layer(NamedTuple):
-    """A layer of the model, in --layers a word such as P1e, .s, Lxg:skip, .e-:saved or S2m."""
-
-    window: str  # L: long, S: short, P: short, of paired heads, .: no attention
-    table: str  # which value embeddings it has, or nothing
-    xsa: bool  # its heads drop their own token's value
-    gate: bool  # its heads are gated
-    x0: bool  # e: it adds the embeddings
-    bigram: bool  # b: it adds the n-grams
-    takes_skip: bool  # s: it adds the skip, which is the output of another layer
-    bare: bool  # -: it has no MLP
-    double: bool  # m: it has two
-    skip: bool  # its output is the skip
-    saved: bool  # later attention and the output read its output
-
-
-LAYER_WORD = re.compile(r"([LPS.])(\d?)(x?)(g?)(e?)(b?)(s?)(-?)(m?)(:skip)?(:saved)?")
-
-
-def read_layer(word: str) -> Layer:
-    window, table, *marks = LAYER_WORD.fullmatch(word).groups()
-    return Layer(window, table, *map(bool, marks))
-
-
 @dataclass(frozen=True)
-class Stage:
-    """A stage of a run, in --stages its values joined by colons."""
+class Layer:
+    """A row of the table of layers."""
 
-    share: float  # of the scheduled steps, beside the shares of the other stages
+    window: str | None  # "L": long, "S": short, "P": short, of paired heads, None: no attention
+    table: int | None = None  # which value embeddings its attention adds
+    xsa: bool = False  # its heads drop their own token's value
+    gate: bool = False  # its heads are gated
+    x0: bool = False  # it adds the embeddings
+    bigram: bool = False  # it adds the n-grams
+    takes_skip: bool = False  # it adds the skip, which is the output of another layer
+    mlps: int = 1  # none, one or two
+    skip: bool = False  # its output is the skip
+    saved: bool = False  # later attention and the output read its output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A row of the table of stages: what holds from the first step of a stage to its last."""
+
+    share: float = 0.0  # relative length; shares are divided by their sum
     seq_len: int  # tokens of a training sequence
     long_window: int  # tokens seen back
     short_window: int  # the same of layers with short windows
     lr_factor: float  # of all rates
     num_targets: int  # tokens predicted at each position
-    max_document_tokens: int  # documents are cut to it and packed; 0: neither
+    max_document_tokens: int  # documents are cut to it and packed
     classes: int = 0  # ids in the softmax of a training sequence; 0: all
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
-    """The settings of a run. Each field is also a command-line flag.
+class Average:
+    """A row of the table of averages, each a running mean of some weights over the last steps.
 
-    These are the values of the preset record.
+    ends: of embedding and head (@deepmatmul, #347). banks, late: of matrices. tables: of value
+    embeddings (@devenpzak, #349).
+    """
+
+    name: str
+    last_steps: int  # over which it is taken
+    copies: int  # first steps in which it is a copy of the weights
+    rate: float  # how much the weights count when it takes them
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The settings of a run, with the values of the preset record.
+
+    Numbers and texts are also command-line flags. Tables are edited here.
     """
 
     preset: str = "record"  # name of the defaults that the other flags change
@@ -134,8 +124,18 @@ class Hyperparameters:
     head_dim: int = 128  # width of an attention head
     mlp_dim: int = 2816  # inner width of an MLP
     channel_groups: int = 12  # of the stream, each of which the output mixes by its own factors
-    layers: tuple = (  # a word a layer: window, value embeddings, marks
-        "Peb", "S0xeb", "P1e", "Lxg:skip", ".eb", "Peb", ".s", ".e-:saved", "S2m", ".b", "L3g",
+    layers: tuple = (
+        Layer("P", x0=True, bigram=True),
+        Layer("S", table=0, xsa=True, x0=True, bigram=True),
+        Layer("P", table=1, x0=True),
+        Layer("L", xsa=True, gate=True, skip=True),
+        Layer(None, x0=True, bigram=True),
+        Layer("P", x0=True, bigram=True),
+        Layer(None, takes_skip=True),
+        Layer(None, x0=True, mlps=0, saved=True),
+        Layer("S", table=2, mlps=2),
+        Layer(None, bigram=True),
+        Layer("L", table=3, gate=True),
     )
     ngram_rows: int = 84_602_880  # of the n-gram table, half for pairs of tokens, half for threes
     sign_rows: int = 8192  # rows of signs, which tell n-grams of one row apart
@@ -152,29 +152,50 @@ class Hyperparameters:
     # Optimizers
     embed_lr: float = 0.56  # Adam's rate of value embeddings and n-gram table
     head_lr: float = 0.008  # Adam's rate of output head and token embedding
-    muon_lr: float = 0.023  # Muon's rate; about the spectral norm of a step
+    muon_lr: float = 0.023  # Muon's rate
     muon_momentum: float = 0.93  # Muon's momentum
     blend_from: int = 514  # step from which Muon's fast and slow means are blended
     # Schedules
     num_iterations: int = 1194  # optimizer steps
     extension_steps: int = 20  # last steps, at the lowest rates
-    # The last two rows, without a share, are the extension and the last validation.
-    stages: tuple = (  # a row a stage: the values of a Stage
-        Stage(320.0, 16384, 384, 128, 1.0, 3, 896, 10240),
-        Stage(361.0, 32768, 896, 384, 1.52, 2, 2048, 10240),
-        Stage(284.0, 49152, 1408, 640, 1.73, 1, 3072, 14336),
-        Stage(142.0, 49152, 1408, 640, 1.73, 1, 3072, 24576),
-        Stage(67.0, 40960, 1408, 640, 1.73 * (20 / 24) ** 0.5, 1, 3072),
-        Stage(0.0, 16384, 1664, 768, 1.0, 1, 3072),
-        Stage(0.0, 16384, 2560, 768, 1.0, 1, 3072),
+    stages: tuple = (
+        Stage(
+            share=320.0, seq_len=16384, long_window=384, short_window=128,
+            lr_factor=1.0, num_targets=3, max_document_tokens=896, classes=10240,
+        ),
+        Stage(
+            share=361.0, seq_len=32768, long_window=896, short_window=384,
+            lr_factor=1.52, num_targets=2, max_document_tokens=2048, classes=10240,
+        ),
+        Stage(
+            share=284.0, seq_len=49152, long_window=1408, short_window=640,
+            lr_factor=1.73, num_targets=1, max_document_tokens=3072, classes=14336,
+        ),
+        Stage(
+            share=142.0, seq_len=49152, long_window=1408, short_window=640,
+            lr_factor=1.73, num_targets=1, max_document_tokens=3072, classes=24576,
+        ),
+        Stage(
+            share=67.0, seq_len=40960, long_window=1408, short_window=640,
+            lr_factor=1.73 * (20 / 24) ** 0.5, num_targets=1, max_document_tokens=3072,
+        ),
+    )
+    extension: Stage = Stage(
+        seq_len=16384, long_window=1664, short_window=768,
+        lr_factor=1.0, num_targets=1, max_document_tokens=3072,
+    )
+    last_validation: Stage = Stage(
+        seq_len=16384, long_window=2560, short_window=768,
+        lr_factor=1.0, num_targets=1, max_document_tokens=3072,
     )
     attention_cut: int = 2560  # tokens of a document that attend to each other in training
     period_from: int = 336  # the step from which tables wait for four steps, and not for two
-    average_steps: int = 298  # last steps, over which weights are averaged
-    late_steps: int = 250  # the same in the second average of matrices, and in that of tables
-    ends_rate: float = 2 / 299  # how much a step counts in the average of embedding and head
-    banks_rate: float = 2 / 75  # how much four steps count in the average of matrices
-    late_rate: float = 4 / 53  # the same in their second one, and in that of tables
+    averages: tuple = (
+        Average("ends", last_steps=298, copies=1, rate=2 / 299),
+        Average("banks", last_steps=298, copies=4, rate=2 / 75),
+        Average("late", last_steps=250, copies=4, rate=4 / 53),
+        Average("tables", last_steps=250, copies=4, rate=4 / 53),
+    )
     cooldown_frac: float = 0.8  # last share of the schedule, in which rates fall
     momentum_warmup: int = 240  # first steps, in which Muon's momentum rises
     momentum_cooldown: int = 50  # last steps, in which it falls again
@@ -184,7 +205,7 @@ class Hyperparameters:
     repeat_data: bool = False  # allow the preset record to read its data again
     sequences_per_step: int = 8  # sequences of a step, all ranks together
     sequences_per_forward: int = 1  # sequences that a rank runs at once, at most
-    sequence_stride: int = 1  # from one sequence to the next taken, wrapping around
+    shorten: int = 1  # sequences are so many times shorter, and as many more in a step
     val_seq_len: int = 262_144  # tokens of a validation sequence
     val_tokens: int = 10_485_760  # validation tokens, each counted once
     val_every: int = 250  # steps between validations; 0: only the last
@@ -198,6 +219,10 @@ class Hyperparameters:
     resume: str = ""  # checkpoint to resume; auto: the newest of --run_id
     init: str = ""  # checkpoint whose weights a new run starts from
 
+    def rows(self) -> tuple:
+        """All stages in their order, the extension and the last validation included."""
+        return *self.stages, self.extension, self.last_validation
+
 
 # The preset pocket: what differs, for a small model of bytes that a CPU trains
 POCKET = dict(
@@ -209,7 +234,12 @@ POCKET = dict(
     head_dim=16,
     mlp_dim=240,
     channel_groups=8,
-    layers=("S0xeb:skip", "Peb-:saved", ".sm", "L1g"),
+    layers=(
+        Layer("S", table=0, xsa=True, x0=True, bigram=True, skip=True),
+        Layer("P", x0=True, bigram=True, mlps=0, saved=True),
+        Layer(None, takes_skip=True, mlps=2),
+        Layer("L", table=1, gate=True),
+    ),
     ngram_rows=8192,
     sign_rows=512,
     sweep_margin=0,
@@ -226,21 +256,43 @@ POCKET = dict(
     num_iterations=120,
     extension_steps=5,
     stages=(
-        Stage(32.0, 128, 64, 32, 1.0, 3, 128, 112),
-        Stage(36.0, 256, 128, 64, 1.52, 2, 256, 112),
-        Stage(27.0, 384, 192, 96, 1.73, 1, 256, 144),
-        Stage(13.0, 384, 192, 96, 1.73, 1, 256, 224),
-        Stage(7.0, 384, 192, 96, 1.58, 1, 256),
-        Stage(0.0, 128, 224, 96, 1.0, 1, 256),
-        Stage(0.0, 128, 256, 96, 1.0, 1, 256),
+        Stage(
+            share=32.0, seq_len=128, long_window=64, short_window=32,
+            lr_factor=1.0, num_targets=3, max_document_tokens=128, classes=112,
+        ),
+        Stage(
+            share=36.0, seq_len=256, long_window=128, short_window=64,
+            lr_factor=1.52, num_targets=2, max_document_tokens=256, classes=112,
+        ),
+        Stage(
+            share=27.0, seq_len=384, long_window=192, short_window=96,
+            lr_factor=1.73, num_targets=1, max_document_tokens=256, classes=144,
+        ),
+        Stage(
+            share=13.0, seq_len=384, long_window=192, short_window=96,
+            lr_factor=1.73, num_targets=1, max_document_tokens=256, classes=224,
+        ),
+        Stage(
+            share=7.0, seq_len=384, long_window=192, short_window=96,
+            lr_factor=1.58, num_targets=1, max_document_tokens=256,
+        ),
+    ),
+    extension=Stage(
+        seq_len=128, long_window=224, short_window=96,
+        lr_factor=1.0, num_targets=1, max_document_tokens=256,
+    ),
+    last_validation=Stage(
+        seq_len=128, long_window=256, short_window=96,
+        lr_factor=1.0, num_targets=1, max_document_tokens=256,
     ),
     attention_cut=192,
     period_from=40,
-    average_steps=30,
-    late_steps=25,
-    ends_rate=2 / 31,
-    banks_rate=0.25,
-    late_rate=0.5,
+    averages=(
+        Average("ends", last_steps=30, copies=1, rate=2 / 31),
+        Average("banks", last_steps=30, copies=4, rate=0.25),
+        Average("late", last_steps=25, copies=4, rate=0.5),
+        Average("tables", last_steps=25, copies=4, rate=0.5),
+    ),
     momentum_cooldown=5,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
@@ -253,51 +305,77 @@ POCKET = dict(
     warmup_steps=1,
 )
 
-# Whole numbers that may be 0; all others are at least 1.
-MAY_BE_ZERO = """seed eot_token share extension_steps momentum_warmup
-    momentum_cooldown max_document_tokens classes sweep_margin blend_from""".split()
 
-
-def check_flags(cfg) -> dict:
-    """This record's rules for its flags: words that begin with the flag, whether they hold."""
-    are_words = all(LAYER_WORD.fullmatch(word) for word in cfg.layers)
-    layers = [read_layer(word) for word in cfg.layers if are_words]
-    windows = "".join(layer.window for layer in layers)
-    skips = [index for index, layer in enumerate(layers) if layer.skip]
-    scheduled = cfg.stages[:-2]
+def check(cfg, require):
+    """The rules of this record. `require` raises UserError, "--name must rule", where one fails."""
+    require(cfg.head_dim > 0 and cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
+    is_even = cfg.model_dim % (2 * cfg.head_dim) == 0  # heads are paired
+    require(is_even, "model_dim", "be an even multiple of head_dim")
+    require(cfg.model_dim >= GATE_CHANNELS, "model_dim", f"be at least {GATE_CHANNELS}")
+    require(cfg.channel_groups > 0, "channel_groups", "be above 0")
+    has_groups = cfg.model_dim % cfg.channel_groups == 0
+    require(has_groups, "model_dim", "be a multiple of channel_groups")
+    require(cfg.rope_base > 0, "rope_base", "be above 0")
+    is_even = cfg.ngram_rows % 2 == 0 and cfg.ngram_rows >= 4
+    require(is_even, "ngram_rows", "be even, at least 4")
+    can_save = cfg.ngram_rows <= MOST_SAVED_ROWS or not cfg.save_every
+    require(can_save, "save_every", f"be 0 with more than {MOST_SAVED_ROWS} ngram_rows")
+    require(not cfg.init, "init", "be empty, as a checkpoint's weights are without its table")
+    require(cfg.sign_rows > 0, "sign_rows", "be above 0")
+    require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
+    require(cfg.mlp_dim > 0, "mlp_dim", "be above 0")
+    require(cfg.attention_cut > 0, "attention_cut", "be above 0")
+    # Layers
+    windows = [layer.window for layer in cfg.layers]
+    require({*windows} <= {"L", "S", "P", None}, "layers", 'have windows "L", "S", "P" or None')
+    skips = [index for index, layer in enumerate(cfg.layers) if layer.skip]
+    require(len(skips) == 1, "layers", "have one row with skip")
+    require(None not in windows[: skips[0] + 1], "layers", "have attention up to that with skip")
+    require(not cfg.layers[-1].skip, "layers", "have no skip in the last row")
+    takes = [layer.window for layer in cfg.layers if layer.takes_skip]
+    require({*takes} <= {None}, "layers", "take the skip only without attention")
+    require(cfg.layers[0].bigram, "layers", "have bigram in the first row")
+    require(not cfg.layers[-1].bigram, "layers", "have no bigram in the last row")
+    saved = [layer for layer in cfg.layers if layer.saved]
+    require(len(saved) == 1, "layers", "have one row with saved")
+    tables = [layer for layer in cfg.layers if layer.table is not None]
+    require(len(tables) > 0, "layers", "have a row with a table")
+    xsa = {layer.window for layer in cfg.layers if layer.xsa}
+    require(xsa <= {"L", "S"}, "layers", "have xsa only with L and S")
+    gated = [layer.window for layer in cfg.layers if layer.gate]
+    require(None not in gated, "layers", "have gates only with attention")
     vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
-    return {
-        "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
-        "model_dim must be an even multiple of head_dim": cfg.model_dim % (2 * cfg.head_dim) == 0,
-        "model_dim must be at least 12": cfg.model_dim >= GATE_CHANNELS,
-        "model_dim must be a multiple of channel_groups": cfg.model_dim % cfg.channel_groups == 0,
-        "layers must be at most 99 words such as P, S0x, ., L1xg:skip or Sx:saved":
-            are_words and len(layers) <= 99,
-        "layers must have one word with :skip, below the last and the first .":
-            len(skips) == 1 and skips[0] < len(layers) - 1 and "." not in windows[: skips[0] + 1],
-        "layers must have b in the first word, not in the last, and s only right after .":
-            bool(layers) and layers[0].bigram and not layers[-1].bigram
-            and all(word.startswith(".s") for word in cfg.layers if read_layer(word).takes_skip),
-        "layers must have one word with :saved": sum(layer.saved for layer in layers) == 1,
-        "layers must have a word with value embeddings": any(layer.table for layer in layers),
-        "layers must have x only with L and S, g only with attention":
-            not any(layer.xsa and layer.window in "P." for layer in layers)
-            and not any(layer.gate and layer.window == "." for layer in layers),
-        "ngram_rows must be even, at least 4": cfg.ngram_rows % 2 == 0 and cfg.ngram_rows >= 4,
-        f"save_every must be 0 with more than {MOST_SAVED_ROWS} ngram_rows":
-            not cfg.save_every or cfg.ngram_rows <= MOST_SAVED_ROWS,
-        "init must be empty, as a checkpoint's weights are without its n-gram table":
-            cfg.init == "",
-        "stages must have a row with a share, one of the extension, one of the last validation":
-            any(stage.share > 0 for stage in scheduled),
-        "stages must have lengths that are multiples of 128":
-            not any(stage.seq_len % BLOCK for stage in cfg.stages),
-        f"stages must have classes that are multiples of 16, {vocab} at most":
-            not any(stage.classes % 16 or stage.classes > vocab for stage in cfg.stages),
-        f"sweep_stride must have no divisor in common with {vocab}":
-            math.gcd(cfg.sweep_stride, vocab) == 1,
-        "cooldown_frac must be above 0, at most 1": 0 < cfg.cooldown_frac <= 1,
-    }
+    has_all = math.gcd(cfg.sweep_stride, vocab) == 1
+    require(has_all, "sweep_stride", f"have no divisor in common with {vocab}")
+    # Stages. What a stage does depends on how many come after it.
+    num_stages = len(Hyperparameters.stages)
+    require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
+    require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
+    for name in ("extension", "last_validation"):
+        require(getattr(cfg, name).share == 0, name, "have no share")
+    for row in cfg.rows():
+        require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
+        require(row.num_targets > 0, "stages", "predict a token at least")
+        require(row.max_document_tokens > 0, "stages", "have documents of a token at least")
+        fits = row.classes % 16 == 0 and row.classes <= vocab
+        require(fits, "stages", f"have classes that are multiples of 16, {vocab} at most")
+        fits = row.seq_len % (cfg.shorten * BLOCK) == 0
+        require(fits, "shorten", f"leave lengths that are multiples of {BLOCK}")
+
+
+def shorten(cfg) -> Hyperparameters:
+    """The settings that --shorten makes, for cards with less memory. Windows stay as they are."""
+
+    def shorter(row):
+        return replace(row, seq_len=row.seq_len // cfg.shorten)
+
+    return replace(
+        cfg,
+        sequences_per_step=cfg.sequences_per_step * cfg.shorten,
+        stages=tuple(shorter(row) for row in cfg.stages),
+        extension=shorter(cfg.extension),
+        last_validation=shorter(cfg.last_validation),
+    )
 
 
 # ---- Schedules --------------------------------------------------------------
@@ -312,9 +390,12 @@ ADAM_EVERY = 2  # steps from one of Adam's to the next: @classiclarryd, #39
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Stage):
-    """What holds in a step: the row of its stage, and what moves within the stage."""
+    """What holds in a step: the row of its stage, and what moves within the stage.
 
-    stage: int  # the row's index
+    `lr_factor` moves, too: it is the row's until rates fall.
+    """
+
+    stage: int  # the row's index in `rows`
     target_weights: list  # in the loss, of the next tokens and of the prefix
     prefix_weight: float  # the last of them, or 0 where the prefix is no target
     momentum: float  # Muon's
@@ -330,7 +411,7 @@ class Schedule(Stage):
 def schedule(step: int, cfg) -> Schedule:
     """The schedule of a step from 0 to num_iterations. The last one only validates."""
     index, done = stage_of(step, cfg)
-    row = cfg.stages[index]
+    row = cfg.rows()[index]
 
     # Learning rate: the stage's factor, then linearly down to the floor where the extension begins
     scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
@@ -376,31 +457,28 @@ def schedule(step: int, cfg) -> Schedule:
         table_power=period // 2,
         average_rates=average_rates(step, event, cfg),
         # Until Adam has stepped in the extension. The weights of --init stay as they are.
-        tied=stage_of(last_adam_step, cfg)[0] < len(cfg.stages) - 2 and not cfg.init,
+        tied=stage_of(last_adam_step, cfg)[0] < len(cfg.stages) and not cfg.init,
     )
     return Schedule(**vars(row) | moving)
 
 
 def average_rates(step: int, event: bool, cfg) -> dict:
-    """How much the weights after a step count in each average that takes them, by its name.
-
-    ends: of embedding and head (@deepmatmul, #347). banks, late: of matrices. tables: of value
-    embeddings (@devenpzak, #349).
-    """
+    """How much the weights after a step count in each average that takes them, by its name."""
     last = cfg.num_iterations - 1
-    first = max(0, cfg.num_iterations - cfg.average_steps)
-    late = max(0, cfg.num_iterations - cfg.late_steps)
-    two_steps = 1 - (1 - cfg.ends_rate) ** 2
-    table = (  # its name, its first step, steps in which it is a copy, whether it is due, rate
-        ("ends", first, 1, step % 2 == 1, two_steps if step < last else cfg.ends_rate),
-        ("banks", first, 4, step % 4 == 1 or step == last - 1, cfg.banks_rate),
-        ("late", late, 4, (last - step) % 4 == 0, cfg.late_rate),
-        ("tables", late, 4, event, cfg.late_rate),
+    is_due = dict(
+        ends=step % 2 == 1,
+        banks=step % 4 == 1 or step == last - 1,
+        late=(last - step) % 4 == 0,
+        tables=event,
     )
     rates = {}
-    for name, begin, period, is_due, rate in table:
-        if step == begin or step > begin and is_due:
-            rates[name] = rate if step >= begin + period else 1.0  # it begins as the weights
+    for row in cfg.averages:
+        begin = max(0, cfg.num_iterations - row.last_steps)
+        if step == begin or step > begin and is_due[row.name]:
+            rate = row.rate
+            if row.name == "ends" and step < last:
+                rate = 1 - (1 - rate) ** 2  # of two steps
+            rates[row.name] = rate if step >= begin + row.copies else 1.0
     return rates
 
 
@@ -415,13 +493,13 @@ def stage_of(step: int, cfg) -> tuple[int, float]:
 def stage_starts(cfg) -> list[int]:
     """First steps of the stages."""
     scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
-    shares = [row.share for row in cfg.stages[:-2]]
+    shares = [row.share for row in cfg.stages]
     behind = itertools.accumulate(shares, initial=0.0)  # shares before each stage
     starts = [round(scheduled * share / sum(shares)) for share in behind]
     return [*starts, cfg.num_iterations]
 
 
-def yarn(stage: int, cfg, letter: str, device=None):
+def yarn(stage: int, cfg, window: str, device=None):
     """Frequencies (K / 4,) and scale of attention in a stage and a window: @classiclarryd, #31.
 
     When the window grows, frequencies that made few turns in the old one slow down in proportion,
@@ -429,9 +507,9 @@ def yarn(stage: int, cfg, letter: str, device=None):
     """
     exponent = torch.linspace(0, 1, steps=cfg.head_dim // 4, device=device)
     frequency = (1 / cfg.rope_base) ** exponent
-    scale = cfg.long_scale if letter == "L" else cfg.short_scale
-    window = "long_window" if letter == "L" else "short_window"
-    windows = [getattr(row, window) for row in cfg.stages[:-1]]  # the last validation extrapolates
+    scale = cfg.long_scale if window == "L" else cfg.short_scale
+    rows = cfg.rows()[:-1]  # the last validation extrapolates
+    windows = [row.long_window if window == "L" else row.short_window for row in rows]
     for old, new in itertools.pairwise(windows[: stage + 1]):
         turns = old * frequency / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of 32 turns and more, none of one
@@ -721,6 +799,15 @@ def offset_keys(k_BTHK: Tensor) -> Tensor:
     return torch.where(quarter % 2 == 1, previous, k_BTHK)
 
 
+class Batch(NamedTuple):
+    """The sequences of a forward pass."""
+
+    inputs: Tensor  # (B, T), int32
+    targets: Tensor  # (B, T), int64: the token after each input, or -1 for none
+    classes: Tensor | None = None  # (B, wanted), int64: the ids of each softmax; None: all
+    rows: Tensor | None = None  # (B, T, 2, D): of the n-gram table, two of each token
+
+
 class View(NamedTuple):
     """How the layers of one window see the tokens."""
 
@@ -751,7 +838,7 @@ class CausalSelfAttention(nn.Module):
         # Factors of Q, K, V and of c_proj
         self.lambdas = weight(2, group="lambdas", first=constant(0.5, 1.0))
         self.value_gate = None
-        if layer.table:
+        if layer.table is not None:
             self.value_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
 
     def forward(self, x, value_embed, view, factors):
@@ -888,16 +975,16 @@ class GroupFactors(Factors):
 
 
 class Block(nn.Module):
-    """A layer: attention, unless its window is ".", and up to two MLPs, all pre-normed."""
+    """A layer: attention, if it has a window, and up to two MLPs, all pre-normed."""
 
     def __init__(self, cfg, layer: Layer):
         super().__init__()
         self.layer = layer
         self.attn = None
-        if layer.window != ".":
+        if layer.window:
             self.attn = CausalSelfAttention(cfg, layer)
-        self.mlp = None if layer.bare else MLP(cfg)
-        self.mlp_2 = MLP(cfg) if layer.double else None
+        self.mlp = MLP(cfg) if layer.mlps > 0 else None
+        self.mlp_2 = MLP(cfg) if layer.mlps > 1 else None
         # Factors of the stream and of what is added to it, by attention and by the MLP: @sisovicm,
         # #73. The stream grows by 1.1 a layer at first.
         first = constant(1.1**0.5, 1.1**0.5)
@@ -979,7 +1066,7 @@ def first_gates(cfg, indices) -> dict:
     heads = cfg.model_dim // cfg.head_dim
     first = {}
     for index in indices:
-        layer = read_layer(cfg.layers[index])
+        layer = cfg.layers[index]
         if layer.xsa:
             first["xsa", index] = [0.0] * heads
         if layer.gate:
@@ -1033,58 +1120,30 @@ def read_forbidden(cfg) -> Tensor:
     return torch.from_numpy(forbidden)
 
 
-def candidates(targets_BT, offset_B, wanted, vocab_size, stride=20_011, margin=256):
-    """The ids in each sequence's softmax, (B, wanted) ascending, and where its next sweep begins.
-
-    They are its targets and, to fill up, ids that a sweep takes in turn: k · stride modulo
-    vocab_size, for each k from the offset on. So each id has its turn, and nothing is drawn at
-    random: @devenpzak, #92. No shape depends on the data, so that the host waits for no GPU.
-    """
-    index = torch.arange(vocab_size, device=targets_BT.device)
-    is_target = torch.zeros_like(index, dtype=torch.bool).expand(*targets_BT.shape[:-1], -1)
-    is_target = is_target.scatter(-1, targets_BT, True)  # (B, V)
-    needed = wanted - is_target.sum(-1, keepdim=True)
-    # Of a window of the sweep, the first that are no targets
-    window = (17 * needed // 10 + margin).clamp_max(vocab_size) * (needed > 0)
-    swept = stride * (offset_B.long()[..., None] + index) % vocab_size
-    is_new = ~is_target.gather(-1, swept) & (index < window)
-    is_taken = is_new & (is_new.cumsum(-1) <= needed)
-    is_taken = torch.zeros_like(is_target).scatter(-1, swept, is_taken)
-    # Where the window has too few: all that are no targets, at equal distances
-    place = (~is_target).cumsum(-1) - 1
-    distance = ((vocab_size - wanted + needed) // needed.clamp_min(1)).clamp_min(1)
-    is_spread = ~is_target & (place % distance == 0) & (place < needed * distance)
-    has_enough = is_new.sum(-1, keepdim=True) >= needed
-    is_class = is_target | torch.where(has_enough, is_taken, is_spread)
-    classes = torch.where(is_class, index, vocab_size).sort().values[..., :wanted]
-    return classes, (offset_B + window[..., 0]) % vocab_size
-
-
 class GPT(nn.Module):
     """The model. Its weights have no values until `init_weights` or a checkpoint gives them."""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        layers = [read_layer(word) for word in cfg.layers]
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
         self.embed = Table(vocab, cfg.model_dim, group="embed", first=normal(0.005))
         self.value_embeds = nn.ModuleDict()
-        for table in sorted({layer.table for layer in layers if layer.table}):
+        for table in sorted({layer.table for layer in cfg.layers} - {None}):
             # Not zero at first: @photon_mz, #70
             embedding = Table(vocab, cfg.model_dim, group="value embeds", first=normal(0.01))
-            self.value_embeds[table] = embedding
+            self.value_embeds[str(table)] = embedding
         self.ngram_table = None  # an NgramTable, which `build_optimizers` makes
         self.register_buffer("ngram_signs", torch.ones(cfg.sign_rows, cfg.model_dim))
-        self.blocks = nn.ModuleList([Block(cfg, layer) for layer in layers[:-1]])
-        last_type = Block if layers[-1].window == "." else LastBlock
-        self.blocks.append(last_type(cfg, layers[-1]))
-        sources = OUTPUT_FACTORS | {table: [0.0] for table in self.value_embeds}
+        self.blocks = nn.ModuleList([Block(cfg, layer) for layer in cfg.layers[:-1]])
+        last_type = LastBlock if cfg.layers[-1].window else Block
+        self.blocks.append(last_type(cfg, cfg.layers[-1]))
+        sources = OUTPUT_FACTORS | {int(table): [0.0] for table in self.value_embeds}
         self.output_factors = GroupFactors(cfg, sources, group="dense connections")
         # Gates of the layers up to the skip's source, from x0, and of those above it, from there
-        below = next(index for index, layer in enumerate(layers) if layer.skip) + 1
+        below = next(index for index, layer in enumerate(cfg.layers) if layer.skip) + 1
         early = first_gates(cfg, range(below))
-        late = first_gates(cfg, range(below, len(layers)))
+        late = first_gates(cfg, range(below, len(cfg.layers)))
         self.gates_early = Factors(cfg.model_dim, early, group="token gates")
         self.gates_late = Factors(cfg.model_dim, late, group="token gates")
         self.gates_lambda = weight(group="gate scale", first=constant(FACTOR_SCALE))
@@ -1093,11 +1152,8 @@ class GPT(nn.Module):
         # Its sigmoid is the factor of the skip: 0.18 at first
         self.skip_lambda = weight(group="lambdas", first=constant(-1.5))
         self.lm_head = Head(cfg.model_dim, vocab, group="head", first=normal(0.005))
-        # Where the sweep of each sequence begins: floats, as all that a checkpoint has
-        offsets = vocab * torch.arange(cfg.sequences_per_step) // cfg.sequences_per_step
-        self.register_buffer("offsets", offsets.float())
         # The head is computed in chunks of this many tokens.
-        longest = max(row.seq_len for row in cfg.stages)
+        longest = max(row.seq_len for row in cfg.rows())
         tokens = cfg.sequences_per_forward * longest / max(1, cfg.head_chunks)
         self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
         self.register_buffer("prefixes", torch.full((vocab,), -1), persistent=False)
@@ -1121,21 +1177,14 @@ class GPT(nn.Module):
         self.embed.weight.copy_(self.lm_head.weight)
         self.ngram_signs.normal_(generator=generator).sign_()
 
-    def read_tables(self):
-        """Read what is no weight: prefixes and forbidden pairs. Raises UserError."""
-        if self.cfg.prefix_file:
-            self.prefixes[: self.cfg.vocab_size] = read_prefixes(self.cfg)
-        if self.cfg.canonical_file:
-            self.forbidden = read_forbidden(self.cfg)
-
     @torch.no_grad()
     def set_stage(self, now):
         """Set the windows, the rotary embedding and the mask of logits for a stage."""
-        self.is_masked = now.stage == len(self.cfg.stages) - 1
+        self.is_masked = now.stage == len(self.cfg.rows()) - 1
         self.reach[0] = now.long_window
         self.reach[1] = now.short_window
-        for rotary, letter in zip(self.rotary.split(1, dim=2), "LS"):
-            self.set_rotary(rotary, *yarn(now.stage, self.cfg, letter, rotary.device))
+        for rotary, window in zip(self.rotary.split(1, dim=2), "LS"):
+            self.set_rotary(rotary, *yarn(now.stage, self.cfg, window, rotary.device))
 
     def set_rotary(self, rotary, frequency, attention_scale):
         """Set the cosines and sines of wide heads or of narrow ones, (2, T, 1, K / 2)."""
@@ -1149,7 +1198,7 @@ class GPT(nn.Module):
         rotary[1] = scale * theta.sin()
 
     def views(self, inputs_BT) -> dict:
-        """The `View` of the layers of each window, by its letter."""
+        """The `View` of the layers of each window."""
         # Documents are numbered through all rows, so that no row attends to another.
         starts_BT = inputs_BT == self.cfg.eot_token
         starts_BT[:, 0] = True
@@ -1165,21 +1214,18 @@ class GPT(nn.Module):
         T = inputs_BT.size(1)
         long, short = self.reach
         quarter = self.cfg.head_dim // 4
+        used = {block.layer.window for block in self.blocks}
         views = {}
-        for letter, reach in dict(L=long, S=short, P=short).items():
-            if any(block.layer.window == letter for block in self.blocks):
-                positions = 2 if letter == "P" else 1
-                width, pairs = (0, 2 * quarter) if letter == "L" else (1, quarter)
+        for window, reach in dict(L=long, S=short, P=short).items():
+            if window in used:
+                positions = 2 if window == "P" else 1
+                width, pairs = (0, 2 * quarter) if window == "L" else (1, quarter)
                 rotary = self.rotary[:, : positions * T, width, :pairs]
                 rotary = rotary.unflatten(1, (T, 1, positions))
                 # The reach counts positions: where heads are paired, half as many tokens.
                 mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), reach)
-                views[letter] = View(rotary, mask, positions)
+                views[window] = View(rotary, mask, positions)
         return views
-
-    def __call__(self, inputs_BT, *args):
-        """As `forward`, but rows of the table are read, outside the compiled graph."""
-        return super().__call__(inputs_BT, self.read_rows(inputs_BT), *args)
 
     def read_rows(self, inputs_BT):
         """The table's rows of the pair and of the three tokens that end here, (B, T, 2, D)."""
@@ -1199,7 +1245,7 @@ class GPT(nn.Module):
         views = self.views(inputs_BT)
         values = {}
         for table, embedding in self.value_embeds.items():
-            values[table] = embedding(inputs_BT)
+            values[int(table)] = embedding(inputs_BT)
 
         x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
         bigram = self.ngrams(inputs_BT, rows_BT2D)
@@ -1283,25 +1329,22 @@ class GPT(nn.Module):
         losses_SN = log_sum_S1 - target_logits_SN
         return (losses_SN * (ids_V[place_SN] == targets_SN)).sum(0)
 
-    def forward(self, inputs_BT, rows_BT2D, targets_BT, num_targets=1, with_prefix=False,
-                classes_BV=None):
+    def forward(self, batch: Batch, num_targets: int, with_prefix=False):
         """Summed cross-entropies of the next `num_targets` tokens, (num_targets,).
 
         With the prefix of the next token they are one more.
-        targets_BT has the token after each of inputs_BT, or -1 for none; classes_BV the ids of
-        each row's softmax, or None: all.
         """
-        x_SD = self.hidden(inputs_BT, rows_BT2D).flatten(0, 1)
-        padded = F.pad(targets_BT, (0, num_targets - 1), value=-1)
+        x_SD = self.hidden(batch.inputs, batch.rows).flatten(0, 1)
+        padded = F.pad(batch.targets, (0, num_targets - 1), value=-1)
         targets_BTN = padded.unfold(1, num_targets, 1)  # each position and those after it
         targets_SN = targets_BTN.flatten(0, 1)
         if with_prefix:
             prefixes_S1 = self.prefixes[targets_SN[:, :1]]
             targets_SN = torch.cat([targets_SN, prefixes_S1], dim=1)
-        inputs_S = inputs_BT.flatten()
-        if classes_BV is not None:
-            rows = [each.split(inputs_BT.size(1)) for each in (x_SD, inputs_S, targets_SN)]
-            return sum(map(self.row_losses, *rows, classes_BV))
+        inputs_S = batch.inputs.flatten()
+        if batch.classes is not None:
+            rows = [each.split(batch.inputs.size(1)) for each in (x_SD, inputs_S, targets_SN)]
+            return sum(map(self.row_losses, *rows, batch.classes))
         ids_V = torch.arange(len(self.lm_head.weight), device=x_SD.device)
         return self.row_losses(x_SD, inputs_S, targets_SN, ids_V)
 
@@ -1396,20 +1439,28 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     weight.copy_(old - change - decay * shrinking)
 
 
-@dataclass
-class Group:
-    """A row of the table: how the parameters of a group are updated."""
+@dataclass(frozen=True)
+class AdamGroup:
+    """A row of the table: how Adam updates the parameters of a group."""
 
-    optimizer: type  # Adam, Muon or NgramTable
-    lr: float  # Adam: about a weight's change; Muon: about the spectral norm of a change
-    betas: tuple = (0.9, 0.99)  # Adam: decay of its means of gradients and of their squares
-    decay: float = 0.0  # of weights, in units of the rate (Muon) or of its square (Adam)
-    is_table: bool = False  # Adam: it is stepped at events alone
-    averages: tuple = ()  # their names, and which part of the way to each the weights go in the end
-    factors: tuple = (1.0,)  # Muon: factors of the rate, matrices in turn
+    lr: float  # about how much a weight changes in a step
+    betas: tuple  # decay of the means of gradients and of their squares
+    decay: float  # of weights in a step, in units of the rate's square
+    is_table: bool = False  # it is stepped at events alone
+    averages: tuple = ()  # their names, and how far the weights move to each of them in the end
 
 
-def parameter_groups(cfg) -> dict[str, Group]:
+@dataclass(frozen=True)
+class MuonGroup:
+    """A row of the table: how Muon updates the matrices of a group."""
+
+    lr: float  # about the spectral norm of a step, before `factors`
+    decay: float  # of weights in a step, in units of the rate, before `factors`
+    factors: tuple  # of the rate, matrices in turn
+    averages: tuple  # their names, and how far the weights move to each of them in the end
+
+
+def parameter_groups(cfg) -> dict:
     """The table of parameter groups. The parameters name their group (`weight`)."""
     ends = (("ends", 0.65),)
     banks = (("banks", 0.55),)
@@ -1417,34 +1468,61 @@ def parameter_groups(cfg) -> dict[str, Group]:
     tables = (("tables", 1.0),)
     growth = max(1, cfg.mlp_dim / cfg.model_dim) ** 0.5  # of what an MLP's rate is a multiple
     return {
-        "queries, keys": Group(Muon, cfg.muon_lr, decay=2.25, averages=banks),
-        "attention": Group(
-            Muon, cfg.muon_lr, decay=2.25, averages=both
-        ),
-        "mlp": Group(
-            Muon, cfg.muon_lr, decay=2.25, factors=(growth, 2 * growth), averages=both
-        ),
-        "gates": Group(Adam, 0.008, decay=0.005),
+        "queries, keys": MuonGroup(cfg.muon_lr, decay=2.25, factors=(1.0,), averages=banks),
+        "attention": MuonGroup(cfg.muon_lr, decay=2.25, factors=(1.0,), averages=both),
+        "mlp": MuonGroup(cfg.muon_lr, decay=2.25, factors=(growth, 2 * growth), averages=both),
+        "gates": AdamGroup(0.008, betas=(0.9, 0.99), decay=0.005),
         # What sees more gradients is averaged over fewer steps: #57. Decays are 0.005, times 150 of
         # embeddings and head, times 5 of value embeddings.
-        "embed": Group(Adam, cfg.head_lr, (0.5, 0.95), decay=0.75, averages=ends),
-        "head": Group(Adam, cfg.head_lr, (0.5, 0.95), decay=0.75, averages=ends),
-        "value embeds": Group(
-            Adam, cfg.embed_lr, (0.75, 0.95), decay=0.025, is_table=True, averages=tables
+        "embed": AdamGroup(cfg.head_lr, betas=(0.5, 0.95), decay=0.75, averages=ends),
+        "head": AdamGroup(cfg.head_lr, betas=(0.5, 0.95), decay=0.75, averages=ends),
+        "value embeds": AdamGroup(
+            cfg.embed_lr, betas=(0.75, 0.95), decay=0.025, is_table=True, averages=tables
         ),
-        "smear gate": Group(Adam, 8e-5),
-        "residual lambdas": Group(Adam, 0.04, (0.9, 0.95)),
-        "injection lambdas": Group(Adam, 0.008, (0.9, 0.95)),
-        "lambdas": Group(Adam, 0.04),
-        "dense connections": Group(Adam, 0.002, decay=0.005),
+        "smear gate": AdamGroup(8e-5, betas=(0.9, 0.99), decay=0.0),
+        "residual lambdas": AdamGroup(0.04, betas=(0.9, 0.95), decay=0.0),
+        "injection lambdas": AdamGroup(0.008, betas=(0.9, 0.95), decay=0.0),
+        "lambdas": AdamGroup(0.04, betas=(0.9, 0.99), decay=0.0),
+        "dense connections": AdamGroup(0.002, betas=(0.9, 0.99), decay=0.005),
         # In bf16, so on a GPU, biases of 2.5 and more never move: half of their last digit is more
         # than a step at these rates.
-        "dense connections, biases": Group(Adam, 0.002),
-        "token gates": Group(Adam, 8e-4, decay=0.005),
-        "token gates, biases": Group(Adam, 8e-4),
-        "gate scale": Group(Adam, 8e-4),
-        "n-grams": Group(NgramTable, cfg.embed_lr, (0.0, 0.95), decay=0.025),
+        "dense connections, biases": AdamGroup(0.002, betas=(0.9, 0.99), decay=0.0),
+        "token gates": AdamGroup(8e-4, betas=(0.9, 0.99), decay=0.005),
+        "token gates, biases": AdamGroup(8e-4, betas=(0.9, 0.99), decay=0.0),
+        "gate scale": AdamGroup(8e-4, betas=(0.9, 0.99), decay=0.0),
+        "n-grams": AdamGroup(cfg.embed_lr, betas=(0.0, 0.95), decay=0.025),
     }
+
+
+class Optimizer(Protocol):
+    """What the training loop and the harness ask of the optimizer of a group."""
+
+    name: str  # of the group
+    numel: int  # numbers that are trained
+
+    def is_due(self, now) -> bool:
+        """Whether it steps now. If not, its gradients wait for the next step."""
+
+    def reduce(self):
+        """Begin to sum the gradients over the ranks."""
+
+    def update(self, now, divisor):
+        """Update this rank's part by gradients / divisor, and begin to share it."""
+
+    def wait(self):
+        """End what was begun."""
+
+    def clear(self):
+        """Drop the gradients."""
+
+    def tensors(self) -> list[Tensor]:
+        """What a step changes: the warm-up steps on them and restores them."""
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The state of all ranks, on the CPU. All ranks call it."""
+
+    def load_full_state(self, full):
+        """Take this rank's part of a `full_state` from any number of ranks."""
 
 
 class ShardedOptimizer:
@@ -1486,11 +1564,13 @@ class ShardedOptimizer:
             self.averages[average] = torch.zeros_like(self.weights[self.mine]).float()
 
     def is_due(self, now):
-        """Whether it steps. If not, its gradients wait for the next step."""
         return True
 
     def tensors(self):
         return [self.weights, *self.state.values(), *self.averages.values()]
+
+    def clear(self):
+        self.grads.zero_()
 
     def reduce(self):
         """Begin to sum the gradients over the ranks; each receives its own part."""
@@ -1526,7 +1606,7 @@ class ShardedOptimizer:
         after = before
         for name, part in self.group.averages:
             after = after.lerp(self.averages[name], part)
-        if not self.group.is_table:
+        if "tables" not in self.averages:
             squares = torch.stack([before.square().sum(), after.square().sum()])
             squares = self.ranks.all_gather(squares).sum(0)
             after = after * (squares[0] / squares[1]).sqrt()
@@ -1604,7 +1684,7 @@ class Muon(ShardedOptimizer):
         first = ranks.rank * self.my_units  # this rank's first matrix
         for row in range(self.my_units):
             self.factors[row] = group.factors[(first + row) % len(group.factors)]
-        # Numbers of the schedule by name; as tensors, so that the step is compiled once
+        # Numbers of the schedule by name, as tensors, so that the step is compiled once
         self.scheduled = {}
         for name in ("momentum", "fast_momentum", "slow_share"):
             self.scheduled[name] = torch.zeros_like(self.lr)
@@ -1625,7 +1705,7 @@ class Muon(ShardedOptimizer):
         )
 
 
-class NgramTable(ShardedOptimizer):
+class NgramTable:
     """A table with a row for each hash, and its optimizer: @devenpzak, #92.
 
     It is too large for a GPU, so rank r owns the r-th part of its rows. A forward pass reads rows
@@ -1633,24 +1713,27 @@ class NgramTable(ShardedOptimizer):
     That is Adam's without a first moment, and with one second moment a row.
     """
 
+    averages = ()  # of its rows there are none
+
     def __init__(self, name, group, cfg, ranks):
-        dtype = torch.bfloat16 if ranks.device.type == "cuda" else None
-        nothing = torch.zeros(0, dtype=dtype, device=ranks.device)  # that all ranks have
-        super().__init__(name, group, [nothing], ranks)
+        self.name = name
+        self.group = group
+        self.ranks = ranks
         self.numel = cfg.ngram_rows * cfg.model_dim
-        self.units = cfg.ngram_rows
-        self.my_units = -(-self.units // ranks.world_size)
+        self.num_rows = cfg.ngram_rows  # of all ranks
+        self.my_rows = -(-self.num_rows // ranks.world_size)
+        dtype = torch.bfloat16 if ranks.device.type == "cuda" else None
         try:
-            rows = nothing.new_zeros(self.my_units, cfg.model_dim)
+            rows = torch.zeros(self.my_rows, cfg.model_dim, dtype=dtype, device=ranks.device)
         except torch.OutOfMemoryError:
             raise UserError(f"--ngram_rows {cfg.ngram_rows}: this GPU has no memory for "
-                            f"{self.my_units} of them; 80 GB have for 21150720") from None
-        square = self.lr.new_zeros(self.my_units)
-        self.state = dict(rows=rows, square=square, count=torch.zeros_like(self.lr))
+                            f"{self.my_rows} of them; 80 GB have for 21150720") from None
+        self.state = dict(rows=rows, square=torch.zeros(self.my_rows, device=ranks.device))
+        self.count = torch.zeros((), device=ranks.device)  # steps taken
         self.waiting = []  # places of this rank's rows, and their gradients
 
     def tensors(self):
-        return []  # that the warm-up changes
+        return []  # so many that the warm-up leaves them as they are
 
     def exchange(self, x, sizes, new_sizes):
         """Send as many rows of x to each rank as `sizes` says, and get `new_sizes` of them."""
@@ -1664,10 +1747,10 @@ class NgramTable(ShardedOptimizer):
         """The rows with these ids, (…) to (…, D). All ranks have to read at once."""
         world_size = self.ranks.world_size
         ids, place = ids.long().unique(return_inverse=True)  # ascending, so by owners
-        wanted = torch.bincount(ids // self.my_units, minlength=world_size)
+        wanted = torch.bincount(ids // self.my_rows, minlength=world_size)
         asked = self.exchange(wanted, [1] * world_size, [1] * world_size)
         num_wanted, num_asked = wanted.tolist(), asked.tolist()  # of and by each rank
-        mine = self.exchange(ids, num_wanted, num_asked) - self.ranks.rank * self.my_units
+        mine = self.exchange(ids, num_wanted, num_asked) - self.ranks.rank * self.my_rows
         rows = self.exchange(self.state["rows"][mine], num_asked, num_wanted)[place]
         rows.requires_grad_(torch.is_grad_enabled())
         self.last_read = rows, place, num_wanted, num_asked, mine
@@ -1682,39 +1765,64 @@ class NgramTable(ShardedOptimizer):
         self.waiting.append((mine, self.exchange(summed.type_as(rows), num_wanted, num_asked)))
 
     def is_due(self, now):
-        return now.event and len(self.waiting) > 0  # of the warm-up's gradients none wait
+        return now.event
 
     def reduce(self):
         """Nothing: the gradients are with the owners."""
 
+    def wait(self):
+        """Nothing: no exchange is asynchronous."""
+
+    def clear(self):
+        self.waiting.clear()
+
+    def average(self, now):
+        """Nothing: no average is taken of so many rows."""
+
     def update(self, now, divisor):
         """Step the rows that were read since the last event, by gradients / divisor."""
-        rows, square, count = self.state.values()
+        rows, square = self.state.values()
         mine = torch.cat([mine for mine, _ in self.waiting]).unique()
         grads = torch.zeros(len(mine), rows.size(-1), device=rows.device)
         for some, grad in self.waiting:
             grads.index_add_(0, torch.searchsorted(mine, some), grad.float())
-        self.waiting.clear()
         lr = self.group.lr * now.lr_factor
         beta2 = self.group.betas[1] ** now.table_power
         decay = now.table_power * self.group.decay * lr**2
-        count += 1
+        self.count += 1
         square.mul_(beta2)  # of all rows
         # In pieces, as the table leaves a GPU little memory
         for some, grad in zip(mine.split(2**17), grads.div_(divisor).split(2**17)):
             square[some] += (1 - beta2) * grad.square().mean(-1)
-            step_size = lr * (1 - beta2**count).sqrt() / (square[some].sqrt() + 1e-10)
+            step_size = lr * (1 - beta2**self.count).sqrt() / (square[some].sqrt() + 1e-10)
             change = step_size[:, None] * grad
             old = rows[some].float()
             shrinking = torch.where(change * old > 0, old, 0)
             rows[some] = (old - change - decay * shrinking).type_as(rows)
+
+    def full_state(self):
+        """The state of all ranks, without padding. All ranks call it."""
+        full = dict(count=self.count.cpu())
+        for key, share in self.state.items():
+            parts = self.ranks.all_gather(share.flatten()).view(-1, *share.shape[1:])
+            full[key] = parts[: self.num_rows].cpu()
+        return full
+
+    def load_full_state(self, full):
+        """Take this rank's rows of a `full_state`. Raises RuntimeError where a length differs."""
+        self.count.copy_(full["count"])
+        first = self.ranks.rank * self.my_rows
+        size = max(0, min(self.my_rows, self.num_rows - first))  # without padding
+        for key, share in self.state.items():
+            of_all = full[key].view(self.num_rows, *share.shape[1:])
+            share[:size].copy_(of_all[first : first + size])
 
 
 def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
     return torch.compile(step_fn, dynamic=False) if device.type == "cuda" else step_fn
 
 
-def build_optimizers(model: GPT, cfg, ranks) -> list[ShardedOptimizer]:
+def build_optimizers(model: GPT, cfg, ranks) -> list[Optimizer]:
     """An optimizer for each group that has parameters. Raises KeyError for an unknown group."""
     # Each group compiles its step anew. Beyond the limit torch would run it uncompiled.
     torch._dynamo.config.recompile_limit = 32
@@ -1724,8 +1832,9 @@ def build_optimizers(model: GPT, cfg, ranks) -> list[ShardedOptimizer]:
         members[param.group].append(param)
     optimizers = []
     for name, group in groups.items():
+        kind = Adam if isinstance(group, AdamGroup) else Muon
         if members[name]:
-            optimizers.append(group.optimizer(name, group, members[name], ranks))
+            optimizers.append(kind(name, group, members[name], ranks))
     model.ngram_table = NgramTable("n-grams", groups["n-grams"], cfg, ranks)
     return [*optimizers, model.ngram_table]
 
@@ -1739,20 +1848,20 @@ def step_optimizers(optimizers, now, divisor):
         optimizer.update(now, divisor)
     for optimizer in stepping:
         optimizer.wait()
-        optimizer.grads.zero_()
+        optimizer.clear()
 
 
 def step_tied(optimizers, now, divisor):
     """A step in which the embedding is the head, until the extension: @classiclarryd.
 
-    The head takes the gradients of both, the embedding copies weights and state. One matrix would
-    need another graph: from #57 on the tie outlasts a stage by a step or two.
+    The head takes the gradients of both, the embedding copies weights and state. They are two
+    matrices all along: one would need a second compiled graph once they part.
     """
     by_name = {optimizer.name: optimizer for optimizer in optimizers}
     embed = by_name.pop("embed")
     head = by_name["head"]
     head.grads += embed.grads
-    embed.grads.zero_()
+    embed.clear()
     step_optimizers([*by_name.values()], now, divisor)
     if now.adam_steps:  # the head has moved
         for copy, original in zip(embed.tensors(), head.tensors()):
@@ -1760,19 +1869,36 @@ def step_tied(optimizers, now, divisor):
 
 
 # ---- Training ---------------------------------------------------------------
-def cut_rows(tokens, documents, position: int, now, cfg):
-    """Cut a step's sequences, (N, seq_len + 1), from a shard. Returns them and the next position.
+class Place(NamedTuple):
+    """Where a step's sequences begin. A checkpoint keeps it."""
+
+    shard: int = 0  # counted through all epochs
+    position: int = 0  # in the shard, in documents
+    sweeps: tuple = ()  # where the sweep of each sequence begins; none yet: `first_sweeps`
+
+
+class Rows(NamedTuple):
+    """All sequences of a step, of all ranks, on the host. Each array has an entry for each."""
+
+    tokens: np.ndarray  # (N, T + 1), uint16
+    classes: np.ndarray | None = None  # (N, wanted): ids of each softmax; none: all
+
+
+def cut_rows(tokens, documents, place: Place, now, cfg):
+    """Cut a step's `Rows` from a shard, and return them and the next place.
 
     Each sequence is filled with the first tokens of one document after another, and the rest of a
-    cut document is skipped: @varunneal, #29, 25 steps. A position counts documents; `documents`
-    has their starts in `tokens`. Returns None if the shard has too few left.
+    cut document is skipped: @varunneal, #29, 25 steps. `documents` has their starts in `tokens`.
+    Returns None if the shard has too few left.
     """
     longest = now.max_document_tokens  # shorter at first: @dualverse-ai, #72
-    if not longest:
-        return consecutive_rows(tokens, position, now, cfg)
     ends = np.append(documents[1:], len(tokens))
+    position = place.position
+    vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+    sweeps = [*place.sweeps] or first_sweeps(vocab, cfg.sequences_per_step)
     rows = []
-    for _ in range(cfg.sequences_per_step):
+    classes = []
+    for index in range(cfg.sequences_per_step):
         pieces = []
         room = now.seq_len + 1
         while room:
@@ -1784,49 +1910,53 @@ def cut_rows(tokens, documents, position: int, now, cfg):
             room -= size
             position += 1
         rows.append(np.concatenate(pieces))
-    return stack_rows(rows, now), position
+        if now.classes:
+            ids, sweeps[index] = candidates(rows[-1][1:], sweeps[index], now.classes, vocab, cfg)
+            classes.append(ids)
+    step = Rows(np.stack(rows), np.reshape(classes, (len(rows), -1)))
+    return step, place._replace(position=position, sweeps=tuple(sweeps))
 
 
-def consecutive_rows(tokens, position: int, now, cfg):
-    """Sequences in order or, with a stride, spread over the shard; as `cut_rows` returns them.
+def first_sweeps(vocab, sequences):
+    """Where the sweep of each sequence begins at first: at equal distances."""
+    return [vocab * index // sequences for index in range(sequences)]
 
-    The k-th sequence taken is number k · stride modulo N of the shard's N. The stride is made
-    coprime to N, so each is taken once.
+
+def candidates(targets, offset, wanted, vocab, cfg):
+    """The ids in a sequence's softmax, ascending, and where its next sweep begins.
+
+    They are its targets and, to fill up, ids that a sweep takes in turn: k · stride modulo vocab,
+    for each k from the offset on. So each id has its turn, and nothing is drawn at random:
+    @devenpzak, #92. Raises UserError where the targets alone are too many.
     """
-    length = now.seq_len
-    step_tokens = cfg.sequences_per_step * length
-    # Only whole steps count. Each sequence needs one more token, its last target.
-    N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step
-    first = round_up(position, length) // length
-    last = first + cfg.sequences_per_step
-    if last > N:
-        return None
-    stride = cfg.sequence_stride
-    while math.gcd(stride, N) > 1:
-        stride += 1
-    rows = []
-    for k in range(first, last):
-        start = k * stride % N * length
-        rows.append(tokens[start : start + length + 1])
-    return stack_rows(rows, now), last * length
-
-
-def stack_rows(rows, now):
-    """Sequences as one array. Raises UserError where one has more targets than classes."""
-    for row in rows if now.classes else ():
-        targets = np.count_nonzero(np.bincount(row[1:]))
-        if targets > now.classes:
-            raise UserError(f"--stages: {now.classes} classes are fewer than the {targets} targets "
-                            "of a sequence; raise them, or set them to 0: all")
-    return np.stack(rows)
+    is_class = np.zeros(vocab, bool)
+    is_class[targets] = True
+    need = wanted - np.count_nonzero(is_class)
+    if need < 0:
+        raise UserError(f"stages: {wanted} classes are fewer than the {wanted - need} targets of a "
+                        "sequence; raise them, or set them to 0: all")
+    window = min(vocab, 17 * need // 10 + cfg.sweep_margin) if need else 0
+    swept = cfg.sweep_stride * (offset + np.arange(window)) % vocab
+    new = swept[~is_class[swept]]
+    if len(new) < need:  # the window has too few: all others at equal distances
+        others = np.flatnonzero(~is_class)
+        new = others[:: len(others) // need]
+    is_class[new[:need]] = True
+    return np.flatnonzero(is_class), (offset + window) % vocab
 
 
 # Tile sizes of FlexAttention's backward pass for GPUs with less shared memory than an A100
 SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
 
 
-def prepare_for_cuda(model: GPT, cfg, device: torch.device):
-    """Set types and kernel options for this GPU, and compile."""
+def prepare(model: GPT, cfg, device: torch.device):
+    """Make the model ready to train on this device. Raises UserError."""
+    if cfg.prefix_file:
+        model.prefixes[: cfg.vocab_size] = read_prefixes(cfg)
+    if cfg.canonical_file:
+        model.forbidden = read_forbidden(cfg).to(device)
+    if device.type != "cuda":
+        return
     for param in model.parameters():
         if param.bf16:
             param.data = param.data.bfloat16()
@@ -1840,33 +1970,46 @@ def prepare_for_cuda(model: GPT, cfg, device: torch.device):
     model.compile(dynamic=False)
 
 
-def accumulate_gradients(model, batches, now, offsets=None) -> Tensor:
-    """Add up the gradients of a step's batches. Returns two mean losses, (2,).
+def to_batch(rows: Rows, device: torch.device) -> Batch:
+    """The sequences of a forward pass, on the device."""
+    tokens = torch.from_numpy(rows.tokens.astype(np.int64))
+    if device.type == "cuda":
+        tokens = tokens.pin_memory()  # the host need not wait for the copy
+    tokens = tokens.to(device, non_blocking=True)
+    classes = None
+    if rows.classes is not None and rows.classes.size:
+        classes = torch.from_numpy(rows.classes).to(device)
+    return Batch(tokens[:, :-1].int(), tokens[:, 1:].contiguous(), classes)
 
-    The first one is minimised, the second is that of the next token alone. The gradients are those
-    of the sum over tokens, not of the mean.
-    offsets: of this rank's sweeps, which move on in place. Those of the warm-up do not.
+
+def losses_of(model, batch: Batch, now) -> Tensor:
+    """Two losses of a batch, summed over its tokens, (2,): what is minimised, the next token's.
+
+    Training, warm-up and validation all call it. In evaluation both are the next token's.
     """
-    is_warm_up = offsets is None
-    if is_warm_up:
-        offsets = model.offsets[: len(batches[0][0])].clone()
-    sweep = len(model.lm_head.weight), model.cfg.sweep_stride, model.cfg.sweep_margin
+    batch = batch._replace(rows=model.read_rows(batch.inputs))  # outside the compiled graph
+    target_weights = now.target_weights if model.training else [1.0]
+    num_targets = now.num_targets if model.training else 1
+    losses = model(batch, num_targets, with_prefix=len(target_weights) > num_targets)
+    minimised = 0
+    for target_weight, target_loss in zip(target_weights, losses, strict=True):
+        minimised = minimised + target_weight * target_loss
+    return torch.stack([minimised, losses[0]])
+
+
+def accumulate_gradients(model, batches, now) -> Tensor:
+    """Add up the gradients of a step's batches. Returns the means of `losses_of`, (2,).
+
+    The gradients are those of the sum over tokens, not of the mean.
+    """
     totals = 0
     tokens = 0
-    for (inputs, targets), of_rows in zip(batches, offsets.view(len(batches), -1)):
-        classes = None
-        if now.classes:
-            classes, moved = candidates(targets, of_rows, now.classes, *sweep)
-            of_rows.copy_(moved)
-        losses = model(inputs, targets, now.num_targets, now.prefix_weight > 0, classes)
-        loss = 0
-        for target_weight, target_loss in zip(now.target_weights, losses, strict=True):
-            loss = loss + target_weight * target_loss
-        loss.backward()
-        if not is_warm_up:  # it leaves the table as it is
-            model.ngram_table.keep_gradients()
-        totals = totals + torch.stack([loss, losses[0]]).detach()
-        tokens += targets.numel()
+    for batch in batches:
+        losses = losses_of(model, batch, now)
+        losses[0].backward()
+        model.ngram_table.keep_gradients()
+        totals = totals + losses.detach()
+        tokens += batch.targets.numel()
     return totals / tokens
 
 
@@ -1894,10 +2037,8 @@ def train(run, cfg):
             break
 
         batches = run.loader.next_step(now)
-        offsets = run.model.offsets.chunk(run.ranks.world_size)[run.ranks.rank]
-        losses = accumulate_gradients(run.model, batches, now, offsets)
-        run.model.offsets.copy_(run.ranks.all_gather(offsets).flatten())
-        run.health.check(step, losses)
+        losses = accumulate_gradients(run.model, batches, now)
+        run.check(step, losses)
         update = step_tied if now.tied else step_optimizers
         update(run.optimizers, now, divisor=cfg.sequences_per_step)
         complete = now.event
@@ -1908,27 +2049,46 @@ def train(run, cfg):
     # For comparison with earlier records, outside the clock
     if step == cfg.num_iterations and cfg.canonical_file:
         run.model.is_masked = False
-        loss = validate(run.model, run.val_tokens, cfg, run.ranks)
+        loss = validate(run.model, run.val_tokens, now, cfg, run.ranks)
         run.log(f"val_loss without the mask of canonical tokens: {loss:.4f}")
 
 
 # ==== Harness: below this line every record has the same bytes ===============
-# These the harness alone needs.
+# The imports that the harness alone needs
+import argparse
 import contextlib
 import errno
+import fcntl
 import gc
+import glob
+import hashlib
+import os
+import platform
+import re
 import resource
-import shutil
-import socket
-import sysconfig
+import shlex
+import signal
+import sys
+import time
+import warnings
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields
 from datetime import timedelta
-from unittest import mock
+from importlib.metadata import version
+from pathlib import Path
+
+from torch.utils import collect_env
 
 SCRIPT = Path(__file__).resolve()
 
 
 class UserError(Exception):
     """An error that a user can mend. It ends the run in one line, with exit code 2."""
+
+
+class RankError(UserError):
+    """One that other ranks may not have. Each rank says its own."""
 
 
 # ---- Data -------------------------------------------------------------------
@@ -1981,7 +2141,7 @@ class TokenLoader:
     reads the next shard ahead.
     """
 
-    def __init__(self, cfg, ranks, shard=0, position=0, log=print):
+    def __init__(self, cfg, ranks, place, log=print):
         self.cfg = cfg
         self.ranks = ranks
         self.log = log
@@ -1992,17 +2152,15 @@ class TokenLoader:
         # All forward passes of a step have as many.
         self.per_forward = math.gcd(sequences, cfg.sequences_per_forward)
         self.files = find_shards(cfg.train_files)  # in the order of reading
-        self.size = 0  # tokens of all files, one epoch
+        self.sizes = [shard_size(path) for path in self.files]
         digest = hashlib.sha256()  # of each shard's name, size and first MiB
-        for path in self.files:
-            size = shard_size(path)
-            self.size += size
+        for path, size in zip(self.files, self.sizes):
             digest.update(f"{path.name} {size}".encode())
             digest.update(np.fromfile(path, "u1", 2**20))
         self.digest = digest.hexdigest()[:16]  # tells other training data apart
         self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
-        self.ahead = self.reader.submit(self.read, shard)  # a future
-        self.begin_shard(shard, position)
+        self.ahead = self.reader.submit(self.read, place.shard)  # a future
+        self.begin_shard(place)
 
     def read(self, shard):
         """A shard's tokens and where its documents begin. Shards are counted through all epochs."""
@@ -2010,38 +2168,73 @@ class TokenLoader:
         tokens = read_shard(path, self.cfg.vocab_size)
         return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
 
-    def begin_shard(self, shard, position=0):
+    def begin_shard(self, place):
         """Take the shard that was read ahead, and begin to read the next one."""
-        self.place = (shard, position)  # the same on any number of ranks
+        self.place = place  # the same on any number of ranks
         self.tokens, self.documents = self.ahead.result()
-        self.ahead = self.reader.submit(self.read, shard + 1)
+        self.ahead = self.reader.submit(self.read, place.shard + 1)
 
     def next_step(self, now):
-        """This rank's inputs and targets for each forward pass. Raises UserError without data."""
+        """This rank's batch for each forward pass of a step. Raises UserError without data."""
         for _ in range(len(self.files) + 1):  # the rest of this shard, then each shard once
-            shard, position = self.place
-            step = cut_rows(self.tokens, self.documents, position, now, self.cfg)
+            step = cut_rows(self.tokens, self.documents, self.place, now, self.cfg)
             if step:
-                rows, position = step
-                self.place = (shard, position)
-                # All ranks cut the same rows. Each takes its part.
-                parts = rows.reshape(self.ranks.world_size, -1, self.per_forward, rows.shape[1])
-                return [to_batch(part, self.ranks.device) for part in parts[self.ranks.rank]]
-            self.begin_shard(shard + 1)  # after the last one the first again
-            # An epoch begins.
-            if (shard + 1) % len(self.files) == 0:
+                rows, self.place = step
+                return self.batches(rows)
+            shard = self.place.shard + 1  # after the last one the first again
+            self.begin_shard(self.place._replace(shard=shard, position=0))
+            if shard % len(self.files) == 0:
                 self.log(f"the training data begin again: {self.cfg.train_files}")
         raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
                         "shorten the sequences or lower --sequences_per_step")
 
+    def batches(self, rows):
+        """This rank's part of a step's rows, as batches. All ranks cut the same rows."""
+        world_size, rank = self.ranks.world_size, self.ranks.rank
+        passes = len(rows[0]) // (world_size * self.per_forward)
+        shape = (world_size, passes, self.per_forward)
+        parts = [x.reshape(*shape, *x.shape[1:])[rank] for x in rows]
+        return [to_batch(type(rows)(*part), self.ranks.device) for part in zip(*parts)]
 
-def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
-    tokens = torch.from_numpy(tokens.astype(np.int64))
-    if device.type == "cuda":
-        tokens = tokens.pin_memory()  # the host need not wait for the copy
-    tokens = tokens.to(device, non_blocking=True)
-    return tokens[:, :-1].int(), tokens[:, 1:].contiguous()
+    def blank_step(self, now):
+        """The first batch of this shard, in a list, for a step that leaves no trace."""
+        begin = self.place._replace(position=0)
+        step = cut_rows(self.tokens, self.documents, begin, now, self.cfg)
+        return self.batches(step[0])[:1] if step else []
+
+
+def count_shards(cfg, sizes) -> int:
+    """How many shards a run begins to read, where they have these sizes in tokens, in turn.
+
+    A step comes from one shard, and its last sequence needs a token more. Where documents are cut
+    short, a run reads more than that.
+    """
+    shards = 1
+    left = sizes[0]
+    for before, after in itertools.pairwise(plan(cfg).tokens):
+        if left <= after - before:
+            left = sizes[shards % len(sizes)]
+            shards += 1
+        left -= after - before
+    return shards
+
+
+def check_data(cfg, loader, digest):
+    """Raise UserError where training data are not the checkpoint's, held out, or too few."""
+    files = f"--train_files {cfg.train_files}"
+    if loader.digest != digest:
+        raise UserError(f"{files}: not the data of {cfg.resume}")
+    if set(loader.files) & set(find_shards(cfg.val_files)):
+        raise UserError(f"{files}: --val_files has a file of these, too")
+    needed = count_shards(cfg, loader.sizes)
+    if needed > len(loader.files):
+        message = (f"{files}: {sum(loader.sizes)} tokens, read again as the run takes "
+                   f"{plan(cfg).tokens[-1]} in whole steps")
+        if cfg.preset == "record" and not cfg.repeat_data:
+            shards = count_shards(cfg, [10**8])  # of FineWeb
+            raise UserError(f"{message}; fetch more: python data/fineweb.py {shards}, "
+                            "or --repeat_data true")
+        loader.log(message)
 
 
 # ---- Validation -------------------------------------------------------------
@@ -2056,32 +2249,38 @@ def read_val_tokens(cfg) -> np.ndarray:
     return tokens[: cfg.val_tokens + 1]
 
 
+@contextlib.contextmanager
 def store_masks(device):
     """A context in which a model is compiled that has no backward pass.
 
     Inductor would not store the mask's first keys there, which FlexAttention reads, and fail.
     """
-    context = contextlib.ExitStack()
-    if device.type == "cuda":
-        from torch._inductor import config, ir  # take a second, and a CPU needs none
+    if device.type != "cuda":
+        yield
+        return
+    from torch._inductor import config, ir  # take a second, and a CPU needs none
 
-        context.enter_context(config.patch(realize_reads_threshold=1))
-        # Where the reach is a constant, they are still computed within the kernel, from a tensor
-        # of one dimension, whose layout is not decided yet.
-        context.enter_context(mock.patch.object(ir.FlexibleLayout, "allow_indexing", True))
-    return context
+    # Where the reach is a constant, the keys are still computed within the kernel, from a tensor
+    # of one dimension, whose layout is not decided yet.
+    before = ir.FlexibleLayout.allow_indexing
+    ir.FlexibleLayout.allow_indexing = True
+    try:
+        with config.patch(realize_reads_threshold=1):
+            yield
+    finally:
+        ir.FlexibleLayout.allow_indexing = before
 
 
 @torch.no_grad()
-def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
+def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
     """Mean loss over the validation tokens. Ranks share the sequences."""
-    model.eval()  # no FP8
+    model.eval()  # no FP8, and no loss but that of the next token
     total = torch.zeros(1, dtype=torch.float64, device=ranks.device)
     count = len(tokens) - 1  # the first token has no prediction
     length = cfg.val_seq_len
     # As many sequences at once as a training pass has tokens for, at least one
-    longest = cfg.sequences_per_forward * plan(cfg).longest
-    size = length * max(1, longest // length)
+    longest = max(schedule(step, cfg).seq_len for step in range(cfg.num_iterations))
+    size = length * max(1, cfg.sequences_per_forward * longest // length)
     # All ranks have as many passes, and the last ones are as large as the others.
     tokens = np.pad(tokens, (0, ranks.world_size * size))
     for first in range(0, count, ranks.world_size * size):
@@ -2089,21 +2288,21 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
         part = tokens[start : start + size + 1]
         # (sequences, length + 1): the last token of a row is the first of the next row.
         rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
-        inputs, targets = to_batch(rows, ranks.device)
-        targets.view(-1)[max(0, count - start) :] = -1  # padding is not counted
+        batch = to_batch(Rows(rows), ranks.device)
+        batch.targets.view(-1)[max(0, count - start) :] = -1  # padding is not counted
         with store_masks(ranks.device):
-            total += model(inputs, targets)
+            total += losses_of(model, batch, now)[-1]
     model.train()
     # Each rank has the sum of its own sequences.
     return ranks.all_gather(total).sum().item() / count
 
 
 # ---- Checkpoints ------------------------------------------------------------
-NEW_RUN = dict(step=0, loader=(0, 0), train_time_ms=0.0)
+NEW_RUN = dict(step=0, loader=(), train_time_ms=0.0)
 
 
 def write_checkpoint(path: Path, state: dict):
-    """Write the state, whole or not at all, and keep the newest three. Raises UserError."""
+    """Write the state, whole or not at all. It and the two before it stay. Raises UserError."""
     temporary = path.with_suffix(".tmp")  # no checkpoint yet
     try:
         with temporary.open("wb") as file:
@@ -2115,16 +2314,16 @@ def write_checkpoint(path: Path, state: dict):
         temporary.unlink(missing_ok=True)
         cause = error.__context__ or error
         raise UserError(f"{path}: not written ({cause}); make room, --resume auto") from None
-    # By time, as a run that was resumed from an old one has later steps in its folder.
-    saved = sorted(path.parent.glob("step-*.pt"), key=os.path.getmtime)
-    for old in saved[:-3]:
+    # Steps decide, which names sort by. Times would not: a clock may go back.
+    saved = sorted(path.parent.glob("step-*.pt"))
+    for old in saved[: max(0, saved.index(path) - 2)]:
         old.unlink()
 
 
 def load_checkpoint(path: Path) -> dict:
     """The state at `path`. Raises UserError where it is damaged or has a value that is not finite.
 
-    Settings are saved in the form of flags, so that the same parser checks them.
+    Its settings are those before `shorten`, as plain values. `hyperparameters` reads them.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; give its path, or auto with --run_id")
@@ -2135,15 +2334,14 @@ def load_checkpoint(path: Path) -> dict:
             raise ValueError(f"{damaged} is damaged")
         # Weights alone: a pickle that runs code is refused.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        settings = [f"--{name}={text}" for name, text in state["settings"].items()]
-        state["settings"] = parse_flags(settings)
         # What is missing would silently be the default of the preset record.
-        if len(settings) < len(fields(Hyperparameters)):
-            raise ValueError("it lacks a setting")
+        names = {field.name for field in fields(Hyperparameters)}
+        if odd := names ^ state["settings"].keys():
+            raise ValueError(f"other settings: {', '.join(sorted(odd))}")
         # A run resumed from NaN would fail at the same step for ever.
         for tensors in (state["model"], *state["optimizers"].values()):
             for name, tensor in tensors.items():
-                if not (tensor.is_floating_point() and tensor.isfinite().all()):
+                if tensor.is_floating_point() and not tensor.isfinite().all():
                     raise ValueError(f"{name} is not finite")
     # zipfile and torch raise nearly any exception for a damaged file.
     except Exception as error:
@@ -2165,52 +2363,6 @@ def newest_checkpoint(folder: Path):
 
 
 # ---- The machine ------------------------------------------------------------
-def check_launcher(world_size):
-    """Raise UserError where the ranks of a run could not find each other."""
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-    if tasks > 1 and "RANK" not in os.environ:
-        raise UserError(f"srun started {tasks} tasks, and each would train alone; "
-                        "let it start torchrun, with --ntasks-per-node=1")
-    if world_size > 1:
-        address = os.environ.get("MASTER_ADDR", "")
-        try:
-            socket.getaddrinfo(address, None)
-        except OSError as error:
-            raise UserError(f"MASTER_ADDR {address}: not to be resolved here ({error}); on one "
-                            "machine start torchrun with --local-addr=127.0.0.1") from None
-
-
-def count_gpus(device) -> int:
-    """This machine's GPUs, none where --device is cpu. Raises UserError where CUDA cannot start."""
-    if device == "cpu":
-        return 0
-    gpus = torch.cuda.device_count()
-    # It also counts none where the driver does not answer.
-    broken = Path("/dev/nvidiactl").exists() and torch.version.cuda
-    if gpus or (broken and "CUDA_VISIBLE_DEVICES" not in os.environ):
-        try:
-            torch.cuda.init()
-        except RuntimeError as error:
-            raise UserError(f"CUDA does not start: {error}; --device cpu does without") from None
-    return gpus
-
-
-def check_gpu_machine(ranks):
-    """Raise UserError where so many ranks on GPUs would fail minutes after their start."""
-    # Triton compiles a launcher with them.
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        raise UserError("no C compiler, which Triton needs; install gcc, or set CC")
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    if not header.exists():
-        raise UserError(f"{header}: not there, and Triton needs it; install python3-dev, "
-                        "or a Python of uv's")
-    memory = Path("/dev/shm")
-    mib = shutil.disk_usage(memory).total // 2**20 if memory.exists() else 0
-    if ranks > 1 and mib <= 64:  # Docker's default
-        raise UserError(f"{memory}: of {mib} MiB, which NCCL fills; start the container with "
-                        "--shm-size=1g")
-
-
 def default_head_chunks(device: torch.device) -> int:
     """In how many chunks a device computes the head."""
     if device.type == "cpu":
@@ -2220,26 +2372,19 @@ def default_head_chunks(device: torch.device) -> int:
     return 8 if memory < 32e9 else math.ceil(70e9 / memory)
 
 
-def cpu_model() -> str:
-    """The name of this machine's CPU, as its maker writes it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
-        name = found[1] if found else ""  # ARM's have none
-    else:
-        name = collect_env.run("sysctl -n machdep.cpu.brand_string")[1]  # macOS
-    return " ".join(name.split()) or platform.processor() or "cpu"
-
-
 def machine_facts(device: torch.device) -> dict:
     """What a log tells of the machine and of its software."""
-    folder = shlex.quote(str(SCRIPT.parent))  # it may have spaces
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")  # Linux has the name there that its maker writes
+    if info.exists() and (found := re.search(r"model name\s*: (.+)", info.read_text())):
+        cpu = " ".join(found[1].split())
     capability = torch.backends.cpu.get_cpu_capability()
+    _, commit, error = collect_env.run(f"git -C {shlex.quote(str(SCRIPT.parent))} rev-parse HEAD")
     facts = dict(
-        device=f"{cpu_model()} ({platform.machine()}, {capability})",
+        device=f"{cpu} ({platform.machine()}, {capability})",
         torch=torch.__version__,
         threads=torch.get_num_threads(),  # OMP_NUM_THREADS, or the number of cores
-        commit=collect_env.run(f"git -C {folder} rev-parse HEAD")[1],  # empty without git
+        commit=commit or error.partition("\n")[0],  # or why git tells none
     )
     if device.type == "cuda":
         facts |= dict(
@@ -2265,29 +2410,61 @@ def peak_memory_mib(device: torch.device) -> int:
 
 
 # ---- Ranks and log ----------------------------------------------------------
+# What other starters of processes say how many they started. torchrun sets WORLD_SIZE.
+STARTERS = dict(
+    srun="SLURM_STEP_NUM_TASKS", mpirun="OMPI_COMM_WORLD_SIZE", mpiexec="PMI_SIZE")
+
+
+def number_of(variable: str, default: int) -> int:
+    """A number from the environment. Raises UserError."""
+    text = os.environ.get(variable) or str(default)
+    if not text.isdecimal():
+        raise UserError(f"{variable}={text}: no number; unset it, or start torchrun")
+    return int(text)
+
+
 class Ranks:
     """This process's rank and device, and what ranks exchange. Raises UserError."""
 
     def __init__(self, cfg):
-        # torchrun sets these. Without it there is one process.
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
-        check_launcher(self.world_size)
-        gpus = count_gpus(cfg.device)
+        self.world_size = number_of("WORLD_SIZE", 1)
+        self.rank = number_of("RANK", 0)
+        local_rank = number_of("LOCAL_RANK", 0)  # among those of this machine
+        self.check_launcher(local_rank)
+        gpus = torch.cuda.device_count() if cfg.device != "cpu" else 0
         if local_rank >= gpus and (gpus or cfg.device == "cuda"):
-            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
-        self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
-        if gpus:
-            check_gpu_machine(self.world_size)
-            self.device = torch.device("cuda", local_rank)
-            torch.cuda.set_device(self.device)  # "cuda" now means this one
-        if self.world_size > 1:
-            # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
-            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-            # Ranks compile at different speeds, and wait for the slowest.
-            dist.init_process_group(device_id=self.device if gpus else None,
-                                    timeout=timedelta(minutes=30))
+            raise RankError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
+        self.device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+        try:
+            if gpus:
+                torch.cuda.set_device(self.device)  # "cuda" now means this one
+            if self.world_size > 1:
+                # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
+                warnings.filterwarnings("ignore", category=FutureWarning,
+                                        module="torch.distributed")
+                # Ranks compile at different speeds, and wait for the slowest.
+                dist.init_process_group(device_id=self.device if gpus else None,
+                                        timeout=timedelta(minutes=30))
+        except (RuntimeError, ValueError) as error:  # a driver, an interface, an address, a port
+            raise RankError(f"{self.device} with {self.world_size} rank(s) does not start: "
+                            f"{error}; --device cpu needs no driver") from None
+
+    def check_launcher(self, local_rank):
+        """Raise UserError where each process would train alone, or wait for others in vain."""
+        if "WORLD_SIZE" not in os.environ:
+            for starter, variable in STARTERS.items():
+                if (tasks := number_of(variable, 1)) > 1:
+                    raise UserError(f"{starter} started {tasks} tasks, and each would train alone; "
+                                    "let it start one torchrun on each machine")
+            if self.rank or local_rank:
+                raise UserError(f"RANK {self.rank}, LOCAL_RANK {local_rank} without WORLD_SIZE; "
+                                "unset them, or start torchrun")
+        if self.rank >= self.world_size:
+            raise UserError(f"RANK {self.rank} is not below WORLD_SIZE {self.world_size}")
+        missing = {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+        if self.world_size > 1 and missing:
+            raise UserError(f"WORLD_SIZE {self.world_size} without {' and '.join(sorted(missing))};"
+                            " start torchrun, which sets them, or unset it")
 
     def __enter__(self):
         return self
@@ -2315,50 +2492,75 @@ class Log:
     """
 
     def __init__(self, cfg, ranks, may_restart=False):
-        self.run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S")
-        self.folder = Path("logs", self.run_id)  # in the current folder
-        self.path = self.folder / "log.txt"
+        self.run_id = cfg.run_id
         self.enabled = ranks.rank == 0
         self.is_new = not cfg.resume
         self.file = None
         # By rank 0 alone: another one may come when the log is open.
-        if self.enabled and self.path.exists() and not may_restart:
-            raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
+        path = Path("logs", self.run_id, "log.txt")  # in the current folder
+        if self.enabled and self.run_id and path.exists() and not may_restart:
+            raise UserError(f"--run_id {self.run_id}: {path} is there already; go on with "
                             "its run by --resume auto, or name another --run_id")
 
     def open(self, header):
         """Open the log, for this run alone. A new one begins with the header. Raises UserError."""
-        if self.enabled:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = self.path.open("a", buffering=1, encoding="utf-8")  # line by line
-            without_lock = None
-            try:
-                # The lock ends with the process, however that ends.
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"--run_id {self.run_id}: another process runs it now") from None
-            except OSError as error:  # as on some network file systems
-                without_lock = error
-            if self.is_new:
-                self.file.truncate(0)  # of what a run wrote that was killed before it saved
-            # Also after a full disk has left an empty file
-            if not self.path.stat().st_size:
-                self.file.write(header)
-            if without_lock:
-                self(f"{self.path}: no lock ({without_lock}), so let no other process run "
-                     f"--run_id {self.run_id}")
+        if not self.enabled:
+            return
+        try:
+            self.folder = self.make_folder()
+        except OSError as error:
+            raise UserError(f"{error}; is logs a file, or a link that leads nowhere?") from None
+        self.run_id = self.folder.name
+        self.path = self.folder / "log.txt"
+        self.file = self.path.open("ab", buffering=0)  # nothing is left to write after an error
+        without_lock = None
+        try:
+            # The lock ends with the process, however that ends.
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--run_id {self.run_id}: another process runs it now") from None
+        except OSError as error:  # as on some network file systems
+            without_lock = error
+        if self.is_new:
+            self.file.truncate(0)  # of what a run wrote that was killed before it saved
+        # Also after a full disk has left an empty file
+        if not self.path.stat().st_size:
+            self.write(header)
+        if without_lock:
+            self(f"{self.path}: no lock ({without_lock}), so let no other process run "
+                 f"--run_id {self.run_id}")
+
+    def make_folder(self) -> Path:
+        """Make the run's folder. Without --run_id it is the first free one of this second."""
+        logs = Path("logs")
+        logs.mkdir(exist_ok=True)
+        if self.run_id:
+            (logs / self.run_id).mkdir(exist_ok=True)
+            return logs / self.run_id
+        name = time.strftime("%Y%m%d-%H%M%S")
+        for number in itertools.count(1):
+            folder = logs / (f"{name}-{number}" if number > 1 else name)
+            with contextlib.suppress(FileExistsError):  # of a run that began at the same time
+                folder.mkdir()
+                return folder
+
+    def write(self, text):
+        try:
+            self.file.write(text.encode())
+        except OSError as error:
+            raise UserError(f"{self.path}: not written ({error}); make room") from None
 
     def __call__(self, text, more="", console=True):
         """Write the text to the log; print it to the console, with more."""
         if self.file:
-            self.file.write(text + "\n")
+            self.write(text + "\n")
         if self.enabled and console:
             try:
                 print(text + more, flush=True)
             except OSError as error:
-                if error.errno != errno.EIO:
+                if error.errno not in (errno.EIO, errno.EPIPE):
                     raise
-                # The terminal is gone, and the run goes on or saves without it.
+                # The terminal or the reader is gone. The run goes on, or saves, without it.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -2371,20 +2573,26 @@ class LossExchange:
     def __init__(self, ranks):
         self.ranks = ranks
         self.pending = []  # not read yet: step, rows of all ranks, CUDA event
-        self.told_to_stop = False  # this rank
+        self.losses = {}  # of steps that were read and not logged yet
+        self.told_at = None  # when a signal told this rank to stop
         self.stopping = False  # any rank was told to
-        self.losses = []  # of the step read last
-        signal.signal(signal.SIGTERM, self.on_signal)
-        signal.signal(signal.SIGINT, self.on_signal)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-            signal.signal(signal.SIGHUP, self.on_signal)  # the terminal was closed
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                signal.signal(number, self.on_signal)
 
     def on_signal(self, number, frame):
-        self.told_to_stop = True  # all ranks learn it in the next step
+        """All ranks learn it in the next step. A second signal ends the process."""
+        now = time.perf_counter()
+        if self.told_at is None:
+            self.told_at = now
+        # SLURM and systemd tell each process, and torchrun tells its own once more.
+        elif number == signal.SIGINT or now - self.told_at > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def check(self, step, losses):
         """Exchange the losses of a step before its update. Raises UserError, as `read`."""
-        row = torch.cat([losses.float(), torch.full_like(losses[:1], self.told_to_stop)])
+        row = torch.cat([losses.float(), torch.full_like(losses[:1], self.told_at is not None)])
         rows = self.ranks.all_gather(row).to("cpu", non_blocking=True)
         event = None
         if row.is_cuda:
@@ -2398,11 +2606,11 @@ class LossExchange:
             step, rows, event = self.pending.pop(0)
             if event:
                 event.synchronize()
-            *self.losses, stops = rows.mean(0).tolist()  # all ranks have as many tokens
+            *losses, stops = rows.mean(0).tolist()  # all ranks have as many tokens
             self.stopping = stops > 0
-            if not math.isfinite(self.losses[0]):
-                raise UserError(f"step {step}: the loss is {self.losses[0]}; "
-                                "lower the learning rates")
+            if not math.isfinite(losses[0]):
+                raise UserError(f"step {step}: the loss is {losses[0]}; lower the learning rates")
+            self.losses[step + 1] = losses
 
 
 # ---- The run ----------------------------------------------------------------
@@ -2411,13 +2619,10 @@ def build(cfg, ranks):
     # Drawn on the CPU, so that a seed means the same weights on every device
     model = GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(cfg.seed))
-    if hasattr(model, "read_tables"):  # of a record whose model reads a file
-        model.read_tables()
     if cfg.init and not cfg.resume:
         load_state(model, [], load_checkpoint(Path(cfg.init)), cfg.init)
     model.to(ranks.device)
-    if ranks.device.type == "cuda":
-        prepare_for_cuda(model, cfg, ranks.device)
+    prepare(model, cfg, ranks.device)
     return model, build_optimizers(model, cfg, ranks)
 
 
@@ -2435,26 +2640,28 @@ class Plan(NamedTuple):
     """What a run's schedule comes to."""
 
     first_steps: dict  # of each stage
-    tokens: int  # that it trains on
-    longest: int  # training sequence, in tokens
+    tokens: list  # that it trains on before each step, and in all
 
 
 def plan(cfg) -> Plan:
     first_steps = {}
-    tokens = longest = 0
+    tokens = [0]
     for step in range(cfg.num_iterations):
         now = schedule(step, cfg)
         first_steps.setdefault(now.stage, step)
-        tokens += cfg.sequences_per_step * now.seq_len
-        longest = max(longest, now.seq_len)
-    return Plan(first_steps, tokens, longest)
+        tokens.append(tokens[-1] + cfg.sequences_per_step * now.seq_len)
+    return Plan(first_steps, tokens)
 
 
 class Run:
-    """All that the training loop works with."""
+    """All that the training loop works with.
 
-    def __init__(self, cfg, ranks, log, state):
+    settings: those of cfg before `shorten`, which logs and checkpoints keep.
+    """
+
+    def __init__(self, cfg, settings, ranks, log, state):
         self.cfg = cfg
+        self.settings = settings
         self.ranks = ranks
         self.log = log
         self.last = cfg.num_iterations  # this step only validates
@@ -2464,6 +2671,7 @@ class Run:
         self.open_data(state)  # checked before the model is built
         self.model, self.optimizers = build(cfg, ranks)
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
+        self.done_ms = {}  # when steps were done whose losses are not logged yet
         self.write_header()
         if self.loader:
             self.warm_up()
@@ -2473,7 +2681,8 @@ class Run:
             if state.get("script", self.script) != self.script:
                 resumed += ", which another script wrote"
             log(resumed)
-        self.health = LossExchange(ranks)  # catches signals from here on
+        self.exchange = LossExchange(ranks)  # catches signals from here on
+        signal.signal(signal.SIGTSTP, self.on_ctrl_z)
         self.started = time.perf_counter()  # the clock
 
     def open_data(self, state):
@@ -2483,9 +2692,9 @@ class Run:
         self.loader = None  # evaluation needs no training data
         self.data = ""  # digest of the training data
         if self.first_step < self.last:
-            self.loader = TokenLoader(self.cfg, self.ranks, *state["loader"], self.log)
+            self.loader = TokenLoader(self.cfg, self.ranks, Place(*state["loader"]), self.log)
             self.data = self.loader.digest
-            check_data(self.cfg, self.loader, self.plan.tokens, state.get("data", self.data))
+            check_data(self.cfg, self.loader, state.get("data", self.data))
 
     def write_header(self):
         """Begin the log with the script, all settings and what machine it is."""
@@ -2494,25 +2703,19 @@ class Run:
             world_size=self.ranks.world_size,
             parameters=sum(optimizer.numel for optimizer in self.optimizers),
         )
-        head = "fp32"
-        if self.ranks.device.type == "cuda":
-            head = "fp8" if getattr(self.model.lm_head, "use_fp8", False) else "bf16"
-        values = vars(self.cfg) | self.facts | dict(
-            run_id=self.log.run_id,
-            head=head,
+        values = vars(self.settings) | self.facts | dict(
             train_digest=self.data,
             val_digest=self.val_digest,
         )
-        lines = [f"{key}: {show(value)}" for key, value in values.items()]
+        lines = [f"{key}: {value}" for key, value in values.items()]
         rule = "=" * 100  # the end of the source
         self.log.open("\n".join([SCRIPT.read_text("utf-8"), rule, *lines, rule, ""]))
         # The first line of the console
         self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
-                 "{head} head in {head_chunks} chunk(s), logs/{run_id}".format(**values))
+                 "head in {head_chunks} chunk(s), logs/".format(**values) + self.log.run_id)
 
     def warm_up(self):
-        """Run every kernel on blank tokens, then restore weights and optimizer state."""
-        cfg = self.cfg
+        """Run every kernel on some tokens, then restore weights and optimizer state."""
         device = self.ranks.device
         if device.type == "cuda":
             self.log("warming up; a GPU compiles for some 5 minutes the first time ...")
@@ -2520,24 +2723,23 @@ class Run:
             # which would else go through the host's memory and be timed with it.
             free, _ = torch.cuda.mem_get_info(device)
             torch.empty(free // 2, dtype=torch.uint8, device=device)
-        tensors = []
-        for optimizer in self.optimizers:
-            tensors += optimizer.tensors()
-        # On the host: a GPU may have no room for a copy.
-        before = [tensor.to("cpu", copy=True) for tensor in tensors]
+        # On the host: a GPU may have no room for a copy. What has no tensors is not restored.
+        optimizers = [optimizer for optimizer in self.optimizers if optimizer.tensors()]
+        before = [[x.to("cpu", copy=True) for x in each.tensors()] for each in optimizers]
         for first in self.plan.first_steps.values():  # shapes differ between stages
-            for step in range(first, first + cfg.warmup_steps):
-                now = schedule(step, cfg)
-                tokens = np.zeros((self.loader.per_forward, now.seq_len + 1), int)
-                accumulate_gradients(self.model, [to_batch(tokens, device)], now)
-                step_optimizers(self.optimizers, now, tokens.size)
+            for step in range(first, first + self.cfg.warmup_steps):
+                now = schedule(step, self.cfg)
+                if batches := self.loader.blank_step(now):
+                    accumulate_gradients(self.model, batches, now)
+                    step_optimizers(optimizers, now, self.cfg.sequences_per_step)
         # A validation sequence for each rank
-        tokens = np.zeros(self.ranks.world_size * cfg.val_seq_len + 1, int)
-        validate(self.model, tokens, cfg, self.ranks)
-        for tensor, value in zip(tensors, before):
-            tensor.copy_(value)  # in place, since kernels and views keep their addresses
+        tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
+        validate(self.model, tokens, schedule(self.last, self.cfg), self.cfg, self.ranks)
+        for optimizer, values in zip(optimizers, before):
+            for tensor, value in zip(optimizer.tensors(), values):
+                tensor.copy_(value)  # in place, since kernels and views keep their addresses
         for optimizer in self.optimizers:
-            optimizer.grads.zero_()
+            optimizer.clear()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)  # the tuner's copies do not count
         # No search among all that the compiler has left, which takes a second, in the steps.
@@ -2550,21 +2752,24 @@ class Run:
         complete: no gradients are waiting for the next step, so nothing is lost by a save.
         """
         is_last = step == self.last
-        stops = self.health.stopping and not is_last
+        stops = self.exchange.stopping and not is_last
         validates = is_last or (self.cfg.val_every and step % self.cfg.val_every == 0)
         saves = self.is_save_due(step, complete, stops)
+        self.stopped = stops and (saves or not self.cfg.save_every)
         # The clock stands from here until it is started again.
-        if validates or saves:
+        if validates or saves or self.stopped:
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
             self.train_time_ms = self.elapsed_ms()
+            self.exchange.read()
+            self.log_read()
             if validates:
-                self.val_loss = validate(self.model, self.val_tokens, self.cfg, self.ranks)
+                now = schedule(step, self.cfg)
+                self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
                 self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
             if saves:
                 self.save_checkpoint(step)
             self.started = time.perf_counter()
-        self.stopped = stops and (saves or not self.cfg.save_every)
         return is_last or self.stopped
 
     def is_save_due(self, step, complete, stops) -> bool:
@@ -2580,6 +2785,28 @@ class Run:
         """Time spent on training: what was counted before, and since the clock started."""
         return self.train_time_ms + 1000 * (time.perf_counter() - self.started)
 
+    def on_ctrl_z(self, number, frame):
+        """Sleep until the process is told to go on, and count none of it as training time."""
+        before = time.perf_counter()
+        signal.raise_signal(signal.SIGSTOP)
+        self.started += time.perf_counter() - before
+
+    def check(self, step, losses):
+        """Exchange the losses of a step before its update. Raises UserError if not finite."""
+        self.exchange.check(step, losses)
+
+    def log_step(self, step):
+        """Log a step that is done. On CUDA its line comes one step late, as its loss does."""
+        self.done_ms[step] = self.elapsed_ms()
+        self.log_read()
+
+    def log_read(self):
+        """Log the loss that is minimised and, where a record has it, the next token's."""
+        for step, values in self.exchange.losses.items():
+            losses = dict(zip(("train_loss", "next_token_loss"), values))
+            self.log_losses(step, self.done_ms.pop(step), **losses)
+        self.exchange.losses.clear()
+
     def log_losses(self, step, ms, **losses):
         """Log a step's losses. The console shows each tenth of the run, and the time left."""
         average = ms / max(1, step)
@@ -2589,6 +2816,7 @@ class Run:
             if not math.isfinite(loss):
                 raise UserError(f"{text}; lower the learning rates")
         text += f" train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
+        text += f" tokens_per_s:{1000 * self.plan.tokens[step] / max(1, ms):.0f}"
         left = f" left:{average * (self.last - step) / 1000:.0f}s"
         # The first step with another tenth of the run behind it
         is_tenth = step * 10 % self.last < 10
@@ -2599,96 +2827,51 @@ class Run:
         self.saved_step = step
         state = dict(
             step=step,
-            settings={name: show(value) for name, value in vars(self.cfg).items()},
+            settings=asdict(self.settings),
             script=self.script,
             data=self.data,
-            loader=self.loader.place,
+            loader=tuple(self.loader.place),
             threads=torch.get_num_threads(),
             train_time_ms=self.train_time_ms,
             model=self.model.state_dict(),
             optimizers={each.name: each.full_state() for each in self.optimizers},
         )
-        # Leading zeros let names sort by step.
-        path = self.log.folder / f"step-{step:06d}.pt"
         if self.ranks.rank == 0:
-            write_checkpoint(path, state)
-
-    def log_step(self, step):
-        """Log the loss that is minimised and, where a record has it, the next token's."""
-        losses = dict(zip(("train_loss", "next_token_loss"), self.health.losses))
-        self.log_losses(step, self.elapsed_ms(), **losses)
+            # Leading zeros let names sort by step.
+            write_checkpoint(self.log.folder / f"step-{step:06d}.pt", state)
 
     def finish(self):
         """Log the results."""
         cfg = self.cfg
         reached = "reached" if self.val_loss <= cfg.target_loss else "not reached"
         self.log(f"target loss {cfg.target_loss}: {reached}")
-        if cfg.preset == "record":
-            self.log(f"to file it with its record: python records/ledger file {self.log.path}")
         results = dict(
             val_loss=f"{self.val_loss:.6f}",
             train_time_ms=f"{self.train_time_ms:.0f}",
             steps=self.last,
-            tokens=self.plan.tokens,
+            tokens=self.plan.tokens[-1],
             val_digest=self.val_digest,  # a resumed run may validate on other tokens
             peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0
             **self.facts)
+        if cfg.preset == "record":
+            self.log("to file it with its record: python records/ledger file "
+                     f"logs/{self.log.run_id}/log.txt")
         self.log("---")  # programs read what follows
         for key, value in results.items():
             self.log(f"{key}: {value}")
-
-
-def check_data(cfg, loader, tokens, digest):
-    """Raise UserError where training data are not the checkpoint's, held out, or too few."""
-    files = f"--train_files {cfg.train_files}"
-    if loader.digest != digest:
-        raise UserError(f"{files}: not the data of {cfg.resume}")
-    if set(loader.files) & set(find_shards(cfg.val_files)):
-        raise UserError(f"{files}: --val_files has a file of these, too")
-    if tokens > loader.size:
-        message = f"{files}: {loader.size} tokens, read again as the run takes {tokens}"
-        if cfg.preset == "record" and not cfg.repeat_data:
-            shards = math.ceil(tokens / 1e8)  # of FineWeb
-            raise UserError(f"{message}; fetch more: python data/fineweb.py {shards}, "
-                            "or --repeat_data true")
-        loader.log(message)
 
 
 # ---- Command line -----------------------------------------------------------
 # Flags that may differ from the checkpoint of a resumed run
 MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every device
     sequences_per_forward head_chunks run_id save_every resume""".split()
-ZERO_IS_OFF = "val_every warmup_steps head_chunks save_every".split()
+# Whole numbers, in all records, that may not be 0
+ABOVE_ZERO = """vocab_size vocab_multiple model_dim head_dim num_iterations sequences_per_step
+    sequences_per_forward val_seq_len val_tokens""".split()
 
 
-def show(value) -> str:
-    """A value in the form that its flag takes."""
-    if isinstance(value, tuple):
-        return ",".join(map(show, value))
-    if is_dataclass(value):  # a row
-        return ":".join(map(show, vars(value).values()))
-    return str(value)
-
-
-def flag_type(name, default):
-    """What turns the text of a flag into a value like the default. It raises ValueError."""
-    kind = type(default)
-    least = 0 if kind is float or name in (*MAY_BE_ZERO, *ZERO_IS_OFF) else 1
-
-    def flag(text):
-        if kind is bool:
-            return ["false", "true"].index(text.lower()) == 1
-        if kind is tuple:
-            return tuple(map(flag_type(name, default[0]), text.split(",")))
-        if is_dataclass(default):  # a row
-            pairs = zip(vars(default).items(), text.split(":"), strict=True)
-            return kind(*(flag_type(*field)(part) for field, part in pairs))
-        value = kind(text)
-        if kind is not str and not least <= value < 2**31:  # too large for any machine
-            raise ValueError
-        return value
-
-    return flag
+def true_or_false(text: str) -> bool:
+    return ["false", "true"].index(text.lower()) == 1
 
 
 def parse_flags(argv) -> dict:
@@ -2699,67 +2882,104 @@ def parse_flags(argv) -> dict:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # only what is given stands in the result
+        allow_abbrev=False,
     )
     parser.error = error  # one line, as all errors
     # The comments of the table: `name: type = default  # meaning`
     meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text("utf-8"), re.M))
     choices = dict(preset=["record", "pocket"], device=["auto", "cuda", "cpu"])
-    # Only what is given stands in the result, so that defaults can come from elsewhere.
-    for each in fields(Hyperparameters):
-        name = each.name
-        default = show(each.default)
-        pocket = show(POCKET.get(name, each.default))
-        meaning = meanings.get(name, "")
-        parser.add_argument(f"--{name}", type=flag_type(name, each.default), metavar="X",
-                            choices=choices.get(name),
-                            help=f"{meaning} (record: {default}, pocket: {pocket})")
+    for name, default in vars(Hyperparameters()).items():
+        kind = type(default)
+        if kind in (int, float, bool, str):  # tables are edited in the file
+            pocket = POCKET.get(name, default)
+            parser.add_argument(
+                f"--{name}", type=true_or_false if kind is bool else kind, metavar="X",
+                choices=choices.get(name),
+                help=f"{meanings.get(name, '')} (record: {default}, pocket: {pocket})")
     return vars(parser.parse_args(argv))
 
 
 def parse_args(argv) -> Hyperparameters:
-    """The hyperparameters of a new run. Raises UserError."""
+    """The hyperparameters of a new run, before `shorten`. Raises UserError."""
     return hyperparameters(parse_flags(argv))
 
 
 def hyperparameters(given, saved=None) -> Hyperparameters:
     """The flags given, over those of their preset or of a checkpoint. Raises UserError."""
-    values = POCKET if given.get("preset") == "pocket" else {}
+    values = given
     if saved:
-        # The new process chooses its device and its log.
-        values = saved | dict(device="auto", run_id="", head_chunks=0)
         for name, value in given.items():
             if name not in MAY_CHANGE and value != saved[name]:
-                raise UserError(f"--{name} {show(value)}: the checkpoint has {show(saved[name])}; "
+                raise UserError(f"--{name} {value}: the checkpoint has {saved[name] or 'none'}; "
                                 f"a resumed run may change {', '.join(MAY_CHANGE)}")
-    cfg = Hyperparameters(**(values | given))
-    # A rule begins with its flag. The record has rules of its own.
-    rules = {
-        "val_seq_len must be a multiple of 128": cfg.val_seq_len % 128 == 0,
-        "eot_token must be below vocab_size": cfg.eot_token < cfg.vocab_size,
-        "num_iterations must be at most a million": cfg.num_iterations <= 10**6,
-        "run_id must be of letters, digits, _ . + -, and not begin with .":
-            re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id),
-    }
-    for rule, holds in (rules | check_flags(cfg)).items():
-        if not holds:
-            raise UserError(f"--{rule}; here it is {show(getattr(cfg, rule.split()[0]))}")
+        flags = {name: value for name, value in saved.items()
+                 if not isinstance(value, tuple | dict)}
+        # The new process chooses its device and its log.
+        values = flags | dict(device="auto", run_id="", head_chunks=0) | given
+    preset = POCKET if values.get("preset") == "pocket" else {}
+    cfg = Hyperparameters(**(preset | values))
+    for name, value in asdict(cfg).items():
+        if saved and name not in values and value != saved[name]:
+            raise UserError(f"{name} in {SCRIPT.name}: the checkpoint has another table; "
+                            "resume it by the script that wrote it")
+    check_settings(cfg)
     return cfg
+
+
+def check_settings(cfg):
+    """Raise UserError where the settings break a rule of the harness or of the record."""
+    def require(holds, name, rule):
+        if not holds:
+            value = getattr(cfg, name)
+            if isinstance(value, int | float | str):
+                raise UserError(f"--{name} must {rule}; here it is {value}")
+            raise UserError(f"{name} in {SCRIPT.name} must {rule}")
+
+    for name, value in vars(cfg).items():
+        if isinstance(value, int | float):
+            require(0 <= value < 2**31, name, "be at least 0 and below 2147483648")
+    for name in ABOVE_ZERO:
+        require(getattr(cfg, name) > 0, name, "be above 0")
+    require(cfg.num_iterations < 10**6, "num_iterations", "be below a million")
+    require(cfg.val_seq_len % 128 == 0, "val_seq_len", "be a multiple of 128")
+    require(cfg.eot_token < cfg.vocab_size, "eot_token", "be below vocab_size")
+    require(cfg.shorten in (1, 2, 4, 8), "shorten", "be 1, 2, 4 or 8")
+    require(re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id), "run_id",
+            "be of letters, digits, _ . + -, and not begin with .")
+    check(cfg, require)
+
+
+def find_checkpoint(given):
+    """Path and state of the checkpoint that --resume names, or those of a new run.
+
+    Raises UserError.
+    """
+    path = given.get("resume", "")
+    run_id = given.get("run_id")
+    if not path:
+        return "", NEW_RUN
+    if path == "auto" and run_id:
+        return newest_checkpoint(Path("logs", run_id))
+    state = load_checkpoint(Path(path))
+    # Two runs in one log would be taken for one.
+    if run_id and Path(path).resolve().parent != Path("logs", run_id).resolve():
+        raise UserError(f"--resume {path}: not of --run_id {run_id}; leave --run_id out, and the "
+                        "run gets a log of its own")
+    return path, state
 
 
 def run_script(argv) -> int:
     """Train or resume by the flags. Returns the exit code. Raises UserError."""
     given = parse_flags(argv)
-    path = given.get("resume", "")
-    state = NEW_RUN
-    if path == "auto" and given.get("run_id"):
-        path, state = newest_checkpoint(Path("logs", given["run_id"]))
-    elif path:
-        state = load_checkpoint(Path(path))
-    cfg = hyperparameters(given | dict(resume=path), state.get("settings"))
-    with Ranks(cfg) as ranks:
-        chunks = cfg.head_chunks or default_head_chunks(ranks.device)
-        cfg = replace(cfg, head_chunks=chunks)
+    path, state = find_checkpoint(given)
+    settings = hyperparameters(given | dict(resume=path), state.get("settings"))
+    with Ranks(settings) as ranks:
+        chunks = settings.head_chunks or default_head_chunks(ranks.device)
+        settings = replace(settings, head_chunks=chunks)
+        if path and back_in_earlier_stage(settings, state):
+            settings = replace(settings, init=path)  # embedding and head stay apart
+        cfg = shorten(settings)
         log = Log(cfg, ranks, may_restart=given.get("resume"))
         if path:
             torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
@@ -2769,7 +2989,7 @@ def run_script(argv) -> int:
         # A finished record can be evaluated without a GPU.
         if left and cfg.preset == "record" and ranks.device.type != "cuda":
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
-        run = Run(cfg, ranks, log, state)
+        run = Run(cfg, settings, ranks, log, state)
         train(run, cfg)
         if run.stopped:
             log("stopped by a signal; what --save_every saved goes on by "
@@ -2779,21 +2999,50 @@ def run_script(argv) -> int:
         return 0
 
 
+def back_in_earlier_stage(settings, state) -> bool:
+    """Whether a checkpoint's step was in a later stage of its own, shorter schedule."""
+    step = state["step"]
+    before = replace(settings, num_iterations=state["settings"]["num_iterations"])
+    return schedule(step, settings).stage < schedule(step, before).stage
+
+
+def open_streams():
+    """Replace standard streams that are closed, as those of a daemon, by ones to nowhere."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+
+
 def main(argv=None) -> int:
     """Run the script and return its exit code: 2 after an error that a user can mend."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    open_streams()
     sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack some letters
+    code = 2
+    is_mine = True  # whether the other ranks may have another error, or none
     try:
         return run_script(argv)
+    except KeyboardInterrupt:  # before the first step; from then on signals are caught
+        code, message, is_mine = 130, "interrupted", False
     except (UserError, OSError, dist.DistError) as error:
         message = str(error)  # names the file or flag
+        is_mine = not isinstance(error, UserError) or isinstance(error, RankError)
     except (MemoryError, torch.OutOfMemoryError):
         # Fewer tokens at once; --head_chunks helps where the logits alone are too large.
         message = "out of memory; shorten the sequences or lower --sequences_per_forward"
-    # One rank of each machine is enough.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    except RuntimeError as error:
+        if "gloo" not in str(error):
+            raise
+        message = f"another rank has ended, and says why ({error})"
+    finally:
+        gc.unfreeze()
+    world_size, rank, local_rank = map(
+        os.environ.get, ("WORLD_SIZE", "RANK", "LOCAL_RANK"), ("1", "0", "0"))
+    if is_mine and world_size != "1":
+        message = f"rank {rank}: {message}"
+    if is_mine or local_rank == "0":  # one rank of each machine is enough
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    return code
 
 
 if __name__ == "__main__":

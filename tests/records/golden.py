@@ -51,7 +51,7 @@ import shards  # noqa: E402
 
 FILE = Path(__file__).with_suffix(".toml")
 TOLERANCE = 1e-9  # of a number's size
-RENAMED = {}  # a name in today's scripts: the name in the file, by which weights are made, too
+RENAMED = {}  # a number's name in today's scripts: in the file, by which weights are made, too
 
 
 # ---- Formulas ---------------------------------------------------------------
@@ -80,7 +80,6 @@ def weights_of(name: str, first: torch.Tensor) -> torch.Tensor:
 
     first: the standard deviation of each, or its bound, or the constant itself.
     """
-    name = RENAMED.get(name, name)
     size = torch.where(first == 0, 0.1, first)
     factor = torch.from_numpy(0.5 + hashed(name, first.numel())).view_as(first)
     if first.ndim > 1:
@@ -90,12 +89,14 @@ def weights_of(name: str, first: torch.Tensor) -> torch.Tensor:
 
 
 # ---- How a record is driven -------------------------------------------------
-# All that knows the interface of a script. What a run computes depends on none of it.
+# Here alone stands what knows a script's interface. When that changes this is adapted, so that a
+# run keeps its documents, tokens, rows, windows, and weights.
 BLOCK = 8  # instead of the scripts' 128
 LENGTH = 12 * BLOCK  # of the longest sequences
 EOT = 256  # the largest token
 VALIDATED = 3  # the step before which a run validates, as after the last one
 TWO_PASSES = 1  # the step of two forward passes, a sequence each; all others have one
+TABLE = "ngram_table.rows"  # the name of what has no parameter
 # Tokens that are seen back, and of a document, by the record's
 WINDOWS = {128: 8, 384: 16, 640: 24, 768: 32, 896: 24, 1408: 32, 1664: 40, 2560: 48}
 DOCUMENTS = {0: 0, 896: 24, 2048: 56, 3072: 64}
@@ -293,14 +294,11 @@ class TinyRun:
         return found
 
 
-TABLE = "ngram_table.rows"
-
-
 def make_model(script, cfg):
     """The record's model with weights of the formula. What begins as the head does so here."""
     model = script.GPT(cfg)
     model.init_weights(torch.Generator())
-    params = dict(model.named_parameters())
+    params = {RENAMED.get(name, name): param for name, param in model.named_parameters()}
     tied = "lm_head.weight" in params and params["embed.weight"].equal(params["lm_head.weight"])
     with first_sizes():
         model.init_weights(torch.Generator())
@@ -310,7 +308,7 @@ def make_model(script, cfg):
             param.copy_(weights_of(begins_as, param))
         for name, buffer in model.named_buffers():
             if name.endswith("signs"):
-                signs = np.sign(hashed(name, buffer.numel()) - 0.5)
+                signs = np.sign(hashed(RENAMED.get(name, name), buffer.numel()) - 0.5)
                 buffer.copy_(torch.from_numpy(signs).view_as(buffer))
     if hasattr(model, "read_tables"):
         model.read_tables()
@@ -406,7 +404,7 @@ HEAD = """\
 # What each record computes in a few tiny steps. `python tests/records/golden.py --write` writes it;
 # its docstring says what the steps are, and when a number may be written anew.
 #
-# commit: of the repository whose script was run
+# commit: the last one of the repository whose script was run
 # size x: of the record, where its tiny run has another one; parameters: how many it has
 # schedule x: over the steps of the record, the sum, and the sum of each times cos(step)
 # rotary: cosines and sines of a stage with the record's windows, from its first tiny step on
@@ -461,24 +459,34 @@ def commit_of(repository: Path) -> str:
 def parse_args(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="*", help="names of folders in records/; none: all")
+    parser.add_argument("records", nargs="*", help="folders in records/; none: all (or all new)")
     parser.add_argument("--write", action="store_true", help="add the numbers of these records")
     parser.add_argument("--replace", action="store_true", help="with --write: also of known ones")
     parser.add_argument("--why", default="", help="with --replace: what was wrong; the file has it")
     parser.add_argument("--root", type=Path, default=REPO, help="repository that has the records")
+    parser.error = one_line
     args = parser.parse_args(argv)
+    has_numbers = read_file().keys()
     known = sorted(path.parent.name for path in args.root.glob("records/20*/train_gpt.py"))
     unknown = sorted(set(args.records) - set(known))
     if unknown:
         parser.error(f"{unknown[0]}: no such record; they are the folders of {args.root}/records")
-    if args.replace != bool(args.why) or args.replace > args.write:
-        parser.error("--replace, --why: go together, and with --write; "
-                     "say what was wrong with the numbers")
+    replaces = args.write and args.replace and args.why and args.records
+    if (args.replace or args.why) and not replaces:
+        parser.error("--replace: needs --write, the records' names, and --why with what was wrong")
+    if args.write and not args.replace:
+        taken = sorted(has_numbers & set(args.records))
+        if taken:
+            parser.error(f"{taken[0]}: has its numbers; if they were wrong: --replace --why REASON")
+        known = [name for name in known if name not in has_numbers]
     args.records = args.records or known
-    taken = sorted(set(args.records) & set(read_file()))
-    if args.write and taken and not args.replace:
-        parser.error(f"{taken[0]}: has its numbers; where they were wrong: --replace --why REASON")
     return args
+
+
+def one_line(message):
+    """End as a wrong flag does."""
+    print(f"golden.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main(argv=None) -> int:

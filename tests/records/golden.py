@@ -107,10 +107,10 @@ SIZES = dict(
     max_document_tokens=56, seq_len=LENGTH, val_seq_len=LENGTH, val_tokens=2 * LENGTH,
     sequences_per_step=2, sequences_per_forward=2, head_chunks=2, device="cpu",
     momentum_warmup=3, momentum_cooldown=3, freeze_steps=2, blend_from=4, period_from=4,
-    average_steps=14, late_steps=10,  # the first ones are 0 modulo 4, as in the records
 )
+LAST_STEPS = {298: 14, 250: 10}  # of averages; the first ones are 0 modulo 4, as in the records
 # Of a machine, or seen in the schedule
-NO_SIZES = "sequences_per_forward", "head_chunks", "device", "average_steps", "late_steps"
+NO_SIZES = "sequences_per_forward", "head_chunks", "device"
 NO_SCHEDULES = "stage", "share", "num_targets", "adam_steps", "event"  # tiny runs have them
 
 
@@ -138,12 +138,12 @@ def full_size(script) -> dict:
 
 def rotary_tables(script, cfg) -> dict:
     """The rotary embedding of a stage by its windows, which are the record's, by its first step."""
-    stages = []
-    for row, full in zip(cfg.stages, script.Hyperparameters().stages):
+    def with_windows(row, full):
         windows = dict(long_window=full.long_window, short_window=full.short_window)
-        stages.append(dataclasses.replace(row, **windows))
+        return dataclasses.replace(row, **windows)
+
     wide = dict(model_dim=64, head_dim=32)  # as many frequencies as show how they slow down
-    cfg = dataclasses.replace(cfg, stages=tuple(stages), **wide)
+    cfg = dataclasses.replace(cfg, **rows_of(cfg, with_windows, script.Hyperparameters()), **wide)
     model = script.GPT(cfg)
     found = {}
     stage = None
@@ -181,7 +181,12 @@ def tiny(script, folder: Path):
         canonical_file=str(folder / "canonical.npz"),
     )
     if hasattr(cfg, "stages"):
-        sizes["stages"] = tuple(tiny_stage(row, cfg) for row in cfg.stages)
+        longest = max(row.seq_len for row in cfg.rows())
+        sizes |= rows_of(cfg, lambda row, _: tiny_stage(row, longest), cfg)
+    if hasattr(cfg, "averages"):
+        sizes["averages"] = tuple(
+            dataclasses.replace(row, last_steps=LAST_STEPS[row.last_steps])
+            for row in cfg.averages)
     return dataclasses.replace(cfg, **{k: v for k, v in sizes.items() if hasattr(cfg, k)})
 
 
@@ -197,9 +202,17 @@ def steps_of(cfg):
     return 8 if hasattr(cfg, "stages") else 6, 0
 
 
-def tiny_stage(row, cfg):
+def rows_of(cfg, change, other) -> dict:
+    """The rows of all stages by their field, each of them change(row, row of the other)."""
+    found = dict(stages=tuple(map(change, cfg.stages, other.stages)))
+    for name in ("extension", "last_validation"):
+        if hasattr(cfg, name):
+            found[name] = change(getattr(cfg, name), getattr(other, name))
+    return found
+
+
+def tiny_stage(row, longest):
     """A stage with lengths in the record's proportions."""
-    longest = max(stage.seq_len for stage in cfg.stages)
     sizes = dict(
         seq_len=LENGTH * row.seq_len // longest,
         long_window=WINDOWS[row.long_window],
@@ -224,7 +237,7 @@ def write_tables(folder: Path):
 
 
 class TinyRun:
-    """The harness's side of a record's `train`. It is loader and health, too."""
+    """The harness's side of a record's `train`. It is the loader, too."""
 
     first_step = 0
 
@@ -243,10 +256,10 @@ class TinyRun:
             table.load_full_state(table.full_state() | dict(rows=weights_of(TABLE, first)))
         self.tokens = tokens_of("training", 8000)
         self.val_tokens = tokens_of("validation", cfg.val_tokens + 1)
-        self.position = 0
+        self.place = script.Place()
         self.step = 0
         self.losses, self.validations = [], []
-        self.loader = self.health = self
+        self.loader = self
 
     def tables(self):
         """The optimizer of a table that is no parameter."""
@@ -267,15 +280,17 @@ class TinyRun:
         self.step = step
         is_last = step == self.cfg.num_iterations
         if is_last or step == VALIDATED:
-            self.script.validate(self.model, self.val_tokens, self.cfg, self.ranks)
+            now = self.script.schedule(step, self.cfg)
+            self.script.validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
         return is_last
 
     def next_step(self, now):
         documents = np.flatnonzero(self.tokens == EOT)
-        rows, self.position = self.script.cut_rows(
-            self.tokens, documents, self.position, now, self.cfg)
+        rows, self.place = self.script.cut_rows(
+            self.tokens, documents, self.place, now, self.cfg)
         passes = 2 if self.step == TWO_PASSES else 1
-        return [self.script.to_batch(part, self.ranks.device) for part in np.split(rows, passes)]
+        parts = zip(*(np.split(array, passes) for array in rows))
+        return [self.script.to_batch(type(rows)(*part), self.ranks.device) for part in parts]
 
     def check(self, step, losses):
         self.losses.append(losses.tolist())
@@ -310,8 +325,7 @@ def make_model(script, cfg):
             if name.endswith("signs"):
                 signs = np.sign(hashed(RENAMED.get(name, name), buffer.numel()) - 0.5)
                 buffer.copy_(torch.from_numpy(signs).view_as(buffer))
-    if hasattr(model, "read_tables"):
-        model.read_tables()
+    script.prepare(model, cfg, torch.device("cpu"))
     return model
 
 
@@ -367,7 +381,7 @@ def measure(path: Path) -> dict:
         write_tables(Path(folder))
         script.BLOCK = BLOCK
         cfg = tiny(script, Path(folder))
-        if hasattr(cfg, "stages"):
+        if hasattr(cfg, "last_validation"):
             for name, table in rotary_tables(script, cfg).items():
                 numbers[name] = sums(table.numpy())
         run = TinyRun(script, cfg)

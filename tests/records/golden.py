@@ -137,22 +137,24 @@ def full_size(script) -> dict:
 
 
 def rotary_tables(script, cfg) -> dict:
-    """The rotary embedding of a stage by its windows, which are the record's, by its first step."""
+    """The rotary embedding by the record's own windows, by the steps from which on it differs."""
     def with_windows(row, full):
         windows = dict(long_window=full.long_window, short_window=full.short_window)
         return dataclasses.replace(row, **windows)
 
-    wide = dict(model_dim=64, head_dim=32)  # as many frequencies as show how they slow down
-    cfg = dataclasses.replace(cfg, **rows_of(cfg, with_windows, script.Hyperparameters()), **wide)
+    full = script.Hyperparameters()
+    sizes = dict(model_dim=64, head_dim=32)  # as many frequencies as show how they slow down
+    if hasattr(full, "yarn_window"):
+        sizes["yarn_window"] = full.yarn_window
+    cfg = dataclasses.replace(cfg, **rows_of(cfg, with_windows, full), **sizes)
     model = script.GPT(cfg)
     found = {}
-    stage = None
+    last = None
     for step in range(cfg.num_iterations + 1):
-        now = script.schedule(step, cfg)
-        if now.stage != stage:
-            stage = now.stage
-            model.set_stage(now)
-            found[f"rotary from step {step}"] = model.rotary[:, :32].flatten()
+        model.set_stage(script.schedule(step, cfg))
+        table = model.rotary[:, :32].flatten()
+        if last is None or not table.equal(last):
+            found[f"rotary from step {step}"] = last = table
     return found
 
 
@@ -183,6 +185,8 @@ def tiny(script, folder: Path):
     if hasattr(cfg, "stages"):
         longest = max(row.seq_len for row in cfg.rows())
         sizes |= rows_of(cfg, lambda row, _: tiny_stage(row, longest), cfg)
+    if hasattr(cfg, "yarn_window"):
+        sizes["yarn_window"] = WINDOWS[cfg.yarn_window]
     if hasattr(cfg, "averages"):
         sizes["averages"] = tuple(
             dataclasses.replace(row, last_steps=LAST_STEPS[row.last_steps])
@@ -421,7 +425,7 @@ HEAD = """\
 # commit: the last one of the repository whose script was run
 # size x: of the record, where its tiny run has another one; parameters: how many it has
 # schedule x: over the steps of the record, the sum, and the sum of each times cos(step)
-# rotary: cosines and sines of a stage with the record's windows, from its first tiny step on
+# rotary: its cosines and sines by the record's windows, from the tiny step on where they change
 # loss k: of step k, what is minimised and, where it is another one, the next token's
 # validation k: before step 3, after the last one, and after that without the mask of logits
 # all others: a parameter in the end, the sum of its entries and of its entries times cos(index)

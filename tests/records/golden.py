@@ -171,7 +171,7 @@ def schedule_fields(now):
             yield name, value
 
 
-def tiny(script, folder: Path):
+def tiny(script, folder: Path, **changes):
     """The record's hyperparameters, of a tiny run. The folder has its prefixes and pairs."""
     cfg = script.Hyperparameters()
     scheduled, extension = steps_of(cfg)
@@ -191,6 +191,7 @@ def tiny(script, folder: Path):
         sizes["averages"] = tuple(
             dataclasses.replace(row, last_steps=LAST_STEPS[row.last_steps])
             for row in cfg.averages)
+    sizes |= changes
     return dataclasses.replace(cfg, **{k: v for k, v in sizes.items() if hasattr(cfg, k)})
 
 
@@ -292,6 +293,9 @@ class TinyRun:
         documents = np.flatnonzero(self.tokens == EOT)
         rows, self.place = self.script.cut_rows(
             self.tokens, documents, self.place, now, self.cfg)
+        return self.batches(rows)
+
+    def batches(self, rows):
         passes = 2 if self.step == TWO_PASSES else 1
         parts = zip(*(np.split(array, passes) for array in rows))
         return [self.script.to_batch(type(rows)(*part), self.ranks.device) for part in parts]

@@ -1,0 +1,174 @@
+"""Several ranks compute what one does: whole tiny runs of each record in float64.
+
+Ranks are threads, each with a model and optimizers of its own. torch's collectives are replaced by
+ones that hand tensors from thread to thread.
+"""
+
+import copy
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from golden import BLOCK, VALIDATED, TinyRun, in_float64, load, tiny, write_tables
+from record_folders import RECORDS, for_each_slowly
+
+EXACT = 1e-9  # of a tensor, relative: float64 through some steps
+
+
+class Exchange:
+    """The collectives between threads, in place of torch.distributed.
+
+    What is asynchronous has its result where it is waited for, no sooner.
+    """
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self.mine = threading.local()
+        self.turn = threading.Lock()
+        self.barrier = threading.Barrier(world_size, timeout=60)
+        self.given = [None] * world_size
+
+    def on_each_rank(self, function):
+        """What function(rank) returns, by rank. One runs at a time, which is quickest."""
+        def take_turns(rank):
+            self.mine.rank = rank
+            with self.turn:
+                try:
+                    return function(rank)
+                except BaseException:
+                    self.barrier.abort()  # else the others would wait
+                    raise
+
+        with ThreadPoolExecutor(self.world_size) as threads:
+            return list(threads.map(take_turns, range(self.world_size)))
+
+    def wait_for_all(self):
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
+
+    def collect(self, x, async_op, put):
+        """`put` what every rank has given at its same call."""
+        self.wait_for_all()
+        self.given[self.mine.rank] = copy.deepcopy(x)
+        self.wait_for_all()
+        handle = SimpleNamespace(wait=functools.partial(put, list(self.given)))
+        return handle if async_op else handle.wait()
+
+    def all_reduce(self, x, async_op=False):
+        return self.collect(x, async_op, lambda parts: x.copy_(sum(parts)))
+
+    def reduce_scatter_tensor(self, part, x, async_op=False):
+        rank = self.mine.rank
+
+        def put(parts):
+            part.copy_(sum(parts).chunk(self.world_size)[rank])
+
+        return self.collect(x, async_op, put)
+
+    def all_gather_into_tensor(self, whole, x, async_op=False):
+        def put(parts):
+            whole.copy_(x.new_tensor(np.concatenate([part.numpy() for part in parts])))
+
+        return self.collect(x, async_op, put)
+
+    def all_gather(self, rows, x, async_op=False):
+        def put(parts):
+            for row, part in zip(rows, parts):
+                row.copy_(part)
+
+        return self.collect(x, async_op, put)
+
+    def all_to_all_single(self, out, x, output_split_sizes=None, input_split_sizes=None,
+                          async_op=False):
+        rank = self.mine.rank
+        pieces = x.split(input_split_sizes or len(x) // self.world_size)
+
+        def put(given):
+            start = 0
+            for of_rank in given:
+                end = start + len(of_rank[rank])
+                out[start:end] = of_rank[rank]
+                start = end
+
+        return self.collect(pieces, async_op, put)
+
+
+class RankRun(TinyRun):
+    """A rank's run. Each of its forward passes has one sequence."""
+
+    def __init__(self, script, cfg, rank=0, world_size=1):
+        ranks = script.Ranks
+
+        def of_this_rank(cfg):
+            found = ranks(cfg)
+            found.rank = rank
+            found.world_size = world_size
+            return found
+
+        script.Ranks = of_this_rank
+        super().__init__(script, cfg)
+        script.Ranks = ranks
+
+    def train(self):
+        self.script.train(self, self.cfg)
+
+    def pause(self, step, complete):
+        self.step = step
+        is_last = step == self.cfg.num_iterations
+        if is_last or step == VALIDATED:
+            now = self.script.schedule(step, self.cfg)
+            loss = self.script.validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
+            self.validations.append(loss)
+        return is_last
+
+    def batches(self, rows):
+        num_sequences = len(rows[0])
+        parts = zip(*(np.split(array, num_sequences) for array in rows))
+        batches = [self.script.to_batch(type(rows)(*part), self.ranks.device) for part in parts]
+        share = num_sequences // self.ranks.world_size
+        return batches[self.ranks.rank * share :][:share]
+
+    def state(self):
+        """Weights and the optimizers' state of all ranks, by name."""
+        found = self.weights()
+        for optimizer in self.optimizers:
+            for key, value in optimizer.full_state().items():
+                found[f"{optimizer.name}, {key}"] = value
+        return {name: value.clone() for name, value in found.items()}
+
+
+@for_each_slowly(RECORDS)
+def test_ranks_compute_what_one_does(record, tmp_path, monkeypatch):
+    """On two of them; of the newest record on five, which divide no number of its matrices."""
+    count = 5 if record == RECORDS[-1] else 2
+    with in_float64():
+        script = load(record)
+        script.BLOCK = BLOCK
+        write_tables(Path(tmp_path))
+        cfg = tiny(script, Path(tmp_path), sequences_per_step=count)
+        one = RankRun(script, cfg)
+        one.train()
+        expected = one.state()
+        exchange = Exchange(count)
+        monkeypatch.setattr(script, "dist", exchange)
+
+        def run(rank):
+            mine = RankRun(script, cfg, rank, count)
+            mine.train()
+            return mine, mine.state()
+
+        found = exchange.on_each_rank(run)
+    for rank, (run, state) in enumerate(found):
+        assert run.validations == pytest.approx(one.validations, rel=1e-11)
+        for name, value in state.items():
+            error = (value - expected[name]).norm()
+            assert error <= EXACT * expected[name].norm() + 1e-12, (rank, name)
+    losses = np.mean([run.losses for run, _ in found], axis=0)
+    assert losses == pytest.approx(np.array(one.losses), rel=1e-11)

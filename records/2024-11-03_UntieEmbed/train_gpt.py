@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a GPT of GPT-2 small's shape to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
+"""Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py     # the record, on 8 GPUs
     python train_gpt.py                                       # the record, on one GPU
@@ -17,30 +17,14 @@ ReLU²                                             MLP
 QK-norm                                           CausalSelfAttention
 rotary embedding                                  GPT, rotate
 Muon                                              orthogonalize, muon_update
-distributed Muon                                  Optimizer, Muon, step_optimizers
+distributed Muon                                  ReplicatedOptimizer, Muon, step_optimizers
 rates                                             schedule
 """
 
-import argparse
-import fcntl
-import glob
-import hashlib
 import math
-import os
-import platform
-import re
-import shlex
-import signal
-import sys
-import time
-import warnings
-import zipfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -48,16 +32,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import collect_env
 from torch.utils.checkpoint import checkpoint
 
 
 # ---- Hyperparameters --------------------------------------------------------
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The settings of a run. Each field is also a command-line flag.
+    """The settings of a run, with the values of the preset record.
 
-    These are the values of the preset record.
+    Each is also a command-line flag.
     """
 
     preset: str = "record"  # name of the defaults that the other flags change
@@ -73,7 +56,7 @@ class Hyperparameters:
     # Optimizers
     embed_lr: float = 0.3  # Adam's rate of the token embedding
     head_lr: float = 0.002  # Adam's rate of output head
-    muon_lr: float = 0.02  # Muon's rate; about the spectral norm of a step
+    muon_lr: float = 0.02  # Muon's rate
     muon_momentum: float = 0.95  # Muon's momentum
     # Schedules
     num_iterations: int = 4578  # optimizer steps
@@ -85,7 +68,7 @@ class Hyperparameters:
     repeat_data: bool = False  # allow the preset record to read its data again
     sequences_per_step: int = 512  # sequences of a step, all ranks together
     sequences_per_forward: int = 64  # sequences that a rank runs at once, at most
-    sequence_stride: int = 1  # from one sequence to the next taken, wrapping around
+    shorten: int = 1  # sequences are so many times shorter, and as many more in a step
     val_seq_len: int = 1024  # tokens of a validation sequence
     val_tokens: int = 10_485_760  # validation tokens, each counted once
     val_every: int = 125  # steps between validations; 0: only the last
@@ -128,21 +111,29 @@ POCKET = dict(
 )
 
 
-# Whole numbers that may be 0; all others are at least 1.
-MAY_BE_ZERO = ["seed", "eot_token"]
+def check(cfg, require):
+    """The rules of this record. `require` raises UserError, "--name must rule", where one fails."""
+    require(cfg.head_dim > 0 and cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
+    require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
+    require(cfg.model_dim > 0, "model_dim", "be above 0")
+    require(cfg.num_layers > 0, "num_layers", "be above 0")
+    require(cfg.rope_base > 0, "rope_base", "be above 0")
+    require(cfg.seq_len > 0, "seq_len", "be above 0")
+    require(cfg.seq_len % cfg.shorten == 0, "shorten", "divide seq_len")
+    require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
 
 
-def check_flags(cfg) -> dict:
-    """This record's rules for its flags: words that begin with the flag, whether they hold."""
-    return {
-        "head_dim must be a multiple of 4": cfg.head_dim % 4 == 0,
-        "model_dim must be a multiple of head_dim": cfg.model_dim % cfg.head_dim == 0,
-        "cooldown_frac must be above 0, at most 1": 0 < cfg.cooldown_frac <= 1,
-    }
+def shorten(cfg) -> Hyperparameters:
+    """The settings that --shorten makes, for cards with less memory."""
+    return replace(
+        cfg,
+        sequences_per_step=cfg.sequences_per_step * cfg.shorten,
+        seq_len=cfg.seq_len // cfg.shorten,
+    )
 
 
 # ---- Schedules --------------------------------------------------------------
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """What holds in a step."""
 
@@ -204,8 +195,8 @@ class Table(nn.Module):
         return F.embedding(ids, self.weight)
 
 
-class Linear(nn.Module):
-    """A linear map."""
+class CastedLinear(nn.Module):
+    """A linear map. On a GPU autocast casts its weight."""
 
     def __init__(self, in_features, out_features, group, first=zeros):
         super().__init__()
@@ -247,6 +238,13 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
 
 
+class Batch(NamedTuple):
+    """The sequences of a forward pass."""
+
+    inputs: Tensor  # (B, T), int32
+    targets: Tensor  # (B, T), int64: the token after each input, or -1 for none
+
+
 class CausalSelfAttention(nn.Module):
     """Attention with rotary embedding, within each sequence."""
 
@@ -255,13 +253,14 @@ class CausalSelfAttention(nn.Module):
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
         first = uniform((3 * dim) ** -0.5)
-        self.c_q = Linear(dim, dim, group="attention", first=first)
-        self.c_k = Linear(dim, dim, group="attention", first=first)
-        self.c_v = Linear(dim, dim, group="attention", first=first)
+        self.c_q = CastedLinear(dim, dim, group="attention", first=first)
+        self.c_k = CastedLinear(dim, dim, group="attention", first=first)
+        self.c_v = CastedLinear(dim, dim, group="attention", first=first)
         # Zero-initialised projections: @Grad62304977
-        self.c_proj = Linear(dim, dim, group="attention")
+        self.c_proj = CastedLinear(dim, dim, group="attention")
 
     def forward(self, x, rotary):
+        # Queries, keys and values
         heads = (self.num_heads, -1)
         q = self.c_q(x).unflatten(-1, heads)  # (B, T, H, K)
         k = self.c_k(x).unflatten(-1, heads)
@@ -280,8 +279,8 @@ class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         dim = cfg.model_dim
-        self.c_fc = Linear(dim, 4 * dim, group="mlp in", first=uniform((3 * dim) ** -0.5))
-        self.c_proj = Linear(4 * dim, dim, group="mlp out")
+        self.c_fc = CastedLinear(dim, 4 * dim, group="mlp in", first=uniform((3 * dim) ** -0.5))
+        self.c_proj = CastedLinear(4 * dim, dim, group="mlp out")
 
     def forward(self, x):
         x = self.c_fc(x)  # (B, T, 4 D)
@@ -311,7 +310,7 @@ class GPT(nn.Module):
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
         self.embed = Table(vocab, cfg.model_dim, group="embed", first=normal(1.0))
         self.blocks = nn.ModuleList([Block(cfg) for _ in range(cfg.num_layers)])
-        self.lm_head = Linear(cfg.model_dim, vocab, group="head")
+        self.lm_head = CastedLinear(cfg.model_dim, vocab, group="head")
         # The head is computed in chunks of this many tokens.
         tokens = cfg.sequences_per_forward * cfg.seq_len / max(1, cfg.head_chunks)
         self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
@@ -345,13 +344,10 @@ class GPT(nn.Module):
         logits_SV = self.logits(x_SD)
         return F.cross_entropy(logits_SV, targets_S, ignore_index=-1, reduction="sum")
 
-    def forward(self, inputs_BT, targets_BT):
-        """Summed cross-entropy of the next tokens.
-
-        targets_BT has the token after each of inputs_BT, or -1 for none.
-        """
-        x_SD = self.hidden(inputs_BT).flatten(0, 1)
-        targets_S = targets_BT.flatten()
+    def forward(self, batch: Batch):
+        """Summed cross-entropy of the next tokens."""
+        x_SD = self.hidden(batch.inputs).flatten(0, 1)
+        targets_S = batch.targets.flatten()
         size = self.tokens_per_chunk
         if len(x_SD) <= size:
             return self.head_loss(x_SD, targets_S)
@@ -381,10 +377,7 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def muon_update(update, grad, mean, *, momentum):
-    """Muon's update of a matrix (M, N), without its rate, into `update`.
-
-    mean: of gradients.
-    """
+    """Muon's update of a matrix (M, N), without its rate, into `update`. mean: of gradients."""
     mean.mul_(momentum).add_(grad)  # a sum here, that is, the mean times a constant
     nesterov = grad + momentum * mean
     update.copy_(orthogonalize(nesterov, update.dtype))
@@ -408,27 +401,58 @@ def adam_update(weight, grad, mean, square, count, *, lr, betas):
     square.copy_(new_square)
 
 
-@dataclass
-class Group:
-    """A row of the table: how the parameters of a group are updated."""
+@dataclass(frozen=True)
+class AdamGroup:
+    """A row of the table: how Adam updates the parameters of a group."""
 
-    optimizer: type  # Adam or Muon
-    lr: float  # Adam: about a weight's change; Muon: about the spectral norm of a change
-    betas: tuple = (0.9, 0.95)  # Adam: decay of its means of gradients and of their squares
+    lr: float  # about how much a weight changes in a step
+    betas: tuple  # decay of the means of gradients and of their squares
 
 
-def parameter_groups(cfg) -> dict[str, Group]:
+@dataclass(frozen=True)
+class MuonGroup:
+    """A row of the table: how Muon updates the matrices of a group."""
+
+    lr: float  # about the spectral norm of a step; that of tall matrices is larger
+
+
+def parameter_groups(cfg) -> dict:
     """The table of parameter groups. The parameters name their group (`weight`)."""
     return {
-        "attention": Group(Muon, cfg.muon_lr),
-        "mlp in": Group(Muon, cfg.muon_lr),
-        "mlp out": Group(Muon, cfg.muon_lr),
-        "embed": Group(Adam, cfg.embed_lr),
-        "head": Group(Adam, cfg.head_lr),
+        "attention": MuonGroup(cfg.muon_lr),
+        "mlp in": MuonGroup(cfg.muon_lr),
+        "mlp out": MuonGroup(cfg.muon_lr),
+        "embed": AdamGroup(cfg.embed_lr, betas=(0.9, 0.95)),
+        "head": AdamGroup(cfg.head_lr, betas=(0.9, 0.95)),
     }
 
 
-class Optimizer:
+class Optimizer(Protocol):
+    """What the training loop and the harness ask of the optimizer of a group."""
+
+    name: str  # of the group
+    numel: int  # numbers that are trained
+
+    def reduce(self):
+        """Begin to sum the gradients over the ranks."""
+
+    def update(self, now, divisor):
+        """Update by gradients / divisor."""
+
+    def clear(self):
+        """Drop the gradients."""
+
+    def tensors(self) -> list[Tensor]:
+        """What a step changes: the warm-up steps on them and restores them."""
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The state of all ranks, on the CPU. All ranks call it."""
+
+    def load_full_state(self, full):
+        """Take this rank's part of a `full_state` from any number of ranks."""
+
+
+class ReplicatedOptimizer:
     """A group's weights and gradients as two flat buffers, whole on every rank.
 
     One all-reduce sums all gradients. Each of `owners` ranks computes one part of the update and
@@ -465,6 +489,9 @@ class Optimizer:
     def tensors(self):
         return [self.weights, *self.state.values()]
 
+    def clear(self):
+        self.grads.zero_()
+
     def reduce(self):
         """Begin to sum the gradients over the ranks."""
         if self.ranks.world_size > 1:
@@ -475,7 +502,7 @@ class Optimizer:
         self.wait()
         self.grads.div_(divisor)
         self.lr.fill_(self.group.lr * now.lr_factor)
-        self.apply_update(now)  # Adam's or Muon's
+        self.update_share(now)  # Adam's or Muon's
 
     def wait(self):
         if self.handle:
@@ -509,7 +536,7 @@ class Optimizer:
         return entries_a_unit * self.units if share.ndim else 1
 
 
-class Adam(Optimizer):
+class Adam(ReplicatedOptimizer):
     """Adam on tensors of any shape, by every rank."""
 
     def __init__(self, name, group, params, ranks):
@@ -519,7 +546,7 @@ class Adam(Optimizer):
         self.state["count"] = torch.zeros_like(self.lr)
         self.step_fn = compile_on_gpu(adam_update, self.lr.device)
 
-    def apply_update(self, now):
+    def update_share(self, now):
         self.step_fn(
             self.weights,
             self.my_grad,
@@ -529,7 +556,7 @@ class Adam(Optimizer):
         )
 
 
-class Muon(Optimizer):
+class Muon(ReplicatedOptimizer):
     """Muon on matrices of one shape."""
 
     def __init__(self, name, group, params, ranks):
@@ -541,7 +568,7 @@ class Muon(Optimizer):
         self.updates = torch.zeros_like(self.weights, dtype=dtype)  # of all ranks
         self.step_fn = compile_on_gpu(muon_update, self.lr.device)
 
-    def apply_update(self, now):
+    def update_share(self, now):
         updates = self.updates.zero_()[self.mine].view_as(self.my_grad)
         for update, grad, mean in zip(updates, self.my_grad, self.state["mean"]):
             self.step_fn(update, grad, mean, momentum=now.momentum)
@@ -564,8 +591,9 @@ def build_optimizers(model: GPT, cfg, ranks) -> list[Optimizer]:
         members[param.group].append(param)
     optimizers = []
     for name, group in groups.items():
+        kind = Adam if isinstance(group, AdamGroup) else Muon
         if members[name]:
-            optimizers.append(group.optimizer(name, group, members[name], ranks))
+            optimizers.append(kind(name, group, members[name], ranks))
     return optimizers
 
 
@@ -576,56 +604,74 @@ def step_optimizers(optimizers, now, divisor):
     for optimizer in optimizers:
         optimizer.update(now, divisor)
     for optimizer in optimizers:
-        optimizer.grads.zero_()
+        optimizer.clear()
 
 
 # ---- Training ---------------------------------------------------------------
-def cut_rows(tokens, documents, position: int, now, cfg):
-    """Cut a step's sequences, (N, seq_len + 1), from a shard. Returns them and the next position.
+class Place(NamedTuple):
+    """Where a step's sequences begin. A checkpoint keeps it."""
+
+    shard: int = 0  # counted through all epochs
+    position: int = 0  # in the shard, in tokens
+
+
+class Rows(NamedTuple):
+    """All sequences of a step, of all ranks, on the host. Each array has an entry for each."""
+
+    tokens: np.ndarray  # (N, T + 1), uint16
+
+
+def cut_rows(tokens, documents, place: Place, now, cfg):
+    """Cut a step's `Rows` from a shard, and return them and the next place.
 
     Returns None if the shard has too few tokens left.
     """
-    return consecutive_rows(tokens, position, now, cfg)
-
-
-def consecutive_rows(tokens, position: int, now, cfg):
-    """Sequences in order or, with a stride, spread over the shard; as `cut_rows` returns them.
-
-    The k-th sequence taken is number k · stride modulo N of the shard's N. The stride is made
-    coprime to N, so each is taken once.
-    """
-    length = now.seq_len
-    step_tokens = cfg.sequences_per_step * length
-    # Only whole steps count. Each sequence needs one more token, its last target.
-    N = (len(tokens) - 1) // step_tokens * cfg.sequences_per_step
-    first = round_up(position, length) // length
-    last = first + cfg.sequences_per_step
-    if last > N:
+    size = cfg.sequences_per_step * now.seq_len
+    start = place.position
+    # The last sequence needs one more token, its last target.
+    part = tokens[start : start + size + 1]
+    if len(part) <= size:
         return None
-    stride = cfg.sequence_stride
-    while math.gcd(stride, N) > 1:
-        stride += 1
-    rows = []
-    for k in range(first, last):
-        start = k * stride % N * length
-        rows.append(tokens[start : start + length + 1])
-    return np.stack(rows), last * length
+    windows = np.lib.stride_tricks.sliding_window_view(part, now.seq_len + 1)
+    return Rows(windows[:: now.seq_len]), place._replace(position=start + size)
 
 
-def prepare_for_cuda(model: GPT, cfg, device: torch.device):
-    """Set mixed precision, and compile."""
+def prepare(model: GPT, cfg, device: torch.device):
+    """Make the model ready to train on this device."""
+    if device.type != "cuda":
+        return
     model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     model.compile(dynamic=False)
 
 
+def to_batch(rows: Rows, device: torch.device) -> Batch:
+    """The sequences of a forward pass, on the device."""
+    tokens = torch.from_numpy(rows.tokens.astype(np.int64))
+    if device.type == "cuda":
+        tokens = tokens.pin_memory()  # the host need not wait for the copy
+    tokens = tokens.to(device, non_blocking=True)
+    return Batch(tokens[:, :-1].int(), tokens[:, 1:].contiguous())
+
+
+def losses_of(model, batch: Batch, now) -> Tensor:
+    """The loss of a batch, summed over its tokens, (1,).
+
+    Training, warm-up and validation all call it.
+    """
+    return model(batch).view(1)
+
+
 def accumulate_gradients(model, batches, now) -> Tensor:
-    """Add up the gradients of the mean losses of a step's batches. Returns the mean loss, (1,)."""
-    total = 0
-    for inputs, targets in batches:
-        loss = model(inputs, targets) / targets.numel()
-        loss.backward()
-        total = total + loss.detach()
-    return total.view(1) / len(batches)
+    """Add up the gradients of a step's batches. Returns the mean of `losses_of`, (1,).
+
+    The gradients are those of each batch's mean over tokens.
+    """
+    totals = 0
+    for batch in batches:
+        losses = losses_of(model, batch, now) / batch.targets.numel()
+        losses[0].backward()
+        totals = totals + losses.detach()
+    return totals / len(batches)
 
 
 def train(run, cfg):
@@ -642,28 +688,47 @@ def train(run, cfg):
 
         batches = run.loader.next_step(now)
         losses = accumulate_gradients(run.model, batches, now)
-        run.health.check(step, losses)
+        run.check(step, losses)
         step_optimizers(run.optimizers, now, divisor=len(batches) * run.ranks.world_size)
         run.log_step(step + 1)
 
 
 # ==== Harness: below this line every record has the same bytes ===============
-# These the harness alone needs.
+# The imports that the harness alone needs
+import argparse
 import contextlib
 import errno
+import fcntl
 import gc
+import glob
+import hashlib
+import os
+import platform
+import re
 import resource
-import shutil
-import socket
-import sysconfig
+import shlex
+import signal
+import sys
+import time
+import warnings
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields
 from datetime import timedelta
-from unittest import mock
+from importlib.metadata import version
+from pathlib import Path
+
+from torch.utils import collect_env
 
 SCRIPT = Path(__file__).resolve()
 
 
 class UserError(Exception):
     """An error that a user can mend. It ends the run in one line, with exit code 2."""
+
+
+class RankError(UserError):
+    """One that other ranks may not have. Each rank says its own."""
 
 
 # ---- Data -------------------------------------------------------------------
@@ -716,7 +781,7 @@ class TokenLoader:
     reads the next shard ahead.
     """
 
-    def __init__(self, cfg, ranks, shard=0, position=0, log=print):
+    def __init__(self, cfg, ranks, place, log=print):
         self.cfg = cfg
         self.ranks = ranks
         self.log = log
@@ -727,17 +792,15 @@ class TokenLoader:
         # All forward passes of a step have as many.
         self.per_forward = math.gcd(sequences, cfg.sequences_per_forward)
         self.files = find_shards(cfg.train_files)  # in the order of reading
-        self.size = 0  # tokens of all files, one epoch
+        self.sizes = [shard_size(path) for path in self.files]
         digest = hashlib.sha256()  # of each shard's name, size and first MiB
-        for path in self.files:
-            size = shard_size(path)
-            self.size += size
+        for path, size in zip(self.files, self.sizes):
             digest.update(f"{path.name} {size}".encode())
             digest.update(np.fromfile(path, "u1", 2**20))
         self.digest = digest.hexdigest()[:16]  # tells other training data apart
         self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
-        self.ahead = self.reader.submit(self.read, shard)  # a future
-        self.begin_shard(shard, position)
+        self.ahead = self.reader.submit(self.read, place.shard)  # a future
+        self.begin_shard(place)
 
     def read(self, shard):
         """A shard's tokens and where its documents begin. Shards are counted through all epochs."""
@@ -745,38 +808,73 @@ class TokenLoader:
         tokens = read_shard(path, self.cfg.vocab_size)
         return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
 
-    def begin_shard(self, shard, position=0):
+    def begin_shard(self, place):
         """Take the shard that was read ahead, and begin to read the next one."""
-        self.place = (shard, position)  # the same on any number of ranks
+        self.place = place  # the same on any number of ranks
         self.tokens, self.documents = self.ahead.result()
-        self.ahead = self.reader.submit(self.read, shard + 1)
+        self.ahead = self.reader.submit(self.read, place.shard + 1)
 
     def next_step(self, now):
-        """This rank's inputs and targets for each forward pass. Raises UserError without data."""
+        """This rank's batch for each forward pass of a step. Raises UserError without data."""
         for _ in range(len(self.files) + 1):  # the rest of this shard, then each shard once
-            shard, position = self.place
-            step = cut_rows(self.tokens, self.documents, position, now, self.cfg)
+            step = cut_rows(self.tokens, self.documents, self.place, now, self.cfg)
             if step:
-                rows, position = step
-                self.place = (shard, position)
-                # All ranks cut the same rows. Each takes its part.
-                parts = rows.reshape(self.ranks.world_size, -1, self.per_forward, rows.shape[1])
-                return [to_batch(part, self.ranks.device) for part in parts[self.ranks.rank]]
-            self.begin_shard(shard + 1)  # after the last one the first again
-            # An epoch begins.
-            if (shard + 1) % len(self.files) == 0:
+                rows, self.place = step
+                return self.batches(rows)
+            shard = self.place.shard + 1  # after the last one the first again
+            self.begin_shard(self.place._replace(shard=shard, position=0))
+            if shard % len(self.files) == 0:
                 self.log(f"the training data begin again: {self.cfg.train_files}")
         raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
                         "shorten the sequences or lower --sequences_per_step")
 
+    def batches(self, rows):
+        """This rank's part of a step's rows, as batches. All ranks cut the same rows."""
+        world_size, rank = self.ranks.world_size, self.ranks.rank
+        passes = len(rows[0]) // (world_size * self.per_forward)
+        shape = (world_size, passes, self.per_forward)
+        parts = [x.reshape(*shape, *x.shape[1:])[rank] for x in rows]
+        return [to_batch(type(rows)(*part), self.ranks.device) for part in zip(*parts)]
 
-def to_batch(tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs (int32) and targets (int64), both (B, T), of tokens (B, T + 1), on the device."""
-    tokens = torch.from_numpy(tokens.astype(np.int64))
-    if device.type == "cuda":
-        tokens = tokens.pin_memory()  # the host need not wait for the copy
-    tokens = tokens.to(device, non_blocking=True)
-    return tokens[:, :-1].int(), tokens[:, 1:].contiguous()
+    def blank_step(self, now):
+        """The first batch of this shard, in a list, for a step that leaves no trace."""
+        begin = self.place._replace(position=0)
+        step = cut_rows(self.tokens, self.documents, begin, now, self.cfg)
+        return self.batches(step[0])[:1] if step else []
+
+
+def count_shards(cfg, sizes) -> int:
+    """How many shards a run begins to read, where they have these sizes in tokens, in turn.
+
+    A step comes from one shard, and its last sequence needs a token more. Where documents are cut
+    short, a run reads more than that.
+    """
+    shards = 1
+    left = sizes[0]
+    for before, after in itertools.pairwise(plan(cfg).tokens):
+        if left <= after - before:
+            left = sizes[shards % len(sizes)]
+            shards += 1
+        left -= after - before
+    return shards
+
+
+def check_data(cfg, loader, digest):
+    """Raise UserError where training data are not the checkpoint's, held out, or too few."""
+    files = f"--train_files {cfg.train_files}"
+    if loader.digest != digest:
+        raise UserError(f"{files}: not the data of {cfg.resume}")
+    if set(loader.files) & set(find_shards(cfg.val_files)):
+        raise UserError(f"{files}: --val_files has a file of these, too")
+    needed = count_shards(cfg, loader.sizes)
+    if needed > len(loader.files):
+        message = (f"{files}: {sum(loader.sizes)} tokens, read again as the run takes "
+                   f"{plan(cfg).tokens[-1]} in whole steps")
+        if cfg.preset == "record" and not cfg.repeat_data:
+            shards = count_shards(cfg, [10**8])  # of FineWeb
+            raise UserError(f"{message}; fetch more: python data/fineweb.py {shards}, "
+                            "or --repeat_data true")
+        loader.log(message)
 
 
 # ---- Validation -------------------------------------------------------------
@@ -791,32 +889,38 @@ def read_val_tokens(cfg) -> np.ndarray:
     return tokens[: cfg.val_tokens + 1]
 
 
+@contextlib.contextmanager
 def store_masks(device):
     """A context in which a model is compiled that has no backward pass.
 
     Inductor would not store the mask's first keys there, which FlexAttention reads, and fail.
     """
-    context = contextlib.ExitStack()
-    if device.type == "cuda":
-        from torch._inductor import config, ir  # take a second, and a CPU needs none
+    if device.type != "cuda":
+        yield
+        return
+    from torch._inductor import config, ir  # take a second, and a CPU needs none
 
-        context.enter_context(config.patch(realize_reads_threshold=1))
-        # Where the reach is a constant, they are still computed within the kernel, from a tensor
-        # of one dimension, whose layout is not decided yet.
-        context.enter_context(mock.patch.object(ir.FlexibleLayout, "allow_indexing", True))
-    return context
+    # Where the reach is a constant, the keys are still computed within the kernel, from a tensor
+    # of one dimension, whose layout is not decided yet.
+    before = ir.FlexibleLayout.allow_indexing
+    ir.FlexibleLayout.allow_indexing = True
+    try:
+        with config.patch(realize_reads_threshold=1):
+            yield
+    finally:
+        ir.FlexibleLayout.allow_indexing = before
 
 
 @torch.no_grad()
-def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
+def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
     """Mean loss over the validation tokens. Ranks share the sequences."""
-    model.eval()  # no FP8
+    model.eval()  # no FP8, and no loss but that of the next token
     total = torch.zeros(1, dtype=torch.float64, device=ranks.device)
     count = len(tokens) - 1  # the first token has no prediction
     length = cfg.val_seq_len
     # As many sequences at once as a training pass has tokens for, at least one
-    longest = cfg.sequences_per_forward * plan(cfg).longest
-    size = length * max(1, longest // length)
+    longest = max(schedule(step, cfg).seq_len for step in range(cfg.num_iterations))
+    size = length * max(1, cfg.sequences_per_forward * longest // length)
     # All ranks have as many passes, and the last ones are as large as the others.
     tokens = np.pad(tokens, (0, ranks.world_size * size))
     for first in range(0, count, ranks.world_size * size):
@@ -824,21 +928,21 @@ def validate(model: nn.Module, tokens: np.ndarray, cfg, ranks) -> float:
         part = tokens[start : start + size + 1]
         # (sequences, length + 1): the last token of a row is the first of the next row.
         rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
-        inputs, targets = to_batch(rows, ranks.device)
-        targets.view(-1)[max(0, count - start) :] = -1  # padding is not counted
+        batch = to_batch(Rows(rows), ranks.device)
+        batch.targets.view(-1)[max(0, count - start) :] = -1  # padding is not counted
         with store_masks(ranks.device):
-            total += model(inputs, targets)
+            total += losses_of(model, batch, now)[-1]
     model.train()
     # Each rank has the sum of its own sequences.
     return ranks.all_gather(total).sum().item() / count
 
 
 # ---- Checkpoints ------------------------------------------------------------
-NEW_RUN = dict(step=0, loader=(0, 0), train_time_ms=0.0)
+NEW_RUN = dict(step=0, loader=(), train_time_ms=0.0)
 
 
 def write_checkpoint(path: Path, state: dict):
-    """Write the state, whole or not at all, and keep the newest three. Raises UserError."""
+    """Write the state, whole or not at all. It and the two before it stay. Raises UserError."""
     temporary = path.with_suffix(".tmp")  # no checkpoint yet
     try:
         with temporary.open("wb") as file:
@@ -850,16 +954,16 @@ def write_checkpoint(path: Path, state: dict):
         temporary.unlink(missing_ok=True)
         cause = error.__context__ or error
         raise UserError(f"{path}: not written ({cause}); make room, --resume auto") from None
-    # By time, as a run that was resumed from an old one has later steps in its folder.
-    saved = sorted(path.parent.glob("step-*.pt"), key=os.path.getmtime)
-    for old in saved[:-3]:
+    # Steps decide, which names sort by. Times would not: a clock may go back.
+    saved = sorted(path.parent.glob("step-*.pt"))
+    for old in saved[: max(0, saved.index(path) - 2)]:
         old.unlink()
 
 
 def load_checkpoint(path: Path) -> dict:
     """The state at `path`. Raises UserError where it is damaged or has a value that is not finite.
 
-    Settings are saved in the form of flags, so that the same parser checks them.
+    Its settings are those before `shorten`, as plain values. `hyperparameters` reads them.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; give its path, or auto with --run_id")
@@ -870,15 +974,14 @@ def load_checkpoint(path: Path) -> dict:
             raise ValueError(f"{damaged} is damaged")
         # Weights alone: a pickle that runs code is refused.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        settings = [f"--{name}={text}" for name, text in state["settings"].items()]
-        state["settings"] = parse_flags(settings)
         # What is missing would silently be the default of the preset record.
-        if len(settings) < len(fields(Hyperparameters)):
-            raise ValueError("it lacks a setting")
+        names = {field.name for field in fields(Hyperparameters)}
+        if odd := names ^ state["settings"].keys():
+            raise ValueError(f"other settings: {', '.join(sorted(odd))}")
         # A run resumed from NaN would fail at the same step for ever.
         for tensors in (state["model"], *state["optimizers"].values()):
             for name, tensor in tensors.items():
-                if not (tensor.is_floating_point() and tensor.isfinite().all()):
+                if tensor.is_floating_point() and not tensor.isfinite().all():
                     raise ValueError(f"{name} is not finite")
     # zipfile and torch raise nearly any exception for a damaged file.
     except Exception as error:
@@ -900,52 +1003,6 @@ def newest_checkpoint(folder: Path):
 
 
 # ---- The machine ------------------------------------------------------------
-def check_launcher(world_size):
-    """Raise UserError where the ranks of a run could not find each other."""
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-    if tasks > 1 and "RANK" not in os.environ:
-        raise UserError(f"srun started {tasks} tasks, and each would train alone; "
-                        "let it start torchrun, with --ntasks-per-node=1")
-    if world_size > 1:
-        address = os.environ.get("MASTER_ADDR", "")
-        try:
-            socket.getaddrinfo(address, None)
-        except OSError as error:
-            raise UserError(f"MASTER_ADDR {address}: not to be resolved here ({error}); on one "
-                            "machine start torchrun with --local-addr=127.0.0.1") from None
-
-
-def count_gpus(device) -> int:
-    """This machine's GPUs, none where --device is cpu. Raises UserError where CUDA cannot start."""
-    if device == "cpu":
-        return 0
-    gpus = torch.cuda.device_count()
-    # It also counts none where the driver does not answer.
-    broken = Path("/dev/nvidiactl").exists() and torch.version.cuda
-    if gpus or (broken and "CUDA_VISIBLE_DEVICES" not in os.environ):
-        try:
-            torch.cuda.init()
-        except RuntimeError as error:
-            raise UserError(f"CUDA does not start: {error}; --device cpu does without") from None
-    return gpus
-
-
-def check_gpu_machine(ranks):
-    """Raise UserError where so many ranks on GPUs would fail minutes after their start."""
-    # Triton compiles a launcher with them.
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        raise UserError("no C compiler, which Triton needs; install gcc, or set CC")
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    if not header.exists():
-        raise UserError(f"{header}: not there, and Triton needs it; install python3-dev, "
-                        "or a Python of uv's")
-    memory = Path("/dev/shm")
-    mib = shutil.disk_usage(memory).total // 2**20 if memory.exists() else 0
-    if ranks > 1 and mib <= 64:  # Docker's default
-        raise UserError(f"{memory}: of {mib} MiB, which NCCL fills; start the container with "
-                        "--shm-size=1g")
-
-
 def default_head_chunks(device: torch.device) -> int:
     """In how many chunks a device computes the head."""
     if device.type == "cpu":
@@ -955,26 +1012,19 @@ def default_head_chunks(device: torch.device) -> int:
     return 8 if memory < 32e9 else math.ceil(70e9 / memory)
 
 
-def cpu_model() -> str:
-    """The name of this machine's CPU, as its maker writes it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
-        name = found[1] if found else ""  # ARM's have none
-    else:
-        name = collect_env.run("sysctl -n machdep.cpu.brand_string")[1]  # macOS
-    return " ".join(name.split()) or platform.processor() or "cpu"
-
-
 def machine_facts(device: torch.device) -> dict:
     """What a log tells of the machine and of its software."""
-    folder = shlex.quote(str(SCRIPT.parent))  # it may have spaces
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")  # Linux has the name there that its maker writes
+    if info.exists() and (found := re.search(r"model name\s*: (.+)", info.read_text())):
+        cpu = " ".join(found[1].split())
     capability = torch.backends.cpu.get_cpu_capability()
+    _, commit, error = collect_env.run(f"git -C {shlex.quote(str(SCRIPT.parent))} rev-parse HEAD")
     facts = dict(
-        device=f"{cpu_model()} ({platform.machine()}, {capability})",
+        device=f"{cpu} ({platform.machine()}, {capability})",
         torch=torch.__version__,
         threads=torch.get_num_threads(),  # OMP_NUM_THREADS, or the number of cores
-        commit=collect_env.run(f"git -C {folder} rev-parse HEAD")[1],  # empty without git
+        commit=commit or error.partition("\n")[0],  # or why git tells none
     )
     if device.type == "cuda":
         facts |= dict(
@@ -1000,29 +1050,61 @@ def peak_memory_mib(device: torch.device) -> int:
 
 
 # ---- Ranks and log ----------------------------------------------------------
+# What other starters of processes say how many they started. torchrun sets WORLD_SIZE.
+STARTERS = dict(
+    srun="SLURM_STEP_NUM_TASKS", mpirun="OMPI_COMM_WORLD_SIZE", mpiexec="PMI_SIZE")
+
+
+def number_of(variable: str, default: int) -> int:
+    """A number from the environment. Raises UserError."""
+    text = os.environ.get(variable) or str(default)
+    if not text.isdecimal():
+        raise UserError(f"{variable}={text}: no number; unset it, or start torchrun")
+    return int(text)
+
+
 class Ranks:
     """This process's rank and device, and what ranks exchange. Raises UserError."""
 
     def __init__(self, cfg):
-        # torchrun sets these. Without it there is one process.
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
-        check_launcher(self.world_size)
-        gpus = count_gpus(cfg.device)
+        self.world_size = number_of("WORLD_SIZE", 1)
+        self.rank = number_of("RANK", 0)
+        local_rank = number_of("LOCAL_RANK", 0)  # among those of this machine
+        self.check_launcher(local_rank)
+        gpus = torch.cuda.device_count() if cfg.device != "cpu" else 0
         if local_rank >= gpus and (gpus or cfg.device == "cuda"):
-            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
-        self.device = torch.device("cpu")  # where there is no GPU, or none is wanted
-        if gpus:
-            check_gpu_machine(self.world_size)
-            self.device = torch.device("cuda", local_rank)
-            torch.cuda.set_device(self.device)  # "cuda" now means this one
-        if self.world_size > 1:
-            # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
-            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-            # Ranks compile at different speeds, and wait for the slowest.
-            dist.init_process_group(device_id=self.device if gpus else None,
-                                    timeout=timedelta(minutes=30))
+            raise RankError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
+        self.device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+        try:
+            if gpus:
+                torch.cuda.set_device(self.device)  # "cuda" now means this one
+            if self.world_size > 1:
+                # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
+                warnings.filterwarnings("ignore", category=FutureWarning,
+                                        module="torch.distributed")
+                # Ranks compile at different speeds, and wait for the slowest.
+                dist.init_process_group(device_id=self.device if gpus else None,
+                                        timeout=timedelta(minutes=30))
+        except (RuntimeError, ValueError) as error:  # a driver, an interface, an address, a port
+            raise RankError(f"{self.device} with {self.world_size} rank(s) does not start: "
+                            f"{error}; --device cpu needs no driver") from None
+
+    def check_launcher(self, local_rank):
+        """Raise UserError where each process would train alone, or wait for others in vain."""
+        if "WORLD_SIZE" not in os.environ:
+            for starter, variable in STARTERS.items():
+                if (tasks := number_of(variable, 1)) > 1:
+                    raise UserError(f"{starter} started {tasks} tasks, and each would train alone; "
+                                    "let it start one torchrun on each machine")
+            if self.rank or local_rank:
+                raise UserError(f"RANK {self.rank}, LOCAL_RANK {local_rank} without WORLD_SIZE; "
+                                "unset them, or start torchrun")
+        if self.rank >= self.world_size:
+            raise UserError(f"RANK {self.rank} is not below WORLD_SIZE {self.world_size}")
+        missing = {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+        if self.world_size > 1 and missing:
+            raise UserError(f"WORLD_SIZE {self.world_size} without {' and '.join(sorted(missing))};"
+                            " start torchrun, which sets them, or unset it")
 
     def __enter__(self):
         return self
@@ -1050,50 +1132,75 @@ class Log:
     """
 
     def __init__(self, cfg, ranks, may_restart=False):
-        self.run_id = cfg.run_id or time.strftime("%Y%m%d-%H%M%S")
-        self.folder = Path("logs", self.run_id)  # in the current folder
-        self.path = self.folder / "log.txt"
+        self.run_id = cfg.run_id
         self.enabled = ranks.rank == 0
         self.is_new = not cfg.resume
         self.file = None
         # By rank 0 alone: another one may come when the log is open.
-        if self.enabled and self.path.exists() and not may_restart:
-            raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
+        path = Path("logs", self.run_id, "log.txt")  # in the current folder
+        if self.enabled and self.run_id and path.exists() and not may_restart:
+            raise UserError(f"--run_id {self.run_id}: {path} is there already; go on with "
                             "its run by --resume auto, or name another --run_id")
 
     def open(self, header):
         """Open the log, for this run alone. A new one begins with the header. Raises UserError."""
-        if self.enabled:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = self.path.open("a", buffering=1, encoding="utf-8")  # line by line
-            without_lock = None
-            try:
-                # The lock ends with the process, however that ends.
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"--run_id {self.run_id}: another process runs it now") from None
-            except OSError as error:  # as on some network file systems
-                without_lock = error
-            if self.is_new:
-                self.file.truncate(0)  # of what a run wrote that was killed before it saved
-            # Also after a full disk has left an empty file
-            if not self.path.stat().st_size:
-                self.file.write(header)
-            if without_lock:
-                self(f"{self.path}: no lock ({without_lock}), so let no other process run "
-                     f"--run_id {self.run_id}")
+        if not self.enabled:
+            return
+        try:
+            self.folder = self.make_folder()
+        except OSError as error:
+            raise UserError(f"{error}; is logs a file, or a link that leads nowhere?") from None
+        self.run_id = self.folder.name
+        self.path = self.folder / "log.txt"
+        self.file = self.path.open("ab", buffering=0)  # nothing is left to write after an error
+        without_lock = None
+        try:
+            # The lock ends with the process, however that ends.
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--run_id {self.run_id}: another process runs it now") from None
+        except OSError as error:  # as on some network file systems
+            without_lock = error
+        if self.is_new:
+            self.file.truncate(0)  # of what a run wrote that was killed before it saved
+        # Also after a full disk has left an empty file
+        if not self.path.stat().st_size:
+            self.write(header)
+        if without_lock:
+            self(f"{self.path}: no lock ({without_lock}), so let no other process run "
+                 f"--run_id {self.run_id}")
+
+    def make_folder(self) -> Path:
+        """Make the run's folder. Without --run_id it is the first free one of this second."""
+        logs = Path("logs")
+        logs.mkdir(exist_ok=True)
+        if self.run_id:
+            (logs / self.run_id).mkdir(exist_ok=True)
+            return logs / self.run_id
+        name = time.strftime("%Y%m%d-%H%M%S")
+        for number in itertools.count(1):
+            folder = logs / (f"{name}-{number}" if number > 1 else name)
+            with contextlib.suppress(FileExistsError):  # of a run that began at the same time
+                folder.mkdir()
+                return folder
+
+    def write(self, text):
+        try:
+            self.file.write(text.encode())
+        except OSError as error:
+            raise UserError(f"{self.path}: not written ({error}); make room") from None
 
     def __call__(self, text, more="", console=True):
         """Write the text to the log; print it to the console, with more."""
         if self.file:
-            self.file.write(text + "\n")
+            self.write(text + "\n")
         if self.enabled and console:
             try:
                 print(text + more, flush=True)
             except OSError as error:
-                if error.errno != errno.EIO:
+                if error.errno not in (errno.EIO, errno.EPIPE):
                     raise
-                # The terminal is gone, and the run goes on or saves without it.
+                # The terminal or the reader is gone. The run goes on, or saves, without it.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -1106,20 +1213,26 @@ class LossExchange:
     def __init__(self, ranks):
         self.ranks = ranks
         self.pending = []  # not read yet: step, rows of all ranks, CUDA event
-        self.told_to_stop = False  # this rank
+        self.losses = {}  # of steps that were read and not logged yet
+        self.told_at = None  # when a signal told this rank to stop
         self.stopping = False  # any rank was told to
-        self.losses = []  # of the step read last
-        signal.signal(signal.SIGTERM, self.on_signal)
-        signal.signal(signal.SIGINT, self.on_signal)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-            signal.signal(signal.SIGHUP, self.on_signal)  # the terminal was closed
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                signal.signal(number, self.on_signal)
 
     def on_signal(self, number, frame):
-        self.told_to_stop = True  # all ranks learn it in the next step
+        """All ranks learn it in the next step. A second signal ends the process."""
+        now = time.perf_counter()
+        if self.told_at is None:
+            self.told_at = now
+        # SLURM and systemd tell each process, and torchrun tells its own once more.
+        elif number == signal.SIGINT or now - self.told_at > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def check(self, step, losses):
         """Exchange the losses of a step before its update. Raises UserError, as `read`."""
-        row = torch.cat([losses.float(), torch.full_like(losses[:1], self.told_to_stop)])
+        row = torch.cat([losses.float(), torch.full_like(losses[:1], self.told_at is not None)])
         rows = self.ranks.all_gather(row).to("cpu", non_blocking=True)
         event = None
         if row.is_cuda:
@@ -1133,11 +1246,11 @@ class LossExchange:
             step, rows, event = self.pending.pop(0)
             if event:
                 event.synchronize()
-            *self.losses, stops = rows.mean(0).tolist()  # all ranks have as many tokens
+            *losses, stops = rows.mean(0).tolist()  # all ranks have as many tokens
             self.stopping = stops > 0
-            if not math.isfinite(self.losses[0]):
-                raise UserError(f"step {step}: the loss is {self.losses[0]}; "
-                                "lower the learning rates")
+            if not math.isfinite(losses[0]):
+                raise UserError(f"step {step}: the loss is {losses[0]}; lower the learning rates")
+            self.losses[step + 1] = losses
 
 
 # ---- The run ----------------------------------------------------------------
@@ -1146,13 +1259,10 @@ def build(cfg, ranks):
     # Drawn on the CPU, so that a seed means the same weights on every device
     model = GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(cfg.seed))
-    if hasattr(model, "read_tables"):  # of a record whose model reads a file
-        model.read_tables()
     if cfg.init and not cfg.resume:
         load_state(model, [], load_checkpoint(Path(cfg.init)), cfg.init)
     model.to(ranks.device)
-    if ranks.device.type == "cuda":
-        prepare_for_cuda(model, cfg, ranks.device)
+    prepare(model, cfg, ranks.device)
     return model, build_optimizers(model, cfg, ranks)
 
 
@@ -1170,26 +1280,28 @@ class Plan(NamedTuple):
     """What a run's schedule comes to."""
 
     first_steps: dict  # of each stage
-    tokens: int  # that it trains on
-    longest: int  # training sequence, in tokens
+    tokens: list  # that it trains on before each step, and in all
 
 
 def plan(cfg) -> Plan:
     first_steps = {}
-    tokens = longest = 0
+    tokens = [0]
     for step in range(cfg.num_iterations):
         now = schedule(step, cfg)
         first_steps.setdefault(now.stage, step)
-        tokens += cfg.sequences_per_step * now.seq_len
-        longest = max(longest, now.seq_len)
-    return Plan(first_steps, tokens, longest)
+        tokens.append(tokens[-1] + cfg.sequences_per_step * now.seq_len)
+    return Plan(first_steps, tokens)
 
 
 class Run:
-    """All that the training loop works with."""
+    """All that the training loop works with.
 
-    def __init__(self, cfg, ranks, log, state):
+    settings: those of cfg before `shorten`, which logs and checkpoints keep.
+    """
+
+    def __init__(self, cfg, settings, ranks, log, state):
         self.cfg = cfg
+        self.settings = settings
         self.ranks = ranks
         self.log = log
         self.last = cfg.num_iterations  # this step only validates
@@ -1199,6 +1311,7 @@ class Run:
         self.open_data(state)  # checked before the model is built
         self.model, self.optimizers = build(cfg, ranks)
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
+        self.done_ms = {}  # when steps were done whose losses are not logged yet
         self.write_header()
         if self.loader:
             self.warm_up()
@@ -1208,7 +1321,8 @@ class Run:
             if state.get("script", self.script) != self.script:
                 resumed += ", which another script wrote"
             log(resumed)
-        self.health = LossExchange(ranks)  # catches signals from here on
+        self.exchange = LossExchange(ranks)  # catches signals from here on
+        signal.signal(signal.SIGTSTP, self.on_ctrl_z)
         self.started = time.perf_counter()  # the clock
 
     def open_data(self, state):
@@ -1218,9 +1332,9 @@ class Run:
         self.loader = None  # evaluation needs no training data
         self.data = ""  # digest of the training data
         if self.first_step < self.last:
-            self.loader = TokenLoader(self.cfg, self.ranks, *state["loader"], self.log)
+            self.loader = TokenLoader(self.cfg, self.ranks, Place(*state["loader"]), self.log)
             self.data = self.loader.digest
-            check_data(self.cfg, self.loader, self.plan.tokens, state.get("data", self.data))
+            check_data(self.cfg, self.loader, state.get("data", self.data))
 
     def write_header(self):
         """Begin the log with the script, all settings and what machine it is."""
@@ -1229,25 +1343,19 @@ class Run:
             world_size=self.ranks.world_size,
             parameters=sum(optimizer.numel for optimizer in self.optimizers),
         )
-        head = "fp32"
-        if self.ranks.device.type == "cuda":
-            head = "fp8" if getattr(self.model.lm_head, "use_fp8", False) else "bf16"
-        values = vars(self.cfg) | self.facts | dict(
-            run_id=self.log.run_id,
-            head=head,
+        values = vars(self.settings) | self.facts | dict(
             train_digest=self.data,
             val_digest=self.val_digest,
         )
-        lines = [f"{key}: {show(value)}" for key, value in values.items()]
+        lines = [f"{key}: {value}" for key, value in values.items()]
         rule = "=" * 100  # the end of the source
         self.log.open("\n".join([SCRIPT.read_text("utf-8"), rule, *lines, rule, ""]))
         # The first line of the console
         self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
-                 "{head} head in {head_chunks} chunk(s), logs/{run_id}".format(**values))
+                 "head in {head_chunks} chunk(s), logs/".format(**values) + self.log.run_id)
 
     def warm_up(self):
-        """Run every kernel on blank tokens, then restore weights and optimizer state."""
-        cfg = self.cfg
+        """Run every kernel on some tokens, then restore weights and optimizer state."""
         device = self.ranks.device
         if device.type == "cuda":
             self.log("warming up; a GPU compiles for some 5 minutes the first time ...")
@@ -1255,24 +1363,23 @@ class Run:
             # which would else go through the host's memory and be timed with it.
             free, _ = torch.cuda.mem_get_info(device)
             torch.empty(free // 2, dtype=torch.uint8, device=device)
-        tensors = []
-        for optimizer in self.optimizers:
-            tensors += optimizer.tensors()
-        # On the host: a GPU may have no room for a copy.
-        before = [tensor.to("cpu", copy=True) for tensor in tensors]
+        # On the host: a GPU may have no room for a copy. What has no tensors is not restored.
+        optimizers = [optimizer for optimizer in self.optimizers if optimizer.tensors()]
+        before = [[x.to("cpu", copy=True) for x in each.tensors()] for each in optimizers]
         for first in self.plan.first_steps.values():  # shapes differ between stages
-            for step in range(first, first + cfg.warmup_steps):
-                now = schedule(step, cfg)
-                tokens = np.zeros((self.loader.per_forward, now.seq_len + 1), int)
-                accumulate_gradients(self.model, [to_batch(tokens, device)], now)
-                step_optimizers(self.optimizers, now, tokens.size)
+            for step in range(first, first + self.cfg.warmup_steps):
+                now = schedule(step, self.cfg)
+                if batches := self.loader.blank_step(now):
+                    accumulate_gradients(self.model, batches, now)
+                    step_optimizers(optimizers, now, self.cfg.sequences_per_step)
         # A validation sequence for each rank
-        tokens = np.zeros(self.ranks.world_size * cfg.val_seq_len + 1, int)
-        validate(self.model, tokens, cfg, self.ranks)
-        for tensor, value in zip(tensors, before):
-            tensor.copy_(value)  # in place, since kernels and views keep their addresses
+        tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
+        validate(self.model, tokens, schedule(self.last, self.cfg), self.cfg, self.ranks)
+        for optimizer, values in zip(optimizers, before):
+            for tensor, value in zip(optimizer.tensors(), values):
+                tensor.copy_(value)  # in place, since kernels and views keep their addresses
         for optimizer in self.optimizers:
-            optimizer.grads.zero_()
+            optimizer.clear()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)  # the tuner's copies do not count
         # No search among all that the compiler has left, which takes a second, in the steps.
@@ -1285,21 +1392,24 @@ class Run:
         complete: no gradients are waiting for the next step, so nothing is lost by a save.
         """
         is_last = step == self.last
-        stops = self.health.stopping and not is_last
+        stops = self.exchange.stopping and not is_last
         validates = is_last or (self.cfg.val_every and step % self.cfg.val_every == 0)
         saves = self.is_save_due(step, complete, stops)
+        self.stopped = stops and (saves or not self.cfg.save_every)
         # The clock stands from here until it is started again.
-        if validates or saves:
+        if validates or saves or self.stopped:
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
             self.train_time_ms = self.elapsed_ms()
+            self.exchange.read()
+            self.log_read()
             if validates:
-                self.val_loss = validate(self.model, self.val_tokens, self.cfg, self.ranks)
+                now = schedule(step, self.cfg)
+                self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
                 self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
             if saves:
                 self.save_checkpoint(step)
             self.started = time.perf_counter()
-        self.stopped = stops and (saves or not self.cfg.save_every)
         return is_last or self.stopped
 
     def is_save_due(self, step, complete, stops) -> bool:
@@ -1315,6 +1425,28 @@ class Run:
         """Time spent on training: what was counted before, and since the clock started."""
         return self.train_time_ms + 1000 * (time.perf_counter() - self.started)
 
+    def on_ctrl_z(self, number, frame):
+        """Sleep until the process is told to go on, and count none of it as training time."""
+        before = time.perf_counter()
+        signal.raise_signal(signal.SIGSTOP)
+        self.started += time.perf_counter() - before
+
+    def check(self, step, losses):
+        """Exchange the losses of a step before its update. Raises UserError if not finite."""
+        self.exchange.check(step, losses)
+
+    def log_step(self, step):
+        """Log a step that is done. On CUDA its line comes one step late, as its loss does."""
+        self.done_ms[step] = self.elapsed_ms()
+        self.log_read()
+
+    def log_read(self):
+        """Log the loss that is minimised and, where a record has it, the next token's."""
+        for step, values in self.exchange.losses.items():
+            losses = dict(zip(("train_loss", "next_token_loss"), values))
+            self.log_losses(step, self.done_ms.pop(step), **losses)
+        self.exchange.losses.clear()
+
     def log_losses(self, step, ms, **losses):
         """Log a step's losses. The console shows each tenth of the run, and the time left."""
         average = ms / max(1, step)
@@ -1324,6 +1456,7 @@ class Run:
             if not math.isfinite(loss):
                 raise UserError(f"{text}; lower the learning rates")
         text += f" train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
+        text += f" tokens_per_s:{1000 * self.plan.tokens[step] / max(1, ms):.0f}"
         left = f" left:{average * (self.last - step) / 1000:.0f}s"
         # The first step with another tenth of the run behind it
         is_tenth = step * 10 % self.last < 10
@@ -1334,96 +1467,51 @@ class Run:
         self.saved_step = step
         state = dict(
             step=step,
-            settings={name: show(value) for name, value in vars(self.cfg).items()},
+            settings=asdict(self.settings),
             script=self.script,
             data=self.data,
-            loader=self.loader.place,
+            loader=tuple(self.loader.place),
             threads=torch.get_num_threads(),
             train_time_ms=self.train_time_ms,
             model=self.model.state_dict(),
             optimizers={each.name: each.full_state() for each in self.optimizers},
         )
-        # Leading zeros let names sort by step.
-        path = self.log.folder / f"step-{step:06d}.pt"
         if self.ranks.rank == 0:
-            write_checkpoint(path, state)
-
-    def log_step(self, step):
-        """Log the loss that is minimised and, where a record has it, the next token's."""
-        losses = dict(zip(("train_loss", "next_token_loss"), self.health.losses))
-        self.log_losses(step, self.elapsed_ms(), **losses)
+            # Leading zeros let names sort by step.
+            write_checkpoint(self.log.folder / f"step-{step:06d}.pt", state)
 
     def finish(self):
         """Log the results."""
         cfg = self.cfg
         reached = "reached" if self.val_loss <= cfg.target_loss else "not reached"
         self.log(f"target loss {cfg.target_loss}: {reached}")
-        if cfg.preset == "record":
-            self.log(f"to file it with its record: python records/ledger file {self.log.path}")
         results = dict(
             val_loss=f"{self.val_loss:.6f}",
             train_time_ms=f"{self.train_time_ms:.0f}",
             steps=self.last,
-            tokens=self.plan.tokens,
+            tokens=self.plan.tokens[-1],
             val_digest=self.val_digest,  # a resumed run may validate on other tokens
             peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0
             **self.facts)
+        if cfg.preset == "record":
+            self.log("to file it with its record: python records/ledger file "
+                     f"logs/{self.log.run_id}/log.txt")
         self.log("---")  # programs read what follows
         for key, value in results.items():
             self.log(f"{key}: {value}")
-
-
-def check_data(cfg, loader, tokens, digest):
-    """Raise UserError where training data are not the checkpoint's, held out, or too few."""
-    files = f"--train_files {cfg.train_files}"
-    if loader.digest != digest:
-        raise UserError(f"{files}: not the data of {cfg.resume}")
-    if set(loader.files) & set(find_shards(cfg.val_files)):
-        raise UserError(f"{files}: --val_files has a file of these, too")
-    if tokens > loader.size:
-        message = f"{files}: {loader.size} tokens, read again as the run takes {tokens}"
-        if cfg.preset == "record" and not cfg.repeat_data:
-            shards = math.ceil(tokens / 1e8)  # of FineWeb
-            raise UserError(f"{message}; fetch more: python data/fineweb.py {shards}, "
-                            "or --repeat_data true")
-        loader.log(message)
 
 
 # ---- Command line -----------------------------------------------------------
 # Flags that may differ from the checkpoint of a resumed run
 MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every device
     sequences_per_forward head_chunks run_id save_every resume""".split()
-ZERO_IS_OFF = "val_every warmup_steps head_chunks save_every".split()
+# Whole numbers, in all records, that may not be 0
+ABOVE_ZERO = """vocab_size vocab_multiple model_dim head_dim num_iterations sequences_per_step
+    sequences_per_forward val_seq_len val_tokens""".split()
 
 
-def show(value) -> str:
-    """A value in the form that its flag takes."""
-    if isinstance(value, tuple):
-        return ",".join(map(show, value))
-    if is_dataclass(value):  # a row
-        return ":".join(map(show, vars(value).values()))
-    return str(value)
-
-
-def flag_type(name, default):
-    """What turns the text of a flag into a value like the default. It raises ValueError."""
-    kind = type(default)
-    least = 0 if kind is float or name in (*MAY_BE_ZERO, *ZERO_IS_OFF) else 1
-
-    def flag(text):
-        if kind is bool:
-            return ["false", "true"].index(text.lower()) == 1
-        if kind is tuple:
-            return tuple(map(flag_type(name, default[0]), text.split(",")))
-        if is_dataclass(default):  # a row
-            pairs = zip(vars(default).items(), text.split(":"), strict=True)
-            return kind(*(flag_type(*field)(part) for field, part in pairs))
-        value = kind(text)
-        if kind is not str and not least <= value < 2**31:  # too large for any machine
-            raise ValueError
-        return value
-
-    return flag
+def true_or_false(text: str) -> bool:
+    return ["false", "true"].index(text.lower()) == 1
 
 
 def parse_flags(argv) -> dict:
@@ -1434,67 +1522,104 @@ def parse_flags(argv) -> dict:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # only what is given stands in the result
+        allow_abbrev=False,
     )
     parser.error = error  # one line, as all errors
     # The comments of the table: `name: type = default  # meaning`
     meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text("utf-8"), re.M))
     choices = dict(preset=["record", "pocket"], device=["auto", "cuda", "cpu"])
-    # Only what is given stands in the result, so that defaults can come from elsewhere.
-    for each in fields(Hyperparameters):
-        name = each.name
-        default = show(each.default)
-        pocket = show(POCKET.get(name, each.default))
-        meaning = meanings.get(name, "")
-        parser.add_argument(f"--{name}", type=flag_type(name, each.default), metavar="X",
-                            choices=choices.get(name),
-                            help=f"{meaning} (record: {default}, pocket: {pocket})")
+    for name, default in vars(Hyperparameters()).items():
+        kind = type(default)
+        if kind in (int, float, bool, str):  # tables are edited in the file
+            pocket = POCKET.get(name, default)
+            parser.add_argument(
+                f"--{name}", type=true_or_false if kind is bool else kind, metavar="X",
+                choices=choices.get(name),
+                help=f"{meanings.get(name, '')} (record: {default}, pocket: {pocket})")
     return vars(parser.parse_args(argv))
 
 
 def parse_args(argv) -> Hyperparameters:
-    """The hyperparameters of a new run. Raises UserError."""
+    """The hyperparameters of a new run, before `shorten`. Raises UserError."""
     return hyperparameters(parse_flags(argv))
 
 
 def hyperparameters(given, saved=None) -> Hyperparameters:
     """The flags given, over those of their preset or of a checkpoint. Raises UserError."""
-    values = POCKET if given.get("preset") == "pocket" else {}
+    values = given
     if saved:
-        # The new process chooses its device and its log.
-        values = saved | dict(device="auto", run_id="", head_chunks=0)
         for name, value in given.items():
             if name not in MAY_CHANGE and value != saved[name]:
-                raise UserError(f"--{name} {show(value)}: the checkpoint has {show(saved[name])}; "
+                raise UserError(f"--{name} {value}: the checkpoint has {saved[name] or 'none'}; "
                                 f"a resumed run may change {', '.join(MAY_CHANGE)}")
-    cfg = Hyperparameters(**(values | given))
-    # A rule begins with its flag. The record has rules of its own.
-    rules = {
-        "val_seq_len must be a multiple of 128": cfg.val_seq_len % 128 == 0,
-        "eot_token must be below vocab_size": cfg.eot_token < cfg.vocab_size,
-        "num_iterations must be at most a million": cfg.num_iterations <= 10**6,
-        "run_id must be of letters, digits, _ . + -, and not begin with .":
-            re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id),
-    }
-    for rule, holds in (rules | check_flags(cfg)).items():
-        if not holds:
-            raise UserError(f"--{rule}; here it is {show(getattr(cfg, rule.split()[0]))}")
+        flags = {name: value for name, value in saved.items()
+                 if not isinstance(value, tuple | dict)}
+        # The new process chooses its device and its log.
+        values = flags | dict(device="auto", run_id="", head_chunks=0) | given
+    preset = POCKET if values.get("preset") == "pocket" else {}
+    cfg = Hyperparameters(**(preset | values))
+    for name, value in asdict(cfg).items():
+        if saved and name not in values and value != saved[name]:
+            raise UserError(f"{name} in {SCRIPT.name}: the checkpoint has another table; "
+                            "resume it by the script that wrote it")
+    check_settings(cfg)
     return cfg
+
+
+def check_settings(cfg):
+    """Raise UserError where the settings break a rule of the harness or of the record."""
+    def require(holds, name, rule):
+        if not holds:
+            value = getattr(cfg, name)
+            if isinstance(value, int | float | str):
+                raise UserError(f"--{name} must {rule}; here it is {value}")
+            raise UserError(f"{name} in {SCRIPT.name} must {rule}")
+
+    for name, value in vars(cfg).items():
+        if isinstance(value, int | float):
+            require(0 <= value < 2**31, name, "be at least 0 and below 2147483648")
+    for name in ABOVE_ZERO:
+        require(getattr(cfg, name) > 0, name, "be above 0")
+    require(cfg.num_iterations < 10**6, "num_iterations", "be below a million")
+    require(cfg.val_seq_len % 128 == 0, "val_seq_len", "be a multiple of 128")
+    require(cfg.eot_token < cfg.vocab_size, "eot_token", "be below vocab_size")
+    require(cfg.shorten in (1, 2, 4, 8), "shorten", "be 1, 2, 4 or 8")
+    require(re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id), "run_id",
+            "be of letters, digits, _ . + -, and not begin with .")
+    check(cfg, require)
+
+
+def find_checkpoint(given):
+    """Path and state of the checkpoint that --resume names, or those of a new run.
+
+    Raises UserError.
+    """
+    path = given.get("resume", "")
+    run_id = given.get("run_id")
+    if not path:
+        return "", NEW_RUN
+    if path == "auto" and run_id:
+        return newest_checkpoint(Path("logs", run_id))
+    state = load_checkpoint(Path(path))
+    # Two runs in one log would be taken for one.
+    if run_id and Path(path).resolve().parent != Path("logs", run_id).resolve():
+        raise UserError(f"--resume {path}: not of --run_id {run_id}; leave --run_id out, and the "
+                        "run gets a log of its own")
+    return path, state
 
 
 def run_script(argv) -> int:
     """Train or resume by the flags. Returns the exit code. Raises UserError."""
     given = parse_flags(argv)
-    path = given.get("resume", "")
-    state = NEW_RUN
-    if path == "auto" and given.get("run_id"):
-        path, state = newest_checkpoint(Path("logs", given["run_id"]))
-    elif path:
-        state = load_checkpoint(Path(path))
-    cfg = hyperparameters(given | dict(resume=path), state.get("settings"))
-    with Ranks(cfg) as ranks:
-        chunks = cfg.head_chunks or default_head_chunks(ranks.device)
-        cfg = replace(cfg, head_chunks=chunks)
+    path, state = find_checkpoint(given)
+    settings = hyperparameters(given | dict(resume=path), state.get("settings"))
+    with Ranks(settings) as ranks:
+        chunks = settings.head_chunks or default_head_chunks(ranks.device)
+        settings = replace(settings, head_chunks=chunks)
+        if path and back_in_earlier_stage(settings, state):
+            settings = replace(settings, init=path)  # embedding and head stay apart
+        cfg = shorten(settings)
         log = Log(cfg, ranks, may_restart=given.get("resume"))
         if path:
             torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
@@ -1504,7 +1629,7 @@ def run_script(argv) -> int:
         # A finished record can be evaluated without a GPU.
         if left and cfg.preset == "record" and ranks.device.type != "cuda":
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
-        run = Run(cfg, ranks, log, state)
+        run = Run(cfg, settings, ranks, log, state)
         train(run, cfg)
         if run.stopped:
             log("stopped by a signal; what --save_every saved goes on by "
@@ -1514,21 +1639,50 @@ def run_script(argv) -> int:
         return 0
 
 
+def back_in_earlier_stage(settings, state) -> bool:
+    """Whether a checkpoint's step was in a later stage of its own, shorter schedule."""
+    step = state["step"]
+    before = replace(settings, num_iterations=state["settings"]["num_iterations"])
+    return schedule(step, settings).stage < schedule(step, before).stage
+
+
+def open_streams():
+    """Replace standard streams that are closed, as those of a daemon, by ones to nowhere."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+
+
 def main(argv=None) -> int:
     """Run the script and return its exit code: 2 after an error that a user can mend."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    open_streams()
     sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack some letters
+    code = 2
+    is_mine = True  # whether the other ranks may have another error, or none
     try:
         return run_script(argv)
+    except KeyboardInterrupt:  # before the first step; from then on signals are caught
+        code, message, is_mine = 130, "interrupted", False
     except (UserError, OSError, dist.DistError) as error:
         message = str(error)  # names the file or flag
+        is_mine = not isinstance(error, UserError) or isinstance(error, RankError)
     except (MemoryError, torch.OutOfMemoryError):
         # Fewer tokens at once; --head_chunks helps where the logits alone are too large.
         message = "out of memory; shorten the sequences or lower --sequences_per_forward"
-    # One rank of each machine is enough.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    except RuntimeError as error:
+        if "gloo" not in str(error):
+            raise
+        message = f"another rank has ended, and says why ({error})"
+    finally:
+        gc.unfreeze()
+    world_size, rank, local_rank = map(
+        os.environ.get, ("WORLD_SIZE", "RANK", "LOCAL_RANK"), ("1", "0", "0"))
+    if is_mine and world_size != "1":
+        message = f"rank {rank}: {message}"
+    if is_mine or local_rank == "0":  # one rank of each machine is enough
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    return code
 
 
 if __name__ == "__main__":

@@ -152,6 +152,7 @@ def check(cfg, require):
     """The rules of this record. `require` raises UserError, "--name must rule", where one fails."""
     require(cfg.head_dim > 0 and cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
     require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
+    require(cfg.model_dim > 0, "model_dim", "be above 0")
     require(cfg.rope_base > 0, "rope_base", "be above 0")
     require(cfg.seq_len > 0 and cfg.seq_len % BLOCK == 0, "seq_len", f"be a multiple of {BLOCK}")
     require(cfg.seq_len % (cfg.shorten * BLOCK) == 0, "shorten", f"leave multiples of {BLOCK}")
@@ -184,7 +185,7 @@ class Schedule:
 
     stage: int
     seq_len: int  # tokens of a training sequence
-    window: int  # the long one, in blocks
+    window: int  # in blocks
     lr_factor: float  # of all rates
     momentum: float  # Muon's
 
@@ -203,7 +204,7 @@ def schedule(step: int, cfg) -> Schedule:
     return Schedule(
         stage=0,  # all steps run the same kernels
         seq_len=cfg.seq_len,
-        # The long window grows linearly, from one block on: @fernbear.bsky.social
+        # The window grows linearly, from one block on: @fernbear.bsky.social
         window=max(1, math.ceil(cfg.window_tokens * step / cfg.num_iterations / BLOCK)),
         lr_factor=lr_factor,
         momentum=momentum,
@@ -572,8 +573,8 @@ class GPT(nn.Module):
         # The head is computed in chunks of this many tokens.
         tokens = cfg.sequences_per_forward * cfg.seq_len / max(1, cfg.head_chunks)
         self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
-        # Buffers, so that a growing window needs no recompilation: the reach of long and short
-        # windows in tokens; cosines and sines of the rotary embedding.
+        # Buffers, so that growing windows need no recompilation: their reach in tokens; cosines
+        # and sines of the rotary embedding.
         self.register_buffer("reach", torch.zeros(2, dtype=torch.int32), persistent=False)
         rotary = torch.zeros(2, max(cfg.seq_len, cfg.val_seq_len), 1, cfg.head_dim // 2)
         self.register_buffer("rotary", rotary, persistent=False)
@@ -614,13 +615,11 @@ class GPT(nn.Module):
         # FlexAttention is fast only where it is compiled.
         on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
         make_mask = flex_mask if on_gpu else dense_mask
-        T = inputs_BT.size(1)
-        long, short = self.reach
+        rotary = self.rotary[:, : inputs_BT.size(1)]
         used = {block.layer.window for block in self.blocks}
         views = {}
-        for window, reach in dict(L=long, S=short).items():
+        for window, reach in zip("LS", self.reach):
             if window in used:
-                rotary = self.rotary[:, :T]
                 views[window] = View(rotary, make_mask(docs_BT, reach))
         return views
 
@@ -762,7 +761,7 @@ class Optimizer(Protocol):
         """Begin to sum the gradients over the ranks."""
 
     def update(self, now, divisor):
-        """Update by gradients / divisor, or begin to."""
+        """Update by gradients / divisor."""
 
     def finish_update(self):
         """End what was begun."""
@@ -826,11 +825,11 @@ class ReplicatedOptimizer:
             self.handle = dist.all_reduce(self.grads, async_op=True)
 
     def update(self, now, divisor):
-        """Update by gradients / divisor, or begin to."""
+        """Update by gradients / divisor."""
         self.wait()
         self.grads.div_(divisor)
         self.lr.fill_(self.group.lr * now.lr_factor)
-        self.begin_update(now)  # Adam's or Muon's
+        self.update_share(now)  # Adam's or Muon's
 
     def finish_update(self):
         """Apply what other ranks computed."""
@@ -877,7 +876,7 @@ class Adam(ReplicatedOptimizer):
         self.state["count"] = torch.zeros_like(self.lr)
         self.step_fn = compile_on_gpu(adam_update, self.lr.device)
 
-    def begin_update(self, now):
+    def update_share(self, now):
         self.step_fn(
             self.weights,
             self.my_grad,
@@ -901,7 +900,7 @@ class Muon(ReplicatedOptimizer):
         self.updates = torch.zeros_like(self.weights, dtype=dtype)  # of all ranks
         self.step_fn = compile_on_gpu(muon_update, self.lr.device)
 
-    def begin_update(self, now):
+    def update_share(self, now):
         for name, number in self.scheduled.items():
             number.fill_(getattr(now, name))
         share = self.updates[self.mine]

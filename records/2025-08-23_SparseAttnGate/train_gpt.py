@@ -188,7 +188,7 @@ class Schedule:
 
     stage: int
     seq_len: int  # tokens of a training sequence
-    window: int  # the long one, in blocks
+    window: int  # in blocks
     lr_factor: float  # of all rates
     momentum: float  # Muon's
 
@@ -207,7 +207,7 @@ def schedule(step: int, cfg) -> Schedule:
     return Schedule(
         stage=0,  # all steps run the same kernels
         seq_len=cfg.seq_len,
-        # The long window grows linearly, from one block on: @fernbear.bsky.social
+        # The window grows linearly, from one block on: @fernbear.bsky.social
         window=max(1, math.ceil(cfg.window_tokens * step / cfg.num_iterations / BLOCK)),
         lr_factor=lr_factor,
         momentum=momentum,
@@ -583,8 +583,8 @@ class GPT(nn.Module):
         # The head is computed in chunks of this many tokens.
         tokens = cfg.sequences_per_forward * cfg.seq_len / max(1, cfg.head_chunks)
         self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
-        # Buffers, so that a growing window needs no recompilation: the reach of long and short
-        # windows in tokens; cosines and sines of the rotary embedding.
+        # Buffers, so that growing windows need no recompilation: their reach in tokens; cosines
+        # and sines of the rotary embedding.
         self.register_buffer("reach", torch.zeros(2, dtype=torch.int32), persistent=False)
         rotary = torch.zeros(2, max(cfg.seq_len, cfg.val_seq_len), 1, cfg.head_dim // 2)
         self.register_buffer("rotary", rotary, persistent=False)
@@ -628,13 +628,11 @@ class GPT(nn.Module):
         # FlexAttention is fast only where it is compiled.
         on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
         make_mask = flex_mask if on_gpu else dense_mask
-        T = inputs_BT.size(1)
-        long, short = self.reach
+        rotary = self.rotary[:, : inputs_BT.size(1)]
         used = {block.layer.window for block in self.blocks}
         views = {}
-        for window, reach in dict(L=long, S=short).items():
+        for window, reach in zip("LS", self.reach):
             if window in used:
-                rotary = self.rotary[:, :T]
                 views[window] = View(rotary, make_mask(docs_BT, reach))
         return views
 
@@ -752,7 +750,7 @@ class AdamGroup:
 class MuonGroup:
     """A row of the table: how Muon updates the matrices of a group."""
 
-    lr: float  # about the spectral norm of a step
+    lr: float  # about the spectral norm of a step; that of tall matrices is larger
 
 
 def parameter_groups(cfg) -> dict:
@@ -976,8 +974,8 @@ def cut_rows(tokens, documents, place: Place, now, cfg):
     """Cut a step's `Rows` from a shard, and return them and the next place.
 
     Each sequence begins with a document, and the rest of its last document is skipped:
-    @classiclarryd, #26. `documents` has their starts in `tokens`. Returns None if the shard has
-    too few left.
+    @classiclarryd, #26. `documents` has their starts in `tokens`.
+    Returns None if the shard has too few tokens left.
     """
     if not cfg.align_documents:
         return consecutive_rows(tokens, place, now, cfg)

@@ -193,6 +193,8 @@ def check(cfg, require):
     require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
     require(cfg.last_validation.share == 0, "last_validation", "have no share")
     for row in cfg.rows():
+        numbers = row.seq_len, row.long_window, row.short_window
+        require(min(numbers) > 0, "stages", "have lengths and windows above 0")
         require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
         require(row.seq_len % (cfg.shorten * BLOCK) == 0, "shorten", f"leave multiples of {BLOCK}")
 
@@ -687,13 +689,11 @@ class GPT(nn.Module):
         # FlexAttention is fast only where it is compiled.
         on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
         make_mask = flex_mask if on_gpu else dense_mask
-        T = inputs_BT.size(1)
-        long, short = self.reach
+        rotary = self.rotary[:, : inputs_BT.size(1)]
         used = {block.layer.window for block in self.blocks}
         views = {}
-        for window, reach in dict(L=long, S=short).items():
+        for window, reach in zip("LS", self.reach):
             if window in used:
-                rotary = self.rotary[:, :T]
                 views[window] = View(rotary, make_mask(docs_BT, reach))
         return views
 
@@ -811,7 +811,7 @@ class AdamGroup:
 class MuonGroup:
     """A row of the table: how Muon updates the matrices of a group."""
 
-    lr: float  # about the spectral norm of a step
+    lr: float  # about the spectral norm of a step; that of tall matrices is larger
 
 
 def parameter_groups(cfg) -> dict:

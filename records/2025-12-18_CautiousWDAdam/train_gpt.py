@@ -210,6 +210,8 @@ def check(cfg, require):
     require(cfg.extension.share == 0, "extension", "have no share")
     require(cfg.last_validation.share == 0, "last_validation", "have no share")
     for row in cfg.rows():
+        numbers = row.seq_len, row.long_window, row.short_window
+        require(min(numbers) > 0, "stages", "have lengths and windows above 0")
         require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
         require(row.seq_len % (cfg.shorten * BLOCK) == 0, "shorten", f"leave multiples of {BLOCK}")
 
@@ -729,13 +731,11 @@ class GPT(nn.Module):
         # FlexAttention is fast only where it is compiled.
         on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
         make_mask = flex_mask if on_gpu else dense_mask
-        T = inputs_BT.size(1)
-        long, short = self.reach
+        rotary = self.rotary[:, : inputs_BT.size(1)]
         used = {block.layer.window for block in self.blocks}
         views = {}
-        for window, reach in dict(L=long, S=short).items():
+        for window, reach in zip("LS", self.reach):
             if window in used:
-                rotary = self.rotary[:, :T]
                 views[window] = View(rotary, make_mask(docs_BT, reach))
         return views
 

@@ -162,7 +162,7 @@ class Hyperparameters:
     init: str = ""  # checkpoint whose weights a new run starts from
 
     def rows(self) -> tuple:
-        """All stages in their order, the extension and the last validation included."""
+        """All rows in the order of the run."""
         return *self.stages, self.extension, self.last_validation
 
 
@@ -241,18 +241,19 @@ def check(cfg, require):
     require(None not in windows[: skips[0] + 1], "layers", "have attention up to that with skip")
     saved = [layer for layer in cfg.layers if layer.saved]
     require(len(saved) == 1, "layers", "have one row with saved")
-    # Stages. What a stage does depends on how many come after it.
+    # Stages. Both presets have as many.
     num_stages = len(Hyperparameters.stages)
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
     require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
-    for name in ("extension", "last_validation"):
-        require(getattr(cfg, name).share == 0, name, "have no share")
+    require(cfg.extension.share == 0, "extension", "have no share")
+    require(cfg.last_validation.share == 0, "last_validation", "have no share")
     for row in cfg.rows():
+        numbers = row.seq_len, row.long_window, row.short_window
+        require(min(numbers) > 0, "stages", "have lengths and windows above 0")
         require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
         require(row.num_targets > 0, "stages", "predict a token at least")
         require(row.max_document_tokens > 0, "stages", "have documents of a token at least")
-        fits = row.seq_len % (cfg.shorten * BLOCK) == 0
-        require(fits, "shorten", f"leave lengths that are multiples of {BLOCK}")
+        require(row.seq_len % (cfg.shorten * BLOCK) == 0, "shorten", f"leave multiples of {BLOCK}")
 
 
 def shorten(cfg) -> Hyperparameters:

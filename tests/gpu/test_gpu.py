@@ -10,37 +10,51 @@ the host's sums are those of the CPU in another order. A real GPU rounds other t
 import copy
 import dataclasses
 import re
+import shutil
+from pathlib import Path
 
 import host_gpu
 import pytest
 import torch
 from conftest import REPO, final_values
-from lineage import load, some_prefixes
+from golden import load, write_tables
 
 import train_gpt
-from train_gpt import BLOCK
+from train_gpt import BLOCK, Layer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
-def stages_of(length, script=train_gpt, **fields):
-    """The record's rows with sequences of one length."""
-    rows = script.Hyperparameters().stages
-    return tuple(dataclasses.replace(row, seq_len=length, **fields) for row in rows)
+def rows_of(length, script=train_gpt, **fields):
+    """The record's rows of all stages with sequences of one length, by their fields."""
+    def short(row):
+        return dataclasses.replace(row, seq_len=length, **fields)
+
+    cfg = script.Hyperparameters()
+    return dict(
+        stages=tuple(short(row) for row in cfg.stages),
+        extension=short(cfg.extension),
+        last_validation=short(cfg.last_validation),
+    )
 
 
 ON_HOST = torch.cuda.is_available() and "standing in for" in torch.cuda.get_device_name()
 on_the_host = pytest.mark.skipif(not ON_HOST, reason="its sizes and tolerances are the host's")
 SMALL = dataclasses.replace(
     train_gpt.Hyperparameters(), vocab_size=1000, eot_token=999, model_dim=256,
-    layers=("L0:skip", "S", ".:saved", "L0"), stages=stages_of(3072),
-    val_seq_len=4096, val_tokens=8192, val_every=3, num_iterations=16, extension_steps=1,
-    sequences_per_step=2, head_chunks=1, warmup_steps=2)  # Adam steps at the second
+    layers=(
+        Layer("L", table=0, skip=True),
+        Layer("S"),
+        Layer(None, saved=True),
+        Layer("L", table=0),
+    ),
+    **rows_of(3072), val_seq_len=4096, val_tokens=8192, val_every=3, num_iterations=16,
+    extension_steps=1, sequences_per_step=2, head_chunks=1, warmup_steps=2)  # Adam steps at the second
 if ON_HOST:  # its kernels are interpreted
     SMALL = dataclasses.replace(
         SMALL, vocab_size=257, eot_token=256, vocab_multiple=16, model_dim=32, head_dim=16,
-        layers=("L0:skip:saved", ".", "S"), stages=stages_of(384), val_seq_len=256,
-        val_tokens=256, num_iterations=5, sequences_per_step=1)
+        layers=(Layer("L", table=0, skip=True, saved=True), Layer(None), Layer("S")),
+        **rows_of(384), val_seq_len=256, val_tokens=256, num_iterations=5, sequences_per_step=1)
 # Relative errors of a norm. bf16 keeps 8 bits: 0.4 % a rounding, some ten of which add up in a row.
 BF16_ERROR = 0.03
 FP32_RTOL = 1e-5  # sums of fp32 in another order
@@ -88,7 +102,7 @@ def on_the_gpu(script, model, cfg):
     """The same weights, prepared as the script does."""
     twin = script.GPT(cfg).to("cuda")
     twin.load_state_dict(model.state_dict())
-    script.prepare_for_cuda(twin, cfg, torch.device("cuda", 0))
+    script.prepare(twin, cfg, torch.device("cuda", 0))
     return twin
 
 
@@ -100,14 +114,20 @@ def make_batch(cfg, rows=1):
     tokens[:, [300, 340, *range(1000, length, 300)]] = cfg.eot_token
     targets = tokens[:, 1:].clone()
     targets[:, -3:] = -1
-    return tokens[:, :-1].int(), targets
+    return train_gpt.Batch(tokens[:, :-1].int(), targets)
+
+
+def on_device_of(model, batch):
+    """The batch on the model's device."""
+    device = model.reach.device
+    return type(batch)(*(x if x is None else x.to(device) for x in batch))
 
 
 def losses_and_gradients(script, model, batch, window):
     """Of all targets of a token, with a long window of so many blocks."""
     model.reach.copy_(BLOCK * torch.tensor([window, max(1, window // 2)]))
     model.zero_grad()
-    batch = [x.to(model.reach.device) for x in batch]
+    batch = on_device_of(model, batch)
     losses = script.accumulate_gradients(model, [batch], script.schedule(0, model.cfg))
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if hasattr(model, "ngram_table"):
@@ -134,11 +154,12 @@ def changes_by_noise(script, model, cfg, dtype=torch.float32):
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     optimizers = script.build_optimizers(model, cfg, one_rank(script, model.reach.device))
     last = cfg.num_iterations // 2 * 2 - 1
+    optimizers = [optimizer for optimizer in optimizers if hasattr(optimizer, "grads")]
     for step in (0, 1, last - 1, last):
         for optimizer in optimizers:
             if isinstance(optimizer, script.Muon):
                 optimizer.dtype = dtype
-            numel = min(optimizer.numel, len(optimizer.grads))  # an n-gram table's has none
+            numel = optimizer.numel
             noise = torch.randn(numel, generator=torch.Generator().manual_seed(step))
             optimizer.grads[:numel] += noise.to(optimizer.grads)
         now = script.schedule(step, cfg)
@@ -201,22 +222,41 @@ def test_a_step_of_the_optimizers_is_as_near_to_fp32_as_the_cpus_in_bf16():
 TINY = dict(vars(SMALL), num_iterations=10, extension_steps=0, fp8_head=False)
 SIZES = {  # what differs from TINY
     "train_gpt.py": dict(head_dim=32),
-    "2026-07-13_PrefixTargets": dict(
-        layers=("L0xg:skip:saved", ".", "L1g"), bigram_rows=97, bigram_width=24, sign_rows=32),
+    "2026-07-13_PrefixTargets": dict(bigram_rows=97, bigram_width=24, sign_rows=32),
     "2026-08-30_92g_NgramTable": dict(
-        layers=("S0b:skip", "P1eb-:saved", ".sm", "L0g"), ngram_rows=98, sign_rows=32, mlp_dim=96,
-        channel_groups=4, model_dim=64, head_dim=32, sweep_stride=7, sweep_margin=0)}
+        ngram_rows=98, sign_rows=32, mlp_dim=96, channel_groups=4, model_dim=64, head_dim=32,
+        sweep_stride=7, sweep_margin=0),
+}
+LAYERS = {  # a row each: the window, and its marks
+    "2026-07-13_PrefixTargets": (
+        ("L", dict(table=0, xsa=True, gate=True, skip=True, saved=True)),
+        (None, dict()),
+        ("L", dict(table=1, gate=True)),
+    ),
+    "2026-08-30_92g_NgramTable": (
+        ("S", dict(table=0, bigram=True, skip=True)),
+        ("P", dict(table=1, x0=True, bigram=True, mlps=0, saved=True)),
+        (None, dict(takes_skip=True, mlps=2)),
+        ("L", dict(table=0, gate=True)),
+    ),
+}
 # Those of the record, in bf16 on sm_90: in fp32 torch would take blocks of 16, and minutes here.
 BLOCKS = dict(BLOCK_M=128, BLOCK_N=64, BLOCK_M1=64, BLOCK_N1=128, BLOCK_M2=128, BLOCK_N2=64)
 
 
-def small_record(name):
-    """The script, and its sizes."""
-    script = train_gpt if name == "train_gpt.py" else load(REPO / "records" / name, block=BLOCK)
+def small_record(name, folder):
+    """The script, and its sizes. The folder has its prefixes and pairs."""
+    script = train_gpt if name == "train_gpt.py" else load(REPO / "records" / name)
     cfg = script.Hyperparameters()
-    known = {name: value for name, value in (TINY | SIZES[name]).items() if hasattr(cfg, name)}
+    write_tables(folder)
+    tables = dict(prefix_file=str(folder / "prefixes.npy"), canonical_file="")
+    sizes = TINY | tables | SIZES[name]
     fewer = dict(classes=240) if hasattr(cfg.stages[0], "classes") else {}  # of 272 ids
-    known["stages"] = stages_of(384, script, **fewer)
+    sizes |= rows_of(384, script, **fewer)
+    if name in LAYERS:
+        rows = [script.Layer(window, **marks) for window, marks in LAYERS[name]]
+        sizes["layers"] = tuple(rows)
+    known = {name: value for name, value in sizes.items() if hasattr(cfg, name)}
     return script, dataclasses.replace(cfg, **known)
 
 
@@ -240,13 +280,19 @@ def assert_same_step(script, gpu, cpu, batch, window):
     return losses
 
 
+def without_classes(batch):
+    """In validation a softmax is over all ids."""
+    return dict(classes=None) if hasattr(batch, "classes") else {}
+
+
 def assert_same_validation(script, gpu, cpu, batch):
     losses = []
     for model in gpu, cpu:
         device = model.reach.device
         model.eval()
         with torch.no_grad(), script.store_masks(device):
-            losses.append(model(*(x.to(device) for x in batch)).cpu())
+            now = script.schedule(model.cfg.num_iterations, model.cfg)
+            losses.append(script.losses_of(model, on_device_of(model, batch), now).cpu())
         model.train()
     torch.testing.assert_close(*losses, rtol=FP32_RTOL, atol=0)
 
@@ -261,10 +307,10 @@ def assert_same_update(script, gpu, cpu, cfg):
 
 @on_the_host
 @pytest.mark.parametrize("name", SIZES)
-def test_a_step_in_fp32_is_that_of_the_cpu(name):
+def test_a_step_in_fp32_is_that_of_the_cpu(name, tmp_path):
     """Forward, backward, validation, optimizers. The root's on a card of less shared memory, of two
     rows, in two chunks of the head; all windows take one graph."""
-    script, cfg = small_record(name)
+    script, cfg = small_record(name, tmp_path)
     rows = 1
     if script is train_gpt:
         host_gpu.use_card("sm_86")
@@ -272,30 +318,30 @@ def test_a_step_in_fp32_is_that_of_the_cpu(name):
         cfg = dataclasses.replace(cfg, sequences_per_forward=rows)
     cpu = make_model(script, cfg)
     gpu = in_fp32(script, cpu, cfg)
+    script.prepare(cpu, cfg, torch.device("cpu"))  # reads its tables
     if hasattr(cpu, "prefixes"):
-        cpu.read_tables()
-        assert (cpu.prefixes[: cfg.vocab_size].numpy() == some_prefixes(cfg.vocab_size)).all()
-        gpu.prefixes.copy_(cpu.prefixes)
-    if hasattr(cpu, "forbidden"):  # masked, as a new model is in its last stage
-        gpu.forbidden = cpu.forbidden.to(gpu.reach.device)
+        assert cpu.prefixes.max() > 0 and torch.equal(gpu.prefixes.cpu(), cpu.prefixes)
     if script is train_gpt:
         gpu.tokens_per_chunk = cfg.stages[0].seq_len
-    inputs, targets = make_batch(cfg, rows)
+    batch = make_batch(cfg, rows)
     if hasattr(cfg.stages[0], "classes"):  # while training each token has a target then
-        targets.clamp_(min=0)
+        batch.targets.clamp_(min=0)
+        tokens = batch.targets.numpy().clip(0)
+        ids, _ = script.candidates(tokens[0], 0, 240, len(cpu.lm_head.weight), cfg)
+        batch = script.Batch(*batch, classes=torch.from_numpy(ids)[None])
     if hasattr(cpu, "ngram_table"):
         generator = torch.Generator().manual_seed(0)
         table = torch.randn(cfg.ngram_rows, cfg.model_dim, generator=generator)
         for model in cpu, gpu:
             script.build_optimizers(model, cfg, one_rank(script, model.reach.device))
             model.ngram_table.state["rows"] = table.to(model.reach.device, copy=True)
-    losses = assert_same_step(script, gpu, cpu, (inputs, targets), window=2)
+    losses = assert_same_step(script, gpu, cpu, batch, window=2)
     if script is train_gpt:
         assert gpu.blocks[0].attn.kernel_options == script.SMALL_TILES
         with torch.compiler.set_stance("fail_on_recompile"):
-            others = assert_same_step(script, gpu, cpu, (inputs, targets), window=1)
+            others = assert_same_step(script, gpu, cpu, batch, window=1)
         assert not torch.equal(losses, others), "the window must matter"
-    assert_same_validation(script, gpu, cpu, (inputs, targets))
+    assert_same_validation(script, gpu, cpu, batch._replace(**without_classes(batch)))
     assert_same_update(script, gpu, cpu, cfg)
 
 
@@ -305,14 +351,15 @@ def test_a_step_in_fp32_is_that_of_the_cpu(name):
 def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path, tiny_shards):
     """The script's own loop, from stage to stage, with validations between the steps."""
     monkeypatch.chdir(tmp_path)
-    stages = stages_of(128)[1:]  # as few graphs as show it
-    tokens = 2 * SMALL.num_iterations * SMALL.sequences_per_step * stages[0].seq_len
+    rows = rows_of(128)
+    rows["stages"] = rows["stages"][2:]  # as few graphs as show it
+    tokens = 2 * SMALL.num_iterations * SMALL.sequences_per_step * 128
     cfg = dataclasses.replace(
-        SMALL, stages=stages,
+        SMALL, **rows,
         train_files=tiny_shards([tokens], eot=SMALL.eot_token),
         val_files=tiny_shards([SMALL.val_tokens + 1], name="tiny_val", eot=SMALL.eot_token))
     ranks = one_rank(train_gpt, "cuda")
-    run = train_gpt.Run(cfg, ranks, train_gpt.Log(cfg, ranks), train_gpt.NEW_RUN)
+    run = train_gpt.Run(cfg, cfg, ranks, train_gpt.Log(cfg, ranks), train_gpt.NEW_RUN)
     next_step = run.loader.next_step
     log_step = run.log_step
 
@@ -336,7 +383,7 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path,
     run.finish()
     text = run.log.path.read_text()
     steps = text.count(" train_loss:")
-    assert steps == cfg.num_iterations - 1, "all but the first, which is told one step late"
+    assert steps == cfg.num_iterations
     header = text.split("\n" + "=" * 100 + "\n", 2)[1]
     facts = dict(line.split(": ", 1) for line in header.splitlines())
     assert facts["device"] == torch.cuda.get_device_name()
@@ -344,10 +391,11 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path,
     assert {"cuda", "driver", "nccl", "triton"} < facts.keys()
 
 
-RUN = """--preset pocket --layers L0:skip:saved,S --model_dim 32 --head_dim 32 --warmup_steps 1
-    --stages 1:128:128:128:1:1,0:128:128:128:1:1,0:128:128:128:1:1 --extension_steps 1
+RUN = """--preset pocket --model_dim 32 --head_dim 32 --warmup_steps 1 --extension_steps 1
     --sequences_per_step 2 --sequences_per_forward 2
     --val_seq_len 256 --val_tokens 256 --val_every 2 --save_every 2"""
+ROWS = rows_of(128, long_window=128, short_window=128, lr_factor=1.0, num_targets=1)
+TWO_LAYERS = Layer("L", table=0, skip=True, saved=True), Layer("S")
 
 
 @on_the_host
@@ -355,6 +403,7 @@ def test_a_checkpoint_is_resumed_to_the_bit_and_on_the_other_device(
         tmp_path, tiny_shards, monkeypatch, capsys):
     """Validated where it is resumed, it has the loss that it had where it was saved."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt, "POCKET", train_gpt.POCKET | ROWS | dict(layers=TWO_LAYERS))
     files = ["--train_files", tiny_shards([3000]),
              "--val_files", tiny_shards([300], name="tiny_val")]
 
@@ -367,16 +416,23 @@ def test_a_checkpoint_is_resumed_to_the_bit_and_on_the_other_device(
 
     whole = val_losses("whole", "cuda", 4)
     assert list(whole) == ["0", "2", "4"]
-    at_two = ["--resume", "logs/whole/step-000002.pt"]
+
+    def from_there(name, checkpoint):
+        """The flags of a run that goes on from another run's checkpoint."""
+        Path("logs", name).mkdir()
+        shutil.copy(checkpoint, Path("logs", name))
+        return "--resume", "auto"
+
+    at_two = from_there("again", "logs/whole/step-000002.pt")
     assert val_losses("again", "cuda", 4, *at_two) == {step: whole[step] for step in "24"}
     once, again = (
         torch.load(f"logs/{name}/step-000004.pt", map_location="cpu")["model"]
         for name in ("whole", "again"))
     assert all(torch.equal(again[name], x) for name, x in once.items())
     # bf16 rounds the embeddings and, in each layer, the activations: 0.4 % at most of each.
-    moved = val_losses("moved", "cpu", 4, *at_two)
+    moved = val_losses("moved", "cpu", 4, *from_there("moved", "logs/whole/step-000002.pt"))
     assert float(moved["2"]) == pytest.approx(float(whole["2"]), rel=2e-3)
-    back = val_losses("back", "cuda", 4, "--resume", "logs/moved/step-000004.pt")
+    back = val_losses("back", "cuda", 4, *from_there("back", "logs/moved/step-000004.pt"))
     assert float(back["4"]) == pytest.approx(float(moved["4"]), rel=2e-3)
 
 

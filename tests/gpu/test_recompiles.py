@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO
-from lineage import load
+from golden import load
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.testing import CompileCounter
 
@@ -53,7 +53,7 @@ def test_variants_of_a_rule_stay_below_torchs_limit(path, monkeypatch):
     properties = SimpleNamespace(shared_memory_per_block_optin=227 * 2**10)  # an H100's
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    script.prepare_for_cuda(model, cfg, torch.device("cpu"))  # it knows no meta device
+    script.prepare(model, cfg, torch.device("cpu"))
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("meta"))
     optimizers = script.build_optimizers(model, cfg, ranks)
     for optimizer in optimizers:
@@ -74,7 +74,7 @@ def test_variants_of_a_rule_stay_below_torchs_limit(path, monkeypatch):
 @each_of(BY_STAGE, pytest.mark.slow)
 def test_no_training_step_compiles_a_graph_after_the_warm_up(path, monkeypatch):
     """In the pocket, on a CPU, where zeros take the place of a mask that is not compiled."""
-    script = load(path, block=128)
+    script = load(path)
     monkeypatch.setattr(script, "dense_mask", lambda docs_BT, reach: torch.zeros(
         docs_BT.numel() // 32, 1, 32, 32))
     cfg = script.parse_args(["--preset", "pocket", "--device", "cpu", "--warmup_steps", "2",

@@ -6,8 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-01-04_SoftCap
-Parent: 2024-11-03_UntieEmbed. Change: one sequence of documents through FlexAttention, windows
-that grow, value embeddings, U-Net and x0 skips, half-truncated rotary embedding, softcapped logits.
+Parent: 2024-12-17_SparsifyEmbeds. Change: logits lie between -15 and 15, not 30.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

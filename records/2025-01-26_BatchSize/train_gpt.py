@@ -6,8 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-01-26_BatchSize
-Parent: 2025-01-13_Fp8LmHead. Change: shorter sequences in training, longer ones in validation;
-merged QKV, batched Muon, long and short windows.
+Parent: 2025-01-16_Sub3Min. Change: shorter sequences in training, longer ones in validation.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

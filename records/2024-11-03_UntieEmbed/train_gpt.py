@@ -702,6 +702,7 @@ import fcntl
 import gc
 import glob
 import hashlib
+import itertools
 import os
 import platform
 import re

@@ -388,6 +388,8 @@ def measure(path: Path) -> dict:
             numbers[name] = list(map(Number, values, values)) if is_single else sums(values)
         write_tables(Path(folder))
         script.BLOCK = BLOCK
+        if hasattr(script, "CHUNK"):  # by which a window grows
+            script.CHUNK = BLOCK // 2
         cfg = tiny(script, Path(folder))
         if hasattr(cfg, "last_validation"):
             for name, table in rotary_tables(script, cfg).items():

@@ -6,8 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-08-23_SparseAttnGate
-Parent: 2025-05-30_ShardedOptimizers. Change: sequences begin with documents, attention has gates,
-the MLP's two matrices are of one shape, losses are summed.
+Parent: 2025-07-18_TritonMuon. Change: attention has gates.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -1079,10 +1078,8 @@ def train(run, cfg):
 
 
 # ==== Harness: below this line every record has the same bytes ===============
-# The imports that the harness alone needs
 import argparse
 import contextlib
-import errno
 import fcntl
 import gc
 import glob
@@ -1099,53 +1096,40 @@ import time
 import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields
-from datetime import timedelta
-from importlib.metadata import version
+from dataclasses import asdict
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from torch.utils import collect_env
 
 SCRIPT = Path(__file__).resolve()
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class UserError(Exception):
-    """An error that a user can mend. It ends the run in one line, with exit code 2."""
-
-
-class RankError(UserError):
-    """One that other ranks may not have. Each rank says its own."""
+    """An error that a user can mend, the same on all ranks. It ends the run in one line."""
 
 
 # ---- Data -------------------------------------------------------------------
-# A shard is a header of 256 little-endian int32 (magic, version, number of tokens), then the
-# tokens as uint16.
-HEADER_BYTES = 1024
+HEADER_BYTES = 1024  # of a shard: int32, the first three of which are used; tokens follow
 MAGIC = 20240520  # of llm.c's shards
-VERSION = 1  # of their format
+VERSION = 1
 
 
 def find_shards(pattern: str) -> list[Path]:
-    """Files that match the glob, sorted: in the current folder, or else in one above the script.
-
-    Raises UserError.
-    """
-    # A record in records/ finds the data of the repository.
-    for folder in (Path(), *SCRIPT.parents):
+    """Files that match the glob, here or else in a folder above the script. Raises UserError."""
+    for folder in (Path(), *SCRIPT.parents):  # a record finds the data of the repository
         paths = [folder / name for name in glob.glob(pattern, root_dir=folder)]
-        files = sorted(filter(Path.is_file, paths))  # no folder and no pipe
-        if files:
+        if files := sorted(filter(Path.is_file, paths)):  # no folder and no pipe
             return files
-    raise UserError(f"no file matches {pattern!r}; make the data first: python data/pocket.py, "
-                    "data/fineweb.py or data/text.py")
+    raise UserError(f"no file matches {pattern!r}; make the data first: data/README.md")
 
 
 def shard_size(path: Path) -> int:
     """Number of tokens in a shard. Raises UserError where header and file size disagree."""
-    bytes_after_header = path.stat().st_size - HEADER_BYTES
+    size = (path.stat().st_size - HEADER_BYTES) / 2
     header = np.fromfile(path, "<i4", 3).tolist()
-    # This also finds a download that was cut short.
-    if header != [MAGIC, VERSION, bytes_after_header / 2]:
+    if header != [MAGIC, VERSION, size]:  # also of a download that was cut short
         raise UserError(f"{path}: no whole shard of version {VERSION}; make or fetch it again")
     return header[2]
 
@@ -1153,30 +1137,28 @@ def shard_size(path: Path) -> int:
 def read_shard(path: Path, vocab_size: int) -> np.ndarray:
     """The shard's tokens, uint16. Raises UserError where one is not in the vocabulary."""
     tokens = np.fromfile(path, "<u2", shard_size(path), offset=HEADER_BYTES)
-    largest = tokens.max(initial=0)
-    if largest >= vocab_size:
-        raise UserError(f"{path}: has token {largest}; raise --vocab_size {vocab_size} "
-                        "or name other data")
+    if (largest := tokens.max(initial=0)) >= vocab_size:
+        raise UserError(f"{path}: has token {largest}, not below --vocab_size {vocab_size}")
     return tokens
 
 
 class TokenLoader:
-    """Gives rank r the r-th part of each step's sequences.
+    """Gives rank r the r-th part of each step's sequences. Raises UserError.
 
     A step is cut from one shard. Tokens at its end that do not fill a step are skipped. A thread
     reads the next shard ahead.
     """
 
-    def __init__(self, cfg, ranks, place, log=print):
+    def __init__(self, cfg, ranks, place, log):
         self.cfg = cfg
         self.ranks = ranks
         self.log = log
-        if cfg.sequences_per_step % ranks.world_size:
-            raise UserError(f"--sequences_per_step {cfg.sequences_per_step}: "
-                            f"the {ranks.world_size} ranks must divide it")
-        sequences = cfg.sequences_per_step // ranks.world_size  # of this rank, in a step
+        self.tokens_given = 0  # to all ranks
+        self.sequences, rest = divmod(cfg.sequences_per_step, ranks.world_size)
+        if rest:
+            raise UserError(f"--sequences_per_step must be a multiple of {ranks.world_size} ranks")
         # All forward passes of a step have as many.
-        self.per_forward = math.gcd(sequences, cfg.sequences_per_forward)
+        self.per_forward = math.gcd(self.sequences, cfg.sequences_per_forward)
         self.files = find_shards(cfg.train_files)  # in the order of reading
         self.sizes = [shard_size(path) for path in self.files]
         digest = hashlib.sha256()  # of each shard's name, size and first MiB
@@ -1190,8 +1172,7 @@ class TokenLoader:
 
     def read(self, shard):
         """A shard's tokens and where its documents begin. Shards are counted through all epochs."""
-        path = self.files[shard % len(self.files)]
-        tokens = read_shard(path, self.cfg.vocab_size)
+        tokens = read_shard(self.files[shard % len(self.files)], self.cfg.vocab_size)
         return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
 
     def begin_shard(self, place):
@@ -1200,45 +1181,30 @@ class TokenLoader:
         self.tokens, self.documents = self.ahead.result()
         self.ahead = self.reader.submit(self.read, place.shard + 1)
 
-    def next_step(self, now):
-        """This rank's batch for each forward pass of a step. Raises UserError without data."""
+    def next_step(self, now) -> list:
+        """This rank's batch for each forward pass of a step."""
         for _ in range(len(self.files) + 1):  # the rest of this shard, then each shard once
-            step = cut_rows(self.tokens, self.documents, self.place, now, self.cfg)
-            if step:
+            if step := cut_rows(self.tokens, self.documents, self.place, now, self.cfg):
                 rows, self.place = step
-                return self.batches(rows)
+                self.tokens_given += rows.tokens[:, 1:].size
+                # All ranks cut the same rows. Each takes its part.
+                begin = self.ranks.rank * self.sequences
+                firsts = range(begin, begin + self.sequences, self.per_forward)
+                parts = [[x[i : i + self.per_forward] for x in rows] for i in firsts]
+                return [to_batch(Rows(*part), self.ranks.device) for part in parts]
             shard = self.place.shard + 1  # after the last one the first again
             self.begin_shard(self.place._replace(shard=shard, position=0))
             if shard % len(self.files) == 0:
                 self.log(f"the training data begin again: {self.cfg.train_files}")
-        raise UserError(f"--train_files {self.cfg.train_files}: no shard has documents for a step; "
-                        "shorten the sequences or lower --sequences_per_step")
-
-    def batches(self, rows):
-        """This rank's part of a step's rows, as batches. All ranks cut the same rows."""
-        world_size, rank = self.ranks.world_size, self.ranks.rank
-        passes = len(rows[0]) // (world_size * self.per_forward)
-        shape = (world_size, passes, self.per_forward)
-        parts = [x.reshape(*shape, *x.shape[1:])[rank] for x in rows]
-        return [to_batch(type(rows)(*part), self.ranks.device) for part in zip(*parts)]
-
-    def blank_step(self, now):
-        """The first batch of this shard, in a list, for a step that leaves no trace."""
-        begin = self.place._replace(position=0)
-        step = cut_rows(self.tokens, self.documents, begin, now, self.cfg)
-        return self.batches(step[0])[:1] if step else []
+        raise UserError(f"--train_files {self.cfg.train_files}: no shard has a step's documents; "
+                        "lower --sequences_per_step")
 
 
 def count_shards(cfg, sizes) -> int:
-    """How many shards a run begins to read, where they have these sizes in tokens, in turn.
-
-    A step comes from one shard, and its last sequence needs a token more. Where documents are cut
-    short, a run reads more than that.
-    """
-    shards = 1
-    left = sizes[0]
+    """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
+    shards = left = 0
     for before, after in itertools.pairwise(plan(cfg).tokens):
-        if left <= after - before:
+        if left <= after - before:  # the last sequence needs one more
             left = sizes[shards % len(sizes)]
             shards += 1
         left -= after - before
@@ -1252,15 +1218,11 @@ def check_data(cfg, loader, digest):
         raise UserError(f"{files}: not the data of {cfg.resume}")
     if set(loader.files) & set(find_shards(cfg.val_files)):
         raise UserError(f"{files}: --val_files has a file of these, too")
-    needed = count_shards(cfg, loader.sizes)
-    if needed > len(loader.files):
-        message = (f"{files}: {sum(loader.sizes)} tokens, read again as the run takes "
-                   f"{plan(cfg).tokens[-1]} in whole steps")
-        if cfg.preset == "record" and not cfg.repeat_data:
-            shards = count_shards(cfg, [10**8])  # of FineWeb
-            raise UserError(f"{message}; fetch more: python data/fineweb.py {shards}, "
-                            "or --repeat_data true")
-        loader.log(message)
+    found, read = len(loader.sizes), count_shards(cfg, loader.sizes)
+    if read > found and cfg.preset == "record" and not cfg.repeat_data:
+        fineweb = count_shards(cfg, [10**8])
+        raise UserError(f"{files}: the run reads {read} shards of {found}; fetch more: "
+                        f"python data/fineweb.py {fineweb}, or --repeat_data true")
 
 
 # ---- Validation -------------------------------------------------------------
@@ -1270,37 +1232,26 @@ def read_val_tokens(cfg) -> np.ndarray:
     shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
     tokens = np.concatenate(shards)
     if len(tokens) <= cfg.val_tokens:
-        raise UserError(f"--val_tokens {cfg.val_tokens}: lower it below the {len(tokens)} tokens "
-                        f"of {cfg.val_files}")
+        raise UserError(f"--val_tokens must be below the {len(tokens)} of {cfg.val_files}")
     return tokens[: cfg.val_tokens + 1]
 
 
 @contextlib.contextmanager
-def store_masks(device):
-    """A context in which a model is compiled that has no backward pass.
-
-    Inductor would not store the mask's first keys there, which FlexAttention reads, and fail.
-    """
-    if device.type != "cuda":
-        yield
-        return
+def store_masks():
+    """Where a model is compiled without a backward pass, store what FlexAttention's mask reads."""
     from torch._inductor import config, ir  # take a second, and a CPU needs none
 
-    # Where the reach is a constant, the keys are still computed within the kernel, from a tensor
-    # of one dimension, whose layout is not decided yet.
-    before = ir.FlexibleLayout.allow_indexing
+    # Where the reach is a constant, its reads need a layout that is not decided yet.
     ir.FlexibleLayout.allow_indexing = True
-    try:
-        with config.patch(realize_reads_threshold=1):
-            yield
-    finally:
-        ir.FlexibleLayout.allow_indexing = before
+    with config.patch(realize_reads_threshold=1):
+        yield
+    ir.FlexibleLayout.allow_indexing = False
 
 
 @torch.no_grad()
 def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
     """Mean loss over the validation tokens. Ranks share the sequences."""
-    model.eval()  # no FP8, and no loss but that of the next token
+    model.eval()  # no FP8, and the loss of the next token alone
     total = torch.zeros(1, dtype=torch.float64, device=ranks.device)
     count = len(tokens) - 1  # the first token has no prediction
     length = cfg.val_seq_len
@@ -1316,7 +1267,7 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
         rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
         batch = to_batch(Rows(rows), ranks.device)
         batch.targets.view(-1)[max(0, count - start) :] = -1  # padding is not counted
-        with store_masks(ranks.device):
+        with store_masks() if total.is_cuda else contextlib.nullcontext():
             total += losses_of(model, batch, now)[-1]
     model.train()
     # Each rank has the sum of its own sequences.
@@ -1324,7 +1275,7 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
 
 
 # ---- Checkpoints ------------------------------------------------------------
-NEW_RUN = dict(step=0, loader=(), train_time_ms=0.0)
+NEW_RUN = dict(step=0, settings=None, loader=(), train_time_ms=0.0)
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -1340,51 +1291,49 @@ def write_checkpoint(path: Path, state: dict):
         temporary.unlink(missing_ok=True)
         cause = error.__context__ or error
         raise UserError(f"{path}: not written ({cause}); make room, --resume auto") from None
-    # Steps decide, which names sort by. Times would not: a clock may go back.
+    # Names sort by step. By time, a clock that went back would cost the newest.
     saved = sorted(path.parent.glob("step-*.pt"))
     for old in saved[: max(0, saved.index(path) - 2)]:
         old.unlink()
 
 
 def load_checkpoint(path: Path) -> dict:
-    """The state at `path`. Raises UserError where it is damaged or has a value that is not finite.
-
-    Its settings are those before `shorten`, as plain values. `hyperparameters` reads them.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such checkpoint; give its path, or auto with --run_id")
+    """The state at `path`, with the settings before `shorten`. Raises UserError where damaged."""
     try:
         with zipfile.ZipFile(path) as file:  # as torch.save writes it, with checksums
-            damaged = file.testzip()
-        if damaged:
-            raise ValueError(f"{damaged} is damaged")
+            if damaged := file.testzip():
+                raise ValueError(f"{damaged} is damaged")
         # Weights alone: a pickle that runs code is refused.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         # What is missing would silently be the default of the preset record.
-        names = {field.name for field in fields(Hyperparameters)}
-        if odd := names ^ state["settings"].keys():
-            raise ValueError(f"other settings: {', '.join(sorted(odd))}")
+        if odd := vars(Hyperparameters()).keys() ^ state["settings"].keys():
+            raise ValueError(f"its settings differ: {', '.join(sorted(odd))}")
         # A run resumed from NaN would fail at the same step for ever.
         for tensors in (state["model"], *state["optimizers"].values()):
             for name, tensor in tensors.items():
                 if tensor.is_floating_point() and not tensor.isfinite().all():
                     raise ValueError(f"{name} is not finite")
-    # zipfile and torch raise nearly any exception for a damaged file.
-    except Exception as error:
+    except Exception as error:  # zipfile and torch raise nearly any for a damaged file
         cause = str(error).partition(". ")[0]  # without torch's advice
-        raise UserError(f"{path}: no whole checkpoint of this script "
-                        f"({type(error).__name__}: {cause}); name another") from None
+        raise UserError(f"{path}: no whole checkpoint of this script ({type(error).__name__}: "
+                        f"{cause}); name another, or auto with --run_id") from None
     return state
 
 
-def newest_checkpoint(folder: Path):
-    """Path and state of a run's newest whole checkpoint. Without one, those of a new run."""
-    # Names sort by step.
-    for path in sorted(folder.glob("step-*.pt"), reverse=True):
-        try:
-            return str(path), load_checkpoint(path)
-        except UserError as error:
-            print(f"skipped {error}", file=sys.stderr)
+def find_checkpoint(resume: str, run_id: str):
+    """Path and state of what --resume names, or those of a new run. Raises UserError."""
+    folder = Path("logs", run_id)
+    if resume == "auto" and run_id:
+        for path in sorted(folder.glob("step-*.pt"), reverse=True):  # names sort by step
+            try:
+                return str(path), load_checkpoint(path)
+            except UserError as error:
+                print(f"skipped {error}", file=sys.stderr)
+    elif resume:
+        state = load_checkpoint(Path(resume))
+        if run_id and Path(resume).resolve().parent != folder.resolve():
+            raise UserError(f"--resume {resume}: not of --run_id {run_id}; leave --run_id out")
+        return resume, state
     return "", NEW_RUN
 
 
@@ -1401,25 +1350,23 @@ def default_head_chunks(device: torch.device) -> int:
 def machine_facts(device: torch.device) -> dict:
     """What a log tells of the machine and of its software."""
     cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")  # Linux has the name there that its maker writes
+    info = Path("/proc/cpuinfo")  # where Linux has its maker's name for it
     if info.exists() and (found := re.search(r"model name\s*: (.+)", info.read_text())):
         cpu = " ".join(found[1].split())
-    capability = torch.backends.cpu.get_cpu_capability()
-    _, commit, error = collect_env.run(f"git -C {shlex.quote(str(SCRIPT.parent))} rev-parse HEAD")
+    folder = shlex.quote(str(SCRIPT.parent))
+    _, commit, refusal = collect_env.run(f"git -C {folder} rev-parse HEAD")
     facts = dict(
-        device=f"{cpu} ({platform.machine()}, {capability})",
+        device=f"{cpu} ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})",
         torch=torch.__version__,
         threads=torch.get_num_threads(),  # OMP_NUM_THREADS, or the number of cores
-        commit=commit or error.partition("\n")[0],  # or why git tells none
+        commit=commit or refusal.partition("\n")[0],
     )
     if device.type == "cuda":
         facts |= dict(
             device=torch.cuda.get_device_name(device),
-            gpus=torch.cuda.device_count(),
             cuda=torch.version.cuda,
             driver=collect_env.get_nvidia_driver_version(collect_env.run),
             nccl=torch.cuda.nccl.version(),
-            triton=version("triton"),
         )
     return facts
 
@@ -1430,67 +1377,42 @@ def peak_memory_mib(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) // 2**20
     status = Path("/proc/self/status")
     if status.exists():  # getrusage's may be the peak of the process that started this one
-        kib = int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1])
-        return kib // 2**10
+        return int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1]) // 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20  # macOS has bytes
 
 
 # ---- Ranks and log ----------------------------------------------------------
-# What other starters of processes say how many they started. torchrun sets WORLD_SIZE.
-STARTERS = dict(
-    srun="SLURM_STEP_NUM_TASKS", mpirun="OMPI_COMM_WORLD_SIZE", mpiexec="PMI_SIZE")
-
-
-def number_of(variable: str, default: int) -> int:
-    """A number from the environment. Raises UserError."""
-    text = os.environ.get(variable) or str(default)
-    if not text.isdecimal():
-        raise UserError(f"{variable}={text}: no number; unset it, or start torchrun")
-    return int(text)
-
-
 class Ranks:
-    """This process's rank and device, and what ranks exchange. Raises UserError."""
+    """This process's rank and device, and what ranks exchange. Raises UserError, OSError."""
 
     def __init__(self, cfg):
-        self.world_size = number_of("WORLD_SIZE", 1)
-        self.rank = number_of("RANK", 0)
-        local_rank = number_of("LOCAL_RANK", 0)  # among those of this machine
-        self.check_launcher(local_rank)
+        try:  # torchrun sets these
+            self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+            self.rank = int(os.environ.get("RANK", 0))
+            local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
+        except ValueError as error:
+            raise UserError(f"WORLD_SIZE, RANK or LOCAL_RANK: {error}; unset them") from None
+        # What srun, mpirun and mpiexec set instead: how many they started
+        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+            if "WORLD_SIZE" not in os.environ and os.environ.get(name, "") not in ("", "1"):
+                raise UserError(f"{name}: each task would train alone; let one start torchrun")
+        if self.rank >= self.world_size:
+            raise UserError(f"RANK {self.rank} of WORLD_SIZE {self.world_size}: unset both")
         gpus = torch.cuda.device_count() if cfg.device != "cpu" else 0
         if local_rank >= gpus and (gpus or cfg.device == "cuda"):
-            raise RankError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
+            raise OSError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
         self.device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         try:
             if gpus:
                 torch.cuda.set_device(self.device)  # "cuda" now means this one
             if self.world_size > 1:
                 # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
-                warnings.filterwarnings("ignore", category=FutureWarning,
-                                        module="torch.distributed")
+                warnings.filterwarnings("ignore", "", FutureWarning, "torch.distributed")
                 # Ranks compile at different speeds, and wait for the slowest.
-                dist.init_process_group(device_id=self.device if gpus else None,
-                                        timeout=timedelta(minutes=30))
-        except (RuntimeError, ValueError) as error:  # a driver, an interface, an address, a port
-            raise RankError(f"{self.device} with {self.world_size} rank(s) does not start: "
-                            f"{error}; --device cpu needs no driver") from None
-
-    def check_launcher(self, local_rank):
-        """Raise UserError where each process would train alone, or wait for others in vain."""
-        if "WORLD_SIZE" not in os.environ:
-            for starter, variable in STARTERS.items():
-                if (tasks := number_of(variable, 1)) > 1:
-                    raise UserError(f"{starter} started {tasks} tasks, and each would train alone; "
-                                    "let it start one torchrun on each machine")
-            if self.rank or local_rank:
-                raise UserError(f"RANK {self.rank}, LOCAL_RANK {local_rank} without WORLD_SIZE; "
-                                "unset them, or start torchrun")
-        if self.rank >= self.world_size:
-            raise UserError(f"RANK {self.rank} is not below WORLD_SIZE {self.world_size}")
-        missing = {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
-        if self.world_size > 1 and missing:
-            raise UserError(f"WORLD_SIZE {self.world_size} without {' and '.join(sorted(missing))};"
-                            " start torchrun, which sets them, or unset it")
+                patience = timedelta(minutes=30)
+                dist.init_process_group(timeout=patience, device_id=self.device if gpus else None)
+        except (RuntimeError, ValueError) as error:  # of a driver, a variable, a network interface
+            raise OSError(f"{self.world_size} rank(s) cannot start: {error}") from None
 
     def __enter__(self):
         return self
@@ -1511,132 +1433,47 @@ class Ranks:
 
 
 class Log:
-    """Rank 0's log file and console. The other ranks write nothing.
-
-    A resumed run adds to its log. For any other run a log of the same name is a UserError, unless
-    it `may_restart`: then it was killed before it saved anything, and begins anew.
-    """
-
-    def __init__(self, cfg, ranks, may_restart=False):
-        self.run_id = cfg.run_id
-        self.enabled = ranks.rank == 0
-        self.is_new = not cfg.resume
-        self.file = None
-        # By rank 0 alone: another one may come when the log is open.
-        path = Path("logs", self.run_id, "log.txt")  # in the current folder
-        if self.enabled and self.run_id and path.exists() and not may_restart:
-            raise UserError(f"--run_id {self.run_id}: {path} is there already; go on with "
-                            "its run by --resume auto, or name another --run_id")
-
-    def open(self, header):
-        """Open the log, for this run alone. A new one begins with the header. Raises UserError."""
-        if not self.enabled:
-            return
-        try:
-            self.folder = self.make_folder()
-        except OSError as error:
-            raise UserError(f"{error}; is logs a file, or a link that leads nowhere?") from None
-        self.run_id = self.folder.name
-        self.path = self.folder / "log.txt"
-        self.file = self.path.open("ab", buffering=0)  # nothing is left to write after an error
-        without_lock = None
-        try:
-            # The lock ends with the process, however that ends.
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--run_id {self.run_id}: another process runs it now") from None
-        except OSError as error:  # as on some network file systems
-            without_lock = error
-        if self.is_new:
-            self.file.truncate(0)  # of what a run wrote that was killed before it saved
-        # Also after a full disk has left an empty file
-        if not self.path.stat().st_size:
-            self.write(header)
-        if without_lock:
-            self(f"{self.path}: no lock ({without_lock}), so let no other process run "
-                 f"--run_id {self.run_id}")
-
-    def make_folder(self) -> Path:
-        """Make the run's folder. Without --run_id it is the first free one of this second."""
-        logs = Path("logs")
-        logs.mkdir(exist_ok=True)
-        if self.run_id:
-            (logs / self.run_id).mkdir(exist_ok=True)
-            return logs / self.run_id
-        name = time.strftime("%Y%m%d-%H%M%S")
-        for number in itertools.count(1):
-            folder = logs / (f"{name}-{number}" if number > 1 else name)
-            with contextlib.suppress(FileExistsError):  # of a run that began at the same time
-                folder.mkdir()
-                return folder
-
-    def write(self, text):
-        try:
-            self.file.write(text.encode())
-        except OSError as error:
-            raise UserError(f"{self.path}: not written ({error}); make room") from None
-
-    def __call__(self, text, more="", console=True):
-        """Write the text to the log; print it to the console, with more."""
-        if self.file:
-            self.write(text + "\n")
-        if self.enabled and console:
-            try:
-                print(text + more, flush=True)
-            except OSError as error:
-                if error.errno not in (errno.EIO, errno.EPIPE):
-                    raise
-                # The terminal or the reader is gone. The run goes on, or saves, without it.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-class LossExchange:
-    """Ranks exchange their losses at every step, and whether a signal told one of them to stop.
-
-    On CUDA this is read one step late, so that the host never waits for the current step.
-    """
+    """The console and logs/RUN_ID/log.txt, both of rank 0. Other ranks write nothing."""
 
     def __init__(self, ranks):
-        self.ranks = ranks
-        self.pending = []  # not read yet: step, rows of all ranks, CUDA event
-        self.losses = {}  # of steps that were read and not logged yet
-        self.told_at = None  # when a signal told this rank to stop
-        self.stopping = False  # any rank was told to
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-                signal.signal(number, self.on_signal)
+        self.enabled = ranks.rank == 0
+        self.file = None
 
-    def on_signal(self, number, frame):
-        """All ranks learn it in the next step. A second signal ends the process."""
-        now = time.perf_counter()
-        if self.told_at is None:
-            self.told_at = now
-        # SLURM and systemd tell each process, and torchrun tells its own once more.
-        elif number == signal.SIGINT or now - self.told_at > 1:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+    def open(self, cfg, may_exist, header):
+        """Open the log for this process alone, and begin a new one. Raises UserError."""
+        # Two runs may begin in one second.
+        self.folder = Path("logs", cfg.run_id or f"{datetime.now():%Y%m%d-%H%M%S-%f}")
+        if not self.enabled:
+            return
+        self.folder.mkdir(parents=True, exist_ok=bool(cfg.run_id))
+        self.path = self.folder / "log.txt"
+        self.file = self.path.open("ab", buffering=0)  # nothing is left to write after an error
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+        except BlockingIOError:
+            raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
+        except OSError as error:  # as on some network file systems
+            print(f"{self.path}: no lock ({error}); start no other run there", file=sys.stderr)
+        if self.path.stat().st_size and not may_exist:
+            raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with its "
+                            "run by --resume auto, or name another --run_id")
+        if not cfg.resume:
+            self.file.truncate(0)  # of what a run wrote that was killed before it saved
+        if not self.path.stat().st_size:
+            self(header, console=False)
 
-    def check(self, step, losses):
-        """Exchange the losses of a step before its update. Raises UserError, as `read`."""
-        row = torch.cat([losses.float(), torch.full_like(losses[:1], self.told_at is not None)])
-        rows = self.ranks.all_gather(row).to("cpu", non_blocking=True)
-        event = None
-        if row.is_cuda:
-            event = torch.cuda.current_stream().record_event()  # after the copy above
-        self.pending.append((step, rows, event))
-        self.read(late=int(row.is_cuda))
-
-    def read(self, late=0):
-        """Read what is pending but the last `late`. Raises UserError where a loss is not finite."""
-        while len(self.pending) > late:
-            step, rows, event = self.pending.pop(0)
-            if event:
-                event.synchronize()
-            *losses, stops = rows.mean(0).tolist()  # all ranks have as many tokens
-            self.stopping = stops > 0
-            if not math.isfinite(losses[0]):
-                raise UserError(f"step {step}: the loss is {losses[0]}; lower the learning rates")
-            self.losses[step + 1] = losses
+    def __call__(self, text, more="", console=True):
+        """Write the text to the log; print it to the console, with more. Raises UserError."""
+        try:
+            if self.file:
+                self.file.write(f"{text}\n".encode())
+        except OSError as error:
+            raise UserError(f"{self.path}: not written ({error}); make room") from None
+        try:
+            if self.enabled and console:
+                print(text + more, flush=True)
+        except OSError:  # the terminal is gone, or who read this; the run needs neither
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---- The run ----------------------------------------------------------------
@@ -1680,68 +1517,68 @@ def plan(cfg) -> Plan:
 
 
 class Run:
-    """All that the training loop works with.
+    """All that the training loop works with. Logs and checkpoints keep the settings."""
 
-    settings: those of cfg before `shorten`, which logs and checkpoints keep.
-    """
-
-    def __init__(self, cfg, settings, ranks, log, state):
-        self.cfg = cfg
+    def __init__(self, settings, ranks, state, may_exist):
         self.settings = settings
+        self.cfg = cfg = shorten(settings)
         self.ranks = ranks
-        self.log = log
+        self.log = Log(ranks)
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
-        self.script = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
-        self.plan = plan(cfg)
-        self.open_data(state)  # checked before the model is built
-        self.model, self.optimizers = build(cfg, ranks)
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
-        self.done_ms = {}  # when steps were done whose losses are not logged yet
-        self.write_header()
+        self.plan = plan(cfg)
+        # Data are checked before the model is built.
+        self.val_tokens = read_val_tokens(cfg)
+        self.loader = None  # evaluation needs no training data
+        if self.first_step < self.last:
+            self.loader = TokenLoader(cfg, ranks, Place(*state["loader"]), self.log)
+            check_data(cfg, self.loader, state.get("data", self.loader.digest))
+        self.model, self.optimizers = build(cfg, ranks)
+        self.open_log(may_exist)
         if self.loader:
             self.warm_up()
         if cfg.resume:  # after the warm-up, which leaves no trace
             load_state(self.model, self.optimizers, state, cfg.resume)
-            resumed = f"resumed at step:{self.first_step} from {cfg.resume}"
-            if state.get("script", self.script) != self.script:
-                resumed += ", which another script wrote"
-            log(resumed)
-        self.exchange = LossExchange(ranks)  # catches signals from here on
-        signal.signal(signal.SIGTSTP, self.on_ctrl_z)
+            other = "" if state["script"] == self.script else ", which another script wrote"
+            self.log(f"resumed at step:{self.first_step} from {cfg.resume}{other}")
+        self.pending = []  # losses not read yet: step, rows of all ranks, CUDA event
+        self.told_at = None  # when a signal told this rank to stop
+        self.stopping = False  # whether any rank was told to
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                signal.signal(number, self.on_signal)
         self.started = time.perf_counter()  # the clock
 
-    def open_data(self, state):
-        """Read the validation tokens and open the training data. Raises UserError."""
-        self.val_tokens = read_val_tokens(self.cfg)
-        self.val_digest = hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16]
-        self.loader = None  # evaluation needs no training data
-        self.data = ""  # digest of the training data
-        if self.first_step < self.last:
-            self.loader = TokenLoader(self.cfg, self.ranks, Place(*state["loader"]), self.log)
-            self.data = self.loader.digest
-            check_data(self.cfg, self.loader, state.get("data", self.data))
-
-    def write_header(self):
+    def open_log(self, may_exist):
         """Begin the log with the script, all settings and what machine it is."""
+        self.script = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
         self.facts = machine_facts(self.ranks.device) | dict(
             seed=self.cfg.seed,
             world_size=self.ranks.world_size,
             parameters=sum(optimizer.numel for optimizer in self.optimizers),
+            val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
         )
-        values = vars(self.settings) | self.facts | dict(
-            train_digest=self.data,
-            val_digest=self.val_digest,
-        )
-        lines = [f"{key}: {value}" for key, value in values.items()]
+        values = vars(self.settings) | self.facts | dict(planned_tokens=self.plan.tokens[-1])
+        values["train_digest"] = self.loader.digest if self.loader else ""
         rule = "=" * 100  # the end of the source
-        self.log.open("\n".join([SCRIPT.read_text("utf-8"), rule, *lines, rule, ""]))
-        # The first line of the console
+        lines = [f"{key}: {value}" for key, value in values.items()]
+        self.log.open(self.cfg, may_exist, "\n".join([SCRIPT.read_text(), rule, *lines, rule]))
         self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
-                 "head in {head_chunks} chunk(s), logs/".format(**values) + self.log.run_id)
+                 "head in {head_chunks} chunk(s), ".format(**values) + str(self.log.folder))
+
+    def on_signal(self, number, frame):
+        """Stop all ranks after this step. A second signal ends the process."""
+        now = time.perf_counter()
+        if self.told_at is None:
+            self.told_at = now
+        # SLURM and systemd tell each process, and torchrun tells its own once more.
+        elif number == signal.SIGINT or now - self.told_at > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def warm_up(self):
-        """Run every kernel on some tokens, then restore weights and optimizer state."""
+        """Run every kernel, then restore weights, optimizer state and the place in the data."""
         device = self.ranks.device
         if device.type == "cuda":
             self.log("warming up; a GPU compiles for some 5 minutes the first time ...")
@@ -1749,21 +1586,22 @@ class Run:
             # which would else go through the host's memory and be timed with it.
             free, _ = torch.cuda.mem_get_info(device)
             torch.empty(free // 2, dtype=torch.uint8, device=device)
-        # On the host: a GPU may have no room for a copy. What has no tensors is not restored.
+        place = vars(self.loader).copy()
+        self.loader.log = lambda text: None
         optimizers = [optimizer for optimizer in self.optimizers if optimizer.tensors()]
-        before = [[x.to("cpu", copy=True) for x in each.tensors()] for each in optimizers]
+        tensors = [x for optimizer in optimizers for x in optimizer.tensors()]
+        before = [x.to("cpu", copy=True) for x in tensors]  # a GPU may have no room for a copy
         for first in self.plan.first_steps.values():  # shapes differ between stages
             for step in range(first, first + self.cfg.warmup_steps):
                 now = schedule(step, self.cfg)
-                if batches := self.loader.blank_step(now):
-                    accumulate_gradients(self.model, batches, now)
-                    step_optimizers(optimizers, now, self.cfg.sequences_per_step)
+                accumulate_gradients(self.model, self.loader.next_step(now)[:1], now)
+                step_optimizers(optimizers, now, self.cfg.sequences_per_step)
         # A validation sequence for each rank
         tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
         validate(self.model, tokens, schedule(self.last, self.cfg), self.cfg, self.ranks)
-        for optimizer, values in zip(optimizers, before):
-            for tensor, value in zip(optimizer.tensors(), values):
-                tensor.copy_(value)  # in place, since kernels and views keep their addresses
+        vars(self.loader).update(place)
+        for tensor, value in zip(tensors, before):
+            tensor.copy_(value)  # in place, since kernels and views keep their addresses
         for optimizer in self.optimizers:
             optimizer.clear()
         if device.type == "cuda":
@@ -1777,18 +1615,20 @@ class Run:
 
         complete: no gradients are waiting for the next step, so nothing is lost by a save.
         """
+        every = self.cfg.save_every
         is_last = step == self.last
-        stops = self.exchange.stopping and not is_last
+        stops = self.stopping and not is_last
         validates = is_last or (self.cfg.val_every and step % self.cfg.val_every == 0)
-        saves = self.is_save_due(step, complete, stops)
-        self.stopped = stops and (saves or not self.cfg.save_every)
-        # The clock stands from here until it is started again.
+        # Whether a multiple of save_every lies between, as not every step can be saved
+        passed = every and step // every > self.saved_step // every
+        saves = every and step > self.saved_step and (is_last or complete and (passed or stops))
+        self.stopped = stops and (saves or not every)
         if validates or saves or self.stopped:
+            # The clock stands from here until it is started again.
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
             self.train_time_ms = self.elapsed_ms()
-            self.exchange.read()
-            self.log_read()
+            self.log_step(step, wait=True)
             if validates:
                 now = schedule(step, self.cfg)
                 self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
@@ -1798,40 +1638,32 @@ class Run:
             self.started = time.perf_counter()
         return is_last or self.stopped
 
-    def is_save_due(self, step, complete, stops) -> bool:
-        every = self.cfg.save_every
-        # The step that a run was resumed from is saved already.
-        if not every or step <= self.first_step:
-            return False
-        # Whether a multiple of save_every lies between, as not every step can be saved
-        passed = step // every > self.saved_step // every
-        return step == self.last or (complete and (passed or stops))
-
     def elapsed_ms(self):
         """Time spent on training: what was counted before, and since the clock started."""
         return self.train_time_ms + 1000 * (time.perf_counter() - self.started)
 
-    def on_ctrl_z(self, number, frame):
-        """Sleep until the process is told to go on, and count none of it as training time."""
-        before = time.perf_counter()
-        signal.raise_signal(signal.SIGSTOP)
-        self.started += time.perf_counter() - before
-
     def check(self, step, losses):
-        """Exchange the losses of a step before its update. Raises UserError if not finite."""
-        self.exchange.check(step, losses)
+        """Exchange a step's losses, and whether a signal came. `log_step` reads them."""
+        told = torch.full_like(losses[:1], self.told_at is not None)
+        rows = self.ranks.all_gather(torch.cat([losses, told]).float())
+        rows = rows.to("cpu", non_blocking=True)
+        # Recorded after the copy above
+        event = torch.cuda.current_stream().record_event() if losses.is_cuda else None
+        self.pending.append((step + 1, rows, event))
 
-    def log_step(self, step):
-        """Log a step that is done. On CUDA its line comes one step late, as its loss does."""
-        self.done_ms[step] = self.elapsed_ms()
-        self.log_read()
-
-    def log_read(self):
-        """Log the loss that is minimised and, where a record has it, the next token's."""
-        for step, values in self.exchange.losses.items():
-            losses = dict(zip(("train_loss", "next_token_loss"), values))
-            self.log_losses(step, self.done_ms.pop(step), **losses)
-        self.exchange.losses.clear()
+    def log_step(self, step, wait=False):
+        """Log a step; on CUDA the one before it, so that the host need not wait for the GPU."""
+        if self.ranks.device.type == "cuda" and not wait:
+            step -= 1
+        while self.pending and self.pending[0][0] <= step:
+            done, rows, event = self.pending.pop(0)
+            if event:
+                event.synchronize()
+            *losses, told = rows.mean(0).tolist()  # all ranks have as many tokens
+            self.stopping = told > 0
+            # What is minimised and, where a record has it, the next token's
+            names = dict(zip(("train_loss", "next_token_loss"), losses))
+            self.log_losses(done, self.elapsed_ms(), **names)
 
     def log_losses(self, step, ms, **losses):
         """Log a step's losses. The console shows each tenth of the run, and the time left."""
@@ -1855,33 +1687,28 @@ class Run:
             step=step,
             settings=asdict(self.settings),
             script=self.script,
-            data=self.data,
+            data=self.loader.digest,
             loader=tuple(self.loader.place),
             threads=torch.get_num_threads(),
             train_time_ms=self.train_time_ms,
             model=self.model.state_dict(),
             optimizers={each.name: each.full_state() for each in self.optimizers},
         )
-        if self.ranks.rank == 0:
-            # Leading zeros let names sort by step.
+        if self.ranks.rank == 0:  # leading zeros let names sort by step
             write_checkpoint(self.log.folder / f"step-{step:06d}.pt", state)
 
     def finish(self):
         """Log the results."""
-        cfg = self.cfg
-        reached = "reached" if self.val_loss <= cfg.target_loss else "not reached"
-        self.log(f"target loss {cfg.target_loss}: {reached}")
+        reached = "reached" if self.val_loss <= self.cfg.target_loss else "not reached"
+        self.log(f"target loss {self.cfg.target_loss}: {reached}")
+        given = self.loader.tokens_given if self.loader else 0
         results = dict(
             val_loss=f"{self.val_loss:.6f}",
             train_time_ms=f"{self.train_time_ms:.0f}",
             steps=self.last,
-            tokens=self.plan.tokens[-1],
-            val_digest=self.val_digest,  # a resumed run may validate on other tokens
+            tokens=self.plan.tokens[self.first_step] + given,
             peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0
             **self.facts)
-        if cfg.preset == "record":
-            self.log("to file it with its record: python records/ledger file "
-                     f"logs/{self.log.run_id}/log.txt")
         self.log("---")  # programs read what follows
         for key, value in results.items():
             self.log(f"{key}: {value}")
@@ -1891,7 +1718,7 @@ class Run:
 # Flags that may differ from the checkpoint of a resumed run
 MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every device
     sequences_per_forward head_chunks run_id save_every resume""".split()
-# Whole numbers, in all records, that may not be 0
+# Whole numbers of all records that may not be 0
 ABOVE_ZERO = """vocab_size vocab_multiple model_dim head_dim num_iterations sequences_per_step
     sequences_per_forward val_seq_len val_tokens""".split()
 
@@ -1913,146 +1740,109 @@ def parse_flags(argv) -> dict:
     )
     parser.error = error  # one line, as all errors
     # The comments of the table: `name: type = default  # meaning`
-    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text("utf-8"), re.M))
-    choices = dict(preset=["record", "pocket"], device=["auto", "cuda", "cpu"])
+    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text(), re.M))
     for name, default in vars(Hyperparameters()).items():
         kind = type(default)
         if kind in (int, float, bool, str):  # tables are edited in the file
-            pocket = POCKET.get(name, default)
-            parser.add_argument(
-                f"--{name}", type=true_or_false if kind is bool else kind, metavar="X",
-                choices=choices.get(name),
-                help=f"{meanings.get(name, '')} (record: {default}, pocket: {pocket})")
+            values = f"(record: {default}, pocket: {POCKET.get(name, default)})"
+            parser.add_argument(f"--{name}", type=true_or_false if kind is bool else kind,
+                                metavar="X", help=f"{meanings.get(name, '')} {values}")
     return vars(parser.parse_args(argv))
 
 
 def parse_args(argv) -> Hyperparameters:
-    """The hyperparameters of a new run, before `shorten`. Raises UserError."""
+    """The settings of a new run. Raises UserError."""
     return hyperparameters(parse_flags(argv))
 
 
 def hyperparameters(given, saved=None) -> Hyperparameters:
     """The flags given, over those of their preset or of a checkpoint. Raises UserError."""
-    values = given
+    flags = given
     if saved:
-        for name, value in given.items():
-            if name not in MAY_CHANGE and value != saved[name]:
-                raise UserError(f"--{name} {value}: the checkpoint has {saved[name] or 'none'}; "
-                                f"a resumed run may change {', '.join(MAY_CHANGE)}")
-        flags = {name: value for name, value in saved.items()
-                 if not isinstance(value, tuple | dict)}
+        flags = {name: x for name, x in saved.items() if not isinstance(x, tuple | dict)}
         # The new process chooses its device and its log.
-        values = flags | dict(device="auto", run_id="", head_chunks=0) | given
-    preset = POCKET if values.get("preset") == "pocket" else {}
-    cfg = Hyperparameters(**(preset | values))
+        flags |= dict(device="auto", run_id="", head_chunks=0) | given
+    preset = POCKET if flags.get("preset") == "pocket" else {}
+    cfg = Hyperparameters(**(preset | flags))
     for name, value in asdict(cfg).items():
-        if saved and name not in values and value != saved[name]:
-            raise UserError(f"{name} in {SCRIPT.name}: the checkpoint has another table; "
-                            "resume it by the script that wrote it")
-    check_settings(cfg)
-    return cfg
+        if saved and name not in MAY_CHANGE and value != saved[name]:
+            what = f"--{name} {value}" if name in flags else f"{name} in {SCRIPT.name}"
+            raise UserError(f"{what}: not as in the checkpoint; a resumed run may change "
+                            f"{', '.join(MAY_CHANGE)}")
 
-
-def check_settings(cfg):
-    """Raise UserError where the settings break a rule of the harness or of the record."""
     def require(holds, name, rule):
+        value = getattr(cfg, name)
+        if not holds and isinstance(value, int | float | str):
+            raise UserError(f"--{name} must {rule}; here it is {value}")
         if not holds:
-            value = getattr(cfg, name)
-            if isinstance(value, int | float | str):
-                raise UserError(f"--{name} must {rule}; here it is {value}")
             raise UserError(f"{name} in {SCRIPT.name} must {rule}")
 
     for name, value in vars(cfg).items():
         if isinstance(value, int | float):
-            require(0 <= value < 2**31, name, "be at least 0 and below 2147483648")
-    for name in ABOVE_ZERO:
-        require(getattr(cfg, name) > 0, name, "be above 0")
+            least = 1 if name in ABOVE_ZERO else 0
+            require(least <= value < 2**31, name, f"be at least {least}, and below 2147483648")
+    require(cfg.preset in ("record", "pocket"), "preset", "be record or pocket")
+    require(cfg.device in ("auto", "cuda", "cpu"), "device", "be auto, cuda or cpu")
     require(cfg.num_iterations < 10**6, "num_iterations", "be below a million")
     require(cfg.val_seq_len % 128 == 0, "val_seq_len", "be a multiple of 128")
     require(cfg.eot_token < cfg.vocab_size, "eot_token", "be below vocab_size")
     require(cfg.shorten in (1, 2, 4, 8), "shorten", "be 1, 2, 4 or 8")
-    require(re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id), "run_id",
-            "be of letters, digits, _ . + -, and not begin with .")
+    is_name = re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id)
+    require(is_name, "run_id", "be of letters, digits, _ . + -, and not begin with .")
     check(cfg, require)
-
-
-def find_checkpoint(given):
-    """Path and state of the checkpoint that --resume names, or those of a new run.
-
-    Raises UserError.
-    """
-    path = given.get("resume", "")
-    run_id = given.get("run_id")
-    if not path:
-        return "", NEW_RUN
-    if path == "auto" and run_id:
-        return newest_checkpoint(Path("logs", run_id))
-    state = load_checkpoint(Path(path))
-    # Two runs in one log would be taken for one.
-    if run_id and Path(path).resolve().parent != Path("logs", run_id).resolve():
-        raise UserError(f"--resume {path}: not of --run_id {run_id}; leave --run_id out, and the "
-                        "run gets a log of its own")
-    return path, state
+    return cfg
 
 
 def run_script(argv) -> int:
     """Train or resume by the flags. Returns the exit code. Raises UserError."""
     given = parse_flags(argv)
-    path, state = find_checkpoint(given)
-    settings = hyperparameters(given | dict(resume=path), state.get("settings"))
-    with Ranks(settings) as ranks:
-        chunks = settings.head_chunks or default_head_chunks(ranks.device)
-        settings = replace(settings, head_chunks=chunks)
-        if path and back_in_earlier_stage(settings, state):
-            settings = replace(settings, init=path)  # embedding and head stay apart
-        cfg = shorten(settings)
-        log = Log(cfg, ranks, may_restart=given.get("resume"))
-        if path:
-            torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
-        left = cfg.num_iterations - state["step"]
-        if left < 0:
-            raise UserError(f"--num_iterations {cfg.num_iterations}: {path} is of a later step")
-        # A finished record can be evaluated without a GPU.
-        if left and cfg.preset == "record" and ranks.device.type != "cuda":
-            raise UserError("--preset record: there is no CUDA device; use --preset pocket")
-        run = Run(cfg, settings, ranks, log, state)
-        train(run, cfg)
-        if run.stopped:
-            log("stopped by a signal; what --save_every saved goes on by "
-                f"--run_id {log.run_id} --resume auto")
-            return 1
-        run.finish()
-        return 0
-
-
-def back_in_earlier_stage(settings, state) -> bool:
-    """Whether a checkpoint's step was in a later stage of its own, shorter schedule."""
+    path, state = find_checkpoint(given.get("resume", ""), given.get("run_id", ""))
+    cfg = hyperparameters(given | dict(resume=path), state["settings"])
     step = state["step"]
-    before = replace(settings, num_iterations=state["settings"]["num_iterations"])
-    return schedule(step, settings).stage < schedule(step, before).stage
-
-
-def open_streams():
-    """Replace standard streams that are closed, as those of a daemon, by ones to nowhere."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+"))
+    if step > cfg.num_iterations:
+        raise UserError(f"--num_iterations {cfg.num_iterations}: {path} is of a later step")
+    if path:
+        torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
+        # A longer run may be back in an earlier stage. Weights that were tied there stay apart.
+        before = replace(cfg, num_iterations=state["settings"]["num_iterations"])
+        if schedule(step, cfg).stage < schedule(step, before).stage:
+            cfg = replace(cfg, init=path)
+    with Ranks(cfg) as ranks:
+        # A finished record can be evaluated without a GPU.
+        if cfg.preset == "record" and ranks.device.type != "cuda" and step < cfg.num_iterations:
+            raise UserError("--preset record: there is no CUDA device; use --preset pocket")
+        cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
+        run = Run(cfg, ranks, state, may_exist="resume" in given)
+        train(run, run.cfg)
+        if not run.stopped:
+            run.finish()
+            return 0
+        run.log("stopped by a signal; what --save_every saved goes on by "
+                f"--run_id {run.log.folder.name} --resume auto")
+        return 1
 
 
 def main(argv=None) -> int:
     """Run the script and return its exit code: 2 after an error that a user can mend."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    open_streams()
+    for name in ("stdin", "stdout", "stderr"):  # closed ones, as those of a daemon, are None
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack some letters
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     code = 2
     is_mine = True  # whether the other ranks may have another error, or none
     try:
         return run_script(argv)
+    except UserError as error:
+        message = str(error)
+        is_mine = False
     except KeyboardInterrupt:  # before the first step; from then on signals are caught
-        code, message, is_mine = 130, "interrupted", False
-    except (UserError, OSError, dist.DistError) as error:
-        message = str(error)  # names the file or flag
-        is_mine = not isinstance(error, UserError) or isinstance(error, RankError)
+        message = "interrupted"
+        is_mine = False
+        code = 130
+    except (OSError, dist.DistError) as error:
+        message = str(error)  # names the file or the flag
     except (MemoryError, torch.OutOfMemoryError):
         # Fewer tokens at once; --head_chunks helps where the logits alone are too large.
         message = "out of memory; shorten the sequences or lower --sequences_per_forward"
@@ -2061,12 +1851,12 @@ def main(argv=None) -> int:
             raise
         message = f"another rank has ended, and says why ({error})"
     finally:
-        gc.unfreeze()
-    world_size, rank, local_rank = map(
-        os.environ.get, ("WORLD_SIZE", "RANK", "LOCAL_RANK"), ("1", "0", "0"))
-    if is_mine and world_size != "1":
-        message = f"rank {rank}: {message}"
-    if is_mine or local_rank == "0":  # one rank of each machine is enough
+        gc.unfreeze()  # else libraries that look for leaks find some
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if is_mine and os.environ.get("WORLD_SIZE", "1") != "1":
+        message = f"rank {os.environ.get('RANK')}: {message}"
+    if is_mine or os.environ.get("LOCAL_RANK", "0") == "0":  # one of each machine is enough
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return code
 

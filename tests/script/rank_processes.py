@@ -18,7 +18,7 @@ from tiny_runs import to_argv
 import train_gpt
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["test_distributed", "test_survival"])
+FORKS.set_forkserver_preload(["test_survival"])
 THREADS_LEFT = 70  # an exit code of these tests alone
 
 
@@ -130,10 +130,10 @@ def run_rank(rank, nproc, store, cwd, argv, fault):
 
 def at_each_step(action):
     """Call `action(step, losses)` once a step's gradients are there, before its update."""
-    check = train_gpt.LossExchange.check
+    check = train_gpt.Run.check
 
-    def check_after_action(health, step, losses):
+    def check_after_action(run, step, losses):
         action(step, losses)
-        return check(health, step, losses)
+        return check(run, step, losses)
 
-    train_gpt.LossExchange.check = check_after_action
+    train_gpt.Run.check = check_after_action

@@ -1,5 +1,6 @@
 """Checkpoints on disk: found whole or not at all, kept, refused, written durably. In process."""
 
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -7,10 +8,10 @@ from pathlib import Path
 import pytest
 import tiny_runs
 import torch
-from tiny_runs import one_error
+from tiny_runs import one_error, tiny
 
 import train_gpt
-from train_gpt import UserError, load_checkpoint, newest_checkpoint, write_checkpoint
+from train_gpt import POCKET, UserError, find_checkpoint, load_checkpoint, write_checkpoint
 
 run, data_flags = tiny_runs.run, tiny_runs.data_flags  # fixtures
 FOLDER = Path("logs/x")
@@ -43,7 +44,7 @@ def state(run):
 
 def assert_skipped(capsys):
     """`auto` names the newest one, skips it and takes the one before; its path is an error."""
-    path, state = newest_checkpoint(FOLDER)
+    path, state = find_checkpoint("auto", "x")
     assert path == str(OLDER) and state["step"] == 4
     said = f"skipped {NEWEST}: no whole checkpoint of this script ("
     assert capsys.readouterr().err.startswith(said)
@@ -61,7 +62,7 @@ def test_damaged_files_are_skipped(state, capsys):
         assert_skipped(capsys)
     for path in FOLDER.glob("*.pt"):
         path.write_bytes(b"")
-    assert newest_checkpoint(FOLDER) == ("", train_gpt.NEW_RUN)
+    assert find_checkpoint("auto", "x") == ("", train_gpt.NEW_RUN)
 
 
 class Malice:
@@ -72,13 +73,12 @@ class Malice:
 
 
 def test_whole_files_with_odd_parts_are_skipped(state, capsys):
-    """Whatever their checksums say: code is not run, and what is not finite never taken."""
+    """Whatever their checksums say: code is not run, and what is not finite never taken. Whole
+    numbers are as good as others."""
     for keys, value in (
         ("settings", None),
         ("settings muon_lr", None),  # no default is taken
-        ("settings muon_lr", "nan"),
         ("model", "text"),
-        ("optimizers head mean", torch.zeros(9, dtype=bool)),
         ("data", Malice()),
         ("model backout_lambda", torch.tensor(-math.inf)),
         ("optimizers mlp mean", torch.tensor([[0], [math.nan]])),
@@ -86,45 +86,61 @@ def test_whole_files_with_odd_parts_are_skipped(state, capsys):
         torch.save(changed(state, keys, value), NEWEST)
         assert_skipped(capsys)
     assert not Path("executed").exists()
+    torch.save(changed(state, "optimizers mlp rows", torch.arange(3)), NEWEST)
+    assert load_checkpoint(NEWEST)["optimizers"]["mlp"]["rows"].tolist() == [0, 1, 2]
 
 
-def test_a_whole_file_that_does_not_fit_says_what(run, state):
+def test_a_whole_file_that_does_not_fit_says_what(run, state, monkeypatch):
     mean = state["optimizers"]["mlp"]["mean"]
     for keys, value, named in (
         ("model lm_head.weight", torch.zeros(3, 32), "size mismatch for lm_head.weight"),
         ("optimizers head", None, "does not fit ('head')"),
         # State of another length is neither cut nor padded.
         ("optimizers mlp mean", torch.cat([mean, mean[:1]]), "does not fit (shape"),
+        ("settings muon_lr", math.nan, "--muon_lr nan: not as in the checkpoint"),
     ):
         torch.save(changed(state, keys, value), NEWEST)
         line = one_error(run(["--resume", str(NEWEST)]))
-        assert f"{NEWEST}: " in line and named in line
+        assert named in line and (f"{NEWEST}: " in line or "settings" in keys)
     line = one_error(run(["--resume", str(OLDER), "--num_iterations", "3"]))
     assert f"--num_iterations 3: {OLDER} is of a later step" in line
 
 
+def test_a_resumed_run_has_the_tables_and_the_settings_before_shorten(run, state, monkeypatch):
+    assert state["settings"] == dataclasses.asdict(tiny(save_every=2, head_chunks=1)) | {
+        name: state["settings"][name] for name in ("train_files", "val_files")}
+    longer = dataclasses.replace(POCKET["extension"], long_window=320)
+    monkeypatch.setitem(POCKET, "extension", longer)
+    line = one_error(run(["--resume", str(OLDER)]))
+    assert "extension in train_gpt.py: not as in the checkpoint; a resumed run may" in line
+
+
 def test_a_run_that_another_script_resumes_says_so(run, tmp_path, monkeypatch):
-    """So that the ledger takes it for no run of either."""
+    """So that the ledger takes it for no run of either. Another run's log takes none of it."""
     run(save_every=2)
     whole = run(["--resume", str(OLDER)])
     assert f"\nresumed at step:4 from {OLDER}\n" in whole.log
+    line = one_error(run(["--resume", str(OLDER), "--run_id", "y"]))
+    assert f"--resume {OLDER}: not of --run_id y; leave --run_id out" in line
     other = tmp_path / "train_gpt.py"
     other.write_text(train_gpt.SCRIPT.read_text() + "# changed\n")
     monkeypatch.setattr(train_gpt, "SCRIPT", other)
-    mixed = run(["--resume", str(OLDER), "--run_id", "y"])
+    mixed = run(["--resume", str(OLDER), "--run_id", "x"])
     assert f"\nresumed at step:4 from {OLDER}, which another script wrote\n" in mixed.log
 
 
-def test_the_newest_three_are_kept(run):
-    """By time: a run that was resumed from an old one has later ones in its folder."""
+def test_a_checkpoint_and_the_two_before_it_are_kept(run):
+    """By their steps: a clock may go back, and later ones may be of another branch."""
     run(save_every=2, num_iterations=8)
     saved = sorted(FOLDER.glob("*.pt"))
     assert [path.name for path in saved] == [f"step-00000{step}.pt" for step in (4, 6, 8)]
-    for time, path in enumerate(saved):
-        os.utime(path, (time, time))  # a clock may have the same time for two
-    early = FOLDER / "step-000002.pt"
-    write_checkpoint(early, dict(step=2))
-    assert sorted(FOLDER.glob("*.pt")) == [early, *saved[1:]]
+    for path in saved:
+        os.utime(path, (4e9, 4e9))
+    steps = [2, 10, 12, 5]
+    kept = [{2, 4, 6, 8}, {6, 8, 10}, {8, 10, 12}, {5, 8, 10, 12}]
+    for step, others in zip(steps, kept):
+        write_checkpoint(FOLDER / f"step-{step:06d}.pt", dict(step=step))
+        assert {int(path.stem[5:]) for path in FOLDER.glob("*.pt")} == others
 
 
 def test_a_checkpoint_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):

@@ -86,6 +86,17 @@ def signalled(step, number, rank=0):
     return partial(at_step, step, rank, partial(send_self, number))
 
 
+def signalled_at_the_end(times, rank):
+    """SIGINT while the last step is validated, and again."""
+    def validate(*args, validate=train_gpt.validate):
+        if args[2].stage == 4:  # of the last validation, also in the warm-up
+            for _ in range(times if signal.getsignal(signal.SIGTERM) else 0):
+                send_self(signal.SIGINT)
+        return validate(*args)
+
+    train_gpt.validate = validate
+
+
 def closed_terminal(step, on_hangup, rank):
     """The process leads the session of a terminal, whose other end is closed at this step."""
     os.setsid()
@@ -94,6 +105,13 @@ def closed_terminal(step, on_hangup, rank):
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
     sys.stdout = os.fdopen(terminal, "w")
     at_step(step, 0, lambda losses: os.close(other_end), rank)
+
+
+def closed_pipe(rank):
+    """Who reads the output has seen enough, as `head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    sys.stdout = os.fdopen(writer, "w")
 
 
 def killed_in_second_save(moment, rank):
@@ -114,19 +132,23 @@ def killed_in_second_save(moment, rank):
     setattr(owner, name, die)
 
 
-def die_or_be_told(rank):
-    """At step 4 rank 1 is killed and rank 0 gets a SIGTERM, as from torchrun."""
-    signalled(4, signal.SIGKILL, rank=1)(rank)
-    signalled(4, signal.SIGTERM)(rank)
+def killed_beside(step, rank):
+    """At a step rank 1 is killed and rank 0 gets a SIGTERM, as from torchrun."""
+    signalled(step, signal.SIGKILL, rank=1)(rank)
+    signalled(step, signal.SIGTERM)(rank)
 
 
 def minus_infinity(losses):
     losses[0] = -torch.inf
 
 
-def fill_disk(losses):
-    """From here on no file may grow beyond a part of a checkpoint, which stands for a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+def out_of_memory(losses):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 1")
+
+
+def fill_disk(size, losses):
+    """From here on no file may grow beyond this, which stands for a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 # Together these resume from within a shard, from the end of one and from the middle of an epoch,
@@ -145,8 +167,7 @@ def test_a_run_that_is_killed_in_a_save_goes_on_to_the_bit(start, whole, moment,
     assert_goes_on(run, whole, step)
     assert not list(run.folder.glob("*.tmp"))
     assert run.log().startswith(log)
-    later = run.log().removeprefix(log)
-    times = [int(ms) for ms in re.findall(r" train_time:(\d+)ms", later)]
+    times = [int(ms) for ms in re.findall(r" train_time:(\d+)ms", run.log().removeprefix(log))]
     assert saved["train_time_ms"] // 1 <= times[0] and times == sorted(times)
 
 
@@ -157,7 +178,11 @@ def test_a_run_that_is_killed_in_a_save_goes_on_to_the_bit(start, whole, moment,
     (1, signalled(4, signal.SIGTERM), 0, 1, []),
     (1, partial(closed_terminal, 5, signal.SIG_DFL), 100, 1, [6]),
     (1, partial(closed_terminal, 5, signal.SIG_IGN), 100, 0, [STEPS]),
-], ids=["Ctrl-C", "a rank", "at the end", "without saves", "terminal", "nohup"])
+    (1, closed_pipe, 100, 0, [STEPS]),
+    (1, partial(signalled_at_the_end, 1), 100, 0, [STEPS]),
+    (1, partial(signalled_at_the_end, 2), 100, -signal.SIGINT, []),
+], ids=["Ctrl-C", "a rank", "at the end", "without saves", "terminal", "nohup", "head",
+        "last validation", "twice"])
 def test_a_signal_ends_a_run_at_a_save_from_which_it_goes_on(
     start, whole, nproc, fault, every, code, saved
 ):
@@ -165,16 +190,20 @@ def test_a_signal_ends_a_run_at_a_save_from_which_it_goes_on(
     assert run.wait() == [code] * nproc and run.err() == "", run.err()
     assert run.saved() == saved
     said = "stopped by a signal; what --save_every saved goes on by --run_id x --resume auto\n"
-    assert run.log().count(said) == code
+    assert run.log().count(said) == (code == 1)
     assert len({len(run.losses(rank)) for rank in range(nproc)}) == 1, "all stop at one step"
-    if nproc == 1 and code and saved:
+    if nproc == code == 1 and saved:
         assert_goes_on(start(save_every=every), whole, saved[-1])
 
 
 def test_two_ranks_resume_as_two_or_one(start, tmp_path):
-    """All ranks take the checkpoint before a damaged one."""
+    """All ranks take the checkpoint before a damaged one, and rank 0 tells the mean of losses."""
     first = start(2, save_every=4)
     assert first.wait() == [0, 0], first.err()
+    mean = first.mean_losses()
+    logged = re.findall(r"^step:\d+/10 train_loss:(\S+) ", first.log(), re.M)
+    np.testing.assert_allclose([float(loss) for loss in logged], mean, rtol=0, atol=6e-5)
+    assert first.out(0) and not first.out(1)
     newest = first.folder / f"step-{STEPS:06d}.pt"
     newest.write_bytes(newest.read_bytes()[:-1])
     for nproc in (2, 1):
@@ -184,28 +213,34 @@ def test_two_ranks_resume_as_two_or_one(start, tmp_path):
         assert re.search(f"skipped .*{newest.name}: no whole checkpoint", run.err())
         assert "resumed at step:8 from logs/x/step-000008.pt" in run.out()
         rtol = 0 if nproc == 2 else 1e-5  # fewer ranks sum in another order
-        np.testing.assert_allclose(run.mean_losses(), first.mean_losses()[8:], rtol=rtol)
+        np.testing.assert_allclose(run.mean_losses(), mean[8:], rtol=rtol)
 
 
 def test_a_rank_told_to_stop_because_another_died_does_not_hang(start):
-    run = start(2, die_or_be_told, save_every=2)
+    run = start(2, partial(killed_beside, 4), save_every=2)
     codes = run.wait()
     assert codes[0] != 0 and codes[1] == -signal.SIGKILL
-    assert run.saved() == [2, 4] and "Connection " in run.err(), run.err()
+    assert run.saved() == [2, 4]
+    assert re.fullmatch(r".*: error: rank 0: another rank has ended, .*\n", run.err()), run.err()
 
 
-def test_a_loss_of_one_rank_that_is_not_finite_ends_all(start):
+def test_each_rank_says_its_own_error_and_one_what_all_would_say(start):
+    run = start(2, partial(at_step, 5, 1, out_of_memory))
+    assert run.wait() == [2, 2]
+    assert run.err(1).startswith("train_gpt.py: error: rank 1: out of memory; shorten the")
+    assert "rank 0: another rank has ended" in run.err(0) and run.err(0).count("\n") == 1
     run = start(2, partial(at_step, 5, 1, minus_infinity), save_every=2)
     assert run.wait() == [2, 2]
-    said = "train_gpt.py: error: step 5: the loss is -inf; lower the learning rates\n"
-    assert run.err() == said and run.saved() == [2, 4] and "---" not in run.log()
+    assert re.fullmatch(r"train_gpt.py: error: step:6/10 train_loss:-inf; lower.*\n", run.err())
+    assert run.err(1) == "" and run.saved() == [2, 4] and "---" not in run.log()
 
 
-def test_a_run_goes_on_once_a_full_disk_has_room(start, whole):
-    run = start(fault=partial(at_step, 3, 0, fill_disk), save_every=2)
+@pytest.mark.parametrize("size, named", [(200_000, "step-000004.pt"), (90_000, "log.txt")])
+def test_a_run_goes_on_once_a_full_disk_has_room(start, whole, size, named):
+    run = start(fault=partial(at_step, 3, 0, partial(fill_disk, size)), save_every=2)
     assert run.wait() == [2] and run.err().count("\n") == 1
     assert not list(run.folder.glob("*.tmp"))
-    assert "step-000004.pt: not written ([Errno 27] File too large); make room" in run.err()
+    assert f"{named}: not written ([Errno 27] File too large); make room" in run.err()
     assert_goes_on(start(save_every=2), whole, 2)
 
 

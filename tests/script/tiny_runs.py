@@ -1,6 +1,6 @@
 """The tiny model that the tests train, and whole runs of it in their process: `run`, `data_flags`.
 
-A test that needs another model says by `tiny(...)` what differs.
+Its tables are the pocket's. A test that needs other flags says by `tiny(...)` what differs.
 """
 
 import re
@@ -13,15 +13,11 @@ from conftest import final_values
 import train_gpt
 
 STEPS = 6
-TOKENS = 4 * (2 * 128 + 4 * 256)  # of these steps
+TOKENS = 4 * (2 * 128 + 2 * 256 + 2 * 384)  # of these steps
 FLAGS = dict(
     preset="pocket", device="cpu", run_id="x", model_dim=32, head_dim=16, vocab_multiple=128,
     embed_lr=0.6, num_iterations=STEPS, extension_steps=1, freeze_steps=1, warmup_steps=1,
-    sequences_per_step=4, sequences_per_forward=2, sequence_stride=1, val_every=3, val_tokens=700,
-    val_seq_len=256, layers="L0:skip,S,.:saved,L0",
-    # They begin at steps 0, 2, 4 and 5 of 6, the second one with longer sequences.
-    stages="1:128:64:32:.8:3,1:256:128:64:1:2,1:256:192:64:1:1,"
-           "0:256:224:64:1:1,0:256:256:128:1:1")
+    sequences_per_step=4, sequences_per_forward=2, val_every=3, val_tokens=700, val_seq_len=256)
 
 
 def to_argv(flags):
@@ -37,7 +33,7 @@ def tiny(**flags):
 def data_flags(tiny_shards):
     """Two training shards of less than 6 steps together, and two for validation of a token more."""
     val_files = tiny_shards([300, 402], name="tiny_val", seed=1)
-    return {"train_files": tiny_shards([2200, 1800]), "val_files": val_files}
+    return {"train_files": tiny_shards([3200, 2600]), "val_files": val_files}
 
 
 @pytest.fixture
@@ -48,7 +44,7 @@ def run(data_flags, tmp_path, monkeypatch, capsys):
 
     def run_main(argv=None, **flags):
         result = SimpleNamespace(losses=[])
-        check, build = train_gpt.LossExchange.check, train_gpt.build
+        check, build = train_gpt.Run.check, train_gpt.build
 
         def checked(self, step, losses):
             result.losses.append(losses.tolist())
@@ -59,7 +55,7 @@ def run(data_flags, tmp_path, monkeypatch, capsys):
             return result.model, result.optimizers
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_gpt.LossExchange, "check", checked)
+            patch.setattr(train_gpt.Run, "check", checked)
             patch.setattr(train_gpt, "build", noted)
             result.code = train_gpt.main(argv or to_argv(FLAGS | data_flags | flags))
         result.out, result.err = capsys.readouterr()

@@ -697,11 +697,13 @@ class GPT(nn.Module):
         # FlexAttention is fast only where it is compiled.
         on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
         make_mask = flex_mask if on_gpu else dense_mask
-        rotary = self.rotary[:, : inputs_BT.size(1)]
+        T = inputs_BT.size(1)
+        long, short = self.reach
         used = {block.layer.window for block in self.blocks}
         views = {}
-        for window, reach in zip("LS", self.reach):
+        for window, reach in dict(L=long, S=short).items():
             if window in used:
+                rotary = self.rotary[:, :T]
                 views[window] = View(rotary, make_mask(docs_BT, reach))
         return views
 

@@ -6,8 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-11-10_CautiousWD
-Parent: 2025-10-04_Backout. Change: NorMuon with half of Muon's rates, twice that for the MLP's
-first matrix; cautious weight decay; the extension trains with a longer window.
+Parent: 2025-10-27_FixMuonLR. Change: weights decay where the update shrinks them.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -705,11 +704,13 @@ class GPT(nn.Module):
         # FlexAttention is fast only where it is compiled.
         on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
         make_mask = flex_mask if on_gpu else dense_mask
-        rotary = self.rotary[:, : inputs_BT.size(1)]
+        T = inputs_BT.size(1)
+        long, short = self.reach
         used = {block.layer.window for block in self.blocks}
         views = {}
-        for window, reach in zip("LS", self.reach):
+        for window, reach in dict(L=long, S=short).items():
             if window in used:
+                rotary = self.rotary[:, :T]
                 views[window] = View(rotary, make_mask(docs_BT, reach))
         return views
 

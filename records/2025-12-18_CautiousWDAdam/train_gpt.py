@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-12-18_CautiousWDAdam
-Parent: 2025-11-10_CautiousWD. Change: batch and rates grow in stages; one skip; a residual stream
-that grows; key offset; lambdas on weights; cautious weight decay in Adam.
+Parent: 2025-12-14_PartialKeyOffset. Change: Adam's weights decay, too, where the
+update shrinks them.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -30,6 +30,7 @@ documents packed into sequences                   cut_rows
 rates, momentum, lengths, windows by stage        Stage, schedule
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable
@@ -108,13 +109,26 @@ class Hyperparameters:
     extension_steps: int = 40  # last steps, at the lowest rates
     stages: tuple = (
         # Short at first: @varunneal, #46, 65 steps
-        Stage(share=1.0, seq_len=16384, long_window=384, short_window=128, lr_factor=1.0),
-        Stage(share=1.0, seq_len=32768, long_window=896, short_window=384, lr_factor=1.51),
-        Stage(share=1.0, seq_len=49152, long_window=1408, short_window=640, lr_factor=1.93),
+        Stage(
+            share=1.0, seq_len=16384, long_window=384, short_window=128,
+            lr_factor=1.0,
+        ),
+        Stage(
+            share=1.0, seq_len=32768, long_window=896, short_window=384,
+            lr_factor=1.51,
+        ),
+        Stage(
+            share=1.0, seq_len=49152, long_window=1408, short_window=640,
+            lr_factor=1.93,
+        ),
     )
-    extension: Stage = Stage(seq_len=49152, long_window=1664, short_window=768, lr_factor=1.93)
+    extension: Stage = Stage(
+        seq_len=49152, long_window=1664, short_window=768,
+        lr_factor=1.93,
+    )
     last_validation: Stage = Stage(
-        seq_len=49152, long_window=2560, short_window=768, lr_factor=1.93
+        seq_len=49152, long_window=2560, short_window=768,
+        lr_factor=1.93,
     )
     cooldown_frac: float = 0.55  # last share of the schedule, in which rates fall
     momentum_warmup: int = 300  # first steps, in which Muon's momentum rises
@@ -168,12 +182,27 @@ POCKET = dict(
     num_iterations=120,
     extension_steps=5,
     stages=(
-        Stage(share=1.0, seq_len=128, long_window=64, short_window=32, lr_factor=1.0),
-        Stage(share=1.0, seq_len=256, long_window=128, short_window=64, lr_factor=1.51),
-        Stage(share=1.0, seq_len=384, long_window=192, short_window=96, lr_factor=1.93),
+        Stage(
+            share=1.0, seq_len=128, long_window=64, short_window=32,
+            lr_factor=1.0,
+        ),
+        Stage(
+            share=1.0, seq_len=256, long_window=128, short_window=64,
+            lr_factor=1.51,
+        ),
+        Stage(
+            share=1.0, seq_len=384, long_window=192, short_window=96,
+            lr_factor=1.93,
+        ),
     ),
-    extension=Stage(seq_len=384, long_window=224, short_window=96, lr_factor=1.93),
-    last_validation=Stage(seq_len=384, long_window=256, short_window=96, lr_factor=1.93),
+    extension=Stage(
+        seq_len=384, long_window=224, short_window=96,
+        lr_factor=1.93,
+    ),
+    last_validation=Stage(
+        seq_len=384, long_window=256, short_window=96,
+        lr_factor=1.93,
+    ),
     momentum_cooldown=5,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
@@ -252,7 +281,7 @@ class Schedule(Stage):
 
 def schedule(step: int, cfg) -> Schedule:
     """The schedule of a step from 0 to num_iterations. The last one only validates."""
-    index = stage_of(step, cfg)
+    index, _ = stage_of(step, cfg)
     row = cfg.rows()[index]
 
     # Learning rate: the stage's factor, then linearly down to the floor where the extension begins
@@ -276,15 +305,21 @@ def schedule(step: int, cfg) -> Schedule:
     return Schedule(**vars(row) | moving)
 
 
-def stage_of(step: int, cfg) -> int:
-    """The index of a step's stage."""
-    if step == cfg.num_iterations:
-        return len(cfg.rows()) - 1  # the last validation
+def stage_of(step: int, cfg) -> tuple[int, float]:
+    """The index of a step's stage, and which part of the stage lies behind the step."""
+    first_steps = [*stage_starts(cfg), math.inf]
+    index = bisect.bisect(first_steps, step) - 1
+    start, end = first_steps[index : index + 2]
+    return index, (step - start) / (end - start)
+
+
+def stage_starts(cfg) -> list[float]:
+    """Where the stages start, in steps. These need not be whole numbers."""
     scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
     shares = [row.share for row in cfg.stages]
     behind = itertools.accumulate(shares, initial=0.0)  # shares before each stage
     starts = [scheduled * share / sum(shares) for share in behind]
-    return sum(start <= step for start in starts) - 1
+    return [*starts, cfg.num_iterations]
 
 
 def yarn(stage: int, cfg, device=None):
@@ -731,11 +766,13 @@ class GPT(nn.Module):
         # FlexAttention is fast only where it is compiled.
         on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
         make_mask = flex_mask if on_gpu else dense_mask
-        rotary = self.rotary[:, : inputs_BT.size(1)]
+        T = inputs_BT.size(1)
+        long, short = self.reach
         used = {block.layer.window for block in self.blocks}
         views = {}
-        for window, reach in zip("LS", self.reach):
+        for window, reach in dict(L=long, S=short).items():
             if window in used:
+                rotary = self.rotary[:, :T]
                 views[window] = View(rotary, make_mask(docs_BT, reach))
         return views
 
@@ -1163,8 +1200,7 @@ def cut_rows(tokens, documents, place: Place, now, cfg):
 def consecutive_rows(tokens, place: Place, now, cfg):
     """All tokens of a shard in their order, as `cut_rows` returns them."""
     size = cfg.sequences_per_step * now.seq_len
-    # As at first. Where stages differ in length a multiple of the length begins each.
-    start = round_up(place.position, now.seq_len)
+    start = place.position
     # The last sequence needs one more token, its last target.
     part = tokens[start : start + size + 1]
     if len(part) <= size:

@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-12-22_MultiTokenPrediction
-Parent: 2025-12-18_CautiousWDAdam. Change: up to three tokens ahead are predicted; the head is
-also the embedding until the last third; lambdas are smoothed, and frozen where a stage begins.
+Parent: 2025-12-21_SmoothedScalars. Change: up to three tokens ahead are predicted; the head
+and the embedding part after two thirds.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -1252,8 +1252,7 @@ def cut_rows(tokens, documents, place: Place, now, cfg):
 def consecutive_rows(tokens, place: Place, now, cfg):
     """All tokens of a shard in their order, as `cut_rows` returns them."""
     size = cfg.sequences_per_step * now.seq_len
-    # As at first. Where stages differ in length a multiple of the length begins each.
-    start = round_up(place.position, now.seq_len)
+    start = place.position
     # The last sequence needs one more token, its last target.
     part = tokens[start : start + size + 1]
     if len(part) <= size:

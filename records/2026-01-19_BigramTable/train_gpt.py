@@ -1292,8 +1292,7 @@ def cut_rows(tokens, documents, place: Place, now, cfg):
 def consecutive_rows(tokens, place: Place, now, cfg):
     """All tokens of a shard in their order, as `cut_rows` returns them."""
     size = cfg.sequences_per_step * now.seq_len
-    # As at first. Where stages differ in length a multiple of the length begins each.
-    start = round_up(place.position, now.seq_len)
+    start = place.position
     # The last sequence needs one more token, its last target.
     part = tokens[start : start + size + 1]
     if len(part) <= size:

@@ -6,7 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2024-10-14_ModernArch
-Parent: none. It has ReLU², QK-norm, zero-initialised output projections and a padded vocabulary.
+Parent: 2024-10-10_Muon. Change: ReLU², QK-norm, wide heads, output projections that begin at zero,
+a padded vocabulary.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -14,7 +15,7 @@ below the banner reads data, validates, saves and logs. It is the same in every 
 Technique                                         where it is
 ReLU²                                             MLP
 QK-norm                                           CausalSelfAttention
-rotary embedding                                  GPT, rotate
+rotary embedding                                  GPT.set_rotary, rotate
 Muon                                              orthogonalize, muon_update
 rates                                             schedule
 """
@@ -108,7 +109,7 @@ POCKET = dict(
 
 def check(cfg, require):
     """The rules of this record. `require` raises UserError, "--name must rule", where one fails."""
-    require(cfg.head_dim > 0 and cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
+    require(cfg.head_dim > 0 and cfg.head_dim % 2 == 0, "head_dim", "be a multiple of 2")
     require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
     require(cfg.model_dim > 0, "model_dim", "be above 0")
     require(cfg.num_layers > 0, "num_layers", "be above 0")
@@ -217,12 +218,9 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Entry i and entry i + K / 2 are a pair.
     """
-    x = x_BTHK
-    half = x.size(-1) // 2
-    partner = x.roll(half, dims=-1)  # the other entry of each pair
-    cos = torch.cat([cos, cos], dim=-1)  # (T, 1, K)
-    sin = torch.cat([sin, -sin], dim=-1)  # (T, 1, K)
-    return (x * cos + partner * sin).type_as(x_BTHK)
+    first, second = x_BTHK.chunk(2, dim=-1)
+    turned = [first * cos + second * sin, second * cos - first * sin]
+    return torch.cat(turned, dim=-1).type_as(x_BTHK)
 
 
 class Batch(NamedTuple):
@@ -302,18 +300,27 @@ class GPT(nn.Module):
         # The head is computed in chunks of this many tokens.
         tokens = cfg.sequences_per_forward * cfg.seq_len / max(1, cfg.head_chunks)
         self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
-        exponent = torch.arange(0, cfg.head_dim, 2) / cfg.head_dim
-        frequency = 1 / cfg.rope_base**exponent  # (K / 2,)
-        position = torch.arange(max(cfg.seq_len, cfg.val_seq_len))
-        theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
-        rotary = torch.stack([theta.cos(), theta.sin()]).bfloat16()
-        self.register_buffer("rotary", rotary, persistent=False)
+        # Cosines and sines of the rotary embedding
+        rotary = torch.zeros(2, max(cfg.seq_len, cfg.val_seq_len), 1, cfg.head_dim // 2)
+        self.register_buffer("rotary", rotary.bfloat16(), persistent=False)
+        self.set_rotary()
 
     @torch.no_grad()
     def init_weights(self, generator):
         """Give every parameter its first values."""
         for param in self.parameters():
             param.first(param, generator)
+
+    @torch.no_grad()
+    def set_rotary(self):
+        """Fill in the rotary embedding, the same in all steps."""
+        head_dim = self.cfg.head_dim
+        exponent = torch.arange(0, head_dim, 2, device=self.rotary.device) / head_dim
+        frequency = 1 / self.cfg.rope_base**exponent  # (K / 2,)
+        position = torch.arange(self.rotary.size(1), device=frequency.device)
+        theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
+        self.rotary[0] = theta.cos()
+        self.rotary[1] = theta.sin()
 
     def hidden(self, inputs_BT):
         """The normed output of the last layer, (B, T, D)."""

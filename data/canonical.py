@@ -15,12 +15,15 @@ this one  1cb5f242494e30552a6fc38c33d777716acc9018848fe74494f7cace294db222, 70,8
     python data/canonical.py
 """
 
+import sys
 import unicodedata
 from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
 from prefixes import read_vocabulary
-from shards import Parser, run, whole_file
+from shards import Parser, alone_in, run, whole_file
 
 PATH = Path(__file__).parent / "fineweb10B" / "canonical.npz"
 CONTRACTIONS = {b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d"}  # split from what follows
@@ -124,14 +127,13 @@ def find_forbidden(tokens: list[bytes]) -> list:
 
 
 def main() -> None:
-    Parser(description=__doc__.splitlines()[0]).parse_args()
+    Parser(__doc__).parse_args()
     rows, columns = zip(*find_forbidden(read_vocabulary()))
     parts = {}
     for name, of in dict(before=rows, after=columns).items():
         parts[name] = np.concatenate(of).astype(np.uint16)
         parts[f"{name}_ends"] = np.cumsum([len(ids) for ids in of], dtype=np.int32)
-    PATH.parent.mkdir(exist_ok=True)
-    with whole_file(PATH) as file:
+    with alone_in(PATH.parent), whole_file(PATH) as file:
         np.savez_compressed(file, **parts)
     pairs = sum(len(before) * len(after) for before, after in zip(rows, columns))
     print(f"{PATH}: {pairs} pairs of tokens that are never neighbours")

@@ -7,9 +7,11 @@ A shard that is whole is not fetched again. A download that was cut short goes o
 
 import hashlib
 import shutil
+import sys
 from pathlib import Path
 
-from shards import DataError, Parser, read_header, run
+sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
+from shards import DataError, Parser, alone_in, read_header, run
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
 REVISION = "889765ea1f903759787add96995d81171b632d0c"
@@ -24,31 +26,47 @@ def is_whole(path: Path) -> bool:
         return False
 
 
+def find_missing(names: list[str], folder: Path) -> list[str]:
+    return [name for name in names if not is_whole(folder / name)]
+
+
 def fetch(names: list[str], folder: Path) -> None:
-    """Download these shards; each takes its place once its sha256 is the published one."""
+    """Download these shards; each takes its place once its sha256 is the published one.
+
+    What was fetched stays, for the next call to go on with. Raises: DataError.
+    """
     import huggingface_hub as hub  # takes a while, and is not needed where all is whole
     incoming = folder / ".incoming"
     of_data = dict(repo_type="dataset", revision=REVISION)
     try:
-        published = list(hub.HfApi().get_paths_info(REPOSITORY, names, **of_data))
+        listed = hub.HfApi().get_paths_info(REPOSITORY, names, **of_data)
         hub.snapshot_download(REPOSITORY, allow_patterns=names, local_dir=incoming, **of_data)
     except Exception as error:  # which ones depends on the hub's release and its HTTP library
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(f"cannot fetch {REPOSITORY} ({reason}); run this again with a network, or "
-                        f"copy {folder} from a machine that has it") from error
-    for file in published:
-        path = incoming / file.path
-        with open(path, "rb") as shard:
-            sha256 = hashlib.file_digest(shard, "sha256").hexdigest()
-        if sha256 != file.lfs.sha256:
-            path.unlink()
+        raise DataError(f"cannot fetch {REPOSITORY} into {incoming} ({reason}); run this again "
+                        f"with a network and room on the disk, or copy {folder} from a machine "
+                        "that has it") from error
+    published = {file.path: file.lfs.sha256 for file in listed if file.lfs}
+    for name in names:
+        path = incoming / name
+        if not path.is_file():
+            raise DataError(f"{path}: {hub.constants.ENDPOINT} did not send it; run this again, "
+                            "or with another HF_ENDPOINT")
+        if name in published:
+            with open(path, "rb") as shard:
+                right = hashlib.file_digest(shard, "sha256").hexdigest() == published[name]
+        else:  # as some mirrors answer
+            print(f"{name}: {hub.constants.ENDPOINT} tells no sha256 to compare")
+            right = is_whole(path)
+        if not right:
+            path.unlink()  # else the hub's library would take it for fetched
             raise DataError(f"{path}: its sha256 is not the published one; run this again")
-        path.replace(folder / file.path)
+        path.replace(folder / name)
     shutil.rmtree(incoming)
 
 
 def main() -> None:
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("num_train", metavar="N", type=int, nargs="?", default=8,
                         help=f"training shards, 1 to {TRAIN_SHARDS} (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "fineweb10B",
@@ -58,10 +76,12 @@ def main() -> None:
         parser.error(f"N is {args.num_train}; the data set has 1 to {TRAIN_SHARDS} training shards")
     names = [f"fineweb_train_{index:06d}.bin" for index in range(1, args.num_train + 1)]
     names.insert(0, "fineweb_val_000000.bin")
-    missing = [name for name in names if not is_whole(args.out / name)]
-    if missing:
-        print(f"fetching {len(missing)} of {len(names)} shards, 200 MB each", flush=True)
-        fetch(missing, args.out)
+    if find_missing(names, args.out):
+        with alone_in(args.out):
+            missing = find_missing(names, args.out)  # another process may have fetched some
+            print(f"fetching {len(missing)} of {len(names)} shards, 200 MB each", flush=True)
+            if missing:
+                fetch(missing, args.out)
     num_tokens = sum(read_header(args.out / name) for name in names)
     print(f"{args.out}: {len(names)} shards whole, {num_tokens:,} tokens")
 

@@ -1,50 +1,126 @@
 """How run.sh starts a script on this machine's GPUs, in words that it prints.
 
-The first line: GPUs, processes, processes that there could be, sequences of a step, and the flags
-that let the script fit a GPU of little memory. docs/gpus.md has the count behind them. Each further
-line is a script of this folder that makes its data.
+    plan.py SCRIPT [flags of the script]
+
+The first line: GPUs, processes, and flags that let the script fit a GPU of little memory. Each
+further line is a script of this folder that makes its data. Wrong flags, a machine that cannot
+train, and a record that does not fit end it with one line and exit code 2.
 """
 
 import math
+import os
+import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-import train_gpt
+sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
+import machine
+from shards import load_script
 
-# (GiB of a GPU, into how many parts its sequences are cut). What the root was counted to hold at
-# its peak, and 1.5 GiB for CUDA, gaps between tensors and a screen.
-PARTS = [(21.3, 1), (13.0, 2), (9.4, 4), (6.6, 8)]
 FEWEST_SHARDS = 8  # of FineWeb, each of 100 million tokens; enough for most records
 TABLES = {  # files that records read beside the text, and what makes them
     "data/fineweb10B/prefixes.npy": "prefixes.py",
     "data/fineweb10B/canonical.npz": "canonical.py"}
-OWN_PLAN = ("--stages", "--seq_len", "--sequences_per_step", "--sequences_per_forward", "--resume")
+
+# GiB of one GPU as docs/gpus.md counts them with the head in one piece: the peaks of training and
+# of a validation, and what weights, gradients and state take of both. A record that is not here is
+# taken to need what the one before it needs.
+MEMORY = {
+    "2025-12-22_MultiTokenPrediction": (27.2, 7.8, 2.4),
+    "2026-01-04_LogitRescale": (28.2, 8.5, 3.1),
+    "2026-01-07_PairedHeads": (28.5, 8.9, 3.3),
+    "2026-01-19_BigramTable": (30.7, 11.4, 5.4),
+    "2026-02-03_ValueTables": (31.7, 11.6, 6.3),
+    "2026-03-06_SavedActivation": (32.3, 14.4, 6.3),
+    "2026-04-08_HeadPairMuon": (32.4, 14.4, 6.3),
+    "2026-04-29_DenseConnections": (33.0, 15.0, 6.3),
+    "2026-05-20_BigramSigns": (32.4, 14.1, 5.7),
+    "2026-05-27_DynamicGates": (34.5, 16.2, 7.4),
+    "2026-07-13_PrefixTargets": (34.5, 16.2, 7.4),
+    "2026-08-03_NarrowHeads": (33.6, 13.4, 7.3),
+    "2026-08-06_CanonicalMask": (34.5, 16.2, 7.4),
+    "2026-08-30_92a_FewerHeads": (29.6, 13.0, 7.1),
+    "2026-08-30_92b_DenseMix": (29.6, 13.9, 7.1),
+    "2026-08-30_92c_AnvilMuon": (29.8, 14.1, 7.3),
+    "2026-08-30_92d_FiveStages": (29.8, 14.1, 7.3),
+    "2026-08-30_92e_AverageWeights": (31.1, 15.4, 8.6),
+    "2026-08-30_92f_SampledSoftmax": (27.5, 32.0, 8.6),
+    "2026-08-30_92g_NgramTable": (39.6, 44.7, 20.6),
+}
+SAVED_BY_CHUNKS = {1: 0.0, 2: 4.4, 4: 6.5, 8: 7.4}  # GiB of training's, by pieces of the head
+SPARE = 2.0  # GiB for CUDA, gaps between tensors and a screen
+PARTS = (1, 2, 4, 8)  # into which a sequence may be cut
+OWN_PLAN = ("--shorten", "--sequences_per_step", "--sequences_per_forward", "--val_seq_len",
+            "--resume")
 
 
-def flags_that_fit(cfg, gib: float) -> str:
-    """Flags for a GPU of so many GiB. The tokens of a step stay; 'none' where nothing fits."""
-    parts = next((parts for least, parts in PARTS if gib >= least), 0)
-    if parts == 1:
-        return ""
-    if parts == 0:
-        return "none"
-    if cfg.sequences_per_forward >= parts:  # of the first records: the same steps in more passes
-        return f"--sequences_per_forward {cfg.sequences_per_forward // parts}"
-    if hasattr(cfg, "stages"):
-        rows = tuple(replace(row, seq_len=row.seq_len // parts) for row in cfg.stages)
-        flags = f"--stages {train_gpt.show(rows)}"
-    else:
-        flags = f"--seq_len {cfg.seq_len // parts}"
-    flags += f" --sequences_per_step {cfg.sequences_per_step * parts}"
-    if parts == 8:  # else validation would be the peak
-        flags += f" --val_seq_len {min(cfg.val_seq_len, 131072)}"
-    return flags
+def count_gpus(device: str) -> int:
+    """This machine's GPUs, none where --device is cpu. Raises MachineError."""
+    if device == "cpu":
+        return 0
+    gpus = torch.cuda.device_count()
+    # It also counts none where the driver does not answer.
+    broken = (machine.SYSTEM / "dev/nvidiactl").exists() and torch.version.cuda
+    if gpus or (broken and "CUDA_VISIBLE_DEVICES" not in os.environ):
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            said = f"CUDA does not start: {error}; --device cpu does without"
+            raise machine.MachineError(said) from None
+    return gpus
 
 
-def scripts_of_data(cfg) -> list[str]:
+def most_ranks(cfg, gpus: int) -> int:
+    """As many ranks as there are GPUs, or the most below that divide the sequences of a step."""
+    return max((n for n in range(1, gpus + 1) if cfg.sequences_per_step % n == 0), default=1)
+
+
+def record_of(script) -> str:
+    """The name of a script's record, as its docstring says; else that of the oldest counted one."""
+    named = re.search(r"^Record: (\S+)", script.SCRIPT.read_text(), re.MULTILINE)
+    return named[1] if named else min(MEMORY)
+
+
+def counted_memory(script, cfg, ranks: int) -> tuple[float, float, float]:
+    """A row of MEMORY for a script on so many GPUs, with its validation sequences."""
+    before = [record for record in MEMORY if record <= record_of(script)]
+    training, validation, state = MEMORY[max(before, default=min(MEMORY))]
+    validation = state + (validation - state) * cfg.val_seq_len / 2**18
+    if hasattr(cfg, "ngram_rows"):  # it was counted with an eighth of the table
+        more = (cfg.ngram_rows / ranks - 84_602_880 / 8) * 2 * cfg.model_dim / 2**30  # in bf16
+        return training + more, validation + more, state + more
+    return training, validation, state
+
+
+def flags_that_fit(script, cfg, memory: int, ranks: int) -> str:
+    """Flags for GPUs of so many bytes. The tokens of a step stay. Raises MachineError."""
+    training, validation, state = counted_memory(script, cfg, ranks)
+    room = memory / 2**30 - SPARE - state
+    chunks = cfg.head_chunks or (8 if memory < 32e9 else math.ceil(70e9 / memory))
+    if not hasattr(script.schedule(0, cfg), "classes"):  # whose heads are small
+        training -= max(gib for n, gib in SAVED_BY_CHUNKS.items() if n <= chunks)
+    shorter = next((n for n in PARTS if (training - state) / n <= room), None)
+    cuts = next((n for n in PARTS if (validation - state) / n <= room), None)
+    if not shorter or not cuts:
+        fewer = "fewer --ngram_rows, or " if hasattr(cfg, "ngram_rows") else ""
+        raise machine.MachineError(
+            f"a GPU of {memory / 2**30:.1f} GiB is too small for {record_of(script)}, with "
+            f"sequences of an eighth, too (docs/gpus.md); take {fewer}--preset pocket, which "
+            "trains a small model")
+    flags = []
+    if shorter > 1 and cfg.sequences_per_forward >= shorter:
+        # The first records take the same sequences in more forward passes.
+        flags.append(f"--sequences_per_forward {cfg.sequences_per_forward // shorter}")
+    elif shorter > 1:
+        flags.append(f"--shorten {shorter}")
+    if cuts > 1:
+        flags.append(f"--val_seq_len {cfg.val_seq_len // cuts}")
+    return " ".join(flags)
+
+
+def scripts_of_data(script, cfg) -> list[str]:
     """The scripts that make what the run reads, with their words; none for data of one's own."""
     if "pocket" in cfg.train_files:
         return ["pocket.py"]
@@ -53,33 +129,44 @@ def scripts_of_data(cfg) -> list[str]:
     repo = Path(__file__).parent.parent
     paths = [getattr(cfg, name, "") for name in ("prefix_file", "canonical_file")]
     scripts = [TABLES[path] for path in paths if path in TABLES and not (repo / path).exists()]
-    shards = math.ceil(train_gpt.plan(cfg).tokens / 1e8)
+    shards = script.count_shards(cfg, [10**8])
     return [*scripts, f"fineweb.py {max(FEWEST_SHARDS, shards)}"]
 
 
-def plan(argv: list[str]):
-    """Print the plan. Raises UserError for wrong flags, and where the machine cannot train."""
-    cfg = train_gpt.parse_args(argv)
-    gpus = train_gpt.count_gpus(cfg.device)
+def plan(script, argv: list[str]) -> None:
+    """Print the plan. Raises the script's UserError, and MachineError."""
+    cfg = script.parse_args(argv)
+    gpus = count_gpus(cfg.device)
+    if gpus:
+        machine.check_compiler()
     most, flags = 1, ""
     if cfg.preset == "record":
         most = gpus
         memory = [torch.cuda.get_device_properties(i).total_memory for i in range(gpus)]
         if memory and not any(word.startswith(OWN_PLAN) for word in argv):
-            flags = flags_that_fit(cfg, min(memory) / 2**30)
-    if flags != "none":
-        cfg = train_gpt.parse_args([*flags.split(), *argv])
-    fits = [n for n in range(1, most + 1) if cfg.sequences_per_step % n == 0]
-    processes = max(fits, default=1)
-    if gpus:
-        train_gpt.check_gpu_machine(processes)
-    print(gpus, processes, most, cfg.sequences_per_step, flags)
-    print(*scripts_of_data(cfg), sep="\n")
+            flags = flags_that_fit(script, cfg, min(memory), most_ranks(cfg, gpus))
+    cfg = script.shorten(script.parse_args([*flags.split(), *argv]))
+    ranks = most_ranks(cfg, most)
+    machine.check_shared_memory(ranks)
+    if flags:
+        said = "" if "--shorten" not in flags else "; losses of shorter sequences do not compare"
+        print(f"run.sh: {flags}, for this GPU's memory{said} (docs/gpus.md)", file=sys.stderr)
+    if ranks < most:
+        print(f"run.sh: {ranks} of {most} GPUs: a step has {cfg.sequences_per_step} sequences",
+              file=sys.stderr)
+    print(gpus, ranks, flags)
+    print(*scripts_of_data(script, cfg), sep="\n")
+
+
+def main(path: str, *argv: str) -> int:
+    script = load_script(Path(path))
+    try:
+        plan(script, list(argv))
+    except (script.UserError, machine.MachineError) as error:
+        print("run.sh:", *str(error).split(), file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    try:
-        plan(sys.argv[1:])
-    except train_gpt.UserError as error:
-        print("run.sh:", *str(error).split(), file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main(*sys.argv[1:]))

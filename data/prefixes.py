@@ -5,10 +5,13 @@ Records from #88 on predict the prefix of the next token as well as the token it
     python data/prefixes.py
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
-from shards import DataError, Parser, run, whole_file
+
+sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
+from shards import DataError, Parser, alone_in, run, whole_file
 
 PATH = Path(__file__).parent / "fineweb10B" / "prefixes.npy"
 NONE = -1  # of a token that no other one begins
@@ -44,9 +47,9 @@ def find_prefixes(vocabulary: list[bytes]) -> np.ndarray:
 
 
 def main() -> None:
-    Parser(description=__doc__.splitlines()[0]).parse_args()
+    Parser(__doc__).parse_args()
     prefixes = find_prefixes(read_vocabulary())
-    with whole_file(PATH) as file:
+    with alone_in(PATH.parent), whole_file(PATH) as file:
         np.save(file, prefixes)
     print(f"{PATH}: {len(prefixes)} tokens, {np.sum(prefixes != NONE)} of them with a prefix")
 

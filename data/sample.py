@@ -3,18 +3,21 @@
 
     python data/sample.py [CHECKPOINT] [--prompt TEXT | --prompt_file FILE] [--num_samples N]
 
-Without a checkpoint, the newest one under logs/ is taken. The model is built by the script that
-trained it: its run's log begins with that script's source. It is run where it is this repository's
-script or a record's. --script names any other.
+Without a checkpoint, the last step is taken of the run under logs/ whose log was written last. The
+model is built by the script that trained it: its run's log begins with that script's source. It is
+run where it is this repository's script or a record's. --script names any other.
 """
 
 import codecs
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
 from shards import DataError, Parser, load_script, read_source, run
 from text import END_OF_TEXT, STDIN, load_tokenizer
 
@@ -23,12 +26,25 @@ SMALL_MODEL = 10_000_000  # parameters; below it threads wait for each other lon
 BETWEEN_SAMPLES = "\n" + "-" * 20
 
 
-def newest_checkpoint() -> Path:
-    """Return the newest checkpoint of the runs in the current folder. Raises: DataError."""
-    found = sorted(Path("logs").glob("*/step-*.pt"), key=lambda path: path.stat().st_mtime_ns)
-    if not found:
+def last_checkpoint() -> Path:
+    """Return the last step's of the run whose log was written last. Raises: DataError.
+
+    Steps are compared by their names. Between runs only the clock decides, so the choice is said.
+    """
+    last_steps = {}
+    for path in sorted(Path("logs").glob("*/step-*.pt")):  # leading zeros let names sort by step
+        last_steps[path.parent] = path
+    if not last_steps:
         raise DataError("no checkpoint under logs/: train with --save_every, or name a checkpoint")
-    return found[-1]
+
+    def written(folder):
+        log = folder / "log.txt"
+        return log.stat().st_mtime_ns if log.exists() else 0
+
+    found = last_steps[max(last_steps, key=written)]
+    if len(last_steps) > 1:
+        print(f"{found}, of {len(last_steps)} runs", file=sys.stderr)
+    return found
 
 
 def check_known(log: Path) -> None:
@@ -54,11 +70,12 @@ def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
     try:
         trainer = load_script(script or log)
         state = trainer.load_checkpoint(path)
-        cfg = trainer.Hyperparameters(**state["settings"] | dict(device=device))
+        cfg = trainer.shorten(trainer.hyperparameters({}, state["settings"]))
         model = trainer.GPT(cfg)
         model.load_state_dict(state["model"])
         if hasattr(model, "ngram_table"):  # which is an optimizer's state
-            trainer.build_optimizers(model, cfg, trainer.Ranks(cfg))
+            ranks = trainer.Ranks(replace(cfg, device=device))
+            trainer.build_optimizers(model, cfg, ranks)
             table = model.ngram_table
             table.load_full_state(state["optimizers"][table.name])
     except Exception as error:  # by what is in the files
@@ -98,6 +115,8 @@ def read_prompt(text: str, file: str | None) -> str:
         content = text.encode(errors="surrogateescape")  # the bytes as given
     elif file == STDIN:
         name = "standard input"
+        if sys.stdin is None:
+            raise DataError("standard input is closed; give it a file or a pipe")
         content = sys.stdin.buffer.read()
     else:
         content = Path(file).read_bytes()
@@ -141,8 +160,8 @@ def count(text: str) -> int:
 
 
 def make_parser() -> Parser:
-    parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("checkpoint", nargs="?", type=Path, help="default: the newest under logs/")
+    parser = Parser(__doc__)
+    parser.add_argument("checkpoint", nargs="?", type=Path, help="default: the last under logs/")
     parser.add_argument("--script", type=Path, help="that trained it; default: its log's")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="\n", metavar="TEXT", help="text to go on from")
@@ -167,7 +186,7 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 <= args.temperature < math.inf:
         parser.error(f"--temperature {args.temperature}: give a number from 0 on")
-    path = args.checkpoint or newest_checkpoint()
+    path = args.checkpoint or last_checkpoint()
     prompt = read_prompt(args.prompt, args.prompt_file)
     model = load_model(path, args.script, args.device)
     if sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL:

@@ -17,6 +17,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
+from machine import lock
+
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 1024
@@ -48,12 +51,50 @@ def read_header(path: Path) -> int:
 
 
 @contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder, and hold it while other processes wait that would write into it.
+
+    Raises: DataError where the folder cannot be made.
+    """
+    path = folder / ".lock"
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = open(path, "wb")  # noqa: SIM115
+        except OSError as error:
+            raise DataError(f"{folder}: {error.strerror}; choose another folder") from None
+        with file:
+            lock(file.fileno(), f"writes into {folder}")
+            if os.fstat(file.fileno()).st_nlink == 0:  # who held it has removed it
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+@contextlib.contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Name the file that cannot be written, as on a full disk. Raises: DataError."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename:  # it names a file
+            raise
+        raise DataError(f"{path}: not written ({error.strerror}); make room, or choose another "
+                        "folder") from error
+
+
+@contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write, which takes its place at path when it is whole, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Open a file to write, which takes its place at path when it is whole, or not at all.
+
+    The caller is alone in the folder. Raises: DataError.
+    """
     partial = path.with_name(f".{path.name}.partial")  # a killed run leaves it for the next one
     try:
-        with open(partial, "wb") as file:
+        with named_errors(path), open(partial, "wb") as file:
             yield file
         partial.replace(path)
     finally:
@@ -87,10 +128,14 @@ def load_script(path: Path) -> ModuleType:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser of whole flags, whose errors are one line, without the usage."""
+    """An argument parser of whole flags, whose errors are one line, without the usage.
 
-    def __init__(self, **options):
-        super().__init__(allow_abbrev=False, **options)
+    Its help begins with a module's docstring, which PYTHONOPTIMIZE=2 leaves out.
+    """
+
+    def __init__(self, docstring: str | None):
+        super().__init__(description=docstring, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: {message} (--help shows the flags)\n")
@@ -99,6 +144,9 @@ class Parser(argparse.ArgumentParser):
 def run(main: Callable[[], None]) -> None:
     """Call main; show what a user can put right as one line on stderr and exit with code 2."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: half-written files go
+    for stream in ("stdout", "stderr"):  # a daemon's are closed, and None here
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     name = Path(sys.argv[0]).name
     try:
         main()

@@ -2,9 +2,9 @@
 
     python data/text.py --tokenizer gpt2|bytes --out DIR PATH...
 
-A PATH is a UTF-8 text file, source code or Markdown as well, which is one document; a .jsonl
-file, of which each line is an object with a document in its field "text"; a folder, of which all
-such files are read that are not hidden; or - for the standard input, which is one document.
+A PATH is a UTF-8 text file, source code or Markdown as well, which is one document; a .jsonl or
+.ndjson file, of which each line is an object with a document in its field "text"; a folder, of
+which all such files are read that are not hidden; or - for the standard input, one document.
 """
 
 import functools
@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
-from shards import TOKEN_DTYPE, DataError, Parser, run, write_shard
+
+sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
+from shards import TOKEN_DTYPE, DataError, Parser, alone_in, named_errors, run, write_shard
 
 END_OF_TEXT = {"gpt2": 50256, "bytes": 256}  # also the last id of its vocabulary
 STDIN = "-"
+JSON_LINES = (".jsonl", ".ndjson")
 BLOCK_CHARS = 1 << 18  # of a text, read at a time
 SHARD_TOKENS = 100_000_000  # in a shard at most
 BLOCK_TOKENS = 128  # val_tokens and val_seq_len are multiples of it
@@ -91,16 +94,23 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[str]:
     return list(found.values())
 
 
-def read_parts(file: TextIO) -> Iterator[str]:
+def read_parts(file: TextIO, tokenizer: str) -> Iterator[str]:
     """Yield the parts of a text: together they are the text, with the tokens of the text."""
-    text = ""
-    while block := file.read(BLOCK_CHARS):
-        text += block
-        cut = LAST_CUT.match(text)
+    blocks = iter(lambda: file.read(BLOCK_CHARS), "")
+    if tokenizer == "bytes":  # which may be cut anywhere
+        yield from blocks
+        return
+    waiting = []  # blocks without a place to cut
+    last = ""  # character before the block
+    for block in blocks:
+        cut = LAST_CUT.match(last + block)
         if cut:
-            yield cut[0]
-            text = text[cut.end():]
-    yield text
+            end = cut.end() - len(last)
+            yield "".join([*waiting, block[:end]])
+            waiting = []
+        waiting.append(block[end:] if cut else block)
+        last = block[-1]
+    yield "".join(waiting)
 
 
 def read_jsonl(file: TextIO, path: str) -> Iterator[str]:
@@ -121,15 +131,15 @@ def in_validation(document: int, val_fraction: float) -> bool:
     return int(document * val_fraction) > int((document - 1) * val_fraction)
 
 
-def read_texts(paths: list[str]) -> Iterator[tuple[str, bool]]:
+def read_texts(paths: list[str], tokenizer: str) -> Iterator[tuple[str, bool]]:
     """Yield every document of the files, long ones in parts, and whether a text opens a document.
 
     Raises: DataError naming the file.
     """
     for path in paths:
-        is_jsonl = path.endswith(".jsonl")
+        is_jsonl = path.lower().endswith(JSON_LINES)
         with open_text(path) as file:
-            texts = read_jsonl(file, path) if is_jsonl else read_parts(file)
+            texts = read_jsonl(file, path) if is_jsonl else read_parts(file, tokenizer)
             try:
                 for number, text in enumerate(texts):
                     yield text, is_jsonl or number == 0
@@ -157,11 +167,15 @@ def load_tokenizer(name: str) -> Callable[[str], np.ndarray]:
 
 def write_tokens(texts: Iterator[tuple[str, bool]], tokenizer: str, val_fraction: float,
                  folder: Path) -> int:
-    """Write folder/train and folder/val, tokens without a header; return how many documents."""
+    """Write folder/train and folder/val, tokens without a header; return how many documents.
+
+    Raises: DataError where there is no room.
+    """
     encode = load_tokenizer(tokenizer)
     end_of_text = np.array([END_OF_TEXT[tokenizer]], TOKEN_DTYPE)
     documents = 0
-    with open(folder / "train", "wb") as train, open(folder / "val", "wb") as val:
+    with (named_errors(folder), open(folder / "train", "wb") as train,
+          open(folder / "val", "wb") as val):
         for text, opens_document in texts:
             documents += opens_document
             file = val if in_validation(documents, val_fraction) else train
@@ -187,7 +201,7 @@ def split_tokens(folder: Path, val_fraction: float) -> tuple[np.ndarray, np.ndar
         return np.memmap(train, TOKEN_DTYPE, "r"), np.memmap(val, TOKEN_DTYPE, "r")
 
     print("too few documents to hold some out: the end of the text is for validation")
-    with open(train, "ab") as joined, open(val, "rb") as rest:
+    with named_errors(folder), open(train, "ab") as joined, open(val, "rb") as rest:
         shutil.copyfileobj(rest, joined)
     cut = int(total * (1 - val_fraction))
     cut = min(max(cut, MIN_TRAIN_TOKENS), total - MIN_VAL_TOKENS)
@@ -223,34 +237,17 @@ def training_command(out: Path, tokenizer: str, num_val: int) -> str:
     return shlex.join(words)
 
 
-def main() -> None:
-    parser = Parser(description=__doc__.partition("\n\n")[0],
-                    epilog=__doc__.partition("PATH...\n\n")[2])
-    parser.add_argument("--tokenizer", choices=END_OF_TEXT, required=True)
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True,
-                        help="folder of the shards, made where it is missing")
-    parser.add_argument("--suffix", default="", metavar=".A,.B",
-                        help="read those files of folders only (default: all that are text)")
-    parser.add_argument("--val_fraction", type=float, default=0.05, metavar="F",
-                        help="share of the documents for validation (default: %(default)s)")
-    parser.add_argument("paths", nargs="+", metavar="PATH")
-    args = parser.parse_args()
-    if not 0 < args.val_fraction < 1:
-        parser.error(f"--val_fraction {args.val_fraction}: must lie between 0 and 1")
-
+def write_all(files: list[str], args) -> None:
+    """Write the files' shards, all or none. Raises: DataError."""
     earlier = sorted(args.out.glob("text_*.bin"))
     if earlier:
         raise DataError(f"{earlier[0]}: a shard of an earlier run; remove its shards or choose "
                         "another --out")
-    files = find_files(args.paths, tuple(args.suffix.split(",")))
     staging = args.out / ".text.partial"
     shutil.rmtree(staging, ignore_errors=True)  # a run that was killed leaves it
+    staging.mkdir()
     try:
-        staging.mkdir(parents=True)
-    except OSError as error:
-        raise DataError(f"--out {args.out}: {error.strerror}; choose another") from None
-    try:
-        texts = read_texts(files)
+        texts = read_texts(files, args.tokenizer)
         documents = write_tokens(texts, args.tokenizer, args.val_fraction, staging)
         train, val = split_tokens(staging, args.val_fraction)
         write_shards(staging, "train", train)
@@ -264,6 +261,25 @@ def main() -> None:
           f"{documents:,} document(s)")
     print("Train a laptop's model on it (on CUDA devices, the record's: with --repeat_data true in "
           "place of --preset pocket):\n" + training_command(args.out, args.tokenizer, len(val)))
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("--tokenizer", choices=END_OF_TEXT, required=True)
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True,
+                        help="folder of the shards, made where it is missing")
+    parser.add_argument("--suffix", default="", metavar=".A,.B",
+                        help="read those files of folders only (default: all that are text)")
+    parser.add_argument("--val_fraction", type=float, default=0.05, metavar="F",
+                        help="share of the documents for validation (default: %(default)s)")
+    parser.add_argument("paths", nargs="+", metavar="PATH")
+    args = parser.parse_args()
+    if not 0 < args.val_fraction < 1:
+        parser.error(f"--val_fraction {args.val_fraction}: must lie between 0 and 1")
+
+    files = find_files(args.paths, tuple(args.suffix.split(",")))
+    with alone_in(args.out):
+        write_all(files, args)
 
 
 if __name__ == "__main__":

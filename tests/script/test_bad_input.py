@@ -1,9 +1,15 @@
-"""What goes wrong ends in one line and in 2: data, checkpoints, memory, names. And what
-depends on more than flags: the weights that a run begins with, its threads.
+"""What goes wrong ends in one line and in 2: data, logs, memory, machines. And what depends on
+more than flags: the weights that a run begins with, its threads, who started it.
 """
 
 import dataclasses
+import errno
 import fcntl
+import gc
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -11,8 +17,9 @@ from unittest.mock import Mock
 import pytest
 import tiny_runs
 import torch
+from conftest import REPO, final_values
 from test_checkpoints import equal
-from tiny_runs import FLAGS, STEPS, TOKENS, one_error, to_argv
+from tiny_runs import FLAGS, STEPS, one_error, tiny, to_argv
 
 import train_gpt
 
@@ -20,26 +27,32 @@ run, data_flags = tiny_runs.run, tiny_runs.data_flags  # fixtures
 WEIGHTS = "logs/x/step-000006.pt"
 
 
+# ---- Data and logs ----
+
+
 def test_one_file_for_both_data_and_a_folder_that_cannot_be_made(run, data_flags, tmp_path):
     line = one_error(run(val_files=data_flags["train_files"]))
     assert "--val_files has a file of these, too" in line
-    (tmp_path / "logs").write_text("")
-    assert "logs" in one_error(run())
+    (tmp_path / "logs").symlink_to("nowhere")
+    assert "File exists: 'logs'" in one_error(run())
 
 
-def test_a_run_says_before_it_starts_that_it_would_repeat_its_data(run):
-    """The preset record refuses, unless it is told to, and names the command that fetches more."""
-    result = run()
-    said = f"4000 tokens, read again as the run takes {TOKENS}"
-    assert result.out.index(said) < result.out.index("step:")
-    assert "the training data begin again" in result.log
-    cfg = dataclasses.replace(train_gpt.parse_args([]), val_files="tiny_val_*.bin")
-    loader = SimpleNamespace(files=[], size=800_000_000, digest="", log=print)
-    train_gpt.check_data(cfg, loader, 800_000_000, "")
-    fetch = "fetch more: python data/fineweb.py 9, or --repeat_data true"
-    with pytest.raises(train_gpt.UserError, match=fetch):
-        train_gpt.check_data(cfg, loader, 800_000_001, "")
-    train_gpt.check_data(dataclasses.replace(cfg, repeat_data=True), loader, 800_000_001, "")
+def test_a_run_says_that_it_repeats_its_data_and_the_record_refuses(run):
+    """Whole steps count: of 100 tokens a step takes 99 at most, as each needs a target. The record
+    names the command that fetches more."""
+    assert f"the training data begin again: {os.getcwd()}/tiny_train_*.bin" in run().log
+    cfg = dataclasses.replace(train_gpt.Hyperparameters(), val_files="tiny_val_*.bin")
+    first = cfg.sequences_per_step * train_gpt.schedule(0, cfg).seq_len
+    one_step = dataclasses.replace(cfg, num_iterations=1, extension_steps=0)
+    assert [train_gpt.count_shards(one_step, [first + more, 10**9]) for more in (0, 1)] == [2, 1]
+    tokens = train_gpt.plan(cfg).tokens[-1]
+    assert train_gpt.count_shards(cfg, [tokens]) == 2 and train_gpt.count_shards(cfg, [10**8]) == 6
+    loader = SimpleNamespace(files=[], sizes=[tokens], digest="")
+    said = "the run reads 2 shards of 1; fetch more: python data/fineweb.py 6, or --repeat_data"
+    with pytest.raises(train_gpt.UserError, match=said):
+        train_gpt.check_data(cfg, loader, "")
+    train_gpt.check_data(dataclasses.replace(cfg, repeat_data=True), loader, "")
+    train_gpt.check_data(cfg, SimpleNamespace(files=[], sizes=[tokens + 1], digest=""), "")
 
 
 def test_a_bad_run_leaves_the_log_of_a_good_one_alone(run, tmp_path):
@@ -52,7 +65,7 @@ def test_a_bad_run_leaves_the_log_of_a_good_one_alone(run, tmp_path):
     taken = "--run_id x: logs/x/log.txt is there already; go on with its run by --resume auto, or"
     assert taken in one_error(run(save_every=2))
     again = dict(save_every=2, resume="auto")
-    assert "--val_tokens 702" in one_error(run(val_tokens=702, **again))
+    assert "--val_tokens must be below the 702 of" in one_error(run(val_tokens=702, **again))
     with open("logs/x/log.txt", "a") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
         assert "--run_id x: another process runs it now" in one_error(run(**again))
@@ -62,6 +75,22 @@ def test_a_bad_run_leaves_the_log_of_a_good_one_alone(run, tmp_path):
     anew = run(**again)
     assert anew.code == 0 and anew.log.count(f"\nstep:1/{STEPS} ") == 1
     assert anew.log.startswith(train_gpt.SCRIPT.read_text())
+
+
+def test_a_file_system_without_locks_is_trained_on_and_named(run, monkeypatch):
+    error = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
+    done = run(num_iterations=1, val_every=0)
+    assert done.code == 0 and done.err.count(f"no lock ({error}") == 1
+
+
+def test_runs_without_a_name_that_begin_in_one_second_have_logs_of_their_own(run):
+    for _ in range(2):
+        assert run(run_id="", num_iterations=1, warmup_steps=0).code == 0
+    assert len(list(Path("logs").iterdir())) == 2
+
+
+# ---- Memory, weights, threads ----
 
 
 def test_memory_that_runs_out_ends_in_a_line_and_a_fault_in_a_traceback(run, monkeypatch):
@@ -79,7 +108,7 @@ def test_memory_that_runs_out_ends_in_a_line_and_a_fault_in_a_traceback(run, mon
 
 def test_weights_that_an_update_makes_infinite_end_the_run(run):
     """They are seen in the next loss, and in the last validation."""
-    assert "step 2: the loss is nan; lower the learning rates" in one_error(run(muon_lr=2e9))
+    assert "step:3/6 train_loss:nan; lower the learning rates" in one_error(run(muon_lr=2e9))
     line = one_error(run(muon_lr=2e9, num_iterations=2, run_id="y"))
     assert "step:2/2 val_loss:nan; lower the learning rates" in line
 
@@ -103,10 +132,12 @@ def test_init_takes_weights_trains_on_other_data_and_can_be_resumed(run, tiny_sh
     line = one_error(run(run_id="tuned", init=WEIGHTS, model_dim=64))
     assert f"{WEIGHTS}: does not fit" in line and "size mismatch for lm_head.weight" in line
     assert not Path("logs/tuned").exists()
+    line = one_error(run(["--resume", "auto", "--run_id", "x", "--init", WEIGHTS]))
+    assert f"--init {WEIGHTS}: not as in the checkpoint; a resumed run may change" in line
     theirs = train_gpt.load_checkpoint(Path(WEIGHTS))["model"]
-    other = dict(train_files=tiny_shards([4000], name="other", seed=9), seed=4, muon_lr=0.05)
+    other = dict(train_files=tiny_shards([5000], name="other", seed=9), seed=4, muon_lr=0.05)
     flags = dict(run_id="tuned", init=WEIGHTS, resume="auto", save_every=2) | other
-    cfg = train_gpt.parse_args(to_argv(FLAGS | dict(init=WEIGHTS)))
+    cfg = tiny(init=WEIGHTS)
     model, _ = train_gpt.build(cfg, train_gpt.Ranks(cfg))
     assert equal(dict(model.state_dict()), dict(theirs))
     tuned = run(**flags)
@@ -119,3 +150,108 @@ def test_init_takes_weights_trains_on_other_data_and_can_be_resumed(run, tiny_sh
     resumed = run(["--resume", "logs/tuned/step-000002.pt"])
     assert resumed.losses == tuned.losses[2:] and len(tuned.losses) == STEPS
     assert resumed.values["val_loss"] == tuned.values["val_loss"]
+
+
+# ---- The machine ----
+
+# Imports the script, fails where that did more than import modules, then runs it. What torch itself
+# opens while it is imported is out of sight: it is there already.
+PROCESS = """
+import os, sys, signal
+import numpy, torch, torch.utils.checkpoint, torch.nn.attention.flex_attention
+import torch.distributed as dist
+events, handlers = [], [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+sys.addaudithook(lambda event, args: events.append((event, str(args[:1]))))
+import train_gpt
+did = [event for event in events if event[0].startswith(("socket.", "subprocess."))]
+did += [event for event in events if event[0] == "open" and ".py" not in event[1]]
+assert not did, did
+assert not {"torch._dynamo", "torch._inductor"} & set(sys.modules)  # seconds of CPU
+assert not dist.is_initialized() and not torch.cuda.is_initialized()
+assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+assert os.listdir() == [], os.listdir()
+sys.exit(train_gpt.main())
+"""
+
+
+def test_an_import_does_nothing_and_a_run_needs_no_utf8_and_no_home(data_flags, tmp_path):
+    """Its peak of memory is its own, not that of a larger process which started it."""
+    (tmp_path / "cwd").mkdir()
+    variables = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", HOME="",
+                     PYTHONPATH=str(REPO), PYTHONDONTWRITEBYTECODE="1")
+    larger = torch.ones(2**28)  # 1 GiB
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, *to_argv(FLAGS | data_flags)], cwd=tmp_path / "cwd",
+        env=os.environ | variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert larger.numel() and 100 < int(final_values(done.stdout)["peak_memory_mib"]) < 1024
+
+
+def test_a_run_without_standard_streams_trains_and_logs(data_flags, tmp_path):
+    """As a daemon begins. What it opens must not take their numbers."""
+    command = [sys.executable, train_gpt.SCRIPT, *to_argv(FLAGS | data_flags)]
+    code = 'exec "$@" <&- >&- 2>&-'
+    done = subprocess.run(["sh", "-c", code, "sh", *command], cwd=tmp_path)
+    log = (tmp_path / "logs" / "x" / "log.txt").read_text()
+    assert done.returncode == 0 and float(final_values(log)["val_loss"])
+
+
+ALONE = "each task would train alone; let one start torchrun"
+
+
+@pytest.mark.parametrize("variables, said", [
+    ("SLURM_STEP_NUM_TASKS=8", f"SLURM_STEP_NUM_TASKS: {ALONE}"),
+    ("OMPI_COMM_WORLD_SIZE=4", f"OMPI_COMM_WORLD_SIZE: {ALONE}"),
+    ("PMI_SIZE=4", f"PMI_SIZE: {ALONE}"),
+    ("RANK=3", "RANK 3 of WORLD_SIZE 1: unset both"),
+    ("WORLD_SIZE=abc", "invalid literal for int() with base 10: 'abc'; unset them"),
+    ("WORLD_SIZE=2 RANK=1", "rank 1: 2 rank(s) cannot start: "),
+])
+def test_ranks_that_cannot_find_each_other_are_told_in_one_line(
+    run, monkeypatch, variables, said
+):
+    for name in ("SLURM_STEP_NUM_TASKS", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for pair in variables.split():
+        monkeypatch.setenv(*pair.split("="))
+    assert said in one_error(run())
+
+
+def test_what_keeps_cuda_or_the_ranks_from_starting_is_told_in_its_own_words(run, monkeypatch):
+    said = "The NVIDIA driver on your system is too old"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", Mock(side_effect=RuntimeError(said)))
+    assert f"1 rank(s) cannot start: {said}" in one_error(run(device="auto"))
+    monkeypatch.setenv("LOCAL_RANK", "9")
+    assert "--device auto: no GPU 9; use --device cpu" in one_error(run(device="auto"))
+    error = RuntimeError("Unable to find interface for: [eth99]")  # GLOO_SOCKET_IFNAME
+    monkeypatch.setattr(train_gpt.dist, "init_process_group", Mock(side_effect=error))
+    for name, value in dict(WORLD_SIZE=2, RANK=1, LOCAL_RANK=1).items():
+        monkeypatch.setenv(name, str(value))
+    assert f"rank 1: 2 rank(s) cannot start: {error}" in one_error(run())
+
+
+def test_a_smaller_card_takes_the_head_in_chunks(monkeypatch):
+    for memory_gb, chunks in ((84, 1), (41.5, 2), (16, 8)):
+        properties = SimpleNamespace(total_memory=int(memory_gb * 1e9))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
+        assert train_gpt.default_head_chunks(torch.device("cuda", 0)) == chunks
+
+
+def test_a_commit_that_git_does_not_tell_has_the_reason(monkeypatch):
+    """As in a folder of another owner."""
+    refusal = "fatal: detected dubious ownership in repository at '/x'\nTo add an exception"
+    monkeypatch.setattr(train_gpt.collect_env, "run", lambda command: (128, "", refusal))
+    facts = train_gpt.machine_facts(torch.device("cpu"))
+    assert facts["commit"] == "fatal: detected dubious ownership in repository at '/x'"
+
+
+def test_ctrl_c_before_the_first_step_is_one_line_and_nothing_stays_behind(run, monkeypatch):
+    """No frozen objects, which torch 2.15's libraries take for leaks, and no handlers."""
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "plan", Mock(side_effect=KeyboardInterrupt))
+        stopped = run()
+    assert (stopped.code, stopped.err) == (130, "train_gpt.py: error: interrupted\n")
+    handler = signal.getsignal(signal.SIGTERM)
+    assert run(run_id="y").code == 0 and run(run_id="y", resume="auto").code == 0
+    assert gc.get_freeze_count() == 0 and signal.getsignal(signal.SIGTERM) == handler

@@ -11,44 +11,46 @@ import pytest
 import train_gpt
 from train_gpt import POCKET, Hyperparameters, main, parse_args
 
-FIELDS = dataclasses.fields(Hyperparameters)
 IN_RECORD = vars(Hyperparameters())
 IN_POCKET = IN_RECORD | POCKET
-REST = ",0:128:1:1:1:1,0:128:1:1:1:1"  # stages: the extension and the last validation
+FLAGS = [name for name, value in IN_RECORD.items() if isinstance(value, int | float | str)]
 BAD = {  # flags, and the words that the line has
     "--no_such_flag 1": "unrecognized arguments: --no_such_flag 1",
-    "--num_iterations 0": "--num_iterations: invalid",
-    "--num_iterations 10000000": "num_iterations must be at most a million; here it is 10000000",
-    f"--seed {2**70}": "--seed: invalid",
-    "--muon_lr nan": "--muon_lr: invalid",
-    f"--stages 1:128:1:1:1{REST}": "argument --stages: invalid flag value: '1:128:1:1:1,0:128",
-    f"--stages 1:100:1:1:1:1{REST}": "--stages must have lengths that are multiples of 128; here",
-    f"--stages 0:128:1:1:1:1{REST}": "--stages must have a row with a share, one of the extension",
+    "--num_iter 3": "unrecognized arguments: --num_iter 3",  # of --num_iterations
+    "--layers L,S": "unrecognized arguments: --layers L,S",  # edited in the file
+    "--num_iterations 0": "--num_iterations must be at least 1, and below 2147483648; here it is 0",
+    "--num_iterations 1000000": "--num_iterations must be below a million; here it is 1000000",
+    "--num_iterations 1.5": "argument --num_iterations: invalid int value: '1.5'",
+    "--seed -1": "--seed must be at least 0",
+    f"--seed {2**70}": "--seed must be at least 0, and below 2147483648; here it is",
+    "--muon_lr nan": "--muon_lr must be at least 0",
+    "--repeat_data 1": "argument --repeat_data: invalid true_or_false value: '1'",
     "--val_seq_len 100": "--val_seq_len must be a multiple of 128; here it is 100",
     "--eot_token 257": "--eot_token must be below vocab_size; here it is 257",
-    "--layers L:skip,X:saved": "--layers must be at most 99 words such as S, S0, ., L1:skip or",
-    "--layers S:saved,.,L:skip": "--layers must have one word with :skip, below the first .",
-    "--layers L:skip,.": "--layers must have one word with :saved; here it is L:skip,.",
+    "--shorten 3": "--shorten must be 1, 2, 4 or 8; here it is 3",
+    "--shorten 2": "--shorten must leave multiples of 128; here it is 2",
     "--model_dim 100": "--model_dim must be a multiple of head_dim; here it is 100",
-    "--resume auto": "auto: no such checkpoint; give its path, or auto with --run_id",
+    "--resume auto": "auto: no whole checkpoint of this script (FileNotFoundError: ",
     "--run_id ..": "--run_id must be of letters, digits, _ . + -, and not begin with .",
+    "--preset small": "--preset must be record or pocket; here it is small",
+    "--device gpu": "--device must be auto, cuda or cpu; here it is gpu",
     "--device cuda": "--device cuda: no GPU 0; use --device cpu",
     "--preset record": "there is no CUDA device; use --preset pocket"}
 
 
 def test_help_has_each_flag_with_its_meaning_and_values(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")  # no row of stages is broken
+    monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])
     assert not exit_.value.code
     text = " ".join(capsys.readouterr().out.split())
     assert " ".join(train_gpt.__doc__.split()) in text
     table = inspect.getsource(Hyperparameters)
-    rows = re.findall(r"^    (\w+): \w+ = .*?  # (.*)$", table, re.M)
-    assert [name for name, _ in rows] == [field.name for field in FIELDS]
-    for name, meaning in rows:
-        record, pocket = train_gpt.show(IN_RECORD[name]), train_gpt.show(IN_POCKET[name])
-        assert f"--{name} X {meaning} (record: {record}, pocket: {pocket})" in text
+    rows = dict(re.findall(r"^    (\w+): (?:int|float|str|bool) = .*?  # (.*)$", table, re.M))
+    assert list(rows) == FLAGS
+    for name, meaning in rows.items():
+        values = f"(record: {IN_RECORD[name]}, pocket: {IN_POCKET[name]})"
+        assert f"--{name} X {meaning} {values}" in text
 
 
 @pytest.mark.parametrize(("flags", "named"), BAD.items(), ids=BAD)
@@ -63,6 +65,18 @@ def test_a_bad_flag_ends_in_one_line_and_2(flags, named, capsys, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_bad_table_is_named_with_its_rule(monkeypatch):
+    for name, table, said in (
+        ("layers", POCKET["layers"][1:], "layers in train_gpt.py must have one row with skip"),
+        ("stages", POCKET["stages"][1:], "stages in train_gpt.py must have 3 rows"),
+        ("extension", POCKET["stages"][0], "extension in train_gpt.py must have no share"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(train_gpt.UserError) as error:
+            patch.setitem(POCKET, name, table)
+            parse_args(["--preset", "pocket"])
+        assert str(error.value) == said
+
+
 def test_a_process_ends_with_the_code_of_main(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--val_seq_len", "100"])
     with pytest.raises(SystemExit) as exit_:
@@ -72,12 +86,13 @@ def test_a_process_ends_with_the_code_of_main(monkeypatch):
 
 def test_a_checkpoint_brings_its_settings_and_few_flags_may_differ():
     """Its run and its device stay behind. What is named with the same value is no difference."""
-    saved = IN_POCKET | dict(run_id="then", device="cpu", muon_lr=0.3)
+    then = Hyperparameters(**POCKET | dict(run_id="then", device="cpu", muon_lr=0.3))
+    saved = dataclasses.asdict(then)
     given = dict(resume="b.pt", save_every=9, preset="pocket", muon_lr=0.3)
     cfg = train_gpt.hyperparameters(given, saved)
     expected = Hyperparameters(**POCKET | dict(muon_lr=0.3, resume="b.pt", save_every=9))
     assert cfg == expected
-    with pytest.raises(train_gpt.UserError, match="--seed 7: the checkpoint has 0; a resumed run"):
+    with pytest.raises(train_gpt.UserError, match="--seed 7: not as in the checkpoint; a resumed"):
         train_gpt.hyperparameters(dict(seed=7), saved)
 
 
@@ -91,6 +106,16 @@ def test_a_run_of_any_length_goes_through_its_stages(preset, changes, stages):
     steps = [train_gpt.schedule(step, cfg) for step in range(cfg.num_iterations + 1)]
     assert [now.stage for now in steps] == list(map(int, stages))
     for now in steps:
-        assert 0.1 <= now.lr_factor <= max(row.lr_factor for row in cfg.stages)
+        assert 0.1 <= now.lr_factor <= max(row.lr_factor for row in cfg.rows())
         assert cfg.muon_momentum >= now.momentum >= 0.85
     assert steps[-1].lr_factor == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_shorten_cuts_sequences_and_keeps_a_steps_tokens_and_windows(parts):
+    cfg = parse_args(["--shorten", str(parts)])
+    short = train_gpt.shorten(cfg)
+    assert train_gpt.plan(short) == train_gpt.plan(cfg)
+    for row, other in zip(cfg.rows(), short.rows(), strict=True):
+        assert other == dataclasses.replace(row, seq_len=row.seq_len // parts)
+    assert train_gpt.shorten(parse_args([])) == parse_args([])

@@ -11,11 +11,10 @@ import pytest
 import tiny_runs
 import torch
 from conftest import read_shard
-from lineage_oracles import packed_streams
 from tiny_runs import one_error
 
 import train_gpt
-from train_gpt import Hyperparameters, TokenLoader, UserError
+from train_gpt import Hyperparameters, Place, TokenLoader, UserError
 
 run, data_flags = tiny_runs.run, tiny_runs.data_flags  # fixtures
 
@@ -26,11 +25,11 @@ TINY = dataclasses.replace(
     sequences_per_forward=2, max_document_tokens=0)
 
 
-def make_loaders(train_files, world_size=1, place=(0, 0), **changes):
+def make_loaders(train_files, world_size=1, place=(), **changes):
     cfg = dataclasses.replace(TINY, train_files=str(train_files), **changes)
     common = dict(world_size=world_size, device=torch.device("cpu"))
     ranks = [SimpleNamespace(rank=rank, **common) for rank in range(world_size)]
-    return [TokenLoader(cfg, each, *place) for each in ranks]
+    return [TokenLoader(cfg, each, Place(*place), print) for each in ranks]
 
 
 def assert_step(loaders, expected):
@@ -38,9 +37,11 @@ def assert_step(loaders, expected):
     now = SimpleNamespace(seq_len=expected.shape[1] - 1)
     batches = []
     for loader in loaders:
+        given = loader.tokens_given
         mine = loader.next_step(now)
         assert sum(len(inputs) for inputs, _ in mine) == len(expected) // len(loaders)
         assert all(len(inputs) <= loader.cfg.sequences_per_forward for inputs, _ in mine)
+        assert loader.tokens_given - given == expected[:, 1:].size
         batches += mine
     inputs, targets = (torch.cat(part) for part in zip(*batches, strict=True))
     assert (inputs.dtype, targets.dtype) == (torch.int32, torch.int64)
@@ -49,13 +50,29 @@ def assert_step(loaders, expected):
 
 
 def packed_steps(folder, sequences, lengths, limit):
-    """The steps of some lengths, each (sequences, length + 1), from the shards over and over, of
-    documents of at most so many tokens."""
+    """The steps of some lengths, each (sequences, length + 1), from the shards over and over:
+    documents one after another, of each at most so many tokens; what a row cuts off is left. A step
+    that a shard cannot fill is made of the next one."""
     paths = sorted(folder.glob("tiny_train_*.bin"))
-    shards = itertools.cycle([read_shard(path).astype(np.int64) for path in paths])
-    limits = [limit] * len(lengths)
-    steps = packed_streams(shards, lengths, sequences, EOT, limits)
-    return [np.array([[*row.inputs, row.targets[-1]] for row in step]) for step in steps]
+    lengths = list(lengths)
+    for path in itertools.cycle(paths):
+        documents = []
+        for token in read_shard(path).tolist():
+            if token == EOT:
+                documents.append([])
+            if documents:  # what stands before the first one is left
+                documents[-1].append(token)
+        while lengths:
+            rows = [[] for _ in range(sequences)]
+            for row in rows:
+                while documents and len(row) <= lengths[0]:
+                    row += documents.pop(0)[: min(limit, lengths[0] + 1 - len(row))]
+            if len(rows[-1]) <= lengths[0]:
+                break
+            lengths.pop(0)
+            yield np.array(rows)
+        if not lengths:
+            return
 
 
 @pytest.mark.parametrize(("world_size", "per_forward", "later", "limit"), [
@@ -84,19 +101,13 @@ def test_ranks_share_the_steps_that_a_loop_over_documents_gives(
     assert loaders[0].place[0] > 4, "the second time through the four shards"
 
 
-@pytest.mark.parametrize(("stride", "of_80", "of_24"), [(1, 1, 1), (5, 7, 5)])
-def test_without_documents_a_stride_deals_each_sequence_once(
-    tiny_shards, tmp_path, stride, of_80, of_24
-):
-    """Sequence k is the (k · stride modulo N)-th of the shard's N, by the first stride from the
-    given one on that is coprime to N: 80 sequences of 128, 24 of 384, which begin at a multiple.
-    For 88 of 128 there is one token too few."""
-    files = tiny_shards([88 * 128])
-    loaders = make_loaders(files, world_size=4, sequence_stride=stride)
+def test_without_documents_sequences_come_in_order(tiny_shards, tmp_path):
+    """80 sequences of 128, twice, as for 88 there is one token too few; then some of 384."""
+    loaders = make_loaders(tiny_shards([88 * 128]), world_size=4)
     tokens = read_shard(tmp_path / "tiny_train_000000.bin")
-    steps = [(first, of_80, 80, 128) for first in [*range(0, 80, 8)] * 2 + [0]]
-    for first, used, count, length in [*steps, (3, of_24, 24, 384)]:
-        starts = [k * used % count * length for k in range(first, first + 8)]
+    steps = [(first, 128) for first in [*range(0, 80 * 128, 8 * 128)] * 2 + [0]]
+    for first, length in [*steps, (8 * 128, 384)]:
+        starts = [first + k * length for k in range(8)]
         assert_step(loaders, np.array([tokens[start:][: length + 1] for start in starts]))
 
 
@@ -135,8 +146,8 @@ FIRST, SECOND, VAL = "tiny_train_000000.bin", "tiny_train_000001.bin", "tiny_val
     (FIRST, dict(magic=20240801), NO_SHARD),
     (SECOND, dict(count=2001), NO_SHARD),
     (VAL, 5023, NO_SHARD),
-    (FIRST, dict(tokens=FOREIGN), "has token 400; raise --vocab_size 257"),
-    (VAL, dict(tokens=FOREIGN), "has token 400; raise --vocab_size 257")])
+    (FIRST, dict(tokens=FOREIGN), "has token 400, not below --vocab_size 257"),
+    (VAL, dict(tokens=FOREIGN), "has token 400, not below --vocab_size 257")])
 def test_a_bad_shard_ends_in_one_line_and_2(run, tmp_path, write_shard, name, how, named):
     """Written with something wrong, or cut off after some bytes; no log is begun."""
     bad = tmp_path / name
@@ -149,19 +160,13 @@ def test_a_bad_shard_ends_in_one_line_and_2(run, tmp_path, write_shard, name, ho
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_glob_without_files_names_the_commands_that_make_them(run, tmp_path):
-    """A folder or a fifo is no file."""
+def test_what_the_loader_lacks_is_told_in_one_line(run, tmp_path, tiny_shards):
+    """A folder or a fifo is no file. Short documents never fill a step."""
     os.mkfifo(tmp_path / "a_fifo")
     for flags in (dict(train_files="a_fifo"), dict(val_files="my/own/*.bin")):
         line = one_error(run(**flags))
-        assert repr(*flags.values()) in line and "python data/pocket.py" in line
-
-
-def test_shards_without_documents_for_a_step(run):
-    said = "no shard has documents for a step; shorten the sequences or lower --sequences_per_step"
-    assert said in one_error(run(max_document_tokens=2))
-
-
-def test_a_number_of_ranks_that_does_not_divide_the_sequences(tiny_shards):
-    with pytest.raises(UserError, match=r"--sequences_per_step 8: the 3 ranks must divide it"):
+        assert repr(*flags.values()) in line and "make the data first" in line
+    line = one_error(run(max_document_tokens=2))
+    assert "no shard has a step's documents; lower --sequences_per_step" in line
+    with pytest.raises(UserError, match="--sequences_per_step must be a multiple of 3 ranks"):
         make_loaders(tiny_shards([2000]), 3)

@@ -22,8 +22,8 @@ def test_it_imports_the_standard_library_and_the_requirements_with_torch_pinned(
     source = (REPO / "train_gpt.py").read_text()
     pairs = re.findall(r"^ *(?:from (\w+)\S* )?import (\w+)", source, re.M)
     imported = {package or module for package, module in pairs}
-    lines = (REPO / "requirements.txt").read_text().split()
-    pins = dict(re.fullmatch(r"([\w-]+)([=>~]=[\d.]+)", line).groups() for line in lines)
+    lines = (REPO / "requirements.txt").read_text()
+    pins = dict(re.findall(r"^([\w-]+)([=>~]=[\d.]+)", lines, re.M))
     assert set(pins) == {"torch", "numpy", "tiktoken", "huggingface_hub"}
     assert pins["torch"].startswith("==")
     assert imported - set(sys.stdlib_module_names) <= set(pins)

@@ -12,10 +12,9 @@ import tiny_runs
 import torch
 from conftest import read_shard
 from test_loader import packed_steps
-from tiny_runs import FLAGS, STEPS, TOKENS, one_error, to_argv
+from tiny_runs import FLAGS, STEPS, TOKENS, one_error, tiny
 
 import train_gpt
-from train_gpt import Hyperparameters
 
 run, data_flags = tiny_runs.run, tiny_runs.data_flags  # fixtures
 
@@ -34,7 +33,8 @@ def mean_loss(model, sequences):
 def loaded(path):
     """The model of a checkpoint, as a script of one's own would load it."""
     state = train_gpt.load_checkpoint(Path(path))
-    model = train_gpt.GPT(Hyperparameters(**state["settings"])).eval()
+    cfg = train_gpt.shorten(train_gpt.hyperparameters({}, state["settings"]))
+    model = train_gpt.GPT(cfg).eval()
     model.load_state_dict(state["model"])
     return model
 
@@ -51,9 +51,8 @@ def test_warm_up_leaves_no_trace_in_a_run_which_its_seed_decides(run, monkeypatc
 
     monkeypatch.setattr(train_gpt, "step_optimizers", stepped)
     result = run(warmup_steps=2)
-    cfg = train_gpt.parse_args(to_argv(FLAGS))
     warmed = [0, 1, 2, 3, 4, 5, 5, 6]
-    assert called == [train_gpt.schedule(step, cfg) for step in [*warmed, *range(STEPS)]]
+    assert called == [train_gpt.schedule(step, tiny()) for step in [*warmed, *range(STEPS)]]
 
     other = run(warmup_steps=0, run_id="y")
     assert result.losses == other.losses and len(result.losses) == STEPS
@@ -83,38 +82,56 @@ def test_the_clock_stops_for_validation_and_checkpoints(run, monkeypatch):
     assert run(save_every=2).values["train_time_ms"] == str(1000 * STEPS)
 
 
+def test_on_cuda_a_step_is_logged_one_step_late_under_its_own_number():
+    """So that the host need not wait; before a save or a validation it does."""
+    run = object.__new__(train_gpt.Run)
+    run.ranks = SimpleNamespace(device=torch.device("cuda"), all_gather=lambda x: x[None])
+    run.told_at, run.pending, lines = None, [], []
+    run.elapsed_ms = lambda: 0.0
+    run.log_losses = lambda step, ms, train_loss: lines.append((step, train_loss))
+    for step in range(3):
+        run.check(step, torch.tensor([10.0 + step]))
+        run.log_step(step + 1)
+    assert lines == [(1, 10), (2, 11)]
+    run.log_step(3, wait=True)
+    assert lines == [(1, 10), (2, 11), (3, 12)]
+
+
 def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
-    result = run(muon_lr=0.125, seed=7, save_every=2, target_loss=0.1)
+    changes = dict(muon_lr=0.125, seed=7, save_every=2, target_loss=0.1)
+    result = run(**changes)
     source = train_gpt.SCRIPT.read_text()
     blank, facts, body = result.log.removeprefix(source).split("=" * 100 + "\n")
     assert result.log.startswith(source) and blank == "\n"
 
     facts = dict(line.split(": ", 1) for line in facts.splitlines())
-    flags = FLAGS | data_flags | dict(muon_lr=0.125, seed=7, save_every=2, target_loss=0.1)
-    values = vars(train_gpt.parse_args(to_argv(flags)))
-    expected = {name: train_gpt.show(value) for name, value in values.items()}
+    values = vars(tiny(**FLAGS | data_flags | changes))
+    expected = {name: str(value) for name, value in values.items()}
     scored = np.concatenate([read_shard(path) for path in sorted(tmp_path.glob("tiny_val_*"))])
     expected |= dict(
-        head_chunks="1", torch=torch.__version__, threads="1", head="fp32", world_size="1",
-        val_digest=hashlib.sha256(scored[:701]).hexdigest()[:16],
+        head_chunks="1", torch=torch.__version__, threads="1", world_size="1",
+        planned_tokens=str(TOKENS), val_digest=hashlib.sha256(scored[:701]).hexdigest()[:16],
         parameters=str(sum(x.numel() for x in result.model.parameters())))
     assert re.fullmatch(r".+ \(\w+, .+\)", facts.pop("device"))
-    assert re.fullmatch("([0-9a-f]{40})?", facts.pop("commit"))
+    assert re.fullmatch("[0-9a-f]{40}|.*git.*", facts.pop("commit"))
     assert len(facts.pop("train_digest")) == 16
     del expected["device"]
     assert facts == expected
 
     body, _, block = body.partition("\n---\n")
     loss = r"(\d+\.\d{4})(?: next_token_loss:(\d+\.\d{4}))?"
-    pattern = rf"^step:(\d)/6 (val|train)_loss:{loss} train_time:(\d+)ms step_avg:(\d+\.\d\d)ms$"
+    pattern = (rf"^step:(\d)/6 (val|train)_loss:{loss} train_time:(\d+)ms step_avg:(\d+\.\d\d)ms "
+               r"tokens_per_s:(\d+)$")
     found = re.findall(pattern, body, re.M)
     assert [f"{kind} {step}" for step, kind, *_ in found] == [
         "val 0", "train 1", "train 2", "train 3", "val 3", "train 4", "train 5", "train 6", "val 6"]
     assert float(found[0][2]) == pytest.approx(math.log(384), abs=0.01)
-    for step, *_, ms, average in found[1:]:
+    behind = train_gpt.plan(tiny()).tokens
+    for step, *_, ms, average, rate in found[1:]:
         assert abs(float(average) * int(step) - int(ms)) <= 0.5 + 0.005 * int(step)
+        assert abs(int(rate) * int(ms) / 1000 / behind[int(step)] - 1) < 0.5 / int(ms) + 1e-3
     # A step's losses are those before its update.
-    third = packed_steps(tmp_path, 4, [128, 128, 256], 256)[2]
+    third = [*packed_steps(tmp_path, 4, [128, 128, 256], 256)][2]
     model = loaded("logs/x/step-000002.pt")
     model.set_stage(train_gpt.schedule(2, model.cfg))
     assert float(found[3][3]) == pytest.approx(mean_loss(model, third), abs=6e-5)
@@ -135,7 +152,7 @@ def test_the_console_shows_each_tenth_of_the_run_and_the_validations(run):
     expected = [0, 3, 5, 8, 10, 10, 13, 15, 18, 20, 20, 23, 25, 25]
     assert sorted(map(int, shown)) == expected
     summary = r"^.+ \(.+\), 1 thread\(s\), 1 rank\(s\), [\d,]+ parameters, .* in 2 chunk\(s\), "
-    assert re.search(summary + r"logs/\d{8}-\d{6}\n", result.out, re.M)  # as none is given
+    assert re.search(summary + r"logs/\d{8}-\d{6}-\d{6}\n", result.out, re.M)  # as none is given
     assert "\ntarget loss 9.0: reached\n---\n" in result.out
 
 
@@ -164,9 +181,16 @@ def test_a_finished_run_is_evaluated_without_training_data(run, tmp_path, tiny_s
 
 
 def test_a_finished_run_takes_more_steps_of_the_same_data_and_of_no_other(run, tiny_shards):
+    """Embedding and head are apart, and stay so: the longer schedule would tie them once more."""
     run(save_every=4)
-    more = ["--resume", "auto", "--run_id", "x", "--num_iterations", "8"]
-    assert run(more).values["steps"] == "8" and Path("logs/x/step-000008.pt").exists()
-    tiny_shards([2200, 1800], seed=3)
-    more[-1] = "9"
-    assert "not the data of logs/x/step-000008.pt" in one_error(run(more))
+    more = ["--resume", "auto", "--run_id", "x", "--num_iterations", "12"]
+    assert train_gpt.schedule(6, tiny(num_iterations=12)).tied
+    longer = run(more)
+    assert longer.values["steps"] == "12"
+    by_name = {each.name: each for each in longer.optimizers}
+    assert by_name["embed"].state["count"] == by_name["head"].state["count"] == 6
+    state = train_gpt.load_checkpoint(Path("logs/x/step-000008.pt"))
+    assert not torch.equal(state["model"]["embed.weight"], state["model"]["lm_head.weight"])
+    tiny_shards([3200, 2600], seed=3)
+    more[-1] = "13"
+    assert "not the data of logs/x/step-000012.pt" in one_error(run(more))

@@ -74,7 +74,7 @@ def test_a_training_step_never_waits_for_the_device(monkeypatch):
             now = train_gpt.schedule(step, cfg)
             model.set_stage(now)
             tokens = torch.zeros(1, now.seq_len + 1, dtype=torch.int32)
-            batch = tokens[:, :-1], tokens[:, 1:].long()
+            batch = train_gpt.Batch(tokens[:, :-1], tokens[:, 1:].long())
             train_gpt.accumulate_gradients(model, [batch], now)
             update = train_gpt.step_tied if now.tied else train_gpt.step_optimizers
             update(optimizers, now, 1)

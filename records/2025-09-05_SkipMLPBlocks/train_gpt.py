@@ -1143,7 +1143,6 @@ import fcntl
 import gc
 import glob
 import hashlib
-import itertools
 import os
 import platform
 import re
@@ -1262,11 +1261,13 @@ class TokenLoader:
 def count_shards(cfg, sizes) -> int:
     """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
     shards = left = 0
-    for before, after in itertools.pairwise(plan(cfg).tokens):
-        if left <= after - before:  # the last sequence needs one more
+    behind = plan(cfg).tokens
+    for before, after in zip(behind, behind[1:]):
+        tokens = after - before
+        while left <= tokens < max(sizes):  # the last sequence needs one more
             left = sizes[shards % len(sizes)]
             shards += 1
-        left -= after - before
+        left -= tokens
     return shards
 
 
@@ -1622,7 +1623,8 @@ class Run:
         values["train_digest"] = self.loader.digest if self.loader else ""
         rule = "=" * 100  # the end of the source
         lines = [f"{key}: {value}" for key, value in values.items()]
-        self.log.open(self.cfg, may_exist, "\n".join([SCRIPT.read_text(), rule, *lines, rule]))
+        header = "\n".join([SCRIPT.read_text("utf-8"), rule, *lines, rule])
+        self.log.open(self.cfg, may_exist, header)
         self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
                  "head in {head_chunks} chunk(s), ".format(**values) + str(self.log.folder))
 
@@ -1799,7 +1801,7 @@ def parse_flags(argv) -> dict:
     )
     parser.error = error  # one line, as all errors
     # The comments of the table: `name: type = default  # meaning`
-    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text(), re.M))
+    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text("utf-8"), re.M))
     for name, default in vars(Hyperparameters()).items():
         kind = type(default)
         if kind in (int, float, bool, str):  # tables are edited in the file

@@ -152,7 +152,7 @@ def check(cfg, require):
     require(cfg.rope_base > 0, "rope_base", "be above 0")
     require(cfg.seq_len > 0 and cfg.seq_len % BLOCK == 0, "seq_len", f"be a multiple of {BLOCK}")
     require(cfg.seq_len % (cfg.shorten * BLOCK) == 0, "shorten", f"leave multiples of {BLOCK}")
-    require(cfg.window_tokens > 0, "window_tokens", "be above 0")
+    require(cfg.window_tokens >= CHUNK, "window_tokens", f"be at least {CHUNK}")
     require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
     require(cfg.momentum_warmup > 0, "momentum_warmup", "be above 0")
     # Layers
@@ -282,8 +282,8 @@ def norm(x: Tensor) -> Tensor:
 def first_keys(docs_BT: Tensor, reach) -> Tensor:
     """The first key that each query attends to, (S,): query q sees the keys from it to q.
 
-    A query sees its own document (@KoszarskyB), and of it fewer than `reach` tokens back, in as many
-    blocks as would hold them. So the first queries of a block see fewer: a slip, as published.
+    A query sees its own document (@KoszarskyB), and of it fewer than `reach` tokens back, in as
+    many blocks as would hold them. So the first ones of a block see fewer: a slip, as published.
     """
     docs_S = docs_BT.flatten()  # numbers of documents, ascending
     start_S = torch.searchsorted(docs_S, docs_S, out_int32=True)  # of each token's document
@@ -982,7 +982,6 @@ import fcntl
 import gc
 import glob
 import hashlib
-import itertools
 import os
 import platform
 import re
@@ -1101,11 +1100,13 @@ class TokenLoader:
 def count_shards(cfg, sizes) -> int:
     """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
     shards = left = 0
-    for before, after in itertools.pairwise(plan(cfg).tokens):
-        if left <= after - before:  # the last sequence needs one more
+    behind = plan(cfg).tokens
+    for before, after in zip(behind, behind[1:]):
+        tokens = after - before
+        while left <= tokens < max(sizes):  # the last sequence needs one more
             left = sizes[shards % len(sizes)]
             shards += 1
-        left -= after - before
+        left -= tokens
     return shards
 
 
@@ -1461,7 +1462,8 @@ class Run:
         values["train_digest"] = self.loader.digest if self.loader else ""
         rule = "=" * 100  # the end of the source
         lines = [f"{key}: {value}" for key, value in values.items()]
-        self.log.open(self.cfg, may_exist, "\n".join([SCRIPT.read_text(), rule, *lines, rule]))
+        header = "\n".join([SCRIPT.read_text("utf-8"), rule, *lines, rule])
+        self.log.open(self.cfg, may_exist, header)
         self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
                  "head in {head_chunks} chunk(s), ".format(**values) + str(self.log.folder))
 
@@ -1638,7 +1640,7 @@ def parse_flags(argv) -> dict:
     )
     parser.error = error  # one line, as all errors
     # The comments of the table: `name: type = default  # meaning`
-    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text(), re.M))
+    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text("utf-8"), re.M))
     for name, default in vars(Hyperparameters()).items():
         kind = type(default)
         if kind in (int, float, bool, str):  # tables are edited in the file

@@ -37,22 +37,23 @@ def test_one_file_for_both_data_and_a_folder_that_cannot_be_made(run, data_flags
     assert "File exists: 'logs'" in one_error(run())
 
 
-def test_a_run_says_that_it_repeats_its_data_and_the_record_refuses(run):
-    """Whole steps count: of 100 tokens a step takes 99 at most, as each needs a target. The record
-    names the command that fetches more."""
+def test_a_run_says_that_it_repeats_its_data_and_the_record_refuses(run, monkeypatch):
+    """Whole steps count, with a last target each: 190 of 524,288 tokens in a shard of FineWeb. The
+    error names the command that fetches more."""
     assert f"the training data begin again: {os.getcwd()}/tiny_train_*.bin" in run().log
     cfg = dataclasses.replace(train_gpt.Hyperparameters(), val_files="tiny_val_*.bin")
-    first = cfg.sequences_per_step * train_gpt.schedule(0, cfg).seq_len
-    one_step = dataclasses.replace(cfg, num_iterations=1, extension_steps=0)
-    assert [train_gpt.count_shards(one_step, [first + more, 10**9]) for more in (0, 1)] == [2, 1]
-    tokens = train_gpt.plan(cfg).tokens[-1]
-    assert train_gpt.count_shards(cfg, [tokens]) == 2 and train_gpt.count_shards(cfg, [10**8]) == 6
-    loader = SimpleNamespace(files=[], sizes=[tokens], digest="")
-    said = "the run reads 2 shards of 1; fetch more: python data/fineweb.py 6, or --repeat_data"
+    for steps, shards in ((190, 1), (191, 2), (9536, 51)):
+        behind = SimpleNamespace(tokens=[524_288 * step for step in range(steps + 1)])
+        monkeypatch.setattr(train_gpt, "plan", lambda cfg, behind=behind: behind)
+        assert train_gpt.count_shards(cfg, [10**8]) == shards
+    assert train_gpt.count_shards(cfg, [524_288, 10**8]) == 101  # the first one has none
+    loader = SimpleNamespace(files=[], sizes=50 * [10**8], digest="")
+    said = "the run reads 51 shards of 50; --repeat_data true, or .*: python data/fineweb.py 51"
     with pytest.raises(train_gpt.UserError, match=said):
-        train_gpt.check_data(cfg, loader, "")
-    train_gpt.check_data(dataclasses.replace(cfg, repeat_data=True), loader, "")
-    train_gpt.check_data(cfg, SimpleNamespace(files=[], sizes=[tokens + 1], digest=""), "")
+        train_gpt.check_data(cfg, loader, None)
+    train_gpt.check_data(dataclasses.replace(cfg, repeat_data=True), loader, None)
+    loader.sizes.append(10**8)
+    train_gpt.check_data(cfg, loader, None)
 
 
 def test_a_bad_run_leaves_the_log_of_a_good_one_alone(run, tmp_path):

@@ -46,7 +46,7 @@ def test_a_run_says_that_it_repeats_its_data_and_the_record_refuses(run, monkeyp
         behind = SimpleNamespace(tokens=[524_288 * step for step in range(steps + 1)])
         monkeypatch.setattr(train_gpt, "plan", lambda cfg, behind=behind: behind)
         assert train_gpt.count_shards(cfg, [10**8]) == shards
-    assert train_gpt.count_shards(cfg, [524_288, 10**8]) == 101  # the first one has none
+    assert train_gpt.count_shards(cfg, [524_288, 10**8]) == 102  # the first one has none
     loader = SimpleNamespace(files=[], sizes=50 * [10**8], digest="")
     said = "the run reads 51 shards of 50; --repeat_data true, or .*: python data/fineweb.py 51"
     with pytest.raises(train_gpt.UserError, match=said):

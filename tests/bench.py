@@ -1,19 +1,12 @@
 #!/usr/bin/env python3
 """Measure what the pages quote. This is no test: run it on an idle machine, and give it time.
 
-    python tests/bench.py pocket [--seeds 5]            time to the target, beside the plain GPT's
-    python tests/bench.py pocket --picture docs/pocket.png        loss over seconds, drawn
-    python tests/bench.py baselines [--seeds 5]         losses of a small plain GPT, of counting
-    python tests/bench.py busy [--num_iterations 100]   times by threads, idle and with a core taken
     python tests/bench.py turns --script FILE           a step's time, FILE's beside train_gpt.py's
     python tests/bench.py gpu                           steps, kernels, memory on this GPU
     python tests/bench.py kernels [--card rtx4090]      the same modelled, without a GPU
     python tests/bench.py memory [--script FILE]        memory and bytes sent, counted without one
 
 Any other flag goes to train_gpt.py or FILE. Numbers are medians, with (lowest-highest) beside them.
-
---picture draws the runs whose output is kept in the folder of the picture's name (docs/pocket/).
-Where that folder is not there, they are made first.
 
 `gpu` takes half an hour and needs no data (tests/gpu/half_hour.py). All that it finds is in one
 file under logs/.
@@ -23,20 +16,14 @@ import argparse
 import contextlib
 import functools
 import io
-import itertools
-import math
 import multiprocessing
 import os
-import re
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import torch
 
 REPO = Path(__file__).resolve().parent.parent
@@ -48,14 +35,6 @@ from host_gpu.trace import trace  # noqa: E402
 from shards import DataError, load_script  # noqa: E402
 
 import train_gpt  # noqa: E402
-
-YARDSTICK = ["tests/plain_baseline.py", "--train", "data/pocket/pocket_train_*.bin",
-             "--val", "data/pocket/pocket_val_*.bin", "--target", "1.78"]
-COUNTED_STEPS = (120, 1200)  # of the pocket: 0.25 and 2.5 million tokens
-EVERY = {"pocket": ["--val_every", "10"], "against": ["--eval_every", "50"]}  # validations to draw
-VALIDATION = r"^step:\d+/\d+ val_loss:([\d.]+) train_time:(\d+)ms"  # as both print it
-LABELS = {"pocket": ("train_gpt.py --preset pocket", "tab:blue"),
-          "against": ("plain GPT, settings of nanoGPT's CPU quickstart", "dimgray")}
 
 say = functools.partial(print, flush=True)
 
@@ -75,165 +54,14 @@ def print_table(header, rows):
         say("   ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
-# ---- pocket: whole runs ----
 class RunFailed(Exception):
     """A measured command did not end well."""
 
 
-def run_command(words, **env):
-    """Run a script of ours to its end. Returns its final values, what it printed, and seconds."""
-    words = words if words[0].endswith(".sh") else ["python", *words]
-    program = sys.executable if words[0] == "python" else words[0]
-    command = shlex.join(words)
-    start = time.perf_counter()
-    done = subprocess.run([program, *words[1:]], capture_output=True, text=True, cwd=REPO,
-                          env=os.environ | env)
-    wall_s = time.perf_counter() - start
-    if done.returncode:
-        reason = (done.stderr.splitlines() or ["no message"])[-1]
-        raise RunFailed(f"{command} ended with {done.returncode}: {reason}")
-    values = final_values(done.stdout)
-    train_s = values.get("train_seconds") or float(values.get("train_time_ms", 0)) / 1000
-    return values | dict(wall_s=wall_s, train_s=float(train_s), text=f"$ {command}\n{done.stdout}")
-
-
-def final_values(text):
-    return dict(re.findall(r"^(\w+): (.*)$", text, re.M))
-
-
-def pocket(args, flags):
-    """Train on each seed in turns with the yardstick; compare times and losses."""
-    folder = args.picture and args.picture.with_suffix("")  # keeps what the runs print
-    if folder and folder.is_dir():
-        draw(folder, args.picture)
-        return
-    from scipy import stats
-
-    target = train_gpt.parse_args(["--preset", "pocket", *flags]).target_loss
-    commands = {"pocket": ["train_gpt.py", "--preset", "pocket", *flags], "against": YARDSTICK}
-    runs = {name: [] for name in commands}
-    for seed, (name, command) in itertools.product(range(args.seeds), commands.items()):
-        values = run_command([*command, "--seed", str(seed), *(EVERY[name] if folder else [])])
-        runs[name].append(values)
-        say(f"{name}, seed {seed} of {args.seeds}: val_loss {values['val_loss']}, training "
-            f"{values['train_s']:.1f} s, command to exit {values['wall_s']:.1f} s")
-    rows = []
-    for title, key, digits in (("training, s", "train_s", 1), ("command to exit, s", "wall_s", 1),
-                               ("val_loss, nats per byte", "val_loss", 4)):
-        ours, theirs = ([float(values[key]) for values in each] for each in runs.values())
-        ratio = statistics.median(theirs) / statistics.median(ours)
-        rows.append([title, spread(ours, digits), spread(theirs, digits), f"{ratio:.2f}"])
-    machine = runs["pocket"][0]
-    say(f"\n{machine['device']}, {os.cpu_count()} cores, torch {machine['torch']}")
-    print_table(["", *runs, "ratio"], rows)
-    if len(ours) > 1:  # of the losses, the last row
-        p = stats.ttest_1samp(ours, target, alternative="less").pvalue
-        say(f"pocket, {len(ours)} seeds: mean val_loss {statistics.mean(ours):.4f}, "
-            f"std {statistics.stdev(ours):.4f}, highest {max(ours):.4f}; "
-            f"mean <= {target} with p = {p:.2g} (one-sided t-test)")
-    if folder:
-        folder.mkdir(parents=True)
-        for name, each in runs.items():
-            for seed, values in enumerate(each):
-                (folder / f"{name}-{seed}.txt").write_text(values["text"])
-        draw(folder, args.picture)
-
-
-def draw(folder, picture):
-    """Draw the runs kept in the folder: validation loss over seconds of training."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    kept = {name: sorted(folder.glob(f"{name}-*.txt")) for name in LABELS}
-    if not all(kept.values()):
-        raise train_gpt.UserError(f"{folder}: it lacks pocket-*.txt or against-*.txt; remove it, "
-                                  "and the runs are made anew")
-    target = train_gpt.parse_args(["--preset", "pocket"]).target_loss
-    # Twice as many pixels as a page shows.
-    with rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(9, 4.6), layout="constrained")
-        axes = figure.add_subplot()
-        axes.axhline(target, color="black", linestyle="--", linewidth=1)
-        axes.annotate(f"target: {target}", (0, target), (6, 4), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", va="bottom")
-        for name, (label, color) in LABELS.items():
-            times = []  # to the target, of each run
-            for file in kept[name]:
-                found = re.findall(VALIDATION, file.read_text(), re.M)
-                losses, ms = np.array(found, float)[1:].T  # the first is before the first step
-                axes.plot(ms / 1000, losses, color=color, linewidth=1.6, alpha=0.7, label=label)
-                times.append(seconds_to(target, losses, ms))
-                label = None  # one of them is named
-            reached = np.median(times)
-            if math.isfinite(reached):
-                axes.plot(reached, target, "o", color=color, markersize=8)
-                axes.annotate(f"{reached:.0f} s", (reached, target), (-6, -6), color=color,
-                              textcoords="offset points", ha="right", va="top")
-        axes.set(xscale="log", ylim=(1.4, 3.2), ylabel="validation loss, nats per byte")
-        axes.set_yticks([1.5, 2, 2.5, 3])
-        axes.set_xticks([1, 2, 5, 10, 20, 50, 100])
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-        axes.legend(frameon=False)
-        facts = final_values(kept["pocket"][0].read_text())
-        axes.set_xlabel(f"seconds of training (logarithmic), {facts['threads']} threads, "
-                        f"{facts['device']}")
-        figure.savefig(picture, dpi=200, metadata={"Software": None})
-    say(f"{picture}, of {sum(map(len, kept.values()))} runs in {folder}")
-
-
-def seconds_to(loss, losses, ms):
-    """When a run's validation loss reached `loss`, linear between two validations."""
-    end = np.argmax(losses <= loss) + 1
-    two = slice(max(end - 2, 0), end)
-    return np.interp(-loss, -losses[two], ms[two] / 1000, right=math.inf)
-
-
 # ---- baselines: losses alone ----
-def baselines(args, flags):
-    """Losses beside the pocket's: of a plain GPT of its size, and of n-gram counts."""
-    commands = []
-    for seed in range(args.seeds):
-        commands.append(("plain GPT", [*YARDSTICK, "--size", "pocket", "--seed", str(seed)]))
-    for steps in COUNTED_STEPS:
-        commands.append(("counting", ["tests/ngram_baseline.py", "--num_iterations", str(steps)]))
-    say(f"{train_gpt.machine_facts(torch.device('cpu'))['device']}, torch {torch.__version__}, "
-        "one thread a run")
-    losses = {}
-    for name, words in commands:
-        values = run_command([*words, *flags], OMP_NUM_THREADS="1")
-        say(values["text"])
-        row = (name, f"{int(values['tokens']):,}", values["context"])
-        losses.setdefault(row, []).append(float(values["val_loss"]))
-    rows = []
-    for row, found in losses.items():
-        spread_of = f"{statistics.stdev(found):.4f}" if len(found) > 1 else ""
-        rows.append([*row, f"{statistics.mean(found):.4f}", spread_of, f"{len(found)}"])
-    print_table(["", "training tokens", "context", "mean val_loss", "std", "n"], rows)
 
 
 # ---- busy: threads ----
-def busy(args, flags):
-    """Time the pocket by threads, in turns: as many as run.sh chooses, one, one per core."""
-    every = str(len(os.sched_getaffinity(0)))
-    settings = {  # a program and its environment
-        "chosen": ("./run.sh", dict(PYTHON=sys.executable)),
-        "1": ("train_gpt.py", dict(OMP_NUM_THREADS="1")),
-        every: ("train_gpt.py", dict(OMP_NUM_THREADS=every))}
-    seconds = {}
-    for seed, taken in itertools.product(range(args.seeds), (0, 1)):
-        with contextlib.ExitStack() as stack:
-            if taken:  # as a browser might
-                spinning = [sys.executable, "-c", "while True: pass"]
-                stack.callback(stack.enter_context(subprocess.Popen(spinning)).kill)
-            for name, (program, env) in settings.items():
-                words = [program, "--preset", "pocket", "--seed", str(seed), *flags]
-                values = run_command(words, **env)
-                seconds.setdefault((taken, name), []).append(values["train_s"])
-                say(f"seed {seed}, {taken} core(s) taken, threads {name}: "
-                    f"{values['threads']} thread(s), {values['train_s']:.2f} s of training")
-    rows = [[f"{taken}", name, spread(found, 2)] for (taken, name), found in seconds.items()]
-    print_table(["cores taken", "threads", "seconds of training"], rows)
 
 
 # ---- turns: the steps of two scripts ----
@@ -379,11 +207,10 @@ def memory(args, flags):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    all_commands = pocket, baselines, busy, turns, gpu, kernels, memory
+    all_commands = turns, gpu, kernels, memory
     commands = {command.__name__: command for command in all_commands}
     parser.add_argument("what", choices=commands)
-    parser.add_argument("--seeds", type=int, default=5, help="from 0 up; of all but the last three")
-    parser.add_argument("--picture", type=Path, help="of pocket: see above")
+    parser.add_argument("--seeds", type=int, default=5, help="of turns, from 0 up")
     parser.add_argument("--script", type=Path, default=REPO / "train_gpt.py",
                         help="of turns, kernels, memory")
     parser.add_argument("--card", choices=cost.RATES, help="of kernels: model one of these")

@@ -6,7 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-07-13_PrefixTargets
-Parent: 2026-05-27_DynamicGates. Change: the next token's longest prefix is a target, too.
+Parent: 2026-05-27_ComposedAttention. Change: the next token's longest prefix is a target, too.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -1735,8 +1735,8 @@ class TokenLoader:
 
 def count_shards(cfg, sizes) -> int:
     """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
-    shards = left = 0
     behind = plan(cfg).tokens
+    shards = left = 0
     for before, after in zip(behind, behind[1:]):
         tokens = after - before
         while left <= tokens < max(sizes):  # the last sequence needs one more
@@ -1749,15 +1749,14 @@ def count_shards(cfg, sizes) -> int:
 def check_data(cfg, loader, digest):
     """Raise UserError where training data are not the checkpoint's, held out, or too few."""
     files = f"--train_files {cfg.train_files}"
-    if loader.digest != digest:
+    if digest and digest != loader.digest:
         raise UserError(f"{files}: not the data of {cfg.resume}")
     if set(loader.files) & set(find_shards(cfg.val_files)):
         raise UserError(f"{files}: --val_files has a file of these, too")
     found, read = len(loader.sizes), count_shards(cfg, loader.sizes)
     if read > found and cfg.preset == "record" and not cfg.repeat_data:
-        fineweb = count_shards(cfg, [10**8])
-        raise UserError(f"{files}: the run reads {read} shards of {found}; fetch more: "
-                        f"python data/fineweb.py {fineweb}, or --repeat_data true")
+        raise UserError(f"{files}: the run reads {read} shards of {found}; --repeat_data true, or "
+                        f"fetch more: python data/fineweb.py {count_shards(cfg, [10**8])}")
 
 
 # ---- Validation -------------------------------------------------------------
@@ -1810,7 +1809,7 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
 
 
 # ---- Checkpoints ------------------------------------------------------------
-NEW_RUN = dict(step=0, settings=None, loader=(), train_time_ms=0.0)
+NEW_RUN = dict(step=0, settings=None, loader=(), data=None, train_time_ms=0.0)
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -1927,7 +1926,7 @@ class Ranks:
             local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
         except ValueError as error:
             raise UserError(f"WORLD_SIZE, RANK or LOCAL_RANK: {error}; unset them") from None
-        # What srun, mpirun and mpiexec set instead: how many they started
+        # How many srun, mpirun or mpiexec started, which set no WORLD_SIZE
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if "WORLD_SIZE" not in os.environ and os.environ.get(name, "") not in ("", "1"):
                 raise UserError(f"{name}: each task would train alone; let one start torchrun")
@@ -2068,7 +2067,7 @@ class Run:
         self.loader = None  # evaluation needs no training data
         if self.first_step < self.last:
             self.loader = TokenLoader(cfg, ranks, Place(*state["loader"]), self.log)
-            check_data(cfg, self.loader, state.get("data", self.loader.digest))
+            check_data(cfg, self.loader, state["data"])
         self.model, self.optimizers = build(cfg, ranks)
         self.open_log(may_exist)
         if self.loader:
@@ -2160,11 +2159,10 @@ class Run:
         saves = every and step > self.saved_step and (is_last or complete and (passed or stops))
         self.stopped = stops and (saves or not every)
         if validates or saves or self.stopped:
-            # The clock stands from here until it is started again.
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
-            self.train_time_ms = self.elapsed_ms()
             self.log_step(step, wait=True)
+            self.train_time_ms = self.elapsed_ms()  # the clock stands until it is started again
             if validates:
                 now = schedule(step, self.cfg)
                 self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)

@@ -6,16 +6,18 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-08-30_92d_FiveStages
-Parent: 2026-08-30_92c_AnvilMuon. Change: five stages, 1,194 steps; rates fall
-for longer, to a higher floor; tables step less often; long documents are cut in attention.
+Parent: 2026-08-30_92d1_TablesWait. Change: five stages, 1,194 steps; rates fall for longer,
+to a higher floor; long documents are cut in attention.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
 
 Technique                                         where it is
 ReLU²                                             MLP
+two MLPs, or none                                 Layer, Block
 QK-norm, merged QKV, value embeddings             CausalSelfAttention
-narrow heads, a layer of two MLPs                 CausalSelfAttention, Block
+attention in some layers                          Layer, Block
+narrow heads                                      CausalSelfAttention, GPT.views
 sparse attention gate                             CausalSelfAttention
 value gate, skip gate                             CausalSelfAttention, GPT.hidden
 key offset                                        offset_keys
@@ -1352,7 +1354,7 @@ def parameter_groups(cfg) -> dict:
     growth = max(1, cfg.mlp_dim / cfg.model_dim) ** 0.5  # of what an MLP's rate is a multiple
     return {
         "queries, keys": MuonGroup(cfg.muon_lr, decay=2.25, factors=(1.0,)),
-        "attention": MuonGroup(cfg.muon_lr, decay=2.25, factors=(1.0,)),  # until #61 twice this rate
+        "attention": MuonGroup(cfg.muon_lr, decay=2.25, factors=(1.0,)),  # until #61 twice this
         "mlp": MuonGroup(cfg.muon_lr, decay=2.25, factors=(growth, 2 * growth)),  # c_fc, c_proj
         "gates": AdamGroup(0.008, betas=(0.9, 0.99), decay=0.005),
         # What sees more gradients is averaged over fewer steps: #57. Decays are 0.005, times 150 of
@@ -1870,8 +1872,8 @@ class TokenLoader:
 
 def count_shards(cfg, sizes) -> int:
     """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
-    shards = left = 0
     behind = plan(cfg).tokens
+    shards = left = 0
     for before, after in zip(behind, behind[1:]):
         tokens = after - before
         while left <= tokens < max(sizes):  # the last sequence needs one more
@@ -1884,15 +1886,14 @@ def count_shards(cfg, sizes) -> int:
 def check_data(cfg, loader, digest):
     """Raise UserError where training data are not the checkpoint's, held out, or too few."""
     files = f"--train_files {cfg.train_files}"
-    if loader.digest != digest:
+    if digest and digest != loader.digest:
         raise UserError(f"{files}: not the data of {cfg.resume}")
     if set(loader.files) & set(find_shards(cfg.val_files)):
         raise UserError(f"{files}: --val_files has a file of these, too")
     found, read = len(loader.sizes), count_shards(cfg, loader.sizes)
     if read > found and cfg.preset == "record" and not cfg.repeat_data:
-        fineweb = count_shards(cfg, [10**8])
-        raise UserError(f"{files}: the run reads {read} shards of {found}; fetch more: "
-                        f"python data/fineweb.py {fineweb}, or --repeat_data true")
+        raise UserError(f"{files}: the run reads {read} shards of {found}; --repeat_data true, or "
+                        f"fetch more: python data/fineweb.py {count_shards(cfg, [10**8])}")
 
 
 # ---- Validation -------------------------------------------------------------
@@ -1945,7 +1946,7 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
 
 
 # ---- Checkpoints ------------------------------------------------------------
-NEW_RUN = dict(step=0, settings=None, loader=(), train_time_ms=0.0)
+NEW_RUN = dict(step=0, settings=None, loader=(), data=None, train_time_ms=0.0)
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -2062,7 +2063,7 @@ class Ranks:
             local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
         except ValueError as error:
             raise UserError(f"WORLD_SIZE, RANK or LOCAL_RANK: {error}; unset them") from None
-        # What srun, mpirun and mpiexec set instead: how many they started
+        # How many srun, mpirun or mpiexec started, which set no WORLD_SIZE
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if "WORLD_SIZE" not in os.environ and os.environ.get(name, "") not in ("", "1"):
                 raise UserError(f"{name}: each task would train alone; let one start torchrun")
@@ -2203,7 +2204,7 @@ class Run:
         self.loader = None  # evaluation needs no training data
         if self.first_step < self.last:
             self.loader = TokenLoader(cfg, ranks, Place(*state["loader"]), self.log)
-            check_data(cfg, self.loader, state.get("data", self.loader.digest))
+            check_data(cfg, self.loader, state["data"])
         self.model, self.optimizers = build(cfg, ranks)
         self.open_log(may_exist)
         if self.loader:
@@ -2295,11 +2296,10 @@ class Run:
         saves = every and step > self.saved_step and (is_last or complete and (passed or stops))
         self.stopped = stops and (saves or not every)
         if validates or saves or self.stopped:
-            # The clock stands from here until it is started again.
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
-            self.train_time_ms = self.elapsed_ms()
             self.log_step(step, wait=True)
+            self.train_time_ms = self.elapsed_ms()  # the clock stands until it is started again
             if validates:
                 now = schedule(step, self.cfg)
                 self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)

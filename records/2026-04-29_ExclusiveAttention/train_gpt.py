@@ -5,8 +5,8 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
-Record: 2026-08-30_92a_FewerHeads
-Parent: 2026-08-06_CanonicalMask. Change: fewer layers have attention, and most heads are narrow.
+Record: 2026-04-29_ExclusiveAttention
+Parent: 2026-04-22_DenseConnections. Change: heads drop what lies along their own token's value.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -14,7 +14,6 @@ below the banner reads data, validates, saves and logs. It is the same in every 
 Technique                                         where it is
 ReLU²                                             MLP
 QK-norm, merged QKV, value embeddings             CausalSelfAttention
-narrow heads, a layer of two MLPs                 CausalSelfAttention, Block
 sparse attention gate                             CausalSelfAttention
 value gate, skip gate                             CausalSelfAttention, GPT.hidden
 key offset                                        offset_keys
@@ -25,26 +24,22 @@ sliding windows over documents, FlexAttention     first_keys, flex_mask, attend
 FP8 head                                          FP8Product, Head
 softcapped logits                                 GPT.logits
 multi-token prediction                            schedule, GPT.forward, GPT.head_loss
-bigram table, signs                               hash_bigrams, GPT.bigrams
+bigram table                                      hash_bigrams, GPT.hidden
 smeared embeddings, skip                          GPT.smear, GPT.hidden
 saved activation: late attention, backout         GPT.hidden
 dense connections                                 Factors, LastBlock, GPT.hidden
 exclusive self-attention                          CausalSelfAttention
-gates of tokens                                   Factors, first_gates, GPT.hidden
 Polar Express, NorMuon                            orthogonalize, muon_update
 cautious weight decay                             muon_update, adam_update
 sharded optimizers, Adam every other step         ShardedOptimizer, Adam, step_optimizers
 tied, then untied head                            step_tied
 documents packed into sequences                   cut_rows
 rates, momentum, lengths, windows by stage        Stage, schedule
-prefix targets                                    read_prefixes, GPT.forward
-canonical tokens in the last validation           read_forbidden, GPT.canonical
 """
 
 import bisect
 import itertools
 import math
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -66,12 +61,7 @@ class Layer:
     window: str | None  # "L": long, "S": short, "P": short, of paired heads, None: no attention
     table: int | None = None  # which value embeddings its attention adds
     xsa: bool = False  # its heads drop their own token's value
-    gate: bool = False  # its heads are gated
-    x0: bool = False  # it adds the embeddings
-    bigram: bool = False  # it adds the bigrams
-    takes_skip: bool = False  # it adds the skip, which is the output of another layer
-    mlps: int = 1  # none, one or two
-    skip: bool = False  # its output is the skip
+    skip: bool = False  # the layer without attention adds its output
     saved: bool = False  # later attention and the output read its output
 
 
@@ -102,29 +92,22 @@ class Hyperparameters:
     eot_token: int = 50256  # end-of-text, the token that opens each document
     model_dim: int = 768  # width of the residual stream
     head_dim: int = 128  # width of an attention head
-    mlp_dim: int = 2816  # inner width of an MLP
     layers: tuple = (
-        Layer("P", x0=True, bigram=True),
-        Layer("S", table=0, xsa=True, x0=True, bigram=True),
-        Layer("P", table=1, x0=True),
-        Layer("L", xsa=True, gate=True, skip=True),
-        Layer(None, x0=True, bigram=True),
-        Layer("P", x0=True, bigram=True),
-        Layer(None, takes_skip=True),
-        Layer(None, x0=True, mlps=0, saved=True),
-        Layer("S", table=2, mlps=2),
-        Layer(None, bigram=True),
-        Layer("L", table=3, gate=True),
+        Layer("P"),
+        Layer("S", table=0, xsa=True),
+        Layer("P", table=1),
+        Layer("L", xsa=True, skip=True),
+        Layer("S", xsa=True),
+        Layer("P"),
+        Layer(None),
+        Layer("S", xsa=True, saved=True),
+        Layer("S", table=2, xsa=True),
+        Layer("P", table=3),
+        Layer("L", table=4, xsa=True),
     )
-    bigram_rows: int = 377_280  # rows of the bigram table, which pairs of tokens share
-    bigram_width: int = 768  # its width, the first channels of the stream
-    sign_rows: int = 8192  # rows of signs, which tell pairs of tokens apart
-    long_scale: float = 0.085  # factor of attention scores in long windows, in the first stage
-    short_scale: float = 0.13  # the same in short windows
+    bigram_rows: int = 251_520  # rows of the bigram table, which pairs of tokens share
+    attention_scale: float = 0.1  # factor of the attention scores in the first stage
     rope_base: int = 1024  # inverse of the lowest rotary frequency
-    prefix_weight: float = 0.25  # in the loss, of the next token's prefix, in the first stage
-    prefix_file: str = "data/fineweb10B/prefixes.npy"  # each token's prefix; empty: none
-    canonical_file: str = "data/fineweb10B/canonical.npz"  # which tokens follow which; empty: all
     fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
     seed: int = 0  # seed of the initial weights
     # Optimizers
@@ -133,8 +116,8 @@ class Hyperparameters:
     muon_lr: float = 0.023  # Muon's rate
     muon_momentum: float = 0.95  # Muon's momentum
     # Schedules
-    num_iterations: int = 1285  # optimizer steps
-    extension_steps: int = 15  # last steps, at the lowest rates
+    num_iterations: int = 1385  # optimizer steps
+    extension_steps: int = 10  # last steps, at the lowest rates
     stages: tuple = (
         Stage(
             share=1.0, seq_len=16384, long_window=384, short_window=128,
@@ -193,21 +176,15 @@ POCKET = dict(
     eot_token=256,
     model_dim=64,
     head_dim=16,
-    mlp_dim=240,
     layers=(
-        Layer("S", table=0, xsa=True, x0=True, bigram=True, skip=True),
-        Layer("P", x0=True, bigram=True, mlps=0, saved=True),
-        Layer(None, takes_skip=True, mlps=2),
-        Layer("L", table=1, gate=True),
+        Layer("L", table=0, xsa=True, skip=True),
+        Layer("P", saved=True),
+        Layer(None),
+        Layer("L", table=1),
     ),
     bigram_rows=8192,
-    bigram_width=64,
-    sign_rows=512,
-    long_scale=0.425,
-    short_scale=0.65,
+    attention_scale=0.5,
     rope_base=32,
-    prefix_file="",
-    canonical_file="",
     embed_lr=0.5,
     head_lr=0.03,
     muon_lr=0.08,
@@ -257,11 +234,7 @@ def check(cfg, require):
     require(cfg.model_dim >= GATE_CHANNELS, "model_dim", f"be at least {GATE_CHANNELS}")
     require(cfg.rope_base > 0, "rope_base", "be above 0")
     require(cfg.bigram_rows > 1, "bigram_rows", "be at least 2")
-    fits = 0 < cfg.bigram_width <= cfg.model_dim
-    require(fits, "bigram_width", "be above 0, at most model_dim")
-    require(cfg.sign_rows > 0, "sign_rows", "be above 0")
     require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
-    require(cfg.mlp_dim > 0, "mlp_dim", "be above 0")
     # Layers
     windows = [layer.window for layer in cfg.layers]
     require({*windows} <= {"L", "S", "P", None}, "layers", 'have windows "L", "S", "P" or None')
@@ -269,18 +242,12 @@ def check(cfg, require):
     require(len(skips) == 1, "layers", "have one row with skip")
     require(None not in windows[: skips[0] + 1], "layers", "have attention up to that with skip")
     require(not cfg.layers[-1].skip, "layers", "have no skip in the last row")
-    takes = [layer.window for layer in cfg.layers if layer.takes_skip]
-    require({*takes} <= {None}, "layers", "take the skip only without attention")
-    require(cfg.layers[0].bigram, "layers", "have bigram in the first row")
-    require(not cfg.layers[-1].bigram, "layers", "have no bigram in the last row")
     saved = [layer for layer in cfg.layers if layer.saved]
     require(len(saved) == 1, "layers", "have one row with saved")
     tables = [layer for layer in cfg.layers if layer.table is not None]
     require(len(tables) > 0, "layers", "have a row with a table")
     xsa = {layer.window for layer in cfg.layers if layer.xsa}
     require(xsa <= {"L", "S"}, "layers", "have xsa only with L and S")
-    gated = [layer.window for layer in cfg.layers if layer.gate]
-    require(None not in gated, "layers", "have gates only with attention")
     # Stages. Both presets have as many.
     num_stages = len(Hyperparameters.stages)
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
@@ -326,8 +293,7 @@ class Schedule(Stage):
     """
 
     stage: int  # the row's index in `rows`
-    target_weights: list  # in the loss, of the next tokens and of the prefix
-    prefix_weight: float  # the last of them, or 0 where the prefix is no target
+    target_weights: list  # in the loss, of the next tokens
     momentum: float  # Muon's
     adam_steps: bool
     tied: bool  # whether the embedding is the head
@@ -357,18 +323,11 @@ def schedule(step: int, cfg) -> Schedule:
     if row.num_targets > 1:
         target_weights[-1] *= 1 - done
 
-    # Prefix targets: @jvarho, #88, 15 steps. They fade in the second stage.
-    fade = [cfg.prefix_weight if cfg.prefix_file else 0.0, 0.0]
-    prefix_weight = float(np.interp(step, stage_starts(cfg)[1:3], fade))
-    if prefix_weight:
-        target_weights.append(prefix_weight)
-
     last_adam_step = max(0, step - step % ADAM_EVERY - 1)
     moving = dict(
         stage=index,
         lr_factor=lr_factor,
         target_weights=target_weights,
-        prefix_weight=prefix_weight,
         momentum=momentum,
         adam_steps=step % ADAM_EVERY == ADAM_EVERY - 1,
         # Until Adam has stepped in the last third. The weights of --init stay as they are.
@@ -394,17 +353,16 @@ def stage_starts(cfg) -> list[int]:
     return [*starts, cfg.num_iterations]
 
 
-def yarn(stage: int, cfg, window: str, device=None):
-    """Frequencies (K / 4,) and scale of attention in a stage and a window: @classiclarryd, #31.
+def yarn(stage: int, cfg, device=None):
+    """Rotary frequencies (K / 4,) and the attention scale of a stage: @classiclarryd, #31.
 
     When the window grows, frequencies that made few turns in the old one slow down in proportion,
     as in YaRN, https://arxiv.org/abs/2309.00071, and the scale rises.
     """
     exponent = torch.linspace(0, 1, steps=cfg.head_dim // 4, device=device)
     frequency = (1 / cfg.rope_base) ** exponent
-    scale = cfg.long_scale if window == "L" else cfg.short_scale
-    rows = cfg.rows()[:-1]  # the last validation extrapolates
-    windows = [row.long_window if window == "L" else row.short_window for row in rows]
+    scale = cfg.attention_scale
+    windows = [row.long_window for row in cfg.rows()[:-1]]  # the last validation extrapolates
     for old, new in itertools.pairwise(windows[: stage + 1]):
         turns = old * frequency / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of 32 turns and more, none of one
@@ -649,19 +607,18 @@ def gather_window(blocks: Tensor, window: int) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
     """Attention among all B·T tokens under either mask. q, k, v and the result: (B, T, H, K).
 
-    The K of v and of the result may be another one.
     The scale is 1, as q and k each carry the root of the attention scale (`GPT.set_stage`).
     """
-    shape = v.shape
+    shape = q.shape
     if isinstance(mask, BlockMask):
         q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))  # (1, H, S, K)
         y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=kernel_options)
     else:
         size, keys = mask.shape[-2:]
         window = keys // size  # blocks
-        q = q.reshape(-1, size, *q.shape[2:])  # (blocks, 32, H, K)
+        q = q.reshape(-1, size, *shape[2:])  # (blocks, 32, H, K)
         k = gather_window(k.reshape(q.shape), window)  # (blocks, window · 32, H, K)
-        v = gather_window(v.reshape(-1, size, *shape[2:]), window)
+        v = gather_window(v.reshape(q.shape), window)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (blocks, H, tokens, K)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=1.0)
     return y.transpose(1, 2).reshape(shape)
@@ -707,16 +664,13 @@ class View(NamedTuple):
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention among heads of which some are gated."""
+    """Attention whose heads are gated by the first channels of its input."""
 
     def __init__(self, cfg, layer: Layer):
         super().__init__()
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
         self.offsets_keys = layer.window == "L"
-        # Narrow heads use half of their channels: @devenpzak, #92. The weights have all of them.
-        self.qk_dim = cfg.head_dim if layer.window == "L" else cfg.head_dim // 2
-        self.v_dim = cfg.head_dim // 2 if layer.window == "S" else cfg.head_dim
         self.kernel_options = None  # of FlexAttention
         # Uniform: @YouJiacheng; the output, too: @srashedll, #64, 20 steps
         first = uniform(0.5 * dim**-0.5)
@@ -727,27 +681,27 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = weight(dim, dim, group="attention", first=first)
         # Factors of Q, K, V and of c_proj
         self.lambdas = weight(2, group="lambdas", first=constant(0.5, 1.0))
+        self.attn_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
         self.value_gate = None
+        self.xsa_lambda = None
         if layer.table is not None:
             self.value_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
+        if layer.xsa:
+            self.xsa_lambda = weight(self.num_heads, group="injection lambdas")
 
-    def forward(self, x, value_embed, view, factors):
-        """factors: of this layer, by name. Those of heads are (H,) or (B, T, H)."""
+    def forward(self, x, value_embed, view):
         # Queries, keys and values
         qkv_lambda, proj_lambda = self.lambdas
         # Merged: @fernbear.bsky.social, @YouJiacheng
-        qk_w = self.qk_w.unflatten(1, (2, -1))[:, :, : self.qk_dim].flatten(0, 2)
-        v_w = self.v_w.unflatten(0, (self.num_heads, -1))[:, : self.v_dim].flatten(0, 1)
-        qkv_w = qkv_lambda * torch.cat([qk_w, v_w])
+        qkv_w = qkv_lambda * torch.cat([self.qk_w.flatten(0, 1), self.v_w])  # (3 D, D)
         qkv = F.linear(x, qkv_w.type_as(x))
-        qk, v = qkv.split([len(qk_w), len(v_w)], dim=-1)
-        qk = qk.unflatten(-1, (-1, self.qk_dim))  # (B, T, 2 H, K)
-        v = v.unflatten(-1, (-1, self.v_dim))
+        qkv = qkv.unflatten(-1, (3 * self.num_heads, -1))  # (B, T, 3 H, K)
+        qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
         q, k = rotate(norm(qk), *view.rotary).chunk(2, dim=2)  # QK-norm: @Grad62304977
         if self.offsets_keys:
             k = offset_keys(k)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
-            value = value_embed.unflatten(-1, (self.num_heads, -1))[..., : self.v_dim]
+            value = value_embed.view_as(v)
             # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate
             # It sees the value too: @photon_mz, #70.
             if self.value_gate is not None:
@@ -759,21 +713,21 @@ class CausalSelfAttention(nn.Module):
         # Paired heads: @classiclarryd, #58, 65 steps. Heads h and h + H / 2 of a token stand side
         # by side in one sequence of 2 T positions, and share its softmax. Odd heads were turned as
         # if they stood second, wherever they stand.
-        woven = (len(x), -1, self.num_heads // view.positions)
-        q, k, v = (each.reshape(*woven, each.size(-1)) for each in (q, k, v))
+        woven = (len(x), -1, self.num_heads // view.positions, q.size(-1))
+        q, k, v = (each.reshape(woven) for each in (q, k, v))
         y = attend(q, k, v, view.mask, self.kernel_options)
         y = y.view(*x.shape[:2], self.num_heads, -1)
         # Exclusive self-attention: what points along a token's own value is taken away:
         # @_djdumpling, #82, 30 steps, https://arxiv.org/abs/2603.09078
-        if "xsa" in factors:
+        if self.xsa_lambda is not None:
             length = v.square().sum(-1, keepdim=True).clamp_min(1e-8)
             own = (y * v).sum(-1, keepdim=True) / length * v
-            y = y - torch.tanh(factors["xsa"]).type_as(y)[..., None] * own
-        if "heads" in factors:  # a head can turn itself off: @classiclarryd, #28
-            y = y * factors["heads"][..., None]
-        y = y.flatten(2)  # (B, T, H · v_dim)
-        c_proj = self.c_proj.unflatten(1, (self.num_heads, -1))[..., : self.v_dim].flatten(1)
-        return F.linear(y, (proj_lambda * c_proj).type_as(x))
+            y = y - torch.tanh(self.xsa_lambda).type_as(y)[..., None] * own
+        # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
+        gate_BTH = torch.sigmoid(self.attn_gate(x[..., :GATE_CHANNELS]))
+        y = (y * gate_BTH[..., None]).flatten(2)  # (B, T, D)
+        c_proj = proj_lambda * self.c_proj
+        return F.linear(y, c_proj.type_as(x))
 
 
 def hash_bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
@@ -793,12 +747,12 @@ class MLP(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        shape = (cfg.mlp_dim, cfg.model_dim)
+        shape = (4 * cfg.model_dim, cfg.model_dim)
         self.c_fc = weight(*shape, group="mlp", first=uniform(0.5 * cfg.model_dim**-0.5))
         self.c_proj = weight(*shape, group="mlp")
 
     def forward(self, x):
-        x = F.linear(x, self.c_fc.type_as(x))  # (B, T, mlp_dim)
+        x = F.linear(x, self.c_fc.type_as(x))  # (B, T, 4 D)
         x = F.relu(x).square()  # ReLU²: https://arxiv.org/abs/2109.08668
         return x @ self.c_proj.type_as(x)
 
@@ -819,13 +773,13 @@ class Factors(nn.Module):
         first = constant(*biases)
         self.bias = weight(len(biases), group=f"{group}, biases", first=first, bf16=True)
 
-    def forward(self, x, scale=FACTOR_SCALE):
-        factors = scale * (self.w2(F.gelu(self.w1(x))) + self.bias)
+    def forward(self, x):
+        factors = FACTOR_SCALE * (self.w2(F.gelu(self.w1(x))) + self.bias)
         return dict(zip(self.sizes, factors.split([*self.sizes.values()], dim=-1)))
 
 
 class Block(nn.Module):
-    """A layer: attention, if it has a window, and up to two MLPs, all pre-normed."""
+    """A layer: attention, if it has a window, and an MLP, both pre-normed."""
 
     def __init__(self, cfg, layer: Layer):
         super().__init__()
@@ -833,20 +787,22 @@ class Block(nn.Module):
         self.attn = None
         if layer.window:
             self.attn = CausalSelfAttention(cfg, layer)
-        self.mlp = MLP(cfg) if layer.mlps > 0 else None
-        self.mlp_2 = MLP(cfg) if layer.mlps > 1 else None
+        self.mlp = MLP(cfg)
         # Factors of the stream and of what is added to it, by attention and by the MLP: @sisovicm,
         # #73. The stream grows by 1.1 a layer at first.
         first = constant(1.1**0.5, 1.1**0.5)
         self.resid_lambdas = weight(2, group="residual lambdas", first=first)
         self.post_lambdas = weight(2, group="injection lambdas", first=constant(1.0, 1.0))
+        self.x0_lambda = weight(group="injection lambdas")
+        self.bigram_lambda = weight(group="injection lambdas", first=constant(0.05))
 
     def factors(self, x) -> dict:
         """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
         resid_attn, resid_mlp = self.resid_lambdas
         post_attn, post_mlp = self.post_lambdas
         return dict(
-            resid_attn=resid_attn, post_attn=post_attn, resid_mlp=resid_mlp, post_mlp=post_mlp
+            resid_attn=resid_attn, post_attn=post_attn, resid_mlp=resid_mlp, post_mlp=post_mlp,
+            x0=self.x0_lambda, bigram=self.bigram_lambda,
         )
 
     def forward(self, x, read, stream, value_embed, view, factors):
@@ -854,14 +810,13 @@ class Block(nn.Module):
 
         factors: by name, a number or one for each token. Activations that have one are added.
         """
-        if not self.layer.takes_skip:
-            y = self.attn(norm(read), value_embed, view, factors) if self.attn else 0
+        if self.attn is not None:
+            y = self.attn(norm(read), value_embed, view)
             x = factors["resid_attn"] * x + factors["post_attn"] * y
             for name, activation in stream.items():
                 if name in factors:
                     x = x + factors[name] * activation
-        y = sum([mlp(norm(x)) for mlp in (self.mlp, self.mlp_2) if mlp])
-        return factors["resid_mlp"] * x + factors["post_mlp"] * y
+        return factors["resid_mlp"] * x + factors["post_mlp"] * self.mlp(norm(x))
 
 
 # First values of the last layer's factors: it is like the others, but its table counts twice.
@@ -883,6 +838,7 @@ class LastBlock(Block):
     def __init__(self, cfg, layer: Layer):
         super().__init__(cfg, layer)
         self.resid_lambdas = self.post_lambdas = self.attn.value_gate = None
+        self.x0_lambda = self.bigram_lambda = None
         self.network = Factors(cfg.model_dim, LAST_FACTORS, group="dense connections")
 
     def factors(self, x) -> dict:
@@ -904,68 +860,6 @@ class LastBlock(Block):
 OUTPUT_FACTORS = dict(first=[0.0], saved=[-0.5], entry=[0.0], values=[0.0], skip=[0.0])
 
 
-def first_gates(cfg, indices) -> dict:
-    """First values of the gates of some layers, by name and layer: @Lisennlp, #85.
-
-    xsa: of what a head drops. heads: of its output. x0, bigram, skip: of what a layer adds.
-    """
-    heads = cfg.model_dim // cfg.head_dim
-    first = {}
-    for index in indices:
-        layer = cfg.layers[index]
-        if layer.xsa:
-            first["xsa", index] = [0.0] * heads
-        if layer.gate:
-            first["heads", index] = [0.25] * heads
-        if layer.takes_skip:
-            first["skip", index] = [0.5]
-        if layer.x0:
-            first["x0", index] = [0.0]
-        if layer.bigram:
-            first["bigram", index] = [0.05]
-    return first
-
-
-def read_prefixes(cfg) -> Tensor:
-    """The id of each token's longest proper prefix that is a token, or -1, (vocab_size,).
-
-    Raises UserError.
-    """
-    try:
-        (path,) = find_shards(cfg.prefix_file)
-        prefixes = np.load(path).astype(np.int64)
-    except (UserError, ValueError, EOFError):
-        prefixes = np.empty(0)
-    if len(prefixes) != cfg.vocab_size or prefixes.max() >= cfg.vocab_size:
-        raise UserError(f"--prefix_file {cfg.prefix_file}: no prefixes of {cfg.vocab_size} tokens; "
-                        "make them: python data/prefixes.py")
-    return torch.from_numpy(prefixes)
-
-
-def read_forbidden(cfg) -> Tensor:
-    """Which ids never follow a token: (V, V / 8) uint8, bit i of byte j for id 8 j + i.
-
-    The file has rectangles, the ids before and after of each. Raises UserError.
-    """
-    vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
-    forbidden = np.zeros((vocab, vocab // 8), np.uint8)
-    try:
-        (path,) = find_shards(cfg.canonical_file)
-        with np.load(path) as table:
-            before = np.split(table["before"], table["before_ends"][:-1])
-            after = np.split(table["after"], table["after_ends"][:-1])
-        for tokens, ids in zip(before, after, strict=True):
-            bits = np.zeros(vocab, bool)
-            bits[ids] = True
-            packed = np.packbits(bits, bitorder="little")
-            used = packed.nonzero()[0]
-            forbidden[np.ix_(tokens, used)] |= packed[used]
-    except (UserError, ValueError, EOFError, KeyError, IndexError, zipfile.BadZipFile):
-        raise UserError(f"--canonical_file {cfg.canonical_file}: no pairs of {vocab} tokens; "
-                        "make them: python data/canonical.py") from None
-    return torch.from_numpy(forbidden)
-
-
 class GPT(nn.Module):
     """The model. Its weights have no values until `init_weights` or a checkpoint gives them."""
 
@@ -979,21 +873,14 @@ class GPT(nn.Module):
             # Not zero at first: @photon_mz, #70
             embedding = Table(vocab, cfg.model_dim, group="value embeds", first=normal(0.01))
             self.value_embeds[str(table)] = embedding
-        self.bigram_embed = Table(cfg.bigram_rows, cfg.bigram_width, group="bigrams")
-        self.register_buffer("bigram_signs", torch.ones(cfg.sign_rows, cfg.bigram_width))
+        self.bigram_embed = Table(cfg.bigram_rows, cfg.model_dim, group="bigrams")
         self.blocks = nn.ModuleList([Block(cfg, layer) for layer in cfg.layers[:-1]])
         last_type = LastBlock if cfg.layers[-1].window else Block
         self.blocks.append(last_type(cfg, cfg.layers[-1]))
         self.output_factors = Factors(cfg.model_dim, OUTPUT_FACTORS, group="dense connections")
-        # Gates of the layers up to the skip's source, from x0, and of those above it, from there
-        below = next(index for index, layer in enumerate(cfg.layers) if layer.skip) + 1
-        early = first_gates(cfg, range(below))
-        late = first_gates(cfg, range(below, len(cfg.layers)))
-        self.gates_early = Factors(cfg.model_dim, early, group="token gates")
-        self.gates_late = Factors(cfg.model_dim, late, group="token gates")
-        self.gates_lambda = weight(group="gate scale", first=constant(FACTOR_SCALE))
         self.smear_gate = CastedLinear(GATE_CHANNELS, 1, group="smear gate")
         self.smear_lambda = weight(group="lambdas")  # nothing is smeared at first
+        self.skip_gate = CastedLinear(GATE_CHANNELS, 1, group="skip gate")
         # Its sigmoid is the factor of the skip: 0.18 at first
         self.skip_lambda = weight(group="lambdas", first=constant(-1.5))
         self.lm_head = Head(cfg.model_dim, vocab, group="head", first=normal(0.005))
@@ -1001,16 +888,11 @@ class GPT(nn.Module):
         longest = max(row.seq_len for row in cfg.rows())
         tokens = cfg.sequences_per_forward * longest / max(1, cfg.head_chunks)
         self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
-        self.register_buffer("prefixes", torch.full((vocab,), -1), persistent=False)
-        # A bit for each token and id: whether the id never follows the token
-        self.register_buffer("forbidden", None, persistent=False)
-        self.is_masked = False  # whether the logits of these ids are left out
         # Buffers, so that a new stage needs no recompilation: the reach of long and short windows
         # in tokens; cosines and sines of the rotary embedding.
         self.register_buffer("reach", torch.zeros(2, dtype=torch.int32), persistent=False)
-        # Paired heads have two positions a token. Wide heads come first, then narrow ones, of
-        # which all pairs rotate.
-        rotary = torch.zeros(2, 2 * max(longest, cfg.val_seq_len), 2, cfg.head_dim // 2)
+        # Paired heads have two positions a token.
+        rotary = torch.zeros(2, 2 * max(longest, cfg.val_seq_len), 1, cfg.head_dim // 2)
         self.register_buffer("rotary", rotary, persistent=False)
         self.set_stage(schedule(cfg.num_iterations, cfg))  # as a loaded model is used
 
@@ -1020,27 +902,21 @@ class GPT(nn.Module):
         for param in self.parameters():
             param.first(param, generator)
         self.embed.weight.copy_(self.lm_head.weight)
-        self.bigram_signs.normal_(generator=generator).sign_()
 
     @torch.no_grad()
     def set_stage(self, now):
-        """Set the windows, the rotary embedding and the mask of logits for a stage."""
-        self.is_masked = now.stage == len(self.cfg.rows()) - 1
+        """Set the windows and the rotary embedding for a stage."""
         self.reach[0] = now.long_window
         self.reach[1] = now.short_window
-        for rotary, window in zip(self.rotary.split(1, dim=2), "LS"):
-            self.set_rotary(rotary, *yarn(now.stage, self.cfg, window, rotary.device))
-
-    def set_rotary(self, rotary, frequency, attention_scale):
-        """Set the cosines and sines of wide heads or of narrow ones, (2, T, 1, K / 2)."""
+        frequency, attention_scale = yarn(now.stage, self.cfg, self.rotary.device)
         # Half-truncated: half of the pairs do not rotate at all: @YouJiacheng
         frequency = F.pad(frequency, (0, self.cfg.head_dim // 4))  # (K / 2,)
         position = torch.arange(self.rotary.size(1), device=frequency.device)
         theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
         # Queries and keys each carry the root of the attention scale.
         scale = attention_scale**0.5
-        rotary[0] = scale * theta.cos()
-        rotary[1] = scale * theta.sin()
+        self.rotary[0] = scale * theta.cos()
+        self.rotary[1] = scale * theta.sin()
 
     def views(self, inputs_BT) -> dict:
         """The `View` of the layers of each window."""
@@ -1054,15 +930,12 @@ class GPT(nn.Module):
         make_mask = flex_mask if on_gpu else dense_mask
         T = inputs_BT.size(1)
         long, short = self.reach
-        quarter = self.cfg.head_dim // 4
         used = {block.layer.window for block in self.blocks}
         views = {}
         for window, reach in dict(L=long, S=short, P=short).items():
             if window in used:
                 positions = 2 if window == "P" else 1
-                width, pairs = (0, 2 * quarter) if window == "L" else (1, quarter)
-                rotary = self.rotary[:, : positions * T, width, :pairs]
-                rotary = rotary.unflatten(1, (T, 1, positions))
+                rotary = self.rotary[:, : positions * T].view(2, T, 1, positions, -1)
                 # The reach counts positions: where heads are paired, half as many tokens.
                 mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), reach)
                 views[window] = View(rotary, mask, positions)
@@ -1079,17 +952,18 @@ class GPT(nn.Module):
             values[int(table)] = embedding(inputs_BT)
 
         x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
-        bigram = self.bigrams(inputs_BT)
-        gates = self.gates_early(x0, self.gates_lambda)
-        x = x0 + gates["bigram", 0] * bigram
+        bigram = self.bigram_embed(hash_bigrams(inputs_BT, self.cfg.bigram_rows))
+        x = x0 + self.blocks[0].bigram_lambda * bigram
         first_values = next(iter(values.values()))
         stream = dict(x0=x0, first=x, values=first_values)  # what is read again
-        for index, block in enumerate(self.blocks):
+        for block in self.blocks:
             layer = block.layer
             factors = block.factors(x)
-            factors |= {name: gate for (name, of), gate in gates.items() if of == index}
-            if layer.takes_skip:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
-                x = x + torch.sigmoid(self.skip_lambda) * factors["skip"] * stream["skip"]
+            # The published skip enters at the one layer that has no attention.
+            if block.attn is None:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
+                # The gate is 1 at first.
+                gate = 2 * torch.sigmoid(self.skip_gate(x0[..., :GATE_CHANNELS]))  # (B, T, 1)
+                x = x + torch.sigmoid(self.skip_lambda) * gate * stream["skip"]
             # Late attention reads one saved activation: @classiclarryd, #77, after @sisovicm, #73
             read = stream.get("saved", x)
             stream["entry"] = x  # in the end, of the last layer
@@ -1098,21 +972,11 @@ class GPT(nn.Module):
             stream["bigram"] = bigram  # the first layer has its bigrams already
             if layer.skip:
                 stream["skip"] = x
-                gates |= self.gates_late(x, self.gates_lambda)
             if layer.saved:
                 stream["saved"] = x
         for name, factor in self.output_factors(x).items():
             x = x + factor * stream[name]
         return norm(x[:, :length])
-
-    def bigrams(self, tokens_BT):
-        """The embedding of each token and the one before it, (B, T, D), zero beyond its width."""
-        bigram = self.bigram_embed(hash_bigrams(tokens_BT, self.cfg.bigram_rows))
-        # Pairs of tokens that share a row have different signs: @TrianX, #83
-        pair = tokens_BT[:, 1:] ^ tokens_BT[:, :-1]
-        row = F.pad(pair % self.cfg.sign_rows, (1, 0))
-        bigram = bigram * self.bigram_signs[row].type_as(bigram)
-        return F.pad(bigram, (0, self.cfg.model_dim - self.cfg.bigram_width))
 
     def smear(self, x_BTD):
         """Add a gated share of the previous token's embedding: @classiclarryd, #34, 15 steps."""
@@ -1127,23 +991,12 @@ class GPT(nn.Module):
         raw = self.lm_head(x).float()
         return SOFTCAP * torch.sigmoid((raw + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
 
-    def canonical(self, logits_SV, inputs_S):
-        """Logits without those of ids that never follow the input: @jvarho, #91, 0.0017 of loss.
-
-        After https://arxiv.org/abs/2506.07956.
-        """
-        bit = torch.arange(8, dtype=torch.uint8, device=inputs_S.device)
-        bits_SV = self.forbidden[inputs_S][..., None] >> bit & 1  # (S, V / 8, 8)
-        return logits_SV.masked_fill(bits_SV.flatten(1).bool(), -60.0)  # e^-60 counts for nothing
-
-    def head_loss(self, x_SD, inputs_S, targets_SN, ids_V):
+    def head_loss(self, x_SD, targets_SN, ids_V):
         """Cross-entropies with each position's N targets, summed over positions, (N,).
 
         Logits are capped, so their exponentials are summed without subtracting a maximum.
         """
         logits_SV = self.logits(x_SD)
-        if not self.training and self.is_masked and self.forbidden is not None:
-            logits_SV = self.canonical(logits_SV, inputs_S)
         log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
         if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not
             columns = []
@@ -1156,27 +1009,20 @@ class GPT(nn.Module):
         losses_SN = log_sum_S1 - target_logits_SN
         return (losses_SN * (targets_SN >= 0)).sum(0)
 
-    def forward(self, batch: Batch, num_targets: int, with_prefix=False):
-        """Summed cross-entropies of the next `num_targets` tokens, (num_targets,).
-
-        With the prefix of the next token they are one more.
-        """
+    def forward(self, batch: Batch, num_targets: int):
+        """Summed cross-entropies of the next `num_targets` tokens, (num_targets,)."""
         x_SD = self.hidden(batch.inputs).flatten(0, 1)
         padded = F.pad(batch.targets, (0, num_targets - 1), value=-1)
         targets_BTN = padded.unfold(1, num_targets, 1)  # each position and those after it
         targets_SN = targets_BTN.flatten(0, 1)
-        if with_prefix:
-            prefixes_S1 = self.prefixes[targets_SN[:, :1]]
-            targets_SN = torch.cat([targets_SN, prefixes_S1], dim=1)
-        inputs_S = batch.inputs.flatten()
         ids_V = torch.arange(len(self.lm_head.weight), device=x_SD.device)
         size = self.tokens_per_chunk
         if len(x_SD) <= size:
-            return self.head_loss(x_SD, inputs_S, targets_SN, ids_V)
+            return self.head_loss(x_SD, targets_SN, ids_V)
         # In chunks, recomputed in the backward pass: the logits are never in memory all at once.
         losses = 0
-        for x, *given in zip(x_SD.split(size), inputs_S.split(size), targets_SN.split(size)):
-            losses = losses + checkpoint(self.head_loss, x, *given, ids_V, use_reentrant=False)
+        for x, targets in zip(x_SD.split(size), targets_SN.split(size)):
+            losses = losses + checkpoint(self.head_loss, x, targets, ids_V, use_reentrant=False)
         return losses
 
 
@@ -1272,11 +1118,10 @@ class MuonGroup:
 
 def parameter_groups(cfg) -> dict:
     """The table of parameter groups. The parameters name their group (`weight`)."""
-    growth = max(1, cfg.mlp_dim / cfg.model_dim) ** 0.5  # of what an MLP's rate is a multiple
     return {
         "queries, keys": MuonGroup(cfg.muon_lr, decay=1.2, factors=(1.0,)),
         "attention": MuonGroup(cfg.muon_lr, decay=1.2, factors=(1.0,)),  # until #61 twice this rate
-        "mlp": MuonGroup(cfg.muon_lr, decay=1.2, factors=(growth, 2 * growth)),  # c_fc, c_proj
+        "mlp": MuonGroup(cfg.muon_lr, decay=1.2, factors=(2.0, 4.0)),  # c_fc, c_proj
         "gates": AdamGroup(0.008, betas=(0.9, 0.99), decay=0.005),
         # What sees more gradients is averaged over fewer steps: #57. Decays are 0.005, times 150 of
         # embeddings and head, times 5 of value embeddings.
@@ -1285,6 +1130,7 @@ def parameter_groups(cfg) -> dict:
         "value embeds": AdamGroup(cfg.embed_lr, betas=(0.75, 0.95), decay=0.025),
         "bigrams": AdamGroup(cfg.embed_lr, betas=(0.75, 0.95), decay=0.025),
         "smear gate": AdamGroup(8e-5, betas=(0.9, 0.99), decay=0.0),
+        "skip gate": AdamGroup(4e-4, betas=(0.9, 0.99), decay=0.0),
         "residual lambdas": AdamGroup(0.04, betas=(0.9, 0.95), decay=0.0),
         "injection lambdas": AdamGroup(0.008, betas=(0.9, 0.95), decay=0.0),
         "lambdas": AdamGroup(0.04, betas=(0.9, 0.99), decay=0.0),
@@ -1292,9 +1138,6 @@ def parameter_groups(cfg) -> dict:
         # In bf16, so on a GPU, biases of 2.5 and more never move: half of their last digit is more
         # than a step at these rates.
         "dense connections, biases": AdamGroup(0.002, betas=(0.9, 0.99), decay=0.0),
-        "token gates": AdamGroup(8e-4, betas=(0.9, 0.99), decay=0.005),
-        "token gates, biases": AdamGroup(8e-4, betas=(0.9, 0.99), decay=0.0),
-        "gate scale": AdamGroup(8e-4, betas=(0.9, 0.99), decay=0.0),
     }
 
 
@@ -1575,11 +1418,7 @@ SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
 
 
 def prepare(model: GPT, cfg, device: torch.device):
-    """Make the model ready to train on this device. Raises UserError."""
-    if cfg.prefix_file:
-        model.prefixes[: cfg.vocab_size] = read_prefixes(cfg)
-    if cfg.canonical_file:
-        model.forbidden = read_forbidden(cfg).to(device)
+    """Make the model ready to train on this device."""
     if device.type != "cuda":
         return
     for param in model.parameters():
@@ -1610,8 +1449,7 @@ def losses_of(model, batch: Batch, now) -> Tensor:
     Training, warm-up and validation all call it. In evaluation both are the next token's.
     """
     target_weights = now.target_weights if model.training else [1.0]
-    num_targets = now.num_targets if model.training else 1
-    losses = model(batch, num_targets, with_prefix=len(target_weights) > num_targets)
+    losses = model(batch, len(target_weights))
     minimised = 0
     for target_weight, target_loss in zip(target_weights, losses, strict=True):
         minimised = minimised + target_weight * target_loss
@@ -1657,12 +1495,6 @@ def train(run, cfg):
         update(run.optimizers, now, divisor=cfg.sequences_per_step)
         complete = now.adam_steps
         run.log_step(step + 1)
-
-    # For comparison with earlier records, outside the clock
-    if step == cfg.num_iterations and cfg.canonical_file:
-        run.model.is_masked = False
-        loss = validate(run.model, run.val_tokens, now, cfg, run.ranks)
-        run.log(f"val_loss without the mask of canonical tokens: {loss:.4f}")
 
 
 # ==== Harness: below this line every record has the same bytes ===============
@@ -1789,8 +1621,8 @@ class TokenLoader:
 
 def count_shards(cfg, sizes) -> int:
     """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
-    shards = left = 0
     behind = plan(cfg).tokens
+    shards = left = 0
     for before, after in zip(behind, behind[1:]):
         tokens = after - before
         while left <= tokens < max(sizes):  # the last sequence needs one more
@@ -1803,15 +1635,14 @@ def count_shards(cfg, sizes) -> int:
 def check_data(cfg, loader, digest):
     """Raise UserError where training data are not the checkpoint's, held out, or too few."""
     files = f"--train_files {cfg.train_files}"
-    if loader.digest != digest:
+    if digest and digest != loader.digest:
         raise UserError(f"{files}: not the data of {cfg.resume}")
     if set(loader.files) & set(find_shards(cfg.val_files)):
         raise UserError(f"{files}: --val_files has a file of these, too")
     found, read = len(loader.sizes), count_shards(cfg, loader.sizes)
     if read > found and cfg.preset == "record" and not cfg.repeat_data:
-        fineweb = count_shards(cfg, [10**8])
-        raise UserError(f"{files}: the run reads {read} shards of {found}; fetch more: "
-                        f"python data/fineweb.py {fineweb}, or --repeat_data true")
+        raise UserError(f"{files}: the run reads {read} shards of {found}; --repeat_data true, or "
+                        f"fetch more: python data/fineweb.py {count_shards(cfg, [10**8])}")
 
 
 # ---- Validation -------------------------------------------------------------
@@ -1864,7 +1695,7 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
 
 
 # ---- Checkpoints ------------------------------------------------------------
-NEW_RUN = dict(step=0, settings=None, loader=(), train_time_ms=0.0)
+NEW_RUN = dict(step=0, settings=None, loader=(), data=None, train_time_ms=0.0)
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -1981,7 +1812,7 @@ class Ranks:
             local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
         except ValueError as error:
             raise UserError(f"WORLD_SIZE, RANK or LOCAL_RANK: {error}; unset them") from None
-        # What srun, mpirun and mpiexec set instead: how many they started
+        # How many srun, mpirun or mpiexec started, which set no WORLD_SIZE
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if "WORLD_SIZE" not in os.environ and os.environ.get(name, "") not in ("", "1"):
                 raise UserError(f"{name}: each task would train alone; let one start torchrun")
@@ -2122,7 +1953,7 @@ class Run:
         self.loader = None  # evaluation needs no training data
         if self.first_step < self.last:
             self.loader = TokenLoader(cfg, ranks, Place(*state["loader"]), self.log)
-            check_data(cfg, self.loader, state.get("data", self.loader.digest))
+            check_data(cfg, self.loader, state["data"])
         self.model, self.optimizers = build(cfg, ranks)
         self.open_log(may_exist)
         if self.loader:
@@ -2214,11 +2045,10 @@ class Run:
         saves = every and step > self.saved_step and (is_last or complete and (passed or stops))
         self.stopped = stops and (saves or not every)
         if validates or saves or self.stopped:
-            # The clock stands from here until it is started again.
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
-            self.train_time_ms = self.elapsed_ms()
             self.log_step(step, wait=True)
+            self.train_time_ms = self.elapsed_ms()  # the clock stands until it is started again
             if validates:
                 now = schedule(step, self.cfg)
                 self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)

@@ -5,38 +5,53 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
-Record: 2026-01-04_LogitRescale
-Parent: 2025-12-22_MultiTokenPrediction. Change: the softcap is asymmetric; gates on value
-embeddings and on the skip; Adam keeps its state in fp32, with betas and decay by group.
+Record: 2026-08-30_92g1_Trigrams
+Parent: 2026-08-30_92f_SampledSoftmax. Change: the table has rows for threes of tokens, too.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
 
 Technique                                         where it is
 ReLU²                                             MLP
+two MLPs, or none                                 Layer, Block
 QK-norm, merged QKV, value embeddings             CausalSelfAttention
+attention in some layers                          Layer, Block
+narrow heads                                      CausalSelfAttention, GPT.views
 sparse attention gate                             CausalSelfAttention
 value gate, skip gate                             CausalSelfAttention, GPT.hidden
 key offset                                        offset_keys
+paired heads                                      CausalSelfAttention, GPT.views
 half-truncated rotary embedding                   GPT.set_stage, rotate
 YaRN, growing windows                             yarn, GPT.set_stage
 sliding windows over documents, FlexAttention     first_keys, flex_mask, attend
 FP8 head                                          FP8Product, Head
 softcapped logits                                 GPT.logits
+sampled softmax                                   candidates, GPT.head_loss
 multi-token prediction                            schedule, GPT.forward, GPT.head_loss
+n-gram table, signs                               hash_bigrams, hash_trigrams, GPT.ngrams
 smeared embeddings, skip                          GPT.smear, GPT.hidden
-backout                                           GPT.hidden
+saved activation: late attention, backout         GPT.hidden
+dense connections                                 Factors, LastBlock, GPT.hidden
+mix of ten sources by groups of channels          GroupFactors, GPT.hidden
+exclusive self-attention                          CausalSelfAttention
+gates of tokens                                   Factors, first_gates, GPT.hidden
 Polar Express, NorMuon                            orthogonalize, muon_update
+fast and slow means of gradients                  schedule, muon_update
 cautious weight decay                             muon_update, adam_update
 sharded optimizers, Adam every other step         ShardedOptimizer, Adam, step_optimizers
 tied, then untied head                            step_tied
 documents packed into sequences                   cut_rows
 rates, momentum, lengths, windows by stage        Stage, schedule
+tables that wait for several steps                schedule, Adam
+averages of weights                               average_rates, ShardedOptimizer
+prefix targets                                    read_prefixes, GPT.forward
+canonical tokens in the last validation           read_forbidden, GPT.canonical
 """
 
 import bisect
 import itertools
 import math
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -55,10 +70,16 @@ from torch.utils.checkpoint import checkpoint
 class Layer:
     """A row of the table of layers."""
 
-    window: str | None  # "L": long, "S": short, None: no attention
+    window: str | None  # "L": long, "S": short, "P": short, of paired heads, None: no attention
     table: int | None = None  # which value embeddings its attention adds
-    skip: bool = False  # the layer without attention adds its output
-    saved: bool = False  # its output is subtracted from the last layer's
+    xsa: bool = False  # its heads drop their own token's value
+    gate: bool = False  # its heads are gated
+    x0: bool = False  # it adds the embeddings
+    bigram: bool = False  # it adds the n-grams
+    takes_skip: bool = False  # it adds the skip, which is the output of another layer
+    mlps: int = 1  # none, one or two
+    skip: bool = False  # its output is the skip
+    saved: bool = False  # later attention and the output read its output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +92,22 @@ class Stage:
     short_window: int  # the same of layers with short windows
     lr_factor: float  # of all rates
     num_targets: int  # tokens predicted at each position
+    max_document_tokens: int  # documents are cut to it and packed
+    classes: int = 0  # ids in the softmax of a training sequence; 0: all
+
+
+@dataclass(frozen=True)
+class Average:
+    """A row of the table of averages, each a running mean of some weights over the last steps.
+
+    ends: of embedding and head (@deepmatmul, #347). banks, late: of matrices. tables: of value
+    embeddings (@devenpzak, #349).
+    """
+
+    name: str
+    last_steps: int  # over which it is taken
+    copies: int  # first steps in which it is a copy of the weights
+    rate: float  # how much the weights count when it takes them
 
 
 @dataclass(frozen=True)
@@ -87,55 +124,82 @@ class Hyperparameters:
     eot_token: int = 50256  # end-of-text, the token that opens each document
     model_dim: int = 768  # width of the residual stream
     head_dim: int = 128  # width of an attention head
+    mlp_dim: int = 2816  # inner width of an MLP
+    channel_groups: int = 12  # of the stream, each of which the output mixes by its own factors
     layers: tuple = (
-        Layer("S", table=1),
-        Layer("S", table=2),
-        Layer("S"),
-        Layer("L", skip=True),
-        Layer("S"),
-        Layer("S"),
-        Layer(None),
-        Layer("S", saved=True),
-        Layer("S", table=0),
-        Layer("S", table=1),
-        Layer("L", table=2),
+        Layer("P", x0=True, bigram=True),
+        Layer("S", table=0, xsa=True, x0=True, bigram=True),
+        Layer("P", table=1, x0=True),
+        Layer("L", xsa=True, gate=True, skip=True),
+        Layer(None, x0=True, bigram=True),
+        Layer("P", x0=True, bigram=True),
+        Layer(None, takes_skip=True),
+        Layer(None, x0=True, mlps=0, saved=True),
+        Layer("S", table=2, mlps=2),
+        Layer(None, bigram=True),
+        Layer("L", table=3, gate=True),
     )
-    attention_scale: float = 0.1  # factor of the attention scores in the first stage
+    ngram_rows: int = 377_280  # of the n-gram table, half for pairs of tokens, half for threes
+    sign_rows: int = 8192  # rows of signs, which tell n-grams of one row apart
+    long_scale: float = 0.085  # factor of attention scores in long windows, in the first stage
+    short_scale: float = 0.13  # the same in short windows
     rope_base: int = 1024  # inverse of the lowest rotary frequency
+    prefix_weight: float = 0.25  # in the loss, of the next token's prefix, in the first stage
+    prefix_file: str = "data/fineweb10B/prefixes.npy"  # each token's prefix; empty: none
+    canonical_file: str = "data/fineweb10B/canonical.npz"  # which tokens follow which; empty: all
+    sweep_stride: int = 20_011  # from one id to the next in a sweep for classes
+    sweep_margin: int = 256  # ids that are swept beside 1.7 times those needed
     fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
     seed: int = 0  # seed of the initial weights
     # Optimizers
-    embed_lr: float = 0.6  # Adam's rate of value embeddings alone
+    embed_lr: float = 0.56  # Adam's rate of value embeddings and n-gram table
     head_lr: float = 0.008  # Adam's rate of output head and token embedding
     muon_lr: float = 0.023  # Muon's rate
-    muon_momentum: float = 0.95  # Muon's momentum
+    muon_momentum: float = 0.93  # Muon's momentum
+    blend_from: int = 514  # step from which Muon's fast and slow means are blended
     # Schedules
-    num_iterations: int = 1840  # optimizer steps
-    extension_steps: int = 40  # last steps, at the lowest rates
+    num_iterations: int = 1194  # optimizer steps
+    extension_steps: int = 20  # last steps, at the lowest rates
     stages: tuple = (
         Stage(
-            share=1.0, seq_len=16384, long_window=384, short_window=128,
-            lr_factor=1.0, num_targets=3,
+            share=320.0, seq_len=16384, long_window=384, short_window=128,
+            lr_factor=1.0, num_targets=3, max_document_tokens=896, classes=10240,
         ),
         Stage(
-            share=1.0, seq_len=32768, long_window=896, short_window=384,
-            lr_factor=1.52, num_targets=2,
+            share=361.0, seq_len=32768, long_window=896, short_window=384,
+            lr_factor=1.52, num_targets=2, max_document_tokens=2048, classes=10240,
         ),
         Stage(
-            share=1.0, seq_len=49152, long_window=1408, short_window=640,
-            lr_factor=1.73, num_targets=1,
+            share=284.0, seq_len=49152, long_window=1408, short_window=640,
+            lr_factor=1.73, num_targets=1, max_document_tokens=3072, classes=14336,
+        ),
+        Stage(
+            share=142.0, seq_len=49152, long_window=1408, short_window=640,
+            lr_factor=1.73, num_targets=1, max_document_tokens=3072, classes=24576,
+        ),
+        Stage(
+            share=67.0, seq_len=40960, long_window=1408, short_window=640,
+            lr_factor=1.73 * (20 / 24) ** 0.5, num_targets=1, max_document_tokens=3072,
         ),
     )
     extension: Stage = Stage(
-        seq_len=49152, long_window=1664, short_window=768,
-        lr_factor=1.73, num_targets=1,
+        seq_len=16384, long_window=1664, short_window=768,
+        lr_factor=1.0, num_targets=1, max_document_tokens=3072,
     )
     last_validation: Stage = Stage(
-        seq_len=49152, long_window=2560, short_window=768,
-        lr_factor=1.73, num_targets=1,
+        seq_len=16384, long_window=2560, short_window=768,
+        lr_factor=1.0, num_targets=1, max_document_tokens=3072,
     )
-    cooldown_frac: float = 0.5  # last share of the schedule, in which rates fall
-    momentum_warmup: int = 300  # first steps, in which Muon's momentum rises
+    attention_cut: int = 2560  # tokens of a document that attend to each other in training
+    period_from: int = 336  # the step from which tables wait for four steps, and not for two
+    averages: tuple = (
+        Average("ends", last_steps=298, copies=1, rate=2 / 299),
+        Average("banks", last_steps=298, copies=4, rate=2 / 75),
+        Average("late", last_steps=250, copies=4, rate=4 / 53),
+        Average("tables", last_steps=250, copies=4, rate=4 / 53),
+    )
+    cooldown_frac: float = 0.8  # last share of the schedule, in which rates fall
+    momentum_warmup: int = 240  # first steps, in which Muon's momentum rises
     momentum_cooldown: int = 50  # last steps, in which it falls again
     # Data and validation
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
@@ -143,7 +207,6 @@ class Hyperparameters:
     repeat_data: bool = False  # allow the preset record to read its data again
     sequences_per_step: int = 8  # sequences of a step, all ranks together
     sequences_per_forward: int = 1  # sequences that a rank runs at once, at most
-    max_document_tokens: int = 2048  # documents are cut to it and packed; 0: neither
     shorten: int = 1  # sequences are so many times shorter, and as many more in a step
     val_seq_len: int = 262_144  # tokens of a validation sequence
     val_tokens: int = 10_485_760  # validation tokens, each counted once
@@ -171,48 +234,72 @@ POCKET = dict(
     eot_token=256,
     model_dim=64,
     head_dim=16,
+    mlp_dim=240,
+    channel_groups=8,
     layers=(
-        Layer("L", table=0, skip=True),
-        Layer("S", saved=True),
-        Layer(None),
-        Layer("L", table=0),
+        Layer("S", table=0, xsa=True, x0=True, bigram=True, skip=True),
+        Layer("P", x0=True, bigram=True, mlps=0, saved=True),
+        Layer(None, takes_skip=True, mlps=2),
+        Layer("L", table=1, gate=True),
     ),
-    attention_scale=0.5,
+    ngram_rows=8192,
+    sign_rows=512,
+    sweep_margin=0,
+    long_scale=0.425,
+    short_scale=0.65,
     rope_base=32,
+    prefix_file="",
+    canonical_file="",
     embed_lr=0.5,
     head_lr=0.03,
-    muon_lr=0.08,
+    muon_lr=0.06,
     muon_momentum=0.85,
+    blend_from=48,
     num_iterations=120,
     extension_steps=5,
     stages=(
         Stage(
-            share=1.0, seq_len=128, long_window=64, short_window=32,
-            lr_factor=1.0, num_targets=3,
+            share=32.0, seq_len=128, long_window=64, short_window=32,
+            lr_factor=1.0, num_targets=3, max_document_tokens=128, classes=112,
         ),
         Stage(
-            share=1.0, seq_len=256, long_window=128, short_window=64,
-            lr_factor=1.52, num_targets=2,
+            share=36.0, seq_len=256, long_window=128, short_window=64,
+            lr_factor=1.52, num_targets=2, max_document_tokens=256, classes=112,
         ),
         Stage(
-            share=1.0, seq_len=384, long_window=192, short_window=96,
-            lr_factor=1.73, num_targets=1,
+            share=27.0, seq_len=384, long_window=192, short_window=96,
+            lr_factor=1.73, num_targets=1, max_document_tokens=256, classes=144,
+        ),
+        Stage(
+            share=13.0, seq_len=384, long_window=192, short_window=96,
+            lr_factor=1.73, num_targets=1, max_document_tokens=256, classes=224,
+        ),
+        Stage(
+            share=7.0, seq_len=384, long_window=192, short_window=96,
+            lr_factor=1.58, num_targets=1, max_document_tokens=256,
         ),
     ),
     extension=Stage(
-        seq_len=384, long_window=224, short_window=96,
-        lr_factor=1.73, num_targets=1,
+        seq_len=128, long_window=224, short_window=96,
+        lr_factor=1.0, num_targets=1, max_document_tokens=256,
     ),
     last_validation=Stage(
-        seq_len=384, long_window=256, short_window=96,
-        lr_factor=1.73, num_targets=1,
+        seq_len=128, long_window=256, short_window=96,
+        lr_factor=1.0, num_targets=1, max_document_tokens=256,
+    ),
+    attention_cut=192,
+    period_from=40,
+    averages=(
+        Average("ends", last_steps=30, copies=1, rate=2 / 31),
+        Average("banks", last_steps=30, copies=4, rate=0.25),
+        Average("late", last_steps=25, copies=4, rate=0.5),
+        Average("tables", last_steps=25, copies=4, rate=0.5),
     ),
     momentum_cooldown=5,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
     sequences_per_step=8,
     sequences_per_forward=8,
-    max_document_tokens=256,
     val_seq_len=4096,
     val_tokens=65_536,
     val_every=0,
@@ -224,18 +311,41 @@ POCKET = dict(
 def check(cfg, require):
     """The rules of this record. `require` raises UserError, "--name must rule", where one fails."""
     require(cfg.head_dim > 0 and cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
-    require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
+    is_even = cfg.model_dim % (2 * cfg.head_dim) == 0  # heads are paired
+    require(is_even, "model_dim", "be an even multiple of head_dim")
     require(cfg.model_dim >= GATE_CHANNELS, "model_dim", f"be at least {GATE_CHANNELS}")
+    require(cfg.channel_groups > 0, "channel_groups", "be above 0")
+    has_groups = cfg.model_dim % cfg.channel_groups == 0
+    require(has_groups, "model_dim", "be a multiple of channel_groups")
     require(cfg.rope_base > 0, "rope_base", "be above 0")
+    is_even = cfg.ngram_rows % 2 == 0 and cfg.ngram_rows >= 4
+    require(is_even, "ngram_rows", "be even, at least 4")
+    require(cfg.sign_rows > 0, "sign_rows", "be above 0")
     require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
+    require(cfg.mlp_dim > 0, "mlp_dim", "be above 0")
+    require(cfg.attention_cut > 0, "attention_cut", "be above 0")
     # Layers
     windows = [layer.window for layer in cfg.layers]
-    require({*windows} <= {"L", "S", None}, "layers", 'have windows "L", "S" or None')
+    require({*windows} <= {"L", "S", "P", None}, "layers", 'have windows "L", "S", "P" or None')
     skips = [index for index, layer in enumerate(cfg.layers) if layer.skip]
     require(len(skips) == 1, "layers", "have one row with skip")
     require(None not in windows[: skips[0] + 1], "layers", "have attention up to that with skip")
+    require(not cfg.layers[-1].skip, "layers", "have no skip in the last row")
+    takes = [layer.window for layer in cfg.layers if layer.takes_skip]
+    require({*takes} <= {None}, "layers", "take the skip only without attention")
+    require(cfg.layers[0].bigram, "layers", "have bigram in the first row")
+    require(not cfg.layers[-1].bigram, "layers", "have no bigram in the last row")
     saved = [layer for layer in cfg.layers if layer.saved]
     require(len(saved) == 1, "layers", "have one row with saved")
+    tables = [layer for layer in cfg.layers if layer.table is not None]
+    require(len(tables) > 0, "layers", "have a row with a table")
+    xsa = {layer.window for layer in cfg.layers if layer.xsa}
+    require(xsa <= {"L", "S"}, "layers", "have xsa only with L and S")
+    gated = [layer.window for layer in cfg.layers if layer.gate]
+    require(None not in gated, "layers", "have gates only with attention")
+    vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+    has_all = math.gcd(cfg.sweep_stride, vocab) == 1
+    require(has_all, "sweep_stride", f"have no divisor in common with {vocab}")
     # Stages. Both presets have as many.
     num_stages = len(Hyperparameters.stages)
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
@@ -247,6 +357,9 @@ def check(cfg, require):
         require(min(numbers) > 0, "stages", "have lengths and windows above 0")
         require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
         require(row.num_targets > 0, "stages", "predict a token at least")
+        require(row.max_document_tokens > 0, "stages", "have documents of a token at least")
+        fits = row.classes % 16 == 0 and row.classes <= vocab
+        require(fits, "stages", f"have classes that are multiples of 16, {vocab} at most")
         require(row.seq_len % (cfg.shorten * BLOCK) == 0, "shorten", f"leave multiples of {BLOCK}")
 
 
@@ -267,8 +380,10 @@ def shorten(cfg) -> Hyperparameters:
 
 # ---- Schedules --------------------------------------------------------------
 BLOCK = 128  # tokens in a block of the attention mask
-LR_FLOOR = 0.1  # factor of all rates in the extension
+LR_FLOOR = 0.3  # factor of all rates in the extension
 LOWEST_MOMENTUM = 0.85  # of Muon, in the first step and after the last
+SLOW_MOMENTUM = 0.98  # of Muon's slow mean of gradients
+SLOW_SHARE = 0.5615  # of the slow mean in what Muon steps by, where it is blended in
 ADAM_EVERY = 2  # steps from one of Adam's to the next: @classiclarryd, #39
 
 
@@ -280,9 +395,15 @@ class Schedule(Stage):
     """
 
     stage: int  # the row's index in `rows`
-    target_weights: list  # in the loss, of the next tokens
+    target_weights: list  # in the loss, of the next tokens and of the prefix
+    prefix_weight: float  # the last of them, or 0 where the prefix is no target
     momentum: float  # Muon's
+    fast_momentum: float  # of its fast mean of gradients
+    slow_share: float  # of the slow mean in what Muon steps by
     adam_steps: bool
+    event: bool  # whether tables are stepped
+    table_power: int  # of Adam's betas of tables, and a factor of their decay
+    average_rates: dict  # how much the weights after the step count in averages, by name
     tied: bool  # whether the embedding is the head
 
 
@@ -292,11 +413,10 @@ def schedule(step: int, cfg) -> Schedule:
     row = cfg.rows()[index]
 
     # Learning rate: the stage's factor, then linearly down to the floor where the extension begins
-    # Where a third is a whole number of steps, the factor changes a step after the stage.
-    lr_row = cfg.rows()[index - 1] if step and not done else row
-    progress = min(1.0, step / max(1, cfg.num_iterations - cfg.extension_steps))
-    kept = min(1.0, (1 - progress) / cfg.cooldown_frac)
-    lr_factor = kept * lr_row.lr_factor + (1 - kept) * LR_FLOOR
+    scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
+    cooldown = scheduled - int(scheduled * (1 - cfg.cooldown_frac))  # whole steps, as published
+    kept = min(1.0, max(0, scheduled - step) / max(1, cooldown))
+    lr_factor = kept * row.lr_factor + (1 - kept) * LR_FLOOR
 
     # Muon's momentum: up in the first steps, and down again in the last ones
     steps_left = cfg.num_iterations - step
@@ -311,17 +431,54 @@ def schedule(step: int, cfg) -> Schedule:
     if row.num_targets > 1:
         target_weights[-1] *= 1 - done
 
+    # Prefix targets: @jvarho, #88, 15 steps. They fade in four steps of the second stage.
+    fifths = [5, 4 - int(4 * done)]
+    prefix_weight = 0.0
+    if cfg.prefix_file and index < len(fifths):
+        prefix_weight = cfg.prefix_weight * fifths[index] / 5
+    if prefix_weight:
+        target_weights.append(prefix_weight)
+
+    # Tables see rare gradients. Each step of theirs in the later part stands for two before.
+    period = 2 if step < cfg.period_from else 4
+    event = step % period == period - 1
     last_adam_step = max(0, step - step % ADAM_EVERY - 1)
     moving = dict(
         stage=index,
         lr_factor=lr_factor,
         target_weights=target_weights,
+        prefix_weight=prefix_weight,
         momentum=momentum,
+        fast_momentum=LOWEST_MOMENTUM if step >= cfg.blend_from else momentum,
+        slow_share=SLOW_SHARE if step >= cfg.blend_from else 0.0,
         adam_steps=step % ADAM_EVERY == ADAM_EVERY - 1,
-        # Until Adam has stepped in the last third. The weights of --init stay as they are.
-        tied=stage_of(last_adam_step, cfg)[0] < len(cfg.stages) - 1 and not cfg.init,
+        event=event,
+        table_power=period // 2,
+        average_rates=average_rates(step, event, cfg),
+        # Until Adam has stepped in the extension. The weights of --init stay as they are.
+        tied=stage_of(last_adam_step, cfg)[0] < len(cfg.stages) and not cfg.init,
     )
     return Schedule(**vars(row) | moving)
+
+
+def average_rates(step: int, event: bool, cfg) -> dict:
+    """How much the weights after a step count in each average that takes them, by its name."""
+    last = cfg.num_iterations - 1
+    is_due = dict(
+        ends=step % 2 == 1,
+        banks=step % 4 == 1 or step == last - 1,
+        late=(last - step) % 4 == 0,
+        tables=event,
+    )
+    rates = {}
+    for row in cfg.averages:
+        begin = max(0, cfg.num_iterations - row.last_steps)
+        if step == begin or step > begin and is_due[row.name]:
+            rate = row.rate
+            if row.name == "ends" and step < last:
+                rate = 1 - (1 - rate) ** 2  # of two steps
+            rates[row.name] = rate if step >= begin + row.copies else 1.0
+    return rates
 
 
 def stage_of(step: int, cfg) -> tuple[int, float]:
@@ -332,25 +489,26 @@ def stage_of(step: int, cfg) -> tuple[int, float]:
     return index, (step - start) / (end - start)
 
 
-def stage_starts(cfg) -> list[float]:
-    """Where the stages start, in steps. These need not be whole numbers."""
+def stage_starts(cfg) -> list[int]:
+    """First steps of the stages."""
     scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
     shares = [row.share for row in cfg.stages]
     behind = itertools.accumulate(shares, initial=0.0)  # shares before each stage
-    starts = [scheduled * share / sum(shares) for share in behind]
+    starts = [round(scheduled * share / sum(shares)) for share in behind]
     return [*starts, cfg.num_iterations]
 
 
-def yarn(stage: int, cfg, device=None):
-    """Rotary frequencies (K / 4,) and the attention scale of a stage: @classiclarryd, #31.
+def yarn(stage: int, cfg, window: str, device=None):
+    """Frequencies (K / 4,) and scale of attention in a stage and a window: @classiclarryd, #31.
 
     When the window grows, frequencies that made few turns in the old one slow down in proportion,
     as in YaRN, https://arxiv.org/abs/2309.00071, and the scale rises.
     """
     exponent = torch.linspace(0, 1, steps=cfg.head_dim // 4, device=device)
     frequency = (1 / cfg.rope_base) ** exponent
-    scale = cfg.attention_scale
-    windows = [row.long_window for row in cfg.rows()[:-1]]  # the last validation extrapolates
+    scale = cfg.long_scale if window == "L" else cfg.short_scale
+    rows = cfg.rows()[:-1]  # the last validation extrapolates
+    windows = [row.long_window if window == "L" else row.short_window for row in rows]
     for old, new in itertools.pairwise(windows[: stage + 1]):
         turns = old * frequency / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of 32 turns and more, none of one
@@ -417,6 +575,7 @@ class CastedLinear(nn.Module):
 # In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary,
 # N targets of a position. The residual stream x has the shape (B, T, D).
 GATE_CHANNELS = 12  # of its input that a gate sees
+FACTOR_SCALE = 0.1  # of the factors that networks compute
 SOFTCAP = 23  # logits lie between 0 and it
 SOFTCAP_WIDTH = 7.5  # raw logits are divided by it
 SOFTCAP_SHIFT = 5  # raw logits are first raised by it: low ones get room: @classiclarryd, #54
@@ -488,10 +647,13 @@ class Head(CastedLinear):
 
     use_fp8 = False
 
-    def forward(self, x):
+    def forward(self, x, ids=None):
+        weight = self.weight
+        if ids is not None and len(ids) < len(weight):  # of all ids no copy is needed
+            weight = F.embedding(ids, weight)
         if self.use_fp8 and self.training:
-            return FP8Product.apply(x, self.weight)
-        return super().forward(x)
+            return FP8Product.apply(x, weight)
+        return F.linear(x, weight.type_as(x))
 
 
 # Attention. The B rows are one sequence of B·T tokens: documents keep them apart.
@@ -594,31 +756,33 @@ def gather_window(blocks: Tensor, window: int) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
     """Attention among all B·T tokens under either mask. q, k, v and the result: (B, T, H, K).
 
+    The K of v and of the result may be another one.
     The scale is 1, as q and k each carry the root of the attention scale (`GPT.set_stage`).
     """
-    shape = q.shape
+    shape = v.shape
     if isinstance(mask, BlockMask):
         q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))  # (1, H, S, K)
         y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=kernel_options)
     else:
         size, keys = mask.shape[-2:]
         window = keys // size  # blocks
-        q = q.reshape(-1, size, *shape[2:])  # (blocks, 32, H, K)
+        q = q.reshape(-1, size, *q.shape[2:])  # (blocks, 32, H, K)
         k = gather_window(k.reshape(q.shape), window)  # (blocks, window · 32, H, K)
-        v = gather_window(v.reshape(q.shape), window)
+        v = gather_window(v.reshape(-1, size, *shape[2:]), window)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (blocks, H, tokens, K)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=1.0)
     return y.transpose(1, 2).reshape(shape)
 
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, https://arxiv.org/abs/2104.09864, by angles (T, 1, K / 2).
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by angles (T, 1, P, K / 2).
 
+    A token has P positions, one or two, and its heads have them in turns.
     Entry i and entry i + K / 2 are a pair.
     """
-    first, second = x_BTHK.float().chunk(2, dim=-1)
+    first, second = x_BTHK.float().unflatten(2, (-1, cos.size(-2))).chunk(2, dim=-1)
     turned = [first * cos + second * sin, second * cos - first * sin]
-    return torch.cat(turned, dim=-1).type_as(x_BTHK)
+    return torch.cat(turned, dim=-1).type_as(x_BTHK).view_as(x_BTHK)
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:
@@ -639,6 +803,7 @@ class Batch(NamedTuple):
 
     inputs: Tensor  # (B, T), int32
     targets: Tensor  # (B, T), int64: the token after each input, or -1 for none
+    classes: Tensor | None = None  # (B, wanted), int64: the ids of each softmax; None: all
 
 
 class View(NamedTuple):
@@ -646,48 +811,110 @@ class View(NamedTuple):
 
     rotary: Tensor  # cosines and sines
     mask: object  # a BlockMask, or a dense mask
+    positions: int  # of a token
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention whose heads are gated by the first channels of its input."""
+    """Attention among heads of which some are gated."""
 
     def __init__(self, cfg, layer: Layer):
         super().__init__()
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
         self.offsets_keys = layer.window == "L"
+        # Narrow heads use half of their channels: @devenpzak, #92. The weights have all of them.
+        self.qk_dim = cfg.head_dim if layer.window == "L" else cfg.head_dim // 2
+        self.v_dim = cfg.head_dim // 2 if layer.window == "S" else cfg.head_dim
         self.kernel_options = None  # of FlexAttention
-        # Merged: @fernbear.bsky.social, @YouJiacheng. Uniform at first: @YouJiacheng
-        self.qkv_w = weight(3, dim, dim, group="attention", first=uniform(dim**-0.5))
-        # Zero-initialised projections: @Grad62304977
-        self.c_proj = weight(dim, dim, group="attention")
-        # Factors of qkv_w and c_proj
+        # Uniform: @YouJiacheng; the output, too: @srashedll, #64, 20 steps
+        first = uniform(0.5 * dim**-0.5)
+        # A matrix for each pair of heads, of queries and then of keys: @samacqua, #80, 10 steps
+        shape = (self.num_heads, 2 * cfg.head_dim, dim)
+        self.qk_w = weight(*shape, group="queries, keys", first=first)
+        self.v_w = weight(dim, dim, group="attention", first=first)
+        self.c_proj = weight(dim, dim, group="attention", first=first)
+        # Factors of Q, K, V and of c_proj
         self.lambdas = weight(2, group="lambdas", first=constant(0.5, 1.0))
-        self.attn_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
+        self.value_gate = None
         if layer.table is not None:
             self.value_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
 
-    def forward(self, x, value_embed, view):
+    def forward(self, x, value_embed, view, factors):
+        """factors: of this layer, by name. Those of heads are (H,) or (B, T, H)."""
         # Queries, keys and values
         qkv_lambda, proj_lambda = self.lambdas
-        qkv_w = (qkv_lambda * self.qkv_w).flatten(0, 1)  # (3 D, D)
+        # Merged: @fernbear.bsky.social, @YouJiacheng
+        qk_w = self.qk_w.unflatten(1, (2, -1))[:, :, : self.qk_dim].flatten(0, 2)
+        v_w = self.v_w.unflatten(0, (self.num_heads, -1))[:, : self.v_dim].flatten(0, 1)
+        qkv_w = qkv_lambda * torch.cat([qk_w, v_w])
         qkv = F.linear(x, qkv_w.type_as(x))
-        qkv = qkv.unflatten(-1, (3 * self.num_heads, -1))  # (B, T, 3 H, K)
-        qk, v = qkv.split([2 * self.num_heads, self.num_heads], dim=2)
+        qk, v = qkv.split([len(qk_w), len(v_w)], dim=-1)
+        qk = qk.unflatten(-1, (-1, self.qk_dim))  # (B, T, 2 H, K)
+        v = v.unflatten(-1, (-1, self.v_dim))
         q, k = rotate(norm(qk), *view.rotary).chunk(2, dim=2)  # QK-norm: @Grad62304977
         if self.offsets_keys:
             k = offset_keys(k)
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
+            value = value_embed.unflatten(-1, (self.num_heads, -1))[..., : self.v_dim]
             # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate
-            seen = x[..., :GATE_CHANNELS]
-            gate_BTH = 2 * torch.sigmoid(self.value_gate(seen))
-            v = v + gate_BTH[..., None] * value_embed.view_as(v)
+            # It sees the value too: @photon_mz, #70.
+            if self.value_gate is not None:
+                half = GATE_CHANNELS // 2
+                seen = torch.cat([x[..., :half], value_embed[..., :half]], dim=-1)
+                gate_BTH = 2 * torch.sigmoid(self.value_gate(seen))
+                value = gate_BTH[..., None] * value
+            v = v + value
+        # Paired heads: @classiclarryd, #58, 65 steps. Heads h and h + H / 2 of a token stand side
+        # by side in one sequence of 2 T positions, and share its softmax. Odd heads were turned as
+        # if they stood second, wherever they stand.
+        woven = (len(x), -1, self.num_heads // view.positions)
+        q, k, v = (each.reshape(*woven, each.size(-1)) for each in (q, k, v))
         y = attend(q, k, v, view.mask, self.kernel_options)
-        # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
-        gate_BTH = torch.sigmoid(self.attn_gate(x[..., :GATE_CHANNELS]))
-        y = (y * gate_BTH[..., None]).flatten(2)  # (B, T, D)
-        c_proj = proj_lambda * self.c_proj
-        return F.linear(y, c_proj.type_as(x))
+        y = y.view(*x.shape[:2], self.num_heads, -1)
+        # Exclusive self-attention: what points along a token's own value is taken away:
+        # @_djdumpling, #82, 30 steps, https://arxiv.org/abs/2603.09078
+        if "xsa" in factors:
+            length = v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+            own = (y * v).sum(-1, keepdim=True) / length * v
+            y = y - torch.tanh(factors["xsa"]).type_as(y)[..., None] * own
+        if "heads" in factors:  # a head can turn itself off: @classiclarryd, #28
+            y = y * factors["heads"][..., None]
+        y = y.flatten(2)  # (B, T, H · v_dim)
+        c_proj = self.c_proj.unflatten(1, (self.num_heads, -1))[..., : self.v_dim].flatten(1)
+        return F.linear(y, (proj_lambda * c_proj).type_as(x))
+
+
+def hash_bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Each token's row of the table's first half, (B, T): @classiclarryd, #62, some 150 steps.
+
+    It is a hash of the token and the one before it. The first token has the last row alone.
+    """
+    last = rows // 2 - 1
+    tokens_BT = tokens_BT.int()  # as published; the product of `last` overflows
+    previous = F.pad(tokens_BT[:, 1:-1], (1, 0), value=last)
+    mixed = (36313 * tokens_BT[:, 1:]) ^ (27191 * previous)
+    return F.pad(mixed % last, (1, 0), value=last)
+
+
+def hash_trigrams(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Each token's row of the second half, (B, T): a hash of the token and the two before it.
+
+    The first two tokens have the last row.
+    """
+    half = rows // 2
+    tokens_BT = tokens_BT.int()  # as published; products overflow
+    mixed = 17351 * tokens_BT[:, 2:]
+    mixed = mixed ^ (60961 * tokens_BT[:, 1:-1]) ^ (45259 * tokens_BT[:, :-2])
+    return F.pad(half + mixed % (half - 1), (2, 0), value=rows - 1)
+
+
+def hash_signs(tokens_BT: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The rows of signs of the n-grams that end with each token, of two and of three: (B, T)."""
+    tokens_BT = tokens_BT.long()
+    pairs = (48271 * tokens_BT[:, 1:]) ^ (30011 * tokens_BT[:, :-1])
+    threes = (58699 * tokens_BT[:, 2:]) ^ (39779 * tokens_BT[:, 1:-1])
+    threes = threes ^ (26801 * tokens_BT[:, :-2])
+    return F.pad(pairs % rows, (1, 0)), F.pad(threes % rows, (2, 0))
 
 
 class MLP(nn.Module):
@@ -695,18 +922,58 @@ class MLP(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        shape = (4 * cfg.model_dim, cfg.model_dim)
+        shape = (cfg.mlp_dim, cfg.model_dim)
         self.c_fc = weight(*shape, group="mlp", first=uniform(0.5 * cfg.model_dim**-0.5))
         self.c_proj = weight(*shape, group="mlp")
 
     def forward(self, x):
-        x = F.linear(x, self.c_fc.type_as(x))  # (B, T, 4 D)
+        x = F.linear(x, self.c_fc.type_as(x))  # (B, T, mlp_dim)
         x = F.relu(x).square()  # ReLU²: https://arxiv.org/abs/2109.08668
         return x @ self.c_proj.type_as(x)
 
 
+class Factors(nn.Module):
+    """Factors of each token, by name, from its stream: (B, T, D) to (B, T, n) each.
+
+    first: their first values by name. Dense connections: @Lisennlp, #81, 65 steps,
+    https://arxiv.org/abs/2502.12170.
+    """
+
+    def __init__(self, dim, first, group):
+        super().__init__()
+        self.sizes = {name: len(values) for name, values in first.items()}
+        biases = [value / FACTOR_SCALE for value in sum(first.values(), [])]
+        self.w1 = CastedLinear(dim, 64, group, first=uniform((3 * dim) ** -0.5))
+        self.w2 = CastedLinear(64, len(biases), group)
+        first = constant(*biases)
+        self.bias = weight(len(biases), group=f"{group}, biases", first=first, bf16=True)
+
+    def forward(self, x, scale=FACTOR_SCALE):
+        factors = scale * (self.w2(F.gelu(self.w1(x))) + self.bias)
+        return dict(zip(self.sizes, factors.split([*self.sizes.values()], dim=-1)))
+
+
+class GroupFactors(Factors):
+    """Factors of each token and each of some groups of channels: (B, T, groups) each.
+
+    A factor is one number for all groups and one of its own: @devenpzak, #92.
+    """
+
+    def __init__(self, cfg, first, group):
+        super().__init__(cfg.model_dim, first, group)
+        self.groups = weight(len(first), cfg.channel_groups, 64, group=group, bf16=True)
+
+    def forward(self, x):
+        hidden = F.gelu(self.w1(x))
+        shared = self.w2(hidden) + self.bias  # (B, T, n)
+        own = F.linear(hidden, self.groups.type_as(hidden).flatten(0, 1))
+        own = own.unflatten(-1, self.groups.shape[:2])  # (B, T, n, groups)
+        factors = FACTOR_SCALE * (shared[..., None] + own)
+        return dict(zip(self.sizes, factors.unbind(2)))
+
+
 class Block(nn.Module):
-    """A layer: attention, if it has a window, and an MLP, both pre-normed."""
+    """A layer: attention, if it has a window, and up to two MLPs, all pre-normed."""
 
     def __init__(self, cfg, layer: Layer):
         super().__init__()
@@ -714,22 +981,141 @@ class Block(nn.Module):
         self.attn = None
         if layer.window:
             self.attn = CausalSelfAttention(cfg, layer)
-        self.mlp = MLP(cfg)
-        # The stream grows by 1.1 a layer at first; the embedding's share begins at 0.
-        self.x_lambda = weight(group="lambdas", first=constant(1.1))
-        self.x0_lambda = weight(group="x0 lambdas")
+        self.mlp = MLP(cfg) if layer.mlps > 0 else None
+        self.mlp_2 = MLP(cfg) if layer.mlps > 1 else None
+        # Factors of the stream and of what is added to it, by attention and by the MLP: @sisovicm,
+        # #73. The stream grows by 1.1 a layer at first.
+        first = constant(1.1**0.5, 1.1**0.5)
+        self.resid_lambdas = weight(2, group="residual lambdas", first=first)
+        self.post_lambdas = weight(2, group="injection lambdas", first=constant(1.0, 1.0))
 
-    def factors(self) -> dict:
+    def factors(self, x) -> dict:
         """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
-        return dict(x=self.x_lambda, x0=self.x0_lambda)
+        resid_attn, resid_mlp = self.resid_lambdas
+        post_attn, post_mlp = self.post_lambdas
+        return dict(
+            resid_attn=resid_attn, post_attn=post_attn, resid_mlp=resid_mlp, post_mlp=post_mlp
+        )
 
-    def forward(self, terms, value_embed, view):
-        """terms: what its input is the weighted sum of, by name; each (B, T, D)."""
-        factors = self.factors()
-        x = sum(factors[name] * term for name, term in terms.items())
-        if self.attn is not None:
-            x = x + self.attn(norm(x), value_embed, view)
-        return x + self.mlp(norm(x))
+    def forward(self, x, read, stream, value_embed, view, factors):
+        """read: what attention sees. stream: earlier activations by name, each (B, T, D).
+        The MLPs' input is added to them.
+
+        factors: by name, a number or one for each token. Activations that have one are added.
+        """
+        if not self.layer.takes_skip:
+            y = self.attn(norm(read), value_embed, view, factors) if self.attn else 0
+            x = factors["resid_attn"] * x + factors["post_attn"] * y
+            for name, activation in stream.items():
+                if name in factors:
+                    x = x + factors[name] * activation
+        stream["mlp_input"] = norm(x)
+        y = sum([mlp(stream["mlp_input"]) for mlp in (self.mlp, self.mlp_2) if mlp])
+        return factors["resid_mlp"] * x + factors["post_mlp"] * y
+
+
+# First values of the last layer's factors: it is like the others, but its table counts twice.
+LAST_FACTORS = dict(
+    value_first=[0.0], value_saved=[0.0], value_x=[0.0],  # of what is added to its values
+    stream_first=[0.0], stream_saved=[0.0], stream_x=[0.0],  # of what is added to its input
+    table_low=[2.0], table_high=[2.0],  # of its value embeddings, in lower and higher heads
+    resid_attn=[1.1**0.5], post_attn=[1.0], first=[0.0], bigram=[0.05],
+    resid_mlp=[1.1**0.5], post_mlp=[1.0],
+)
+
+
+class LastBlock(Block):
+    """A last layer with attention. It reads the stream again, by factors of each token.
+
+    The published one also has the numbers that other layers have. Nothing reads them.
+    """
+
+    def __init__(self, cfg, layer: Layer):
+        super().__init__(cfg, layer)
+        self.resid_lambdas = self.post_lambdas = self.attn.value_gate = None
+        self.network = Factors(cfg.model_dim, LAST_FACTORS, group="dense connections")
+
+    def factors(self, x) -> dict:
+        return self.network(x)
+
+    def forward(self, x, read, stream, value_embed, view, factors):
+        value = 0
+        for name, source in dict(x=x, first=stream["first"], saved=read).items():
+            value = value + factors[f"value_{name}"] * source
+            x = x + factors[f"stream_{name}"] * source
+        if value_embed is not None:
+            low, high = value_embed.chunk(2, dim=-1)
+            table = [factors["table_low"] * low, factors["table_high"] * high]
+            value = value + torch.cat(table, dim=-1)
+        return super().forward(x, read, stream, value, view, factors)
+
+
+# First values of the output's factors. Half of what was saved is subtracted: backout, @snimu, #40
+OUTPUT_FACTORS = dict(
+    first=[0.0], saved=[-0.5], entry=[0.0], skip=[0.0], attn_input=[0.0], mlp_input=[0.0]
+)
+
+
+def first_gates(cfg, indices) -> dict:
+    """First values of the gates of some layers, by name and layer: @Lisennlp, #85.
+
+    xsa: of what a head drops. heads: of its output. x0, bigram, skip: of what a layer adds.
+    """
+    heads = cfg.model_dim // cfg.head_dim
+    first = {}
+    for index in indices:
+        layer = cfg.layers[index]
+        if layer.xsa:
+            first["xsa", index] = [0.0] * heads
+        if layer.gate:
+            first["heads", index] = [0.25] * heads
+        if layer.takes_skip:
+            first["skip", index] = [0.5]
+        if layer.x0:
+            first["x0", index] = [0.0]
+        if layer.bigram:
+            first["bigram", index] = [0.05]
+    return first
+
+
+def read_prefixes(cfg) -> Tensor:
+    """The id of each token's longest proper prefix that is a token, or -1, (vocab_size,).
+
+    Raises UserError.
+    """
+    try:
+        (path,) = find_shards(cfg.prefix_file)
+        prefixes = np.load(path).astype(np.int64)
+    except (UserError, ValueError, EOFError):
+        prefixes = np.empty(0)
+    if len(prefixes) != cfg.vocab_size or prefixes.max() >= cfg.vocab_size:
+        raise UserError(f"--prefix_file {cfg.prefix_file}: no prefixes of {cfg.vocab_size} tokens; "
+                        "make them: python data/prefixes.py")
+    return torch.from_numpy(prefixes)
+
+
+def read_forbidden(cfg) -> Tensor:
+    """Which ids never follow a token: (V, V / 8) uint8, bit i of byte j for id 8 j + i.
+
+    The file has rectangles, the ids before and after of each. Raises UserError.
+    """
+    vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+    forbidden = np.zeros((vocab, vocab // 8), np.uint8)
+    try:
+        (path,) = find_shards(cfg.canonical_file)
+        with np.load(path) as table:
+            before = np.split(table["before"], table["before_ends"][:-1])
+            after = np.split(table["after"], table["after_ends"][:-1])
+        for tokens, ids in zip(before, after, strict=True):
+            bits = np.zeros(vocab, bool)
+            bits[ids] = True
+            packed = np.packbits(bits, bitorder="little")
+            used = packed.nonzero()[0]
+            forbidden[np.ix_(tokens, used)] |= packed[used]
+    except (UserError, ValueError, EOFError, KeyError, IndexError, zipfile.BadZipFile):
+        raise UserError(f"--canonical_file {cfg.canonical_file}: no pairs of {vocab} tokens; "
+                        "make them: python data/canonical.py") from None
+    return torch.from_numpy(forbidden)
 
 
 class GPT(nn.Module):
@@ -742,23 +1128,42 @@ class GPT(nn.Module):
         self.embed = Table(vocab, cfg.model_dim, group="embed", first=normal(0.005))
         self.value_embeds = nn.ModuleDict()
         for table in sorted({layer.table for layer in cfg.layers} - {None}):
-            self.value_embeds[str(table)] = Table(vocab, cfg.model_dim, group="value embeds")
-        self.blocks = nn.ModuleList([Block(cfg, layer) for layer in cfg.layers])
+            # Not zero at first: @photon_mz, #70
+            embedding = Table(vocab, cfg.model_dim, group="value embeds", first=normal(0.01))
+            self.value_embeds[str(table)] = embedding
+        self.ngram_embed = Table(cfg.ngram_rows, cfg.model_dim, group="n-grams")
+        self.register_buffer("ngram_signs", torch.ones(cfg.sign_rows, cfg.model_dim))
+        self.blocks = nn.ModuleList([Block(cfg, layer) for layer in cfg.layers[:-1]])
+        last_type = LastBlock if cfg.layers[-1].window else Block
+        self.blocks.append(last_type(cfg, cfg.layers[-1]))
+        sources = OUTPUT_FACTORS | {int(table): [0.0] for table in self.value_embeds}
+        self.output_factors = GroupFactors(cfg, sources, group="dense connections")
+        # Gates of the layers up to the skip's source, from x0, and of those above it, from there
+        below = next(index for index, layer in enumerate(cfg.layers) if layer.skip) + 1
+        early = first_gates(cfg, range(below))
+        late = first_gates(cfg, range(below, len(cfg.layers)))
+        self.gates_early = Factors(cfg.model_dim, early, group="token gates")
+        self.gates_late = Factors(cfg.model_dim, late, group="token gates")
+        self.gates_lambda = weight(group="gate scale", first=constant(FACTOR_SCALE))
         self.smear_gate = CastedLinear(GATE_CHANNELS, 1, group="smear gate")
         self.smear_lambda = weight(group="lambdas")  # nothing is smeared at first
-        self.skip_gate = CastedLinear(GATE_CHANNELS, 1, group="skip gate")
         # Its sigmoid is the factor of the skip: 0.18 at first
         self.skip_lambda = weight(group="lambdas", first=constant(-1.5))
-        self.backout_lambda = weight(group="lambdas", first=constant(0.5))
         self.lm_head = Head(cfg.model_dim, vocab, group="head", first=normal(0.005))
         # The head is computed in chunks of this many tokens.
         longest = max(row.seq_len for row in cfg.rows())
         tokens = cfg.sequences_per_forward * longest / max(1, cfg.head_chunks)
         self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
+        self.register_buffer("prefixes", torch.full((vocab,), -1), persistent=False)
+        # A bit for each token and id: whether the id never follows the token
+        self.register_buffer("forbidden", None, persistent=False)
+        self.is_masked = False  # whether the logits of these ids are left out
         # Buffers, so that a new stage needs no recompilation: the reach of long and short windows
         # in tokens; cosines and sines of the rotary embedding.
         self.register_buffer("reach", torch.zeros(2, dtype=torch.int32), persistent=False)
-        rotary = torch.zeros(2, max(longest, cfg.val_seq_len), 1, cfg.head_dim // 2)
+        # Paired heads have two positions a token. Wide heads come first, then narrow ones, of
+        # which all pairs rotate.
+        rotary = torch.zeros(2, 2 * max(longest, cfg.val_seq_len), 2, cfg.head_dim // 2)
         self.register_buffer("rotary", rotary, persistent=False)
         self.set_stage(schedule(cfg.num_iterations, cfg))  # as a loaded model is used
 
@@ -768,21 +1173,27 @@ class GPT(nn.Module):
         for param in self.parameters():
             param.first(param, generator)
         self.embed.weight.copy_(self.lm_head.weight)
+        self.ngram_signs.normal_(generator=generator).sign_()
 
     @torch.no_grad()
     def set_stage(self, now):
-        """Set the windows and the rotary embedding for a stage."""
+        """Set the windows, the rotary embedding and the mask of logits for a stage."""
+        self.is_masked = now.stage == len(self.cfg.rows()) - 1
         self.reach[0] = now.long_window
         self.reach[1] = now.short_window
-        frequency, attention_scale = yarn(now.stage, self.cfg, self.rotary.device)
+        for rotary, window in zip(self.rotary.split(1, dim=2), "LS"):
+            self.set_rotary(rotary, *yarn(now.stage, self.cfg, window, rotary.device))
+
+    def set_rotary(self, rotary, frequency, attention_scale):
+        """Set the cosines and sines of wide heads or of narrow ones, (2, T, 1, K / 2)."""
         # Half-truncated: half of the pairs do not rotate at all: @YouJiacheng
         frequency = F.pad(frequency, (0, self.cfg.head_dim // 4))  # (K / 2,)
         position = torch.arange(self.rotary.size(1), device=frequency.device)
         theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
         # Queries and keys each carry the root of the attention scale.
         scale = attention_scale**0.5
-        self.rotary[0] = scale * theta.cos()
-        self.rotary[1] = scale * theta.sin()
+        rotary[0] = scale * theta.cos()
+        rotary[1] = scale * theta.sin()
 
     def views(self, inputs_BT) -> dict:
         """The `View` of the layers of each window."""
@@ -790,19 +1201,35 @@ class GPT(nn.Module):
         starts_BT = inputs_BT == self.cfg.eot_token
         starts_BT[:, 0] = True
         docs_S = starts_BT.flatten().cumsum(0, dtype=torch.int32)
+        if self.training:  # attention is cut within a long document, too: @devenpzak, #92
+            begins_S = torch.searchsorted(docs_S, docs_S)  # of each token's document
+            position_S = torch.arange(len(docs_S), device=docs_S.device) - begins_S
+            docs_S = (position_S % self.cfg.attention_cut == 0).cumsum(0, dtype=torch.int32)
         docs_BT = docs_S.view_as(starts_BT)
         # FlexAttention is fast only where it is compiled.
         on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
         make_mask = flex_mask if on_gpu else dense_mask
         T = inputs_BT.size(1)
         long, short = self.reach
+        quarter = self.cfg.head_dim // 4
         used = {block.layer.window for block in self.blocks}
         views = {}
-        for window, reach in dict(L=long, S=short).items():
+        for window, reach in dict(L=long, S=short, P=short).items():
             if window in used:
-                rotary = self.rotary[:, :T]
-                views[window] = View(rotary, make_mask(docs_BT, reach))
+                positions = 2 if window == "P" else 1
+                width, pairs = (0, 2 * quarter) if window == "L" else (1, quarter)
+                rotary = self.rotary[:, : positions * T, width, :pairs]
+                rotary = rotary.unflatten(1, (T, 1, positions))
+                # The reach counts positions: where heads are paired, half as many tokens.
+                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), reach)
+                views[window] = View(rotary, mask, positions)
         return views
+
+    def read_rows(self, inputs_BT):
+        """The table's rows of the pair and of the three tokens that end here, (B, T, 2, D)."""
+        rows = self.cfg.ngram_rows
+        ids = torch.stack([hash_bigrams(inputs_BT, rows), hash_trigrams(inputs_BT, rows)], dim=-1)
+        return self.ngram_embed(ids)
 
     def hidden(self, inputs_BT):
         """The normed output of the last layer, (B, T, D)."""
@@ -814,23 +1241,43 @@ class GPT(nn.Module):
         for table, embedding in self.value_embeds.items():
             values[int(table)] = embedding(inputs_BT)
 
-        x = x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
-        stream = {}  # what is read again
-        for block in self.blocks:
+        x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
+        bigram = self.ngrams(inputs_BT, self.read_rows(inputs_BT))
+        gates = self.gates_early(x0, self.gates_lambda)
+        x = x0 + gates["bigram", 0] * bigram
+        stream = dict(x0=x0, first=x) | values  # what is read again
+        for index, block in enumerate(self.blocks):
             layer = block.layer
-            # The published skip enters at the one layer that has no attention.
-            if block.attn is None:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
-                # The gate is 1 at first.
-                gate = 2 * torch.sigmoid(self.skip_gate(x0[..., :GATE_CHANNELS]))  # (B, T, 1)
-                x = x + torch.sigmoid(self.skip_lambda) * gate * stream["skip"]
-            x = block(dict(x=x, x0=x0), values.get(layer.table), views.get(layer.window))
+            factors = block.factors(x)
+            factors |= {name: gate for (name, of), gate in gates.items() if of == index}
+            if layer.takes_skip:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
+                x = x + torch.sigmoid(self.skip_lambda) * factors["skip"] * stream["skip"]
+            # Late attention reads one saved activation: @classiclarryd, #77, after @sisovicm, #73
+            read = stream.get("saved", x)
+            stream["entry"] = x  # in the end, of the last layer
+            value_embed = values.get(layer.table)
+            x = block(x, read, stream, value_embed, views.get(layer.window), factors)
+            stream["bigram"] = bigram  # the first layer has its bigrams already
             if layer.skip:
                 stream["skip"] = x
+                gates |= self.gates_late(x, self.gates_lambda)
             if layer.saved:
                 stream["saved"] = x
-        # Backout: subtract what only the early layers needed: @snimu, #40
-        x = x - self.backout_lambda * stream["saved"]
-        return norm(x[:, :length])
+        stream["attn_input"] = norm(read)
+        groups = (self.cfg.channel_groups, -1)  # of neighbouring channels
+        factors = self.output_factors(x)
+        x = x.unflatten(-1, groups)
+        for name, factor in factors.items():
+            x = x + factor[..., None] * stream[name].unflatten(-1, groups)
+        return norm(x.flatten(2)[:, :length])
+
+    def ngrams(self, tokens_BT, rows_BT2D):
+        """The embedding of each token with those before it, (B, T, D): @devenpzak, #92.
+
+        N-grams that share a row have different signs: @TrianX, #83.
+        """
+        signs = self.ngram_signs[torch.stack(hash_signs(tokens_BT, self.cfg.sign_rows), dim=-1)]
+        return (rows_BT2D * signs.type_as(rows_BT2D)).sum(2)
 
     def smear(self, x_BTD):
         """Add a gated share of the previous token's embedding: @classiclarryd, #34, 15 steps."""
@@ -840,18 +1287,31 @@ class GPT(nn.Module):
         smeared = current + self.smear_lambda * gate * previous
         return torch.cat([x_BTD[:, :1], smeared], dim=1)
 
-    def logits(self, x):
+    def logits(self, x, ids=None):
         """Softcapped logits (…, V) in fp32: Gemma 2, @Grad62304977, @KoszarskyB, @YouJiacheng."""
-        raw = self.lm_head(x).float()
+        raw = self.lm_head(x, ids).float()
         return SOFTCAP * torch.sigmoid((raw + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
 
-    def head_loss(self, x_SD, targets_SN, ids_V):
+    def canonical(self, logits_SV, inputs_S):
+        """Logits without those of ids that never follow the input: @jvarho, #91, 0.0017 of loss.
+
+        After https://arxiv.org/abs/2506.07956.
+        """
+        bit = torch.arange(8, dtype=torch.uint8, device=inputs_S.device)
+        bits_SV = self.forbidden[inputs_S][..., None] >> bit & 1  # (S, V / 8, 8)
+        return logits_SV.masked_fill(bits_SV.flatten(1).bool(), -60.0)  # e^-60 counts for nothing
+
+    def head_loss(self, x_SD, inputs_S, targets_SN, ids_V):
         """Cross-entropies with each position's N targets, summed over positions, (N,).
 
+        ids_V: of the softmax, ascending. Targets that are none of them do not count.
         Logits are capped, so their exponentials are summed without subtracting a maximum.
         """
-        logits_SV = self.logits(x_SD)
+        logits_SV = self.logits(x_SD, ids_V)
+        if not self.training and self.is_masked and self.forbidden is not None:
+            logits_SV = self.canonical(logits_SV, inputs_S)
         log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
+        place_SN = torch.searchsorted(ids_V, targets_SN.contiguous()).clamp_max(len(ids_V) - 1)
         if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not
             columns = []
             for target_S in targets_SN.unbind(-1):
@@ -859,35 +1319,51 @@ class GPT(nn.Module):
                 columns.append((logits_SV * is_target_SV).sum(-1))
             target_logits_SN = torch.stack(columns, dim=-1)
         else:
-            target_logits_SN = logits_SV.gather(-1, targets_SN.clamp_min(0))
+            target_logits_SN = logits_SV.gather(-1, place_SN)
         losses_SN = log_sum_S1 - target_logits_SN
-        return (losses_SN * (targets_SN >= 0)).sum(0)
+        return (losses_SN * (ids_V[place_SN] == targets_SN)).sum(0)
 
-    def forward(self, batch: Batch, num_targets: int):
-        """Summed cross-entropies of the next `num_targets` tokens, (num_targets,)."""
+    def forward(self, batch: Batch, num_targets: int, with_prefix=False):
+        """Summed cross-entropies of the next `num_targets` tokens, (num_targets,).
+
+        With the prefix of the next token they are one more.
+        """
         x_SD = self.hidden(batch.inputs).flatten(0, 1)
         padded = F.pad(batch.targets, (0, num_targets - 1), value=-1)
         targets_BTN = padded.unfold(1, num_targets, 1)  # each position and those after it
         targets_SN = targets_BTN.flatten(0, 1)
+        if with_prefix:
+            prefixes_S1 = self.prefixes[targets_SN[:, :1]]
+            targets_SN = torch.cat([targets_SN, prefixes_S1], dim=1)
+        inputs_S = batch.inputs.flatten()
+        if batch.classes is not None:
+            rows = [each.split(batch.inputs.size(1)) for each in (x_SD, inputs_S, targets_SN)]
+            return sum(map(self.row_losses, *rows, batch.classes))
         ids_V = torch.arange(len(self.lm_head.weight), device=x_SD.device)
+        return self.row_losses(x_SD, inputs_S, targets_SN, ids_V)
+
+    def row_losses(self, x_SD, inputs_S, targets_SN, ids_V):
+        """`head_loss` of rows that have one softmax."""
         size = self.tokens_per_chunk
         if len(x_SD) <= size:
-            return self.head_loss(x_SD, targets_SN, ids_V)
+            return self.head_loss(x_SD, inputs_S, targets_SN, ids_V)
         # In chunks, recomputed in the backward pass: the logits are never in memory all at once.
         losses = 0
-        for x, targets in zip(x_SD.split(size), targets_SN.split(size)):
-            losses = losses + checkpoint(self.head_loss, x, targets, ids_V, use_reentrant=False)
+        for x, *given in zip(x_SD.split(size), inputs_S.split(size), targets_SN.split(size)):
+            losses = losses + checkpoint(self.head_loss, x, *given, ids_V, use_reentrant=False)
         return losses
 
 
 # ---- Optimizers -------------------------------------------------------------
-# Coefficients of X, A X and A² X in each iteration, found for a spectral norm of at most 1.02.
+# Coefficients of X, A X and A² X in each iteration. Of a matrix that is divided by 1.05 times its
+# norm they bring all singular values from 0.003 on to between 0.995 and 1.0004: @devenpzak, #92.
 POLAR_EXPRESS = [
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
 ]
 
 
@@ -901,7 +1377,7 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
     X = grad_MN.mT if is_tall else grad_MN  # the smaller side decides the cost
     X = X.to(dtype)
     frobenius = X.norm(dim=(-2, -1), keepdim=True)  # at least the spectral norm
-    X = X / (1.02 * frobenius + 1e-6)
+    X = X / (1.05 * frobenius + 1e-6)
     for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A²
@@ -909,24 +1385,32 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
     return X.mT if is_tall else X
 
 
-def muon_update(weight, grad, mean, square, *, step_size, momentum, decay, dtype):
+def muon_update(
+    weight, grad, fast, slow, square, *,
+    step_size, momentum, fast_momentum, slow_share, decay, dtype,
+):
     """A step of NorMuon on a batch of matrices (B, M, N), in place.
 
     Muon's update, normalised by row: https://arxiv.org/abs/2510.05491, @li_zichong, #41, 15 steps.
-    Weights decay only where the update shrinks them ("cautious"):
+    Where a matrix has fewer rows than columns it is normalised by column.
+    Weights decay only where the slow mean shrinks them ("cautious"):
     https://arxiv.org/abs/2510.12402, @varunneal, #43, 40 steps.
-    mean: of gradients. square: of a row's entries, (B, M, 1). step_size: (B, 1, 1).
+    fast, slow: means of gradients, of some ten steps and of fifty: ANVIL, @devenpzak, #92.
+    square: of a row's entries, (B, M, 1), or of a column's, (B, 1, N).
+    step_size: (B, 1, 1).
     """
-    mean.lerp_(grad, 1 - momentum)
-    nesterov = grad.lerp(mean, momentum)
+    fast.lerp_(grad, 1 - fast_momentum)
+    slow.lerp_(grad, 1 - SLOW_MOMENTUM)
+    nesterov = grad.lerp(fast.lerp(slow, slow_share), momentum)
     update = orthogonalize(nesterov, dtype).type_as(weight)
     size = update.norm(dim=(-2, -1), keepdim=True)
-    row_square = update.square().mean(-1, keepdim=True)
-    square.lerp_(row_square, 0.05)
+    is_wide = grad.size(-2) < grad.size(-1)
+    mean_square = update.square().mean(-2 if is_wide else -1, keepdim=True)
+    square.lerp_(mean_square, 0.1)  # 0.05 until #78
     update = update / square.clamp_min(1e-10).sqrt()
     update = F.normalize(update, dim=(-2, -1), eps=1e-10)
     update = update * size  # as large as before
-    shrinking = torch.where(update * weight >= 0, weight, 0)
+    shrinking = torch.where(slow * weight >= 0, weight, 0)
     weight.sub_(step_size * (update + decay * shrinking))
 
 
@@ -956,6 +1440,8 @@ class AdamGroup:
     lr: float  # about how much a weight changes in a step
     betas: tuple  # decay of the means of gradients and of their squares
     decay: float  # of weights in a step, in units of the rate's square
+    is_table: bool = False  # it is stepped at events alone
+    averages: tuple = ()  # their names, and how far the weights move to each of them in the end
 
 
 @dataclass(frozen=True)
@@ -965,23 +1451,40 @@ class MuonGroup:
     lr: float  # about the spectral norm of a step, before `factors`
     decay: float  # of weights in a step, in units of the rate, before `factors`
     factors: tuple  # of the rate, matrices in turn
+    averages: tuple  # their names, and how far the weights move to each of them in the end
 
 
 def parameter_groups(cfg) -> dict:
     """The table of parameter groups. The parameters name their group (`weight`)."""
+    ends = (("ends", 0.65),)
+    banks = (("banks", 0.55),)
+    both = (("late", 1.0), ("banks", 0.55 - 0.2007))  # as the published sum of three terms
+    tables = (("tables", 1.0),)
+    growth = max(1, cfg.mlp_dim / cfg.model_dim) ** 0.5  # of what an MLP's rate is a multiple
     return {
-        "attention": MuonGroup(cfg.muon_lr, decay=1.2, factors=(2.0,)),
-        "mlp": MuonGroup(cfg.muon_lr, decay=1.2, factors=(2.0, 4.0)),  # c_fc, c_proj
+        "queries, keys": MuonGroup(cfg.muon_lr, decay=2.25, factors=(1.0,), averages=banks),
+        "attention": MuonGroup(cfg.muon_lr, decay=2.25, factors=(1.0,), averages=both),
+        "mlp": MuonGroup(cfg.muon_lr, decay=2.25, factors=(growth, 2 * growth), averages=both),
         "gates": AdamGroup(0.008, betas=(0.9, 0.99), decay=0.005),
         # What sees more gradients is averaged over fewer steps: #57. Decays are 0.005, times 150 of
         # embeddings and head, times 5 of value embeddings.
-        "embed": AdamGroup(cfg.head_lr, betas=(0.5, 0.95), decay=0.75),
-        "head": AdamGroup(cfg.head_lr, betas=(0.5, 0.95), decay=0.75),
-        "value embeds": AdamGroup(cfg.embed_lr, betas=(0.75, 0.95), decay=0.025),
+        "embed": AdamGroup(cfg.head_lr, betas=(0.5, 0.95), decay=0.75, averages=ends),
+        "head": AdamGroup(cfg.head_lr, betas=(0.5, 0.95), decay=0.75, averages=ends),
+        "value embeds": AdamGroup(
+            cfg.embed_lr, betas=(0.75, 0.95), decay=0.025, is_table=True, averages=tables
+        ),
         "smear gate": AdamGroup(8e-5, betas=(0.9, 0.99), decay=0.0),
-        "skip gate": AdamGroup(4e-4, betas=(0.9, 0.99), decay=0.0),
-        "x0 lambdas": AdamGroup(0.04, betas=(0.65, 0.95), decay=0.0),
+        "residual lambdas": AdamGroup(0.04, betas=(0.9, 0.95), decay=0.0),
+        "injection lambdas": AdamGroup(0.008, betas=(0.9, 0.95), decay=0.0),
         "lambdas": AdamGroup(0.04, betas=(0.9, 0.99), decay=0.0),
+        "dense connections": AdamGroup(0.002, betas=(0.9, 0.99), decay=0.005),
+        # In bf16, so on a GPU, biases of 2.5 and more never move: half of their last digit is more
+        # than a step at these rates.
+        "dense connections, biases": AdamGroup(0.002, betas=(0.9, 0.99), decay=0.0),
+        "token gates": AdamGroup(8e-4, betas=(0.9, 0.99), decay=0.005),
+        "token gates, biases": AdamGroup(8e-4, betas=(0.9, 0.99), decay=0.0),
+        "gate scale": AdamGroup(8e-4, betas=(0.9, 0.99), decay=0.0),
+        "n-grams": AdamGroup(cfg.embed_lr, betas=(0.75, 0.95), decay=0.025, is_table=True),
     }
 
 
@@ -1050,12 +1553,15 @@ class ShardedOptimizer:
             self.my_grad = torch.empty_like(self.grads[self.mine])
         self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
         self.state = {}  # tensors by name; this rank's part, or a number
+        self.averages = {}  # of this rank's part of the weights, by name
+        for average, _ in group.averages:
+            self.averages[average] = torch.zeros_like(self.weights[self.mine]).float()
 
     def is_due(self, now):
         return True
 
     def tensors(self):
-        return [self.weights, *self.state.values()]
+        return [self.weights, *self.state.values(), *self.averages.values()]
 
     def clear(self):
         self.grads.zero_()
@@ -1081,10 +1587,31 @@ class ShardedOptimizer:
             self.handle.wait()
             self.handle = None
 
+    def average(self, now):
+        """Take this rank's weights into the averages that are due."""
+        for name, average in self.averages.items():
+            if name in now.average_rates:
+                average.lerp_(self.weights[self.mine].float(), now.average_rates[name])
+
+    def write_averages(self):
+        """Move all weights towards their averages. But for tables they keep their norm."""
+        share = self.weights[self.mine]
+        before = share.float()
+        after = before
+        for name, part in self.group.averages:
+            after = after.lerp(self.averages[name], part)
+        if "tables" not in self.averages:
+            squares = torch.stack([before.square().sum(), after.square().sum()])
+            squares = self.ranks.all_gather(squares).sum(0)
+            after = after * (squares[0] / squares[1]).sqrt()
+        share.copy_(after)
+        if self.ranks.world_size > 1:
+            dist.all_gather_into_tensor(self.weights, share)
+
     def full_state(self):
         """The state of all ranks, without padding. All ranks call it."""
         full = {}
-        for key, share in self.state.items():
+        for key, share in (self.state | self.averages).items():
             rows = self.ranks.all_gather(share.flatten())
             full[key] = rows.flatten()[: self.length_of(share)].cpu()
         return full
@@ -1094,7 +1621,7 @@ class ShardedOptimizer:
 
         Raises RuntimeError where a length differs.
         """
-        for key, share in self.state.items():
+        for key, share in (self.state | self.averages).items():
             size = self.length_of(share)
             rows = share.new_zeros(self.ranks.world_size, share.numel())
             rows.view(-1)[:size] = full[key].view(size)
@@ -1107,7 +1634,7 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Adam on tensors of any shape, every other step: @classiclarryd, #39.
+    """Adam on tensors of any shape, every other step: @classiclarryd, #39. Tables wait for events.
 
     In between, gradients add up in their buffer and nothing is communicated.
     """
@@ -1121,16 +1648,17 @@ class Adam(ShardedOptimizer):
         self.step_fn = compile_on_gpu(adam_update, self.lr.device)
 
     def is_due(self, now):
-        return now.adam_steps
+        return now.event if self.group.is_table else now.adam_steps
 
     def update_share(self, weight, now):
+        power = now.table_power if self.group.is_table else 1
         self.step_fn(
             weight,
             self.my_grad,
             **self.state,
             lr=self.lr,
-            betas=self.group.betas,
-            decay=self.group.decay * self.lr**2,
+            betas=tuple(beta**power for beta in self.group.betas),
+            decay=power * self.group.decay * self.lr**2,
         )
 
 
@@ -1141,14 +1669,19 @@ class Muon(ShardedOptimizer):
         shape = params[0].shape[-2:]
         super().__init__(name, group, params, ranks, unit=shape.numel())
         self.my_grad = self.my_grad.view(-1, *shape)
-        self.state["mean"] = torch.zeros_like(self.my_grad)
-        self.state["square"] = torch.zeros_like(self.my_grad[:, :, :1])
+        self.state["fast"] = torch.zeros_like(self.my_grad)
+        self.state["slow"] = torch.zeros_like(self.my_grad)
+        is_wide = shape[0] < shape[1]
+        entries = self.my_grad[:, :1] if is_wide else self.my_grad[:, :, :1]
+        self.state["square"] = torch.zeros_like(entries)
         self.factors = torch.zeros_like(self.my_grad[:, :1, :1])
         first = ranks.rank * self.my_units  # this rank's first matrix
         for row in range(self.my_units):
             self.factors[row] = group.factors[(first + row) % len(group.factors)]
         # Numbers of the schedule by name, as tensors, so that the step is compiled once
-        self.scheduled = {"momentum": torch.zeros_like(self.lr)}
+        self.scheduled = {}
+        for name in ("momentum", "fast_momentum", "slow_share"):
+            self.scheduled[name] = torch.zeros_like(self.lr)
         self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
         self.step_fn = compile_on_gpu(muon_update, self.lr.device)
 
@@ -1172,6 +1705,8 @@ def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
 
 def build_optimizers(model: GPT, cfg, ranks) -> list[Optimizer]:
     """An optimizer for each group that has parameters. Raises KeyError for an unknown group."""
+    # Each group compiles its step anew. Beyond the limit torch would run it uncompiled.
+    torch._dynamo.config.recompile_limit = 32
     groups = parameter_groups(cfg)
     members = {name: [] for name in groups}
     for param in model.parameters():
@@ -1197,7 +1732,7 @@ def step_optimizers(optimizers, now, divisor):
 
 
 def step_tied(optimizers, now, divisor):
-    """A step in which the embedding is the head, in the first two thirds: @classiclarryd.
+    """A step in which the embedding is the head, until the extension: @classiclarryd.
 
     The head takes the gradients of both, the embedding copies weights and state. They are two
     matrices all along: one would need a second compiled graph once they part.
@@ -1218,13 +1753,15 @@ class Place(NamedTuple):
     """Where a step's sequences begin. A checkpoint keeps it."""
 
     shard: int = 0  # counted through all epochs
-    position: int = 0  # in the shard: documents, or tokens where these are not packed
+    position: int = 0  # in the shard, in documents
+    sweeps: tuple = ()  # where the sweep of each sequence begins; none yet: `first_sweeps`
 
 
 class Rows(NamedTuple):
     """All sequences of a step, of all ranks, on the host. Each array has an entry for each."""
 
     tokens: np.ndarray  # (N, T + 1), uint16
+    classes: np.ndarray | None = None  # (N, wanted): ids of each softmax; none: all
 
 
 def cut_rows(tokens, documents, place: Place, now, cfg):
@@ -1234,36 +1771,58 @@ def cut_rows(tokens, documents, place: Place, now, cfg):
     cut document is skipped: @varunneal, #29, 25 steps. `documents` has their starts in `tokens`.
     Returns None if the shard has too few left.
     """
-    if not cfg.max_document_tokens:
-        return consecutive_rows(tokens, place, now, cfg)
+    longest = now.max_document_tokens  # shorter at first: @dualverse-ai, #72
     ends = np.append(documents[1:], len(tokens))
     position = place.position
+    vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+    sweeps = [*place.sweeps] or first_sweeps(vocab, cfg.sequences_per_step)
     rows = []
-    for _ in range(cfg.sequences_per_step):
+    classes = []
+    for index in range(cfg.sequences_per_step):
         pieces = []
         room = now.seq_len + 1
         while room:
             if position == len(documents):
                 return None
             start = documents[position]
-            size = min(ends[position] - start, cfg.max_document_tokens, room)
+            size = min(ends[position] - start, longest, room)
             pieces.append(tokens[start : start + size])
             room -= size
             position += 1
         rows.append(np.concatenate(pieces))
-    return Rows(np.stack(rows)), place._replace(position=position)
+        if now.classes:
+            ids, sweeps[index] = candidates(rows[-1][1:], sweeps[index], now.classes, vocab, cfg)
+            classes.append(ids)
+    step = Rows(np.stack(rows), np.reshape(classes, (len(rows), -1)))
+    return step, place._replace(position=position, sweeps=tuple(sweeps))
 
 
-def consecutive_rows(tokens, place: Place, now, cfg):
-    """All tokens of a shard in their order, as `cut_rows` returns them."""
-    size = cfg.sequences_per_step * now.seq_len
-    start = place.position
-    # The last sequence needs one more token, its last target.
-    part = tokens[start : start + size + 1]
-    if len(part) <= size:
-        return None
-    windows = np.lib.stride_tricks.sliding_window_view(part, now.seq_len + 1)
-    return Rows(windows[:: now.seq_len]), place._replace(position=start + size)
+def first_sweeps(vocab, sequences):
+    """Where the sweep of each sequence begins at first: at equal distances."""
+    return [vocab * index // sequences for index in range(sequences)]
+
+
+def candidates(targets, offset, wanted, vocab, cfg):
+    """The ids in a sequence's softmax, ascending, and where its next sweep begins.
+
+    They are its targets and, to fill up, ids that a sweep takes in turn: k · stride modulo vocab,
+    for each k from the offset on. So each id has its turn, and nothing is drawn at random:
+    @devenpzak, #92. Raises UserError where the targets alone are too many.
+    """
+    is_class = np.zeros(vocab, bool)
+    is_class[targets] = True
+    need = wanted - np.count_nonzero(is_class)
+    if need < 0:
+        raise UserError(f"stages: {wanted} classes are fewer than the {wanted - need} targets of a "
+                        "sequence; raise them, or set them to 0: all")
+    window = min(vocab, 17 * need // 10 + cfg.sweep_margin) if need else 0
+    swept = cfg.sweep_stride * (offset + np.arange(window)) % vocab
+    new = swept[~is_class[swept]]
+    if len(new) < need:  # the window has too few: all others at equal distances
+        others = np.flatnonzero(~is_class)
+        new = others[:: len(others) // need]
+    is_class[new[:need]] = True
+    return np.flatnonzero(is_class), int(offset + window) % vocab
 
 
 # Tile sizes of FlexAttention's backward pass for GPUs with less shared memory than an A100
@@ -1271,7 +1830,11 @@ SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
 
 
 def prepare(model: GPT, cfg, device: torch.device):
-    """Make the model ready to train on this device."""
+    """Make the model ready to train on this device. Raises UserError."""
+    if cfg.prefix_file:
+        model.prefixes[: cfg.vocab_size] = read_prefixes(cfg)
+    if cfg.canonical_file:
+        model.forbidden = read_forbidden(cfg).to(device)
     if device.type != "cuda":
         return
     for param in model.parameters():
@@ -1293,7 +1856,10 @@ def to_batch(rows: Rows, device: torch.device) -> Batch:
     if device.type == "cuda":
         tokens = tokens.pin_memory()  # the host need not wait for the copy
     tokens = tokens.to(device, non_blocking=True)
-    return Batch(tokens[:, :-1].int(), tokens[:, 1:].contiguous())
+    classes = None
+    if rows.classes is not None and rows.classes.size:
+        classes = torch.from_numpy(rows.classes).to(device)
+    return Batch(tokens[:, :-1].int(), tokens[:, 1:].contiguous(), classes)
 
 
 def losses_of(model, batch: Batch, now) -> Tensor:
@@ -1302,7 +1868,8 @@ def losses_of(model, batch: Batch, now) -> Tensor:
     Training, warm-up and validation all call it. In evaluation both are the next token's.
     """
     target_weights = now.target_weights if model.training else [1.0]
-    losses = model(batch, len(target_weights))
+    num_targets = now.num_targets if model.training else 1
+    losses = model(batch, num_targets, with_prefix=len(target_weights) > num_targets)
     minimised = 0
     for target_weight, target_loss in zip(target_weights, losses, strict=True):
         minimised = minimised + target_weight * target_loss
@@ -1338,6 +1905,12 @@ def train(run, cfg):
             stage = now.stage
             run.model.set_stage(now)
 
+        # A checkpoint of this step is validated as it is.
+        if step == cfg.num_iterations and step > run.first_step:
+            for optimizer in run.optimizers:
+                if optimizer.averages:
+                    optimizer.write_averages()
+
         if run.pause(step, complete):
             break
 
@@ -1346,8 +1919,16 @@ def train(run, cfg):
         run.check(step, losses)
         update = step_tied if now.tied else step_optimizers
         update(run.optimizers, now, divisor=cfg.sequences_per_step)
-        complete = now.adam_steps
+        complete = now.event
+        for optimizer in run.optimizers:
+            optimizer.average(now)
         run.log_step(step + 1)
+
+    # For comparison with earlier records, outside the clock
+    if step == cfg.num_iterations and cfg.canonical_file:
+        run.model.is_masked = False
+        loss = validate(run.model, run.val_tokens, now, cfg, run.ranks)
+        run.log(f"val_loss without the mask of canonical tokens: {loss:.4f}")
 
 
 # ==== Harness: below this line every record has the same bytes ===============
@@ -1474,8 +2055,8 @@ class TokenLoader:
 
 def count_shards(cfg, sizes) -> int:
     """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
-    shards = left = 0
     behind = plan(cfg).tokens
+    shards = left = 0
     for before, after in zip(behind, behind[1:]):
         tokens = after - before
         while left <= tokens < max(sizes):  # the last sequence needs one more
@@ -1488,15 +2069,14 @@ def count_shards(cfg, sizes) -> int:
 def check_data(cfg, loader, digest):
     """Raise UserError where training data are not the checkpoint's, held out, or too few."""
     files = f"--train_files {cfg.train_files}"
-    if loader.digest != digest:
+    if digest and digest != loader.digest:
         raise UserError(f"{files}: not the data of {cfg.resume}")
     if set(loader.files) & set(find_shards(cfg.val_files)):
         raise UserError(f"{files}: --val_files has a file of these, too")
     found, read = len(loader.sizes), count_shards(cfg, loader.sizes)
     if read > found and cfg.preset == "record" and not cfg.repeat_data:
-        fineweb = count_shards(cfg, [10**8])
-        raise UserError(f"{files}: the run reads {read} shards of {found}; fetch more: "
-                        f"python data/fineweb.py {fineweb}, or --repeat_data true")
+        raise UserError(f"{files}: the run reads {read} shards of {found}; --repeat_data true, or "
+                        f"fetch more: python data/fineweb.py {count_shards(cfg, [10**8])}")
 
 
 # ---- Validation -------------------------------------------------------------
@@ -1549,7 +2129,7 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
 
 
 # ---- Checkpoints ------------------------------------------------------------
-NEW_RUN = dict(step=0, settings=None, loader=(), train_time_ms=0.0)
+NEW_RUN = dict(step=0, settings=None, loader=(), data=None, train_time_ms=0.0)
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -1666,7 +2246,7 @@ class Ranks:
             local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
         except ValueError as error:
             raise UserError(f"WORLD_SIZE, RANK or LOCAL_RANK: {error}; unset them") from None
-        # What srun, mpirun and mpiexec set instead: how many they started
+        # How many srun, mpirun or mpiexec started, which set no WORLD_SIZE
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if "WORLD_SIZE" not in os.environ and os.environ.get(name, "") not in ("", "1"):
                 raise UserError(f"{name}: each task would train alone; let one start torchrun")
@@ -1807,7 +2387,7 @@ class Run:
         self.loader = None  # evaluation needs no training data
         if self.first_step < self.last:
             self.loader = TokenLoader(cfg, ranks, Place(*state["loader"]), self.log)
-            check_data(cfg, self.loader, state.get("data", self.loader.digest))
+            check_data(cfg, self.loader, state["data"])
         self.model, self.optimizers = build(cfg, ranks)
         self.open_log(may_exist)
         if self.loader:
@@ -1899,11 +2479,10 @@ class Run:
         saves = every and step > self.saved_step and (is_last or complete and (passed or stops))
         self.stopped = stops and (saves or not every)
         if validates or saves or self.stopped:
-            # The clock stands from here until it is started again.
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
-            self.train_time_ms = self.elapsed_ms()
             self.log_step(step, wait=True)
+            self.train_time_ms = self.elapsed_ms()  # the clock stands until it is started again
             if validates:
                 now = schedule(step, self.cfg)
                 self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)

@@ -5,8 +5,8 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
-Record: 2026-05-27_DynamicGates
-Parent: 2026-05-20_BigramSigns. Change: networks compute a token's gates; composed attention.
+Record: 2026-05-27_85a_DynamicGates
+Parent: 2026-05-20_BigramSigns. Change: networks compute most gates of a token.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -30,7 +30,6 @@ saved activation: late attention, backout         GPT.hidden
 dense connections                                 Factors, LastBlock, GPT.hidden
 exclusive self-attention                          CausalSelfAttention
 gates of tokens                                   Factors, first_gates, GPT.hidden
-composable attention                              CausalSelfAttention.compose
 Polar Express, NorMuon                            orthogonalize, muon_update
 cautious weight decay                             muon_update, adam_update
 sharded optimizers, Adam every other step         ShardedOptimizer, Adam, step_optimizers
@@ -111,7 +110,6 @@ class Hyperparameters:
     bigram_rows: int = 377_280  # rows of the bigram table, which pairs of tokens share
     bigram_width: int = 768  # its width, the first channels of the stream
     sign_rows: int = 8192  # rows of signs, which tell pairs of tokens apart
-    composed_window: int = 112  # tokens that the last layer's heads look at together
     attention_scale: float = 0.1  # factor of the attention scores in the first stage
     rope_base: int = 1024  # inverse of the lowest rotary frequency
     fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
@@ -191,7 +189,6 @@ POCKET = dict(
     bigram_rows=8192,
     bigram_width=64,
     sign_rows=512,
-    composed_window=48,
     attention_scale=0.5,
     rope_base=32,
     embed_lr=0.5,
@@ -246,7 +243,6 @@ def check(cfg, require):
     fits = 0 < cfg.bigram_width <= cfg.model_dim
     require(fits, "bigram_width", "be above 0, at most model_dim")
     require(cfg.sign_rows > 0, "sign_rows", "be above 0")
-    require(cfg.composed_window > 0, "composed_window", "be above 0")
     require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
     # Layers
     windows = [layer.window for layer in cfg.layers]
@@ -676,7 +672,6 @@ class View(NamedTuple):
     rotary: Tensor  # cosines and sines
     mask: object  # a BlockMask, or a dense mask
     positions: int  # of a token
-    composed_mask: object  # the same of composed attention
 
 
 class CausalSelfAttention(nn.Module):
@@ -736,30 +731,11 @@ class CausalSelfAttention(nn.Module):
             length = v.square().sum(-1, keepdim=True).clamp_min(1e-8)
             own = (y * v).sum(-1, keepdim=True) / length * v
             y = y - torch.tanh(factors["xsa"]).type_as(y)[..., None] * own
-        if "into" in factors:
-            y = y + self.compose(q, k, v, view.composed_mask, factors)
         if "heads" in factors:  # a head can turn itself off: @classiclarryd, #28
             y = y * factors["heads"][..., None]
         y = y.flatten(2)  # (B, T, D)
         c_proj = proj_lambda * self.c_proj
         return F.linear(y, c_proj.type_as(x))
-
-    def compose(self, q, k, v, mask, factors):
-        """What each head reads where all heads look, by their factors: (B, T, H, K).
-
-        Dynamically composable attention, https://arxiv.org/abs/2405.08553: @Lisennlp, #85. Here it
-        takes an attention call a head, by an estimate 3 to 5 s of a run of 75 s on 8 H100s. The
-        published one is a kernel of its own.
-        """
-        into = factors["into"].float()
-        into = into * (into.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        into = into.type_as(v)[..., None]
-        outputs = []
-        for head in range(self.num_heads):
-            of_head = v[:, :, head : head + 1].expand_as(v)
-            looks = attend(q, k, of_head, mask, self.kernel_options)
-            outputs.append((into * looks).sum(dim=2))
-        return factors["out_of"][..., None] * torch.stack(outputs, dim=2)
 
 
 def hash_bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
@@ -892,7 +868,6 @@ def first_gates(cfg, indices) -> dict:
     """First values of the gates of some layers, by name and layer: @Lisennlp, #85.
 
     xsa: of what a head drops. heads: of its output. x0, bigram, skip: of what a layer adds.
-    into, out_of: of its attention in the mixture of heads, and of what it takes from there.
     """
     heads = cfg.model_dim // cfg.head_dim
     first = {}
@@ -907,9 +882,6 @@ def first_gates(cfg, indices) -> dict:
         elif index < len(cfg.layers) - 1:
             first["x0", index] = [0.0]
             first["bigram", index] = [0.05]
-        elif layer.window != "P":
-            first["into", index] = [1.0] * heads
-            first["out_of", index] = [0.0] * heads
     return first
 
 
@@ -989,9 +961,6 @@ class GPT(nn.Module):
         # FlexAttention is fast only where it is compiled.
         on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
         make_mask = flex_mask if on_gpu else dense_mask
-        composed_mask = None
-        if self.blocks[-1].layer.window in ("L", "S"):
-            composed_mask = make_mask(docs_BT, self.cfg.composed_window - 1)
         T = inputs_BT.size(1)
         long, short = self.reach
         used = {block.layer.window for block in self.blocks}
@@ -1002,7 +971,7 @@ class GPT(nn.Module):
                 rotary = self.rotary[:, : positions * T].view(2, T, 1, positions, -1)
                 # The reach counts positions: where heads are paired, half as many tokens.
                 mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), reach)
-                views[window] = View(rotary, mask, positions, composed_mask)
+                views[window] = View(rotary, mask, positions)
         return views
 
     def hidden(self, inputs_BT):
@@ -1697,8 +1666,8 @@ class TokenLoader:
 
 def count_shards(cfg, sizes) -> int:
     """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
-    shards = left = 0
     behind = plan(cfg).tokens
+    shards = left = 0
     for before, after in zip(behind, behind[1:]):
         tokens = after - before
         while left <= tokens < max(sizes):  # the last sequence needs one more
@@ -1711,15 +1680,14 @@ def count_shards(cfg, sizes) -> int:
 def check_data(cfg, loader, digest):
     """Raise UserError where training data are not the checkpoint's, held out, or too few."""
     files = f"--train_files {cfg.train_files}"
-    if loader.digest != digest:
+    if digest and digest != loader.digest:
         raise UserError(f"{files}: not the data of {cfg.resume}")
     if set(loader.files) & set(find_shards(cfg.val_files)):
         raise UserError(f"{files}: --val_files has a file of these, too")
     found, read = len(loader.sizes), count_shards(cfg, loader.sizes)
     if read > found and cfg.preset == "record" and not cfg.repeat_data:
-        fineweb = count_shards(cfg, [10**8])
-        raise UserError(f"{files}: the run reads {read} shards of {found}; fetch more: "
-                        f"python data/fineweb.py {fineweb}, or --repeat_data true")
+        raise UserError(f"{files}: the run reads {read} shards of {found}; --repeat_data true, or "
+                        f"fetch more: python data/fineweb.py {count_shards(cfg, [10**8])}")
 
 
 # ---- Validation -------------------------------------------------------------
@@ -1772,7 +1740,7 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
 
 
 # ---- Checkpoints ------------------------------------------------------------
-NEW_RUN = dict(step=0, settings=None, loader=(), train_time_ms=0.0)
+NEW_RUN = dict(step=0, settings=None, loader=(), data=None, train_time_ms=0.0)
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -1889,7 +1857,7 @@ class Ranks:
             local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
         except ValueError as error:
             raise UserError(f"WORLD_SIZE, RANK or LOCAL_RANK: {error}; unset them") from None
-        # What srun, mpirun and mpiexec set instead: how many they started
+        # How many srun, mpirun or mpiexec started, which set no WORLD_SIZE
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if "WORLD_SIZE" not in os.environ and os.environ.get(name, "") not in ("", "1"):
                 raise UserError(f"{name}: each task would train alone; let one start torchrun")
@@ -2030,7 +1998,7 @@ class Run:
         self.loader = None  # evaluation needs no training data
         if self.first_step < self.last:
             self.loader = TokenLoader(cfg, ranks, Place(*state["loader"]), self.log)
-            check_data(cfg, self.loader, state.get("data", self.loader.digest))
+            check_data(cfg, self.loader, state["data"])
         self.model, self.optimizers = build(cfg, ranks)
         self.open_log(may_exist)
         if self.loader:
@@ -2122,11 +2090,10 @@ class Run:
         saves = every and step > self.saved_step and (is_last or complete and (passed or stops))
         self.stopped = stops and (saves or not every)
         if validates or saves or self.stopped:
-            # The clock stands from here until it is started again.
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
-            self.train_time_ms = self.elapsed_ms()
             self.log_step(step, wait=True)
+            self.train_time_ms = self.elapsed_ms()  # the clock stands until it is started again
             if validates:
                 now = schedule(step, self.cfg)
                 self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)

@@ -5,8 +5,8 @@
     python train_gpt.py                                       # the record, on one GPU
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
-Record: 2026-04-29_DenseConnections
-Parent: 2026-04-08_HeadPairMuon. Change: dense connections to the last layer and the output; XSA.
+Record: 2026-04-22_DenseConnections
+Parent: 2026-04-08_HeadPairMuon. Change: the last layer and the output read earlier activations.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -28,7 +28,6 @@ bigram table                                      hash_bigrams, GPT.hidden
 smeared embeddings, skip                          GPT.smear, GPT.hidden
 saved activation: late attention, backout         GPT.hidden
 dense connections                                 Factors, LastBlock, GPT.hidden
-exclusive self-attention                          CausalSelfAttention
 Polar Express, NorMuon                            orthogonalize, muon_update
 cautious weight decay                             muon_update, adam_update
 sharded optimizers, Adam every other step         ShardedOptimizer, Adam, step_optimizers
@@ -60,7 +59,6 @@ class Layer:
 
     window: str | None  # "L": long, "S": short, "P": short, of paired heads, None: no attention
     table: int | None = None  # which value embeddings its attention adds
-    xsa: bool = False  # its heads drop their own token's value
     skip: bool = False  # the layer without attention adds its output
     saved: bool = False  # later attention and the output read its output
 
@@ -94,16 +92,16 @@ class Hyperparameters:
     head_dim: int = 128  # width of an attention head
     layers: tuple = (
         Layer("P"),
-        Layer("S", table=0, xsa=True),
+        Layer("S", table=0),
         Layer("P", table=1),
-        Layer("L", xsa=True, skip=True),
-        Layer("S", xsa=True),
+        Layer("L", skip=True),
+        Layer("S"),
         Layer("P"),
         Layer(None),
-        Layer("S", xsa=True, saved=True),
-        Layer("S", table=2, xsa=True),
+        Layer("S", saved=True),
+        Layer("S", table=2),
         Layer("P", table=3),
-        Layer("L", table=4, xsa=True),
+        Layer("L", table=4),
     )
     bigram_rows: int = 251_520  # rows of the bigram table, which pairs of tokens share
     attention_scale: float = 0.1  # factor of the attention scores in the first stage
@@ -116,7 +114,7 @@ class Hyperparameters:
     muon_lr: float = 0.023  # Muon's rate
     muon_momentum: float = 0.95  # Muon's momentum
     # Schedules
-    num_iterations: int = 1385  # optimizer steps
+    num_iterations: int = 1415  # optimizer steps
     extension_steps: int = 10  # last steps, at the lowest rates
     stages: tuple = (
         Stage(
@@ -177,7 +175,7 @@ POCKET = dict(
     model_dim=64,
     head_dim=16,
     layers=(
-        Layer("L", table=0, xsa=True, skip=True),
+        Layer("L", table=0, skip=True),
         Layer("P", saved=True),
         Layer(None),
         Layer("L", table=1),
@@ -246,8 +244,6 @@ def check(cfg, require):
     require(len(saved) == 1, "layers", "have one row with saved")
     tables = [layer for layer in cfg.layers if layer.table is not None]
     require(len(tables) > 0, "layers", "have a row with a table")
-    xsa = {layer.window for layer in cfg.layers if layer.xsa}
-    require(xsa <= {"L", "S"}, "layers", "have xsa only with L and S")
     # Stages. Both presets have as many.
     num_stages = len(Hyperparameters.stages)
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
@@ -683,11 +679,8 @@ class CausalSelfAttention(nn.Module):
         self.lambdas = weight(2, group="lambdas", first=constant(0.5, 1.0))
         self.attn_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
         self.value_gate = None
-        self.xsa_lambda = None
         if layer.table is not None:
             self.value_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
-        if layer.xsa:
-            self.xsa_lambda = weight(self.num_heads, group="injection lambdas")
 
     def forward(self, x, value_embed, view):
         # Queries, keys and values
@@ -717,12 +710,6 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (each.reshape(woven) for each in (q, k, v))
         y = attend(q, k, v, view.mask, self.kernel_options)
         y = y.view(*x.shape[:2], self.num_heads, -1)
-        # Exclusive self-attention: what points along a token's own value is taken away:
-        # @_djdumpling, #82, 30 steps, https://arxiv.org/abs/2603.09078
-        if self.xsa_lambda is not None:
-            length = v.square().sum(-1, keepdim=True).clamp_min(1e-8)
-            own = (y * v).sum(-1, keepdim=True) / length * v
-            y = y - torch.tanh(self.xsa_lambda).type_as(y)[..., None] * own
         # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
         gate_BTH = torch.sigmoid(self.attn_gate(x[..., :GATE_CHANNELS]))
         y = (y * gate_BTH[..., None]).flatten(2)  # (B, T, D)
@@ -1621,8 +1608,8 @@ class TokenLoader:
 
 def count_shards(cfg, sizes) -> int:
     """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
-    shards = left = 0
     behind = plan(cfg).tokens
+    shards = left = 0
     for before, after in zip(behind, behind[1:]):
         tokens = after - before
         while left <= tokens < max(sizes):  # the last sequence needs one more
@@ -1635,15 +1622,14 @@ def count_shards(cfg, sizes) -> int:
 def check_data(cfg, loader, digest):
     """Raise UserError where training data are not the checkpoint's, held out, or too few."""
     files = f"--train_files {cfg.train_files}"
-    if loader.digest != digest:
+    if digest and digest != loader.digest:
         raise UserError(f"{files}: not the data of {cfg.resume}")
     if set(loader.files) & set(find_shards(cfg.val_files)):
         raise UserError(f"{files}: --val_files has a file of these, too")
     found, read = len(loader.sizes), count_shards(cfg, loader.sizes)
     if read > found and cfg.preset == "record" and not cfg.repeat_data:
-        fineweb = count_shards(cfg, [10**8])
-        raise UserError(f"{files}: the run reads {read} shards of {found}; fetch more: "
-                        f"python data/fineweb.py {fineweb}, or --repeat_data true")
+        raise UserError(f"{files}: the run reads {read} shards of {found}; --repeat_data true, or "
+                        f"fetch more: python data/fineweb.py {count_shards(cfg, [10**8])}")
 
 
 # ---- Validation -------------------------------------------------------------
@@ -1696,7 +1682,7 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
 
 
 # ---- Checkpoints ------------------------------------------------------------
-NEW_RUN = dict(step=0, settings=None, loader=(), train_time_ms=0.0)
+NEW_RUN = dict(step=0, settings=None, loader=(), data=None, train_time_ms=0.0)
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -1813,7 +1799,7 @@ class Ranks:
             local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
         except ValueError as error:
             raise UserError(f"WORLD_SIZE, RANK or LOCAL_RANK: {error}; unset them") from None
-        # What srun, mpirun and mpiexec set instead: how many they started
+        # How many srun, mpirun or mpiexec started, which set no WORLD_SIZE
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if "WORLD_SIZE" not in os.environ and os.environ.get(name, "") not in ("", "1"):
                 raise UserError(f"{name}: each task would train alone; let one start torchrun")
@@ -1954,7 +1940,7 @@ class Run:
         self.loader = None  # evaluation needs no training data
         if self.first_step < self.last:
             self.loader = TokenLoader(cfg, ranks, Place(*state["loader"]), self.log)
-            check_data(cfg, self.loader, state.get("data", self.loader.digest))
+            check_data(cfg, self.loader, state["data"])
         self.model, self.optimizers = build(cfg, ranks)
         self.open_log(may_exist)
         if self.loader:
@@ -2046,11 +2032,10 @@ class Run:
         saves = every and step > self.saved_step and (is_last or complete and (passed or stops))
         self.stopped = stops and (saves or not every)
         if validates or saves or self.stopped:
-            # The clock stands from here until it is started again.
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
-            self.train_time_ms = self.elapsed_ms()
             self.log_step(step, wait=True)
+            self.train_time_ms = self.elapsed_ms()  # the clock stands until it is started again
             if validates:
                 now = schedule(step, self.cfg)
                 self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)

@@ -6,80 +6,129 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import machine
 import plan as plan_tool
 import pytest
-from conftest import REPO, script_module
+from conftest import REPO, SCRIPTS, script_module
 
-import train_gpt
+GIB = 2**30
 
 
-def flags_of(sequences):
-    """The flags that the page has for sequences of half the length, a quarter or an eighth."""
-    page = (REPO / "docs" / "gpus.md").read_text()
-    return re.search(rf'^{sequences}="(.*)"$', page, re.MULTILINE)[1]
+@pytest.fixture
+def plan(monkeypatch, capsys):
+    """`plan(gib, flags)` is what is printed and said for GPUs of such sizes, and the root."""
+    monkeypatch.setattr(machine, "check_compiler", lambda: None)
+    monkeypatch.setattr(machine, "check_shared_memory", lambda ranks: None)
+
+    def run(gib, flags):
+        gpus = [SimpleNamespace(total_memory=int(float(size) * GIB)) for size in gib.split()]
+        monkeypatch.setattr(plan_tool, "count_gpus", lambda device: len(gpus))
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpus[index])
+        plan_tool.plan(script_module("train_gpt.py"), flags.split())
+        return capsys.readouterr()
+
+    return run
 
 
 @pytest.mark.parametrize(("gib", "flags", "planned"), [
-    # GPUs, processes, how many there could be, sequences of a step; they divide these
-    (3 * "80 ", "--seed 1", "3 2 3 8 \nfineweb.py 8\n"),
-    (8 * "80 ", "--sequences_per_step 12", "8 6 8 12 \nfineweb.py 8\n"),
-    (4 * "80 ", "--preset pocket", "4 1 1 8 \npocket.py\n"),
-    ("80", "--train_files mine/*.bin", "1 1 1 8 \n\n"),
+    # GPUs and processes; these divide the sequences of a step
+    (3 * "80 ", "--seed 1", "3 2 \nfineweb.py 8\n"),
+    (8 * "80 ", "--sequences_per_step 12", "8 6 \nfineweb.py 8\n"),
+    (16 * "80 ", "--shorten 2", "16 16 \nfineweb.py 8\n"),
+    (4 * "80 ", "--preset pocket", "4 1 \npocket.py\n"),
+    ("80", "--train_files mine/*.bin", "1 1 \n\n"),
     # The smallest GPU sets the length of the sequences, unless flags do.
-    ("22.0", "", "1 1 1 8 \nfineweb.py 8\n"),
-    ("79.1 15.6 79.1", "", f"3 2 3 16 {flags_of('half')}\nfineweb.py 8\n"),
-    ("9.6", "--seed 3", f"1 1 1 32 {flags_of('quarter')}\nfineweb.py 8\n"),
-    ("7.7", "", f"1 1 1 64 {flags_of('eighth')}\nfineweb.py 8\n"),
-    ("7.7", "--sequences_per_step=16", "1 1 1 16 \nfineweb.py 11\n"),
-    ("5.8", "--preset pocket", "1 1 1 8 \npocket.py\n"),
-    ("5.8", "", "1 1 1 8 none\nfineweb.py 8\n")])
-def test_the_root_is_planned_for_the_gpus_that_there_are(monkeypatch, capsys, gib, flags, planned):
-    gpus = [SimpleNamespace(total_memory=int(float(size) * 2**30)) for size in gib.split()]
-    monkeypatch.setattr(train_gpt, "count_gpus", lambda device: len(gpus))
-    monkeypatch.setattr(train_gpt, "check_gpu_machine", lambda processes: None)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpus[index])
-    plan_tool.plan(flags.split())
-    assert capsys.readouterr().out == planned
+    ("22.0", "", "1 1 \nfineweb.py 8\n"),
+    ("79.1 15.6 79.1", "", "3 2 --shorten 2\nfineweb.py 8\n"),
+    ("11.6", "--seed 3", "1 1 --shorten 4\nfineweb.py 8\n"),
+    ("7.7", "", "1 1 --shorten 8 --val_seq_len 131072\nfineweb.py 8\n"),
+    ("7.7", "--shorten=2", "1 1 \nfineweb.py 8\n"),
+    ("5.8", "--preset pocket", "1 1 \npocket.py\n")])
+def test_the_root_is_planned_for_the_gpus_that_there_are(plan, gib, flags, planned):
+    printed, said = plan(gib, flags)
+    assert printed == planned
+    ranks = re.search(r"(\d+) of (\d+) GPUs", said)
+    gpus, processes = planned.split()[:2]
+    assert bool(ranks) == (gpus != processes and "pocket" not in planned)
+    assert ("--shorten" in planned) == ("losses of shorter sequences do not compare" in said)
 
 
-def test_wrong_flags_are_one_line():
-    """As run.sh calls it, which finds the trainer by its folder alone."""
-    command = [sys.executable, "-P", REPO / "data" / "plan.py", "--sede", "3"]
-    done = subprocess.run(command, env=os.environ | dict(PYTHONPATH=str(REPO)), text=True,
-                          capture_output=True)
+def test_a_gpu_that_is_too_small_is_told(plan):
+    with pytest.raises(machine.MachineError, match="5.8 GiB is too small for 2025-12-22_Multi.*"
+                                                   "--preset pocket"):
+        plan("79.1 5.8", "")
+
+
+@pytest.mark.parametrize(("flags", "said"), [("--sede 3", "--sede 3"), ("--seed x", "--seed")])
+def test_wrong_flags_are_one_line(flags, said):
+    command = [sys.executable, REPO / "data" / "plan.py", REPO / "train_gpt.py", *flags.split()]
+    done = subprocess.run(command, text=True, capture_output=True,
+                          env=os.environ | dict(PYTHONSAFEPATH="1", PYTHONOPTIMIZE="2"))
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("run.sh: ") and "--sede 3" in done.stderr
+    assert done.stderr.startswith("run.sh: ") and said in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def lengths_of(cfg):
-    return [row.seq_len for row in getattr(cfg, "stages", [cfg])]
+def test_cuda_that_does_not_start_is_told(monkeypatch, tmp_path):
+    def refuse():
+        raise RuntimeError("system has unsupported display driver")
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.cuda.init", refuse)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr(machine, "SYSTEM", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert plan_tool.count_gpus("auto") == 0
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    assert plan_tool.count_gpus("cpu") == 0
+    with pytest.raises(machine.MachineError, match="unsupported display driver; --device cpu"):
+        plan_tool.count_gpus("auto")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert plan_tool.count_gpus("auto") == 0
 
 
-@pytest.mark.parametrize(("record", "data"), [  # all that its steps take, at least eight shards
-    ("2024-10-14_ModernArch", ["fineweb.py 27"]),
-    ("2024-11-03_UntieEmbed", ["fineweb.py 25"]),
-    ("2025-01-13_Fp8LmHead", ["fineweb.py 8"]),
-    ("2025-12-22_MultiTokenPrediction", ["fineweb.py 8"]),
-    ("2026-07-13_PrefixTargets", ["prefixes.py", "fineweb.py 8"]),
-    ("2026-08-30_92g_NgramTable", ["prefixes.py", "canonical.py", "fineweb.py 8"])])
-def test_records_are_planned_with_their_data_and_for_a_small_gpu(monkeypatch, tmp_path, record,
-                                                                 data):
-    """The tokens of its steps stay what they were."""
+def test_memory_is_that_of_the_page_for_each_record_that_it_counts():
+    page = (REPO / "docs" / "gpus.md").read_text()
+    row = r"^\| #?(\w+) (\w+) \| \d+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|"
+    counted = {}
+    for number, name, *gib in re.findall(row, page, re.MULTILINE):
+        [record] = [key for key in plan_tool.MEMORY if key.endswith("_" + name)]
+        counted[record] = tuple(map(float, gib))
+        assert number.isdigit() or number in record
+    assert counted == plan_tool.MEMORY
+    assert {f"records/{name}/train_gpt.py" for name in counted} <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize(("record", "gib", "flags", "data"), [  # at least eight shards
+    ("2024-10-14_ModernArch", 15.6, "--sequences_per_forward 32", ["fineweb.py 27"]),
+    ("2025-01-13_Fp8LmHead", 15.6, "--shorten 2", ["fineweb.py 8"]),
+    ("2026-07-13_PrefixTargets", 39.4, "", ["prefixes.py", "fineweb.py 8"]),
+    ("2026-07-13_PrefixTargets", 23.5, "--shorten 2", ["prefixes.py", "fineweb.py 8"]),
+    ("2026-08-30_92f_SampledSoftmax", 23.5, "--shorten 2 --val_seq_len 131072",
+     ["prefixes.py", "canonical.py", "fineweb.py 8"])])
+def test_records_are_planned_with_their_data_and_memory(monkeypatch, tmp_path, record, gib, flags,
+                                                        data):
+    """The tokens of their steps stay what they were."""
     script = script_module(f"records/{record}/train_gpt.py")
-    monkeypatch.setattr(plan_tool, "train_gpt", script)
     cfg = script.parse_args([])
-    for gib, parts in (79.1, 1), (15.6, 2), (11.6, 4), (7.7, 8):
-        flags = plan_tool.flags_that_fit(cfg, gib)
-        assert bool(flags) == (parts > 1)
-        small = script.parse_args(flags.split())
-        for found, before in zip(lengths_of(small), lengths_of(cfg), strict=True):
-            at_once = before * cfg.sequences_per_forward
-            assert found * small.sequences_per_forward * parts == at_once
-            assert found * small.sequences_per_step == before * cfg.sequences_per_step
+    assert plan_tool.flags_that_fit(script, cfg, int(gib * GIB), 8) == flags
+    small = script.shorten(script.parse_args(flags.split()))
+    assert script.plan(small).tokens == script.plan(cfg).tokens
     monkeypatch.setattr(plan_tool, "__file__", f"{tmp_path}/data/plan.py")
-    assert plan_tool.scripts_of_data(cfg) == data
+    assert plan_tool.scripts_of_data(script, cfg) == data
     for table in plan_tool.TABLES:  # which are not made again
         (tmp_path / table).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / table).touch()
-    assert plan_tool.scripts_of_data(cfg) == data[-1:]
+    assert plan_tool.scripts_of_data(script, cfg) == data[-1:]
+
+
+def test_a_table_in_parts_needs_enough_gpus_or_fewer_rows():
+    script = script_module("records/2026-08-30_92g_NgramTable/train_gpt.py")
+    for flags, ranks, fits in (("", 8, True), ("", 1, False), ("--ngram_rows 21150720", 1, True)):
+        cfg = script.parse_args(flags.split())
+        if fits:
+            assert plan_tool.flags_that_fit(script, cfg, int(79.1 * GIB), ranks) == ""
+        else:
+            with pytest.raises(machine.MachineError, match="92g_NgramTable.*fewer --ngram_rows"):
+                plan_tool.flags_that_fit(script, cfg, int(79.1 * GIB), ranks)

@@ -49,7 +49,8 @@ SMALL = dataclasses.replace(
         Layer("L", table=0),
     ),
     **rows_of(3072), val_seq_len=4096, val_tokens=8192, val_every=3, num_iterations=16,
-    extension_steps=1, sequences_per_step=2, head_chunks=1, warmup_steps=2)  # Adam steps at the second
+    extension_steps=1, sequences_per_step=2, head_chunks=1,
+    warmup_steps=2)  # Adam steps at the second
 if ON_HOST:  # its kernels are interpreted
     SMALL = dataclasses.replace(
         SMALL, vocab_size=257, eot_token=256, vocab_multiple=16, model_dim=32, head_dim=16,

@@ -10,6 +10,8 @@ import half_hour
 import pytest
 import torch
 
+import train_gpt
+
 # Each part as a process: one ends well, one badly, one never.
 PARTS = """import sys, time
 print("part", *sys.argv[1:], flush=True)
@@ -60,8 +62,8 @@ def test_the_newest_record_needs_no_files_and_one_gpu(monkeypatch):
     assert [name for name, value in vars(cfg).items() if str(value).startswith("data/")] == [
         "train_files", "val_files"]  # those are noise
     stages = [script.schedule(step, cfg).stage for step in range(cfg.num_iterations)]
-    assert stages == sorted(stages)
-    assert all(stages.count(stage) == stage_steps for stage in stages)
+    assert stages == sorted(stages) and len(set(stages)) == len(cfg.stages)
+    assert len(stages) == stage_steps * len(cfg.stages)
     classes = min(row.classes for row in cfg.stages if row.classes)
     assert classes > cfg.eot_token // half_hour.NOISE_SHARE
 
@@ -82,13 +84,17 @@ def test_kernels_are_summed_by_group(capsys):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_the_parts_run_on_the_host_in_place_of_a_gpu(capsys):
+def test_the_parts_run_on_the_host_in_place_of_a_gpu(capsys, monkeypatch):
     half_hour.machine([])
     half_hour.fp8([])
     half_hour.attention([], length=256, heads=1, reach=128, repeats=1)
-    same = ",".join(3 * ["1:128:128:128:1:1"] + 2 * ["0:128:128:128:1:1"])  # one graph
-    small = ["--model_dim", "32", "--head_dim", "16", "--layers", "L0:skip:saved,S"]
-    half_hour.kernels([*TINY, *small, "--val_seq_len", "128", "--stages", same], stage_steps=2)
+    row = dict(seq_len=128, long_window=128, short_window=128, lr_factor=1.0, num_targets=1)
+    stage, at_last = train_gpt.Stage(share=1.0, **row), train_gpt.Stage(**row)
+    layers = train_gpt.Layer("L", table=0, skip=True, saved=True), train_gpt.Layer("S")
+    tables = dict(stages=3 * (stage,), extension=at_last, last_validation=at_last, layers=layers)
+    monkeypatch.setattr(train_gpt, "POCKET", train_gpt.POCKET | tables)  # one graph
+    small = ["--model_dim", "32", "--head_dim", "16", "--val_seq_len", "128"]
+    half_hour.kernels([*TINY, *small], stage_steps=2)
     text = capsys.readouterr().out
     assert text.count(": right") == 3 and "WRONG" not in text
     errors = re.search(r"gradients: y (\S+), q (\S+), k (\S+), v ([\d.]+);", text).groups()

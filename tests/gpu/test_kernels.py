@@ -5,6 +5,7 @@ sm_90 its first stage takes two minutes of one core and is marked `slow`. All ot
 marked `cards`, those of the records after #53 among them.
 """
 
+import dataclasses
 import functools
 import math
 import re
@@ -15,7 +16,7 @@ import pytest
 import torch
 from conftest import REPO
 from host_gpu import cost
-from host_gpu.trace import Trace, trace
+from host_gpu.trace import Trace, few_layers_of, trace
 
 import train_gpt
 
@@ -35,23 +36,11 @@ for script in SCRIPTS:
         EACH_ON_EACH_CARD.append(pytest.param(script, card, marks=mark, id=name))
 
 
-def few_layers_of(script: Path) -> list[str]:
-    """The flags that leave a script three layers, with each kind of heads, tables and gates."""
-    form = re.search(r"^LAYER_WORD = .*", script.read_text(), re.MULTILINE)[0]
-    if "m?" in form:  # the steps to #92, of whose kinds of layers three do not hold all
-        return ["--layers", "S0b:skip,P1eb-:saved,.sm,L2xg"]
-    marks = "".join(mark for mark in (":skip", ":saved") if mark in form)
-    gates = "g" if "g?" in form else ""
-    first = "P" if "P" in form.partition("(")[2] else "S"
-    xsa = "x" if "x?" in form else ""
-    return ["--layers", f"{first}0{gates}{marks},.,L1{xsa}{gates}"]
-
-
 @functools.cache
 def first_stage(script: Path, card: str) -> Trace:
     """It has the most targets and the shortest sequences."""
     phases = "train,validation,optimizers"
-    return trace(card, "--stage", "0", "--phases", phases, "--binaries", *few_layers_of(script),
+    return trace(card, "--stage", "0", "--phases", phases, "--binaries", "--few_layers",
                  script=script)
 
 
@@ -144,7 +133,7 @@ def test_kernels_move_what_a_count_by_hand_says():
 @pytest.mark.cards
 def test_chunks_of_the_head_take_the_same_graphs_and_less_memory():
     whole, found = (
-        trace("sm_90", "--phases", "train", "--head_chunks", chunks, *few_layers_of(ROOT))
+        trace("sm_90", "--phases", "train", "--head_chunks", chunks, "--few_layers")
         for chunks in "18")
     assert found.breaks == []
     assert found.graphs == whole.graphs == {"forward": 2}
@@ -160,7 +149,8 @@ def test_products_and_state_are_those_that_the_weights_ask_for():
     each weight, Muon one and a mean square of each row, and multiplies in bf16."""
     found = first_stage(ROOT, "sm_90")
     with torch.device("meta"):
-        model = train_gpt.GPT(train_gpt.parse_args(few_layers_of(ROOT)))
+        layers = few_layers_of(train_gpt)
+        model = train_gpt.GPT(dataclasses.replace(train_gpt.Hyperparameters(), layers=layers))
     tokens = found.facts["tokens"]
     flop = 4 * model.smear_gate.weight.numel() * (tokens - 1)
     state = sum(x.nbytes for x in model.buffers())

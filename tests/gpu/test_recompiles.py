@@ -47,7 +47,8 @@ def test_variants_of_a_rule_stay_below_torchs_limit(path, monkeypatch):
         return torch.compile(rule, backend=counter, dynamic=False, fullgraph=True)
 
     monkeypatch.setattr(script, "compile_on_gpu", compile_and_count)
-    cfg = script.parse_args([])
+    files = {"prefix_file", "canonical_file"} & vars(script.Hyperparameters()).keys()
+    cfg = script.Hyperparameters(**dict.fromkeys(files, ""))
     with torch.device("meta"):
         model = script.GPT(cfg)
     properties = SimpleNamespace(shared_memory_per_block_optin=227 * 2**10)  # an H100's
@@ -85,16 +86,21 @@ def test_no_training_step_compiles_a_graph_after_the_warm_up(path, monkeypatch):
     model.compile(dynamic=False, backend=counter)
     ranks = script.Ranks(cfg)
     plan = script.plan(cfg)
+    blank = np.zeros((cfg.sequences_per_forward, 1 + max(row.seq_len for row in cfg.rows())), int)
+
+    def blank_step(now):
+        rows = script.Rows(blank[:, : now.seq_len + 1])
+        return [script.to_batch(rows, ranks.device)]
+
     run = SimpleNamespace(
-        cfg=cfg, plan=plan, ranks=ranks, model=model, log=print,
+        cfg=cfg, plan=plan, ranks=ranks, model=model, log=print, last=cfg.num_iterations,
         optimizers=script.build_optimizers(model, cfg, ranks),
-        loader=SimpleNamespace(per_forward=cfg.sequences_per_forward))
+        loader=SimpleNamespace(next_step=blank_step))
     script.Run.warm_up(run)
     compiled = counter.frame_count
     for first in plan.first_steps.values():
         for step in first, first + 1:
             now = script.schedule(step, cfg)
             model.set_stage(now)
-            tokens = np.zeros((cfg.sequences_per_forward, now.seq_len + 1), int)
-            script.accumulate_gradients(model, [script.to_batch(tokens, ranks.device)], now)
+            script.accumulate_gradients(model, blank_step(now), now)
     assert compiled and counter.frame_count == compiled

@@ -18,7 +18,7 @@ def test_the_tuner_has_room_and_neither_the_peak_nor_the_collector_sees_the_warm
     def note(owner, name):
         monkeypatch.setattr(owner, name, lambda *args, **options: asked.append((name, args)))
 
-    for name in ("to_batch", "accumulate_gradients", "step_optimizers", "validate"):
+    for name in ("accumulate_gradients", "step_optimizers", "validate"):
         note(train_gpt, name)
     note(torch, "empty")
     note(torch.cuda, "reset_peak_memory_stats")
@@ -28,7 +28,7 @@ def test_the_tuner_has_room_and_neither_the_peak_nor_the_collector_sees_the_warm
     cfg = train_gpt.parse_args(["--preset", "pocket"])
     run = SimpleNamespace(
         cfg=cfg, plan=train_gpt.plan(cfg), log=print, model=None, optimizers=[],
-        loader=SimpleNamespace(per_forward=1),
+        last=cfg.num_iterations, loader=SimpleNamespace(next_step=lambda now: [None]),
         ranks=SimpleNamespace(device=torch.device("cuda"), world_size=1))
     train_gpt.Run.warm_up(run)
     monkeypatch.undo()

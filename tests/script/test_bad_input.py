@@ -34,7 +34,7 @@ def test_one_file_for_both_data_and_a_folder_that_cannot_be_made(run, data_flags
     line = one_error(run(val_files=data_flags["train_files"]))
     assert "--val_files has a file of these, too" in line
     (tmp_path / "logs").symlink_to("nowhere")
-    assert "File exists: 'logs'" in one_error(run())
+    assert "logs: a file, or a link to nowhere; remove it" in one_error(run())
 
 
 def test_a_run_says_that_it_repeats_its_data_and_the_record_refuses(run, monkeypatch):

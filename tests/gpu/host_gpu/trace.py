@@ -268,7 +268,7 @@ def stand_in_for_tensors(notes: Notes) -> None:
 
 
 def cast_weights(model):
-    """What `prepare_for_cuda` does, by new parameters: fake ones do not change their type."""
+    """What `prepare` does, by new parameters: fake ones do not change their type."""
     for owner in model.modules():
         for name, param in list(owner.named_parameters(recurse=False)):
             if param.bf16:
@@ -283,7 +283,7 @@ def cast_weights(model):
 class Tracer:
     """A script on fake tensors."""
 
-    def __init__(self, path: str, flags: list[str], stage: int):
+    def __init__(self, path: str, flags: list[str], stage: int, few_layers=False):
         self.notes, self.graphs, self.memory, self.wire = Notes(), {}, {}, []
         stand_in_for_launches(self.notes)
         stand_in_for_tensors(self.notes)
@@ -292,12 +292,14 @@ class Tracer:
         cfg = self.script.parse_args(flags)
         chunks = cfg.head_chunks or self.script.default_head_chunks(self.device)
         self.cfg = dataclasses.replace(cfg, head_chunks=chunks)
+        if few_layers:
+            self.cfg = dataclasses.replace(self.cfg, layers=few_layers_of(self.script))
         self.stages = stages(self.script, self.cfg)
         self.stage = stage % len(self.stages)
         self.steps = self.stages[self.stage]
         self.first = self.script.schedule(self.steps[0], self.cfg)
-        # After so many every optimizer has stepped. From 92d on tables step at one of four.
-        self.optimizer_steps = 4 if hasattr(self.first, "event") else 2
+        # After so many every optimizer has stepped. On the way to #92 tables step at one of four.
+        self.optimizer_steps = 4 if hasattr(self.cfg, "period_from") else 2
 
     def note(self, phase: str, function):
         """Run it once, which compiles it, and once more to be noted."""
@@ -326,7 +328,7 @@ class Tracer:
 
     def batch(self, rows: int, length: int):
         targets = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
-        return targets.int(), targets
+        return self.script.Batch(targets.int(), targets)
 
     def some_rows(self, tokens):
         """Two rows of the n-gram table for each token, which ask for gradients when training."""
@@ -337,7 +339,9 @@ class Tracer:
         with self.device:  # no weight has values
             self.model = self.script.GPT(self.cfg)
         cast_weights(self.model)
-        self.script.prepare_for_cuda(self.model, self.cfg, self.device)
+        # Without the tables that it would read
+        files = dict.fromkeys({"prefix_file", "canonical_file"} & vars(self.cfg).keys(), "")
+        self.script.prepare(self.model, dataclasses.replace(self.cfg, **files), self.device)
         self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks(1))
         if hasattr(self.model, "ngram_table"):  # how many rows differ is not known without tokens
             self.model.read_rows = self.some_rows
@@ -368,12 +372,13 @@ class Tracer:
     def validate(self):
         """As after the last step, with its windows."""
         cfg = self.cfg
-        tokens = cfg.sequences_per_forward * max(row.seq_len for row in cfg.stages)
-        pair = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
-        self.model.set_stage(self.script.schedule(cfg.num_iterations, cfg))
+        tokens = cfg.sequences_per_forward * max(row.seq_len for row in cfg.rows())
+        batch = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
+        now = self.script.schedule(cfg.num_iterations, cfg)
+        self.model.set_stage(now)
         self.model.eval()
         with torch.no_grad(), self.script.store_masks(self.device):
-            self.note("validation", lambda: self.model(*pair))
+            self.note("validation", lambda: self.script.losses_of(self.model, batch, now))
         self.model.train()
 
     def update(self, world_size: int):
@@ -419,6 +424,29 @@ def shapes(now) -> tuple[int, int, int]:
     return now.seq_len, len(getattr(now, "target_weights", [1.0])), getattr(now, "classes", 0)
 
 
+def few_layers_of(script) -> tuple:
+    """Three layers with every kind of kernel that the record has; four on the way to #92."""
+    known = {field.name for field in dataclasses.fields(script.Layer)}
+    first = "P" if '"P"' in Path(script.__file__).read_text() else "S"
+    rows = [
+        (first, dict(table=0, gate=True, skip=True, saved=True)),
+        (None, {}),
+        ("L", dict(table=1, xsa=True, gate=True)),
+    ]
+    if "takes_skip" in known:
+        rows = [
+            ("S", dict(table=0, bigram=True, skip=True)),
+            ("P", dict(table=1, x0=True, bigram=True, mlps=0, saved=True)),
+            (None, dict(takes_skip=True, mlps=2)),
+            ("L", dict(table=2, xsa=True, gate=True)),
+        ]
+    layers = []
+    for window, marks in rows:
+        marks = {name: value for name, value in marks.items() if name in known}
+        layers.append(script.Layer(window, **marks))
+    return tuple(layers)
+
+
 def stages(script, cfg) -> list[list[int]]:
     """The steps of a run in the parts that need graphs of their own."""
     groups = itertools.groupby(
@@ -447,7 +475,7 @@ def block_pairs(script, cfg, steps: list[int]) -> float:
     starts = torch.zeros(tokens, dtype=torch.int32)
     starts[document_starts(tokens, longest or math.inf)] = 1
     docs = starts.cumsum(0, dtype=torch.int32)
-    letters = Counter(script.read_layer(word).window for word in cfg.layers)
+    letters = Counter(layer.window for layer in cfg.layers)
     times = Counter()  # that layers visit so many tokens back, with so many positions a token
     for step in steps:
         now = script.schedule(step, cfg)
@@ -522,6 +550,7 @@ def main(argv: list[str]) -> None:
         parser.add_argument(name)
     parser.add_argument("--phases", default="train,validation,optimizers")
     parser.add_argument("--stage", type=int, default=-1)
+    parser.add_argument("--few_layers", action="store_true")
     parser.add_argument("--binaries", action="store_true")
     parser.add_argument("--instructions", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
@@ -531,7 +560,7 @@ def main(argv: list[str]) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     torch.set_num_threads(1)
-    tracer = Tracer(args.script, flags, args.stage)
+    tracer = Tracer(args.script, flags, args.stage, args.few_layers)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tracer.build()
         tracer.train()

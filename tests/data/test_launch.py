@@ -1,0 +1,75 @@
+"""data/launch.py, torchrun of run.sh, with two ranks that fail, or wait for a signal."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import REPO
+
+# A rank ends as its flag says, or waits.
+RANK = """import os, sys, time
+if "--fail" in sys.argv: sys.exit(3)
+if "--die" in sys.argv: os.abort()
+os.write(1, b"a rank waits\\n")
+time.sleep(600)
+"""
+# A signal comes when the first rank is started and torchrun has not noted it yet.
+SIGNAL_WHILE_STARTING = """
+import os, signal, subprocess, sys
+if "--standalone" in sys.argv:
+    start = subprocess.Popen.__init__
+    def start_and_signal(self, args, **options):
+        start(self, args, **options)
+        if options.get("start_new_session"):
+            os.kill(os.getpid(), signal.SIGTERM)
+    subprocess.Popen.__init__ = start_and_signal
+"""
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchrun's ranks are for CUDA")
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts two ranks."""
+    (tmp_path / "rank.py").write_text(RANK)
+
+    def start(*flags, start=()):
+        command = [*start, sys.executable, REPO / "data" / "launch.py", "--standalone",
+                   "--local-addr=127.0.0.1", "--nproc_per_node=2", tmp_path / "rank.py", *flags]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                env=os.environ | dict(PYTHONPATH=str(tmp_path)))
+
+    return start
+
+
+def check_end(run, code):
+    """No rank is left, which would hold the pipes open, and torchrun says little."""
+    errors = run.communicate(timeout=60)[1]
+    assert run.returncode == code
+    assert "Traceback" not in errors and errors.count("\n") < 8, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flag", "code"), [("--fail", 3), ("--die", 1)])
+def test_the_exit_code_is_that_of_the_ranks(launch, flag, code):
+    check_end(launch(flag), code)
+
+
+def test_under_nohup_a_closed_terminal_does_not_end_the_ranks_and_sigterm_does(launch):
+    run = launch(start=["nohup"])
+    try:
+        assert [run.stdout.readline() for _ in range(2)] == ["a rank waits\n"] * 2
+        run.send_signal(signal.SIGHUP)
+        time.sleep(1.5)  # torchrun looks once a second
+        assert run.poll() is None
+        run.send_signal(signal.SIGTERM)
+        check_end(run, 128 + signal.SIGTERM)
+    finally:
+        run.kill()
+
+
+def test_a_signal_that_meets_torchrun_while_it_starts_leaves_no_rank(launch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SIGNAL_WHILE_STARTING)
+    check_end(launch(), 128 + signal.SIGTERM)

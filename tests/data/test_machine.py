@@ -1,0 +1,68 @@
+"""data/machine.py: threads for the CPU, and what a machine with GPUs lacks."""
+
+import sys
+from types import SimpleNamespace
+
+import machine
+import pytest
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """`system(files)` makes a system of these files."""
+    monkeypatch.setattr(machine, "SYSTEM", tmp_path)
+
+    def write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    return write
+
+
+IDLE = 160  # hundredths of a second in 0.2 s, of eight cores
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS leaves the number to torch")
+@pytest.mark.parametrize(("idle", "cpus", "cores", "quotas", "threads"), [
+    (0, 8, 4, {}, 1),
+    (31, 8, 4, {}, 2),
+    (IDLE, 16, 4, {}, 4),
+    (IDLE, 2, 4, {}, 2),
+    (IDLE, 16, 0, {}, 8),  # where Linux does not tell the cores
+    (IDLE, 8, 8, {"cpu.max": "50000 100000"}, 1),
+    (IDLE, 8, 8, {"pod/cpu.max": "max 100000", "cpu.max": "265000 100000"}, 2),
+    (IDLE, 8, 8, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+    (IDLE, 8, 8, {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, 2)])
+def test_threads_are_as_many_as_cores_are_idle_and_no_more_than_the_quota(
+    system, monkeypatch, idle, cpus, cores, quotas, threads
+):
+    """By the CPUs of the process, cores of two threads, and files of the control groups."""
+    stat = "cpu  11 22 33 {} 44\ncpu0 1 2 3 4 5\n"
+    system({"proc/stat": stat.format(70000),
+            "proc/self/cgroup": "1:name=x:/y\n0::/pod\n" if "pod/cpu.max" in quotas else "0::/\n"})
+    system({f"sys/fs/cgroup/{name}": text + "\n" for name, text in quotas.items()})
+    system({f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list":
+            f"{cpu % cores},{cpu % cores + cores}\n" for cpu in range(2 * cores)})
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cpus)))
+    monkeypatch.setattr("time.sleep", lambda _: system({"proc/stat": stat.format(70000 + idle)}))
+    assert machine.count_threads() == threads
+
+
+def test_what_a_gpu_needs_is_told_with_its_remedy(system, monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
+    with pytest.raises(machine.MachineError, match="Python.h, which Triton needs: install python3"):
+        machine.check_compiler()
+    system({"Python.h": "", "dev/shm/x": ""})
+    machine.check_compiler()
+    monkeypatch.setenv("CC", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(machine.MachineError, match="no C compiler.* install gcc, or set CC"):
+        machine.check_compiler()
+    for mib, ranks in (64, 1), (65, 2):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, of=mib: SimpleNamespace(total=of << 20))
+        machine.check_shared_memory(ranks)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=64 << 20))
+    with pytest.raises(machine.MachineError, match="has 64 MiB.*--shm-size=1g"):
+        machine.check_shared_memory(2)

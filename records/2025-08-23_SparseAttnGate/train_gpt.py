@@ -1447,7 +1447,10 @@ class Log:
         self.folder = Path("logs", cfg.run_id or f"{datetime.now():%Y%m%d-%H%M%S-%f}")
         if not self.enabled:
             return
-        self.folder.mkdir(parents=True, exist_ok=bool(cfg.run_id))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=bool(cfg.run_id))
+        except FileExistsError as error:
+            raise UserError(f"{error.filename}: a file, or a link to nowhere; remove it") from None
         self.path = self.folder / "log.txt"
         self.file = self.path.open("ab", buffering=0)  # nothing is left to write after an error
         try:

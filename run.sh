@@ -13,9 +13,10 @@ case ${BASH_VERSION:+$SHELLOPTS} in '' | *posix*)
     exec bash "$0" "$@" ;;
 esac
 set -euo pipefail  # in bash 3.2, so that it runs on macOS as it is
-{ : >&1; } 2>/dev/null || exec >/dev/null  # a daemon's are closed
-: >&2 || exec 2>/dev/null
 self=${BASH_SOURCE[0]}
+for stream in 1 2; do  # a daemon's are closed, and the first such may be this file by now
+    [ -e /dev/fd/$stream ] && [ ! /dev/fd/$stream -ef "$self" ] || eval "exec $stream>/dev/null"
+done
 while link=$(readlink "$self"); do  # BSD's follows one link at a time
     case $link in /*) self=$link ;; *) self=$(dirname "$self")/$link ;; esac
 done

@@ -24,30 +24,31 @@ TABLES = {  # files that records read beside the text, and what makes them
     "data/fineweb10B/prefixes.npy": "prefixes.py",
     "data/fineweb10B/canonical.npz": "canonical.py"}
 
-# GiB of one GPU as docs/gpus.md counts them with the head in one piece: the peaks of training and
-# of a validation, and what weights, gradients and state take of both. A record that is not here is
-# taken to need what the one before it needs.
+# GiB of one GPU as docs/gpus.md counts them with the head in one piece, by how the names of records
+# begin: the peaks of training and of a validation, and what weights, gradients and state take of
+# both. A record is taken to need what the last one before it needs that was counted, and one that
+# is newer than all of them what the root needs.
 MEMORY = {
-    "2025-12-22_MultiTokenPrediction": (27.2, 7.8, 2.4),
-    "2026-01-04_LogitRescale": (28.2, 8.5, 3.1),
-    "2026-01-07_PairedHeads": (28.5, 8.9, 3.3),
-    "2026-01-19_BigramTable": (30.7, 11.4, 5.4),
-    "2026-02-03_ValueTables": (31.7, 11.6, 6.3),
-    "2026-03-06_SavedActivation": (32.3, 14.4, 6.3),
-    "2026-04-08_HeadPairMuon": (32.4, 14.4, 6.3),
-    "2026-04-29_DenseConnections": (33.0, 15.0, 6.3),
-    "2026-05-20_BigramSigns": (32.4, 14.1, 5.7),
-    "2026-05-27_DynamicGates": (34.5, 16.2, 7.4),
-    "2026-07-13_PrefixTargets": (34.5, 16.2, 7.4),
-    "2026-08-03_NarrowHeads": (33.6, 13.4, 7.3),
-    "2026-08-06_CanonicalMask": (34.5, 16.2, 7.4),
-    "2026-08-30_92a_FewerHeads": (29.6, 13.0, 7.1),
-    "2026-08-30_92b_DenseMix": (29.6, 13.9, 7.1),
-    "2026-08-30_92c_AnvilMuon": (29.8, 14.1, 7.3),
-    "2026-08-30_92d_FiveStages": (29.8, 14.1, 7.3),
-    "2026-08-30_92e_AverageWeights": (31.1, 15.4, 8.6),
-    "2026-08-30_92f_SampledSoftmax": (27.5, 32.0, 8.6),
-    "2026-08-30_92g_NgramTable": (39.6, 44.7, 20.6),
+    "2025-12-22": (27.2, 7.8, 2.4),
+    "2026-01-04": (28.2, 8.5, 3.1),
+    "2026-01-07": (28.5, 8.9, 3.3),
+    "2026-01-19": (30.7, 11.4, 5.4),
+    "2026-02-03": (31.7, 11.6, 6.3),
+    "2026-03-06": (32.3, 14.4, 6.3),
+    "2026-04-08": (32.4, 14.4, 6.3),
+    "2026-04-29": (33.0, 15.0, 6.3),
+    "2026-05-20": (32.4, 14.1, 5.7),
+    "2026-05-27": (34.5, 16.2, 7.4),
+    "2026-07-13": (34.5, 16.2, 7.4),
+    "2026-08-03": (33.6, 13.4, 7.3),
+    "2026-08-06": (34.5, 16.2, 7.4),
+    "2026-08-30_92a_": (29.6, 13.0, 7.1),
+    "2026-08-30_92b_": (29.6, 13.9, 7.1),
+    "2026-08-30_92c_": (29.8, 14.1, 7.3),
+    "2026-08-30_92d_": (29.8, 14.1, 7.3),
+    "2026-08-30_92e_": (31.1, 15.4, 8.6),
+    "2026-08-30_92f_": (27.5, 32.0, 8.6),
+    "2026-08-30_92g_": (39.6, 44.7, 20.6),
 }
 SAVED_BY_CHUNKS = {1: 0.0, 2: 4.4, 4: 6.5, 8: 7.4}  # GiB of training's, by pieces of the head
 SPARE = 2.0  # GiB for CUDA, gaps between tensors and a screen
@@ -78,17 +79,20 @@ def most_ranks(cfg, gpus: int) -> int:
 
 
 def record_of(script) -> str:
-    """The name of a script's record, as its docstring says; else that of the oldest counted one."""
+    """The name of a script's record, as its docstring says; else the oldest that was counted."""
     named = re.search(r"^Record: (\S+)", script.SCRIPT.read_text(), re.MULTILINE)
     return named[1] if named else min(MEMORY)
 
 
 def counted_memory(script, cfg, ranks: int) -> tuple[float, float, float]:
     """A row of MEMORY for a script on so many GPUs, with its validation sequences."""
-    before = [record for record in MEMORY if record <= record_of(script)]
-    training, validation, state = MEMORY[max(before, default=min(MEMORY))]
+    name, newest = record_of(script), max(MEMORY)
+    before = max((key for key in MEMORY if key <= name), default="")
+    if not before or name[:10] > newest[:10]:
+        before = min(MEMORY)
+    training, validation, state = MEMORY[before]
     validation = state + (validation - state) * cfg.val_seq_len / 2**18
-    if hasattr(cfg, "ngram_rows"):  # it was counted with an eighth of the table
+    if before == newest:  # it was counted with an eighth of its table
         more = (cfg.ngram_rows / ranks - 84_602_880 / 8) * 2 * cfg.model_dim / 2**30  # in bf16
         return training + more, validation + more, state + more
     return training, validation, state

@@ -60,9 +60,11 @@ def test_what_a_gpu_needs_is_told_with_its_remedy(system, monkeypatch, tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(machine.MachineError, match="no C compiler.* install gcc, or set CC"):
         machine.check_compiler()
+    sizes = []
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=sizes[-1] << 20))
     for mib, ranks in (64, 1), (65, 2):
-        monkeypatch.setattr("shutil.disk_usage", lambda path, of=mib: SimpleNamespace(total=of << 20))
+        sizes.append(mib)
         machine.check_shared_memory(ranks)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=64 << 20))
+    sizes.append(64)
     with pytest.raises(machine.MachineError, match="has 64 MiB.*--shm-size=1g"):
         machine.check_shared_memory(2)

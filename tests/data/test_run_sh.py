@@ -215,7 +215,7 @@ def test_a_set_up_holds_in_spite_of_pips_settings_and_of_what_is_taken_out(wheel
     elsewhere = wheels.folder / "elsewhere"
     venv = wheels.root / ".venv"
     (wheels.folder / "pip.conf").write_text(f"[global]\ntarget = {elsewhere}\n")
-.run(PIP_TARGET=str(elsewhere), PIP_PREFIX=str(elsewhere), PIP_DRY_RUN="1",
+    wheels.run(PIP_TARGET=str(elsewhere), PIP_PREFIX=str(elsewhere), PIP_DRY_RUN="1",
                PIP_USER="1", PIP_PYTHON="/no/python")
     assert wheels.seen["PREFIX"] == str(venv) and wheels.calls[-1] == POCKET
     assert not wheels.run()[1]  # it is set up once
@@ -226,7 +226,7 @@ def test_a_set_up_holds_in_spite_of_pips_settings_and_of_what_is_taken_out(wheel
     assert "setting up" in wheels.run(PIP_CONFIG_FILE=str(wheels.folder / "pip.conf"))[1]
     assert (torch / "__init__.py").exists() and not elsewhere.exists()
     write(wheels.root / "requirements.txt", "torch==2.14.0\n")
-.run()
+    wheels.run()
     assert [path.name for path in torch.parent.glob("torch-*")] == ["torch-2.14.0.dist-info"]
 
     shutil.rmtree(torch)  # which pip does not notice
@@ -243,7 +243,7 @@ def test_a_set_up_holds_in_spite_of_pips_settings_and_of_what_is_taken_out(wheel
 
 @pytest.mark.slow
 def test_set_ups_at_once_wait_for_each_other_and_one_that_is_killed_is_made_anew(wheels):
-.calls_file.write_text("")
+    wheels.calls_file.write_text("")
     two = [wheels.start() for _ in range(2)]
     said = [run.communicate(timeout=100)[1] for run in two]
     assert [run.returncode for run in two] == [0, 0], said
@@ -255,7 +255,7 @@ def test_set_ups_at_once_wait_for_each_other_and_one_that_is_killed_is_made_anew
     os.killpg(run.pid, signal.SIGKILL)
     run.communicate(timeout=60)
     (wheels.root / ".venv" / "of the killed one").touch()
-.run()
+    wheels.run()
     assert wheels.calls[-1] == POCKET
     assert not list((wheels.root / ".venv").glob("*f*d*"))  # neither this one nor `unfinished`
 

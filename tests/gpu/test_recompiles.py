@@ -57,6 +57,8 @@ def test_variants_of_a_rule_stay_below_torchs_limit(path, monkeypatch):
     script.prepare(model, cfg, torch.device("cpu"))
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("meta"))
     optimizers = script.build_optimizers(model, cfg, ranks)
+    # A table of n-grams steps the rows that were read, by a rule that is not compiled.
+    optimizers = [each for each in optimizers if not hasattr(each, "waiting")]
     for optimizer in optimizers:
         if isinstance(optimizer, script.Muon):
             optimizer.dtype = torch.bfloat16  # as on a GPU

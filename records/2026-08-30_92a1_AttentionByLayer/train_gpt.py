@@ -193,7 +193,7 @@ POCKET = dict(
     head_dim=16,
     layers=(
         Layer("L", table=0, xsa=True, gate=True, x0=True, bigram=True, skip=True),
-        Layer("P", x0=True, bigram=True, saved=True),
+        Layer(None, x0=True, bigram=True, saved=True),
         Layer(None, takes_skip=True),
         Layer("L", table=1, gate=True),
     ),

@@ -503,9 +503,8 @@ def build_optimizers(model: GPT, cfg, ranks) -> list[Optimizer]:
         members[param.group].append(param)
     optimizers = []
     for name, group in groups.items():
-        kind = Adam if isinstance(group, AdamGroup) else Muon
         if members[name]:
-            optimizers.append(kind(name, group, members[name], ranks))
+            optimizers.append(Adam(name, group, members[name], ranks))
     return optimizers
 
 

@@ -1,5 +1,6 @@
 """data/fineweb.py with stand-ins for the hub's functions: what is fetched, what is not, and why."""
 
+import contextlib
 import hashlib
 import re
 from pathlib import Path
@@ -28,18 +29,20 @@ def hub(tmp_path, write_shard, monkeypatch):
         found = []
         for name in paths:
             sha256 = hashlib.sha256(files[name]).hexdigest()
-            found.append(SimpleNamespace(path=name, lfs=SimpleNamespace(sha256=sha256)))
-        return found
+            lfs = SimpleNamespace(sha256=sha256) if hub.has_sums else None
+            found.append(SimpleNamespace(path=name, lfs=lfs))
+        return found[: hub.knows]
 
     def snapshot_download(repository, *, allow_patterns, local_dir, repo_type, revision):
         hub.asked.add((repository, repo_type, revision))
         hub.fetched += allow_patterns
         Path(local_dir).mkdir(parents=True, exist_ok=True)
-        for name in allow_patterns:
+        for name in allow_patterns[: hub.sends]:
             content = files[name][:-1] + b"?" if name == hub.damaged else files[name]
             Path(local_dir, name).write_bytes(content)
 
-    hub = SimpleNamespace(files=files, asked=set(), fetched=[], damaged="")
+    hub = SimpleNamespace(files=files, asked=set(), fetched=[], damaged="", has_sums=True,
+                          knows=None, sends=None)
     for owner, function in ((huggingface_hub.HfApi, get_paths_info),
                             (huggingface_hub, snapshot_download)):
         theirs = getattr(owner, function.__name__)
@@ -95,6 +98,35 @@ def test_a_download_that_is_not_what_was_published_is_not_kept(hub, fineweb, fol
     hub.damaged = ""
     assert fineweb(2)[1] == [TRAIN[1]]
     assert sorted(path.name for path in folder.iterdir()) == [*TRAIN[:2], VAL]
+
+
+def test_another_hub_may_tell_no_sums_or_know_fewer_shards(hub, fineweb, folder):
+    """What it sent is never deleted, but for what is no shard."""
+    hub.has_sums = False
+    assert "tells no sha256" in fineweb(1)[0]
+    hub.has_sums, hub.knows = True, 1
+    printed, fetched = fineweb(3)
+    assert fetched == TRAIN[1:3] and f"{TRAIN[2]}: " in printed and "tells no sha256" in printed
+    hub.sends = 1
+    fineweb(5, refused=[f"{TRAIN[4]}: ", "did not send it", "HF_ENDPOINT"])
+    assert (folder / TRAIN[3]).read_bytes() == hub.files[TRAIN[3]]
+    hub.has_sums, hub.damaged = False, TRAIN[4]
+    hub.files[TRAIN[4]] += b"?"
+    fineweb(5, refused=[TRAIN[4], "run this again"])
+
+
+def test_shards_that_another_process_has_fetched_meanwhile_are_taken(hub, fineweb, folder,
+                                                                     monkeypatch):
+    @contextlib.contextmanager
+    def wait(held):
+        held.mkdir()
+        for name in VAL, *TRAIN[:2]:
+            (held / name).write_bytes(hub.files[name])
+        yield
+
+    monkeypatch.setattr(fineweb_tool, "alone_in", wait)
+    printed, fetched = fineweb(2, online=False)
+    assert "3 shards whole" in printed and not fetched
 
 
 @pytest.mark.parametrize("number", ["0", "104"])

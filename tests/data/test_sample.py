@@ -2,7 +2,9 @@
 
 import contextlib
 import math
+import os
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -91,7 +93,8 @@ LIKELIEST = ["--prompt", "xy", "--tokens", 12, "--temperature", 0]
 def likeliest(script, checkpoint, read_table=None):
     """What goes on from xy, computed here. The rows of a table are looked up one by one."""
     state = script.load_checkpoint(checkpoint)
-    model = script.GPT(script.Hyperparameters(**state["settings"])).eval()
+    cfg = script.shorten(script.hyperparameters({}, state["settings"]))
+    model = script.GPT(cfg).eval()
     model.load_state_dict(state["model"])
     ids = [256, *b"xy"]
     for _ in range(12):
@@ -105,10 +108,25 @@ def likeliest(script, checkpoint, read_table=None):
     return bytes(ids[1:]).decode(errors="replace") + "\n"
 
 
-def test_the_newest_checkpoint_says_the_likeliest(runs, run):
+def test_without_a_checkpoint_it_is_the_last_step_of_the_run_that_wrote_last(
+    runs, run, tmp_path, monkeypatch, capsys
+):
+    """Steps are compared by name, whatever the clock was when they were written."""
     text = likeliest(script_module(OLDEST), runs.oldest)
-    assert run(runs.folder, *LIKELIEST) == text
-    assert run(runs.folder, runs.oldest, *LIKELIEST[:4], "--top_k", 1) == text
+    mine = shutil.copytree(runs.oldest.parent, tmp_path / "logs" / "mine")
+    earlier = mine / "step-000001.pt"
+    earlier.write_text("no checkpoint")
+    os.utime(earlier, (2e9, 2e9))
+    assert run(tmp_path, *LIKELIEST) == text
+    assert run(tmp_path, runs.oldest, *LIKELIEST[:4], "--top_k", 1) == text
+    other = shutil.copytree(mine, tmp_path / "logs" / "other")
+    os.utime(other / "log.txt", (0, 0))
+    monkeypatch.chdir(tmp_path)
+    for last, folder in (1, mine), (2, other), (3, mine):
+        os.utime(folder / "log.txt", (last, last))
+        found = os.path.join("logs", folder.name, "step-000002.pt")
+        assert str(sample_tool.last_checkpoint()) == found
+        assert capsys.readouterr().err == f"{found}, of 2 runs\n"
 
 
 def test_a_table_of_n_grams_is_read_as_well(runs, run):
@@ -117,7 +135,7 @@ def test_a_table_of_n_grams_is_read_as_well(runs, run):
     settings = script.load_checkpoint(runs.table)["settings"]
     num_rows = settings["ngram_rows"]
     rows = state["optimizers"]["n-grams"]["rows"]
-    rows.copy_(100 * torch.randn(len(rows), generator=torch.Generator().manual_seed(1)))
+    rows.copy_(100 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(1)))
     changed = runs.folder / "logs" / "table" / "changed.pt"
     torch.save(state, changed)
     rows = rows.view(num_rows, settings["model_dim"])
@@ -153,16 +171,23 @@ def test_the_script_is_that_of_the_runs_log_or_the_one_named(runs, run, tmp_path
 def test_several_samples_differ_and_the_prompt_may_be_a_file(runs, run, tmp_path):
     (tmp_path / "prompt.txt").write_text("naïve\n")
     flags = ["--tokens", 30]
-    given = run(runs.folder, *flags, "--prompt", "naïve\n")
-    assert run(runs.folder, *flags, "--prompt_file", "-", stdin="naïve\n".encode()) == given
+    flags.insert(0, runs.oldest)
+    given = run(tmp_path, *flags, "--prompt", "naïve\n")
+    assert run(tmp_path, *flags, "--prompt_file", "-", stdin="naïve\n".encode()) == given
     flags += ["--prompt_file", tmp_path / "prompt.txt", "--num_samples", 2]
-    first, second = run(runs.folder, *flags).split(sample_tool.BETWEEN_SAMPLES + "\n")
+    first, second = run(tmp_path, *flags).split(sample_tool.BETWEEN_SAMPLES + "\n")
     assert first == given != second and second.startswith("naïve\n")
+
+
+def test_a_standard_input_that_is_closed_is_told(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(sample_tool.DataError, match="standard input is closed"):
+        sample_tool.read_prompt("", "-")
 
 
 def test_letters_come_whole(runs, run, monkeypatch):
     monkeypatch.setattr(sample_tool, "draw_tokens", lambda *_: iter("aé…".encode()))
-    assert run(runs.folder, "--prompt", "> ") == "> aé…\n"
+    assert run(runs.folder, runs.oldest, "--prompt", "> ") == "> aé…\n"
 
 
 @pytest.mark.parametrize(("args", "part"), [

@@ -1,7 +1,11 @@
 """data/shards.py: shards written whole or not at all, their checks, and how its scripts end."""
 
+import errno
+import os
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +14,7 @@ from conftest import REPO
 
 
 def test_a_shard_is_header_and_little_endian_tokens(tmp_path):
-    path = tmp_path / "new folder" / "a.bin"
+    path = tmp_path / "a.bin"
     shards.write_shard(path, np.array([1, 50256, 65535], np.int64))
     content = path.read_bytes()
     assert content[:12].hex(" ", 4) == "88d83401 01000000 03000000"  # 0x0134d888 is 20240520
@@ -24,6 +28,9 @@ def test_a_failed_write_leaves_the_earlier_shard(tmp_path, monkeypatch, write_sh
     monkeypatch.setattr(shards, "TOKEN_DTYPE", "no type")  # fails once the header is written
     with pytest.raises(TypeError):
         shards.write_shard(path, np.arange(9))
+    with (pytest.raises(shards.DataError, match="a.bin: not written .No space left"),
+          shards.whole_file(path)):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert path.read_bytes() == earlier and list(tmp_path.iterdir()) == [path]
 
 
@@ -45,3 +52,53 @@ def test_who_stops_reading_ends_a_script_without_a_word():
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_standard_streams_may_be_closed():
+    code = "import sys, shards; shards.run(lambda: print('many words', file=sys.stderr) or print())"
+    done = subprocess.run(["bash", "-c", '"$@" >&- 2>&-', "", sys.executable, "-c", code],
+                          cwd=REPO / "data")
+    assert done.returncode == 0
+
+
+# In one process, whose own folder is not on the path, as with PYTHONSAFEPATH
+HELP = """import runpy, sys
+for path in sys.argv[1:]:
+    sys.argv = [path, "--help"]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as error:
+        assert not error.code
+"""
+
+
+@pytest.mark.parametrize(("switches", "names"), [
+    ("-OOP", "pocket text fineweb prefixes canonical"),  # without docstrings and asserts
+    pytest.param("-P", "sample", marks=pytest.mark.slow)])
+def test_pythons_switches_change_nothing(switches, names):
+    paths = [REPO / "data" / f"{name}.py" for name in names.split()]
+    done = subprocess.run([sys.executable, switches, "-c", f"assert True\n{HELP}", *paths],
+                          cwd=REPO / "tests", text=True, capture_output=True)
+    assert done.returncode == 0 and done.stdout.count("usage: ") == len(paths), done.stderr
+
+
+def test_a_folder_is_held_by_one_process_at_a_time(tmp_path, capsys):
+    """Also by those who waited for a lock whose file is gone."""
+    inside = []
+
+    def work():
+        with shards.alone_in(tmp_path):
+            inside.append(1)
+            assert len(inside) == 1
+            time.sleep(0.02)
+            inside.pop()
+            done.append(1)
+
+    done = []
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 8 and not list(tmp_path.iterdir())
+    assert f"waiting for another process that writes into {tmp_path}" in capsys.readouterr().err

@@ -8,6 +8,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,7 +62,7 @@ def to_jsonl(documents, end="\n"):
 def test_tokens_of_the_parts_are_those_of_the_whole(gpt2, tmp_path, monkeypatch, block):
     string = "".join(map("".join, itertools.product(FRAGMENTS, repeat=3)))
     monkeypatch.setattr(text, "BLOCK_CHARS", block)
-    parts = list(text.read_parts(io.StringIO(string, newline="")))
+    parts = list(text.read_parts(io.StringIO(string, newline=""), "gpt2"))
     assert "".join(parts) == string and len(parts) > 99
     texts = ((part, number == 0) for number, part in enumerate(parts))
     assert text.write_tokens(texts, "gpt2", 1e-9, tmp_path) == 1
@@ -69,14 +71,26 @@ def test_tokens_of_the_parts_are_those_of_the_whole(gpt2, tmp_path, monkeypatch,
     assert (tmp_path / "val").stat().st_size == 0
 
 
+@pytest.mark.parametrize(("tokenizer", "times"), [("gpt2", 2), ("bytes", 0)])
+def test_a_text_without_spaces_is_looked_through_once(monkeypatch, tokenizer, times):
+    looked_at = []
+    pattern = text.LAST_CUT
+    search = SimpleNamespace(match=lambda part: looked_at.append(len(part)) or pattern.match(part))
+    monkeypatch.setattr(text, "LAST_CUT", search)
+    monkeypatch.setattr(text, "BLOCK_CHARS", 10)
+    string = "x" * 10_000 + " y"
+    assert "".join(text.read_parts(io.StringIO(string), tokenizer)) == string
+    assert sum(looked_at) <= times * len(string)
+
+
 def test_every_kind_of_path_becomes_documents_in_order(run_text, tmp_path):
     """A folder's in sorted order, then the others; the file that is named twice is read once."""
     documents = ["", "".join(FRAGMENTS), "a\nb"]
     filler = "a word " * 1000  # whose end is held out, as no document is
     write(tmp_path, {  # in another order than they are read
         "my texts/z.txt": b"",
-        "my texts/b/c.jsonl": b"\xef\xbb\xbf" + to_jsonl(documents[2:]),
-        "my texts/a.jsonl": b"\n" + to_jsonl(documents[:2], end="\r\n \n"),
+        "my texts/b/c.NDJSON": b"\xef\xbb\xbf" + to_jsonl(documents[2:]),
+        "my texts/a.JSONL": b"\n" + to_jsonl(documents[:2], end="\r\n \n"),
         "notes.md": b"\xef\xbb\xbfline ends\r\nare kept\r\xef\xbb\xbf"})
     printed = run_text("--val_fraction", 1e-9, "my texts", "notes.md", "-",
                        tmp_path / "my texts" / "z.txt", stdin=filler.encode())
@@ -144,11 +158,23 @@ def test_shards_are_full_at_most_and_none_is_short(tmp_path, monkeypatch, num_to
     assert max(map(len, parts)) <= 100 and min(map(len, parts)) >= min(num_tokens, 50)
 
 
+@pytest.fixture
+def start_text(tmp_path):
+    """Starts the script in a process of its own, which reads a pipe into `out`."""
+
+    def start(limit="unlimited"):
+        command = [sys.executable, REPO / "data" / "text.py",
+                   *"--tokenizer bytes --out out -".split()]
+        pipes = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.PIPE)
+        return subprocess.Popen(["bash", "-c", f'ulimit -f {limit}; exec "$@"', "", *command],
+                                cwd=tmp_path, **pipes)
+
+    return start
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_run_leaves_nothing_that_stays(run_text, tmp_path, number):
-    command = [sys.executable, REPO / "data" / "text.py", *"--tokenizer bytes --out out -".split()]
-    pipes = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.PIPE)
-    with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
+def test_a_stopped_run_leaves_nothing_that_stays(start_text, run_text, tmp_path, number):
+    with start_text() as process:
         # It reads no further than the pipe, which stays open, and writes what it has read.
         process.stdin.write(b"some words " * 1_000_000)
         process.send_signal(number)
@@ -157,6 +183,28 @@ def test_a_stopped_run_leaves_nothing_that_stays(run_text, tmp_path, number):
     assert any((tmp_path / "out").iterdir()) == (number == signal.SIGKILL)
     run_text("-", stdin=b"some words " * 1000)
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".bin"}
+
+
+def test_of_two_runs_at_once_the_second_waits_and_finds_the_shards(start_text, tmp_path):
+    with start_text() as first:
+        first.stdin.write(b"some words " * 1_000_000)
+        while not list(tmp_path.glob("out/.text.partial/*")):
+            time.sleep(0.01)
+        with start_text() as second:
+            said = second.stderr.readline()
+            assert said == b"waiting for another process that writes into out\n"
+            assert not first.communicate(timeout=60)[1] and first.returncode == 0
+            assert b"a shard of an earlier run" in second.communicate(timeout=60)[1]
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".bin"}
+
+
+@pytest.mark.parametrize("size", [1000, 1_000_000])  # while it is closed, while it is written
+def test_what_cannot_be_written_is_named(start_text, tmp_path, size):
+    with start_text(limit=4) as process:
+        _, errors = process.communicate(b"some words " * size, timeout=60)
+    assert process.returncode == 2 and errors.count(b"\n") == 1
+    assert errors.startswith(b"text.py: out/.text.partial: not written (File too large); make room")
+    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(("args", "part"), [
@@ -168,7 +216,7 @@ def test_a_stopped_run_leaves_nothing_that_stays(run_text, tmp_path, number):
     ("-", "too little text to train on: 3,201 token(s), of 3,202 at least"),
     (". --suffix .c,.cpp", "./*.c,.cpp: no text file"),
     ("a.txt --val_fraction nan", "--val_fraction nan"),
-    ("a.txt --out a.txt", "--out a.txt: "),
+    ("a.txt --out a.txt", "a.txt: File exists; choose another folder"),
     ("a.txt --out earlier", "earlier/text_train_000000.bin: a shard of an earlier run; remove"),
     ("a.txt --tokenizer gpt2", "TIKTOKEN_CACHE_DIR"),
     ("", "PATH")])

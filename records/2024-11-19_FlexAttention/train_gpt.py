@@ -6,8 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2024-11-19_FlexAttention
-Parent: 2024-11-10_UNetDoubleLr. Change: one long sequence of documents, which
-FlexAttention keeps apart; a window of 1,024 tokens.
+Parent: 2024-11-10_UNetDoubleLr. Change: sequences of 65,536 tokens, in which documents stay apart.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -34,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 
@@ -43,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 class Hyperparameters:
     """The settings of a run, with the values of the preset record.
 
-    Numbers and texts are also command-line flags. Tables are edited here.
+    Each is also a command-line flag.
     """
 
     preset: str = "record"  # name of the defaults that the other flags change
@@ -57,7 +56,7 @@ class Hyperparameters:
     rope_base: int = 10000  # inverse of the lowest rotary frequency
     seed: int = 0  # seed of the initial weights
     # Optimizers
-    embed_lr: float = 0.6  # Adam's rate of token embedding
+    embed_lr: float = 0.6  # Adam's rate of the token embedding
     head_lr: float = 0.008  # Adam's rate of output head
     muon_lr: float = 0.04  # Muon's rate
     muon_momentum: float = 0.95  # Muon's momentum
@@ -104,7 +103,6 @@ POCKET = dict(
     muon_momentum=0.85,
     num_iterations=120,
     seq_len=256,
-    window_tokens=128,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
     sequences_per_step=8,
@@ -132,7 +130,7 @@ def check(cfg, require):
 
 
 def shorten(cfg) -> Hyperparameters:
-    """The settings that --shorten makes, for cards with less memory. Windows stay as they are."""
+    """The settings that --shorten makes, for cards with less memory."""
     return replace(
         cfg,
         sequences_per_step=cfg.sequences_per_step * cfg.shorten,
@@ -256,61 +254,14 @@ def first_keys(docs_BT: Tensor, reach) -> Tensor:
 
 
 def flex_mask(docs_BT: Tensor, reach) -> BlockMask:
-    """FlexAttention's mask, from each token's document number and the tokens that it sees back.
-
-    It is built by tensor operations, within the compiled graph.
-    """
-    first_S = first_keys(docs_BT, reach)
-    first = first_S.view(-1, BLOCK)  # (blocks, 128)
-    block = torch.arange(len(first), dtype=torch.int32, device=first.device)
-    # Rows are blocks of queries, columns blocks of keys. With a reach of 256 and one document:
-    # p . . .    p: partial, as some of its pairs are masked
-    # f p . .    f: full, all of its pairs are seen
-    # p f p .
-    # . p f p
-    first_key = BLOCK * block  # of each block
-    last_key = first_key + BLOCK - 1
-    before = block < block[:, None]
-    # In a block the first query sees the earliest keys, the last query the fewest.
-    seen = (block == block[:, None]) | (before & (first[:, :1] <= last_key))
-    full = before & (first[:, -1:] <= first_key)  # needs no mask inside
-    partial = seen & ~full
+    """FlexAttention's mask, from each token's document number and the tokens that it sees back."""
+    docs_S = docs_BT.flatten()
+    size = len(docs_S)
 
     def document_causal(batch, head, q, k):
-        return (first_S[q] <= k) & (k <= q)
+        return (docs_S[q] == docs_S[k]) & (k <= q) & (q - k < reach)
 
-    kv_num, kv_order = order_blocks(partial)
-    full_kv_num, full_kv_order = order_blocks(full)
-    # The backward pass goes over the queries of each block of keys.
-    q_num, q_order = order_blocks(partial.T.contiguous())
-    full_q_num, full_q_order = order_blocks(full.T.contiguous())
-    return BlockMask(
-        seq_lengths=(len(first_S), len(first_S)),
-        kv_num_blocks=kv_num,
-        kv_indices=kv_order,
-        full_kv_num_blocks=full_kv_num,
-        full_kv_indices=full_kv_order,
-        q_num_blocks=q_num,
-        q_indices=q_order,
-        full_q_num_blocks=full_q_num,
-        full_q_indices=full_q_order,
-        BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=document_causal,
-    )
-
-
-def order_blocks(seen_QK: Tensor):
-    """A row's number of seen blocks, (1, 1, Q), and all its blocks, seen ones first, (1, 1, Q, K).
-
-    Cumulative sums give each block its place. A sort would take minutes to compile.
-    """
-    seen_so_far = seen_QK.cumsum(-1, dtype=torch.int32)
-    unseen_so_far = (~seen_QK).cumsum(-1, dtype=torch.int32)
-    count_Q1 = seen_so_far[:, -1:]
-    place = torch.where(seen_QK, seen_so_far, count_Q1 + unseen_so_far) - 1
-    block = torch.arange(seen_QK.size(1), dtype=torch.int32, device=seen_QK.device)
-    order = place.scatter(-1, place, block.expand_as(place))
-    return count_Q1[None, None, :, 0], order[None, None]
+    return create_block_mask(document_causal, None, None, size, size, docs_S.device, BLOCK)
 
 
 def dense_mask(docs_BT: Tensor, reach) -> Tensor:
@@ -470,7 +421,7 @@ class GPT(nn.Module):
         # The head is computed in chunks of this many tokens.
         tokens = cfg.sequences_per_forward * cfg.seq_len / max(1, cfg.head_chunks)
         self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
-        # A buffer: cosines and sines of the rotary embedding
+        # Cosines and sines of the rotary embedding
         rotary = torch.zeros(2, max(cfg.seq_len, cfg.val_seq_len), 1, cfg.head_dim // 2)
         self.register_buffer("rotary", rotary, persistent=False)
         self.set_rotary()
@@ -577,7 +528,7 @@ def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
 
 def muon_update(update, grad, mean, *, momentum):
     """Muon's update of a matrix (M, N), without its rate, into `update`. mean: of gradients."""
-    mean.mul_(momentum).add_(grad)  # a sum here, that is, the mean times a constant
+    mean.mul_(momentum).add_(grad)  # a sum, not a mean
     nesterov = grad + momentum * mean
     update.copy_(orthogonalize(nesterov, update.dtype))
 
@@ -896,6 +847,7 @@ def train(run, cfg):
     """
     for step in range(run.first_step, cfg.num_iterations + 1):  # the last round only validates
         now = schedule(step, cfg)
+
         if run.pause(step, complete=True):
             break
 
@@ -1030,8 +982,8 @@ class TokenLoader:
 
 def count_shards(cfg, sizes) -> int:
     """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
-    shards = left = 0
     behind = plan(cfg).tokens
+    shards = left = 0
     for before, after in zip(behind, behind[1:]):
         tokens = after - before
         while left <= tokens < max(sizes):  # the last sequence needs one more
@@ -1044,15 +996,14 @@ def count_shards(cfg, sizes) -> int:
 def check_data(cfg, loader, digest):
     """Raise UserError where training data are not the checkpoint's, held out, or too few."""
     files = f"--train_files {cfg.train_files}"
-    if loader.digest != digest:
+    if digest and digest != loader.digest:
         raise UserError(f"{files}: not the data of {cfg.resume}")
     if set(loader.files) & set(find_shards(cfg.val_files)):
         raise UserError(f"{files}: --val_files has a file of these, too")
     found, read = len(loader.sizes), count_shards(cfg, loader.sizes)
     if read > found and cfg.preset == "record" and not cfg.repeat_data:
-        fineweb = count_shards(cfg, [10**8])
-        raise UserError(f"{files}: the run reads {read} shards of {found}; fetch more: "
-                        f"python data/fineweb.py {fineweb}, or --repeat_data true")
+        raise UserError(f"{files}: the run reads {read} shards of {found}; --repeat_data true, or "
+                        f"fetch more: python data/fineweb.py {count_shards(cfg, [10**8])}")
 
 
 # ---- Validation -------------------------------------------------------------
@@ -1105,7 +1056,7 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
 
 
 # ---- Checkpoints ------------------------------------------------------------
-NEW_RUN = dict(step=0, settings=None, loader=(), train_time_ms=0.0)
+NEW_RUN = dict(step=0, settings=None, loader=(), data=None, train_time_ms=0.0)
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -1222,7 +1173,7 @@ class Ranks:
             local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
         except ValueError as error:
             raise UserError(f"WORLD_SIZE, RANK or LOCAL_RANK: {error}; unset them") from None
-        # What srun, mpirun and mpiexec set instead: how many they started
+        # How many srun, mpirun or mpiexec started, which set no WORLD_SIZE
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if "WORLD_SIZE" not in os.environ and os.environ.get(name, "") not in ("", "1"):
                 raise UserError(f"{name}: each task would train alone; let one start torchrun")
@@ -1275,7 +1226,10 @@ class Log:
         self.folder = Path("logs", cfg.run_id or f"{datetime.now():%Y%m%d-%H%M%S-%f}")
         if not self.enabled:
             return
-        self.folder.mkdir(parents=True, exist_ok=bool(cfg.run_id))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=bool(cfg.run_id))
+        except FileExistsError as error:
+            raise UserError(f"{error.filename}: a file, or a link to nowhere; remove it") from None
         self.path = self.folder / "log.txt"
         self.file = self.path.open("ab", buffering=0)  # nothing is left to write after an error
         try:
@@ -1363,7 +1317,7 @@ class Run:
         self.loader = None  # evaluation needs no training data
         if self.first_step < self.last:
             self.loader = TokenLoader(cfg, ranks, Place(*state["loader"]), self.log)
-            check_data(cfg, self.loader, state.get("data", self.loader.digest))
+            check_data(cfg, self.loader, state["data"])
         self.model, self.optimizers = build(cfg, ranks)
         self.open_log(may_exist)
         if self.loader:
@@ -1455,11 +1409,10 @@ class Run:
         saves = every and step > self.saved_step and (is_last or complete and (passed or stops))
         self.stopped = stops and (saves or not every)
         if validates or saves or self.stopped:
-            # The clock stands from here until it is started again.
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
-            self.train_time_ms = self.elapsed_ms()
             self.log_step(step, wait=True)
+            self.train_time_ms = self.elapsed_ms()  # the clock stands until it is started again
             if validates:
                 now = schedule(step, self.cfg)
                 self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)

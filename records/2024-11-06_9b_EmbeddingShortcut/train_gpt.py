@@ -1,0 +1,1514 @@
+#!/usr/bin/env python3
+"""Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the record, on 8 GPUs
+    python train_gpt.py                                       # the record, on one GPU
+    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+
+Record: 2024-11-06_9b_EmbeddingShortcut
+Parent: 2024-11-06_9a_ValueResidual. Change: each layer mixes the embedding with its input.
+
+The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
+below the banner reads data, validates, saves and logs. It is the same in every record.
+
+Technique                                         where it is
+ReLU²                                             MLP
+QK-norm, value residual                           CausalSelfAttention
+rotary embedding                                  GPT.set_rotary, rotate
+Muon                                              orthogonalize, muon_update
+distributed Muon                                  ReplicatedOptimizer, Muon, step_optimizers
+rates                                             schedule
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+
+# ---- Hyperparameters --------------------------------------------------------
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The settings of a run, with the values of the preset record.
+
+    Each is also a command-line flag.
+    """
+
+    preset: str = "record"  # name of the defaults that the other flags change
+    # Model
+    vocab_size: int = 50257  # token ids are smaller
+    vocab_multiple: int = 128  # embeddings and head are padded to a multiple of it
+    eot_token: int = 50256  # end-of-text, the token that opens each document
+    model_dim: int = 768  # width of the residual stream
+    head_dim: int = 128  # width of an attention head
+    num_layers: int = 12  # of attention and an MLP each
+    rope_base: int = 10000  # inverse of the lowest rotary frequency
+    seed: int = 0  # seed of the initial weights
+    # Optimizers
+    embed_lr: float = 0.3  # Adam's rate of the token embedding
+    head_lr: float = 0.002  # Adam's rate of output head
+    muon_lr: float = 0.02  # Muon's rate
+    muon_momentum: float = 0.95  # Muon's momentum
+    # Schedules
+    num_iterations: int = 3200  # optimizer steps
+    seq_len: int = 1024  # tokens of a training sequence
+    cooldown_frac: float = 914 / 3200  # last share of the run, in which rates fall
+    # Data and validation
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
+    repeat_data: bool = False  # allow the preset record to read its data again
+    sequences_per_step: int = 512  # sequences of a step, all ranks together
+    sequences_per_forward: int = 64  # sequences that a rank runs at once, at most
+    shorten: int = 1  # sequences are so many times shorter, and as many more in a step
+    val_seq_len: int = 1024  # tokens of a validation sequence
+    val_tokens: int = 10_485_760  # validation tokens, each counted once
+    val_every: int = 125  # steps between validations; 0: only the last
+    target_loss: float = 3.28  # validation loss to reach, nats per token
+    # Run
+    device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
+    run_id: str = ""  # name of the folder under logs/; empty: made from the time
+    warmup_steps: int = 10  # untimed steps per stage that warm up the kernels
+    head_chunks: int = 0  # chunks in which the head is computed; 0: by the card's memory
+    save_every: int = 0  # steps between checkpoints; 0: none
+    resume: str = ""  # checkpoint to resume; auto: the newest of --run_id
+    init: str = ""  # checkpoint whose weights a new run starts from
+
+
+# The preset pocket: what differs, for a small model of bytes that a CPU trains
+POCKET = dict(
+    preset="pocket",
+    vocab_size=257,
+    vocab_multiple=16,
+    eot_token=256,
+    model_dim=64,
+    head_dim=16,
+    num_layers=4,
+    rope_base=32,
+    embed_lr=0.5,
+    head_lr=0.03,
+    muon_lr=0.08,
+    muon_momentum=0.85,
+    num_iterations=120,
+    seq_len=256,
+    train_files="data/pocket/pocket_train_*.bin",
+    val_files="data/pocket/pocket_val_*.bin",
+    sequences_per_step=8,
+    sequences_per_forward=8,
+    val_seq_len=256,
+    val_tokens=65_536,
+    val_every=0,
+    target_loss=1.78,
+    warmup_steps=1,
+)
+
+
+def check(cfg, require):
+    """The rules of this record. `require` raises UserError, "--name must rule", where one fails."""
+    require(cfg.head_dim > 0 and cfg.head_dim % 2 == 0, "head_dim", "be a multiple of 2")
+    require(cfg.model_dim % cfg.head_dim == 0, "model_dim", "be a multiple of head_dim")
+    require(cfg.model_dim > 0, "model_dim", "be above 0")
+    require(cfg.num_layers > 0, "num_layers", "be above 0")
+    require(cfg.rope_base > 0, "rope_base", "be above 0")
+    require(cfg.seq_len > 0, "seq_len", "be above 0")
+    require(cfg.seq_len % cfg.shorten == 0, "shorten", "divide seq_len")
+    require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
+
+
+def shorten(cfg) -> Hyperparameters:
+    """The settings that --shorten makes, for cards with less memory."""
+    return replace(
+        cfg,
+        sequences_per_step=cfg.sequences_per_step * cfg.shorten,
+        seq_len=cfg.seq_len // cfg.shorten,
+    )
+
+
+# ---- Schedules --------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What holds in a step."""
+
+    stage: int
+    seq_len: int  # tokens of a training sequence
+    lr_factor: float  # of all rates
+    momentum: float  # Muon's
+
+
+def schedule(step: int, cfg) -> Schedule:
+    """The schedule of a step from 0 to num_iterations. The last one only validates."""
+    progress = step / cfg.num_iterations
+
+    # Learning rate: linearly down to zero
+    lr_factor = min(1.0, (1 - progress) / cfg.cooldown_frac)
+
+    return Schedule(
+        stage=0,  # all steps run the same kernels
+        seq_len=cfg.seq_len,
+        lr_factor=lr_factor,
+        momentum=cfg.muon_momentum,
+    )
+
+
+# ---- Parameters -------------------------------------------------------------
+# A parameter says where it is made how it begins and how it is updated.
+def zeros(param, generator):
+    param.zero_()
+
+
+def constant(*values):
+    return lambda param, generator: param.copy_(torch.tensor(values).view_as(param))
+
+
+def normal(std):
+    return lambda param, generator: param.normal_(std=std, generator=generator)
+
+
+def uniform(std):
+    bound = 3**0.5 * std
+    return lambda param, generator: param.uniform_(-bound, bound, generator=generator)
+
+
+def weight(*shape, group, first=zeros) -> nn.Parameter:
+    """A parameter, not yet initialised.
+
+    group: its row in `parameter_groups`. first: sets its first values.
+    """
+    param = nn.Parameter(torch.empty(shape))
+    param.group = group
+    param.first = first
+    return param
+
+
+class Table(nn.Module):
+    """An embedding table."""
+
+    def __init__(self, rows, width, group, first=zeros):
+        super().__init__()
+        self.weight = weight(rows, width, group=group, first=first)
+
+    def forward(self, ids):
+        return F.embedding(ids, self.weight)
+
+
+class CastedLinear(nn.Module):
+    """A linear map. On a GPU autocast casts its weight."""
+
+    def __init__(self, in_features, out_features, group, first=zeros):
+        super().__init__()
+        self.weight = weight(out_features, in_features, group=group, first=first)
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+# ---- Model ------------------------------------------------------------------
+# In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary.
+# The residual stream x has the shape (B, T, D).
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMS norm over the last dimension. The epsilon is that of the type."""
+    epsilon = torch.finfo(x.dtype).eps
+    return F.rms_norm(x, x.shape[-1:], eps=epsilon).type_as(x)  # autocast would make it fp32
+
+
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by angles (T, 1, K / 2).
+
+    Entry i and entry i + K / 2 are a pair.
+    """
+    first, second = x_BTHK.chunk(2, dim=-1)
+    turned = [first * cos + second * sin, second * cos - first * sin]
+    return torch.cat(turned, dim=-1).type_as(x_BTHK)
+
+
+# Attention by cuDNN where the GPU can, else by plain operations. The last one is the CPU's.
+KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+
+
+class Batch(NamedTuple):
+    """The sequences of a forward pass."""
+
+    inputs: Tensor  # (B, T), int32
+    targets: Tensor  # (B, T), int64: the token after each input, or -1 for none
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention with rotary embedding, to whose values the first layer's are added."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        dim = cfg.model_dim
+        self.num_heads = dim // cfg.head_dim
+        first = uniform((3 * dim) ** -0.5)
+        self.c_q = CastedLinear(dim, dim, group="attention", first=first)
+        self.c_k = CastedLinear(dim, dim, group="attention", first=first)
+        self.c_v = CastedLinear(dim, dim, group="attention", first=first)
+        # Zero-initialised projections: @Grad62304977
+        self.c_proj = CastedLinear(dim, dim, group="attention")
+        # The share of the first layer's values
+        self.value_lambda = weight(group="lambdas", first=constant(0.5))
+
+    def forward(self, x, first_values, rotary):
+        # Queries, keys and values
+        heads = (self.num_heads, -1)
+        q = self.c_q(x).unflatten(-1, heads)  # (B, T, H, K)
+        k = self.c_k(x).unflatten(-1, heads)
+        v = self.c_v(x).unflatten(-1, heads)
+        q = rotate(norm(q), *rotary)  # QK-norm: @Grad62304977
+        k = rotate(norm(k), *rotary)
+        # Value residual: @Grad62304977, after Zhou et al. 2024. In the first layer it is v itself.
+        first_values = v if first_values is None else first_values
+        v = (1 - self.value_lambda) * v + self.value_lambda * first_values
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, K)
+        with sdpa_kernel(KERNELS, set_priority=True):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).flatten(2)  # (B, T, D)
+        return self.c_proj(y), first_values
+
+
+class MLP(nn.Module):
+    """Two linear maps and ReLU² between them."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        dim = cfg.model_dim
+        self.c_fc = CastedLinear(dim, 4 * dim, group="mlp in", first=uniform((3 * dim) ** -0.5))
+        self.c_proj = CastedLinear(4 * dim, dim, group="mlp out")
+
+    def forward(self, x):
+        x = self.c_fc(x)  # (B, T, 4 D)
+        x = F.relu(x).square()  # ReLU²: https://arxiv.org/abs/2109.08668
+        return self.c_proj(x)
+
+
+class Block(nn.Module):
+    """A layer: attention and an MLP, both pre-normed."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.attn = CausalSelfAttention(cfg)
+        self.mlp = MLP(cfg)
+        # The embedding's share begins at 0.
+        self.lambdas = weight(2, group="lambdas", first=constant(1.0, 0.0))
+
+    def factors(self) -> dict:
+        """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
+        return dict(x=self.lambdas[0], x0=self.lambdas[1])
+
+    def forward(self, terms, first_values, rotary):
+        """Returns its output and the first layer's values, (B, T, H, K), for the layers after it.
+
+        terms: what its input is the weighted sum of, by name; each (B, T, D).
+        """
+        factors = self.factors()
+        x = sum(factors[name] * term for name, term in terms.items())
+        y, first_values = self.attn(norm(x), first_values, rotary)
+        x = x + y
+        return x + self.mlp(norm(x)), first_values
+
+
+class GPT(nn.Module):
+    """The model. Its weights have no values until `init_weights` or a checkpoint gives them."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+        self.embed = Table(vocab, cfg.model_dim, group="embed", first=normal(1.0))
+        self.blocks = nn.ModuleList([Block(cfg) for _ in range(cfg.num_layers)])
+        self.lm_head = CastedLinear(cfg.model_dim, vocab, group="head")
+        # The head is computed in chunks of this many tokens.
+        tokens = cfg.sequences_per_forward * cfg.seq_len / max(1, cfg.head_chunks)
+        self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
+        # Cosines and sines of the rotary embedding
+        rotary = torch.zeros(2, max(cfg.seq_len, cfg.val_seq_len), 1, cfg.head_dim // 2)
+        self.register_buffer("rotary", rotary.bfloat16(), persistent=False)
+        self.set_rotary()
+
+    @torch.no_grad()
+    def init_weights(self, generator):
+        """Give every parameter its first values."""
+        for param in self.parameters():
+            param.first(param, generator)
+
+    @torch.no_grad()
+    def set_rotary(self):
+        """Fill in the rotary embedding, the same in all steps."""
+        head_dim = self.cfg.head_dim
+        exponent = torch.arange(0, head_dim, 2, device=self.rotary.device) / head_dim
+        frequency = 1 / self.cfg.rope_base**exponent  # (K / 2,)
+        position = torch.arange(self.rotary.size(1), device=frequency.device)
+        theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
+        self.rotary[0] = theta.cos()
+        self.rotary[1] = theta.sin()
+
+    def hidden(self, inputs_BT):
+        """The normed output of the last layer, (B, T, D)."""
+        rotary = self.rotary[:, : inputs_BT.size(1)]
+        x = x0 = norm(self.embed(inputs_BT))  # norm of embeddings: @Grad62304977
+        first_values = None
+        for block in self.blocks:
+            x, first_values = block(dict(x=x, x0=x0), first_values, rotary)
+        return norm(x)
+
+    def logits(self, x):
+        """Logits (…, V) in fp32."""
+        return self.lm_head(x).float()
+
+    def head_loss(self, x_SD, targets_S):
+        """Cross-entropy, summed over positions."""
+        logits_SV = self.logits(x_SD)
+        return F.cross_entropy(logits_SV, targets_S, ignore_index=-1, reduction="sum")
+
+    def forward(self, batch: Batch):
+        """Summed cross-entropy of the next tokens."""
+        x_SD = self.hidden(batch.inputs).flatten(0, 1)
+        targets_S = batch.targets.flatten()
+        size = self.tokens_per_chunk
+        if len(x_SD) <= size:
+            return self.head_loss(x_SD, targets_S)
+        # In chunks, recomputed in the backward pass: the logits are never in memory all at once.
+        loss = 0
+        for x, targets in zip(x_SD.split(size), targets_S.split(size)):
+            loss = loss + checkpoint(self.head_loss, x, targets, use_reentrant=False)
+        return loss
+
+
+# ---- Optimizers -------------------------------------------------------------
+def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """Nearly the closest semi-orthogonal matrix, by Newton-Schulz iteration.
+
+    Muon: Keller Jordan et al., https://kellerjordan.github.io/posts/muon/.
+    """
+    is_tall = grad_MN.size(-2) > grad_MN.size(-1)
+    X = grad_MN.mT if is_tall else grad_MN  # the smaller side decides the cost
+    X = X.to(dtype)
+    X = X / (X.norm() + 1e-7)  # the norm is at least the spectral norm
+    a, b, c = 3.4445, -4.7750, 2.0315  # coefficients of X, A X and A² X
+    for _ in range(5):
+        A = X @ X.mT
+        B = A @ X
+        X = a * X + b * B + c * A @ B
+    return X.mT if is_tall else X
+
+
+def muon_update(update, grad, mean, *, momentum):
+    """Muon's update of a matrix (M, N), without its rate, into `update`. mean: of gradients."""
+    mean.mul_(momentum).add_(grad)  # a sum here, that is, the mean times a constant
+    nesterov = grad + momentum * mean
+    update.copy_(orthogonalize(nesterov, update.dtype))
+
+
+def adam_update(weight, grad, mean, square, count, *, lr, betas):
+    """A step of Adam, https://arxiv.org/abs/1412.6980, in fp32 and in place.
+
+    count: steps taken, a tensor.
+    """
+    count += 1
+    beta1, beta2 = betas
+    grad = grad.float()
+    new_mean = mean.float().lerp(grad, 1 - beta1)
+    new_square = square.float().lerp(grad.square(), 1 - beta2)
+    # Bias correction, as both means begin at zero
+    step_size = lr / (1 - beta1**count)
+    size = (new_square / (1 - beta2**count)).sqrt()
+    weight.copy_(weight.float() - step_size * new_mean / (size + 1e-8))
+    mean.copy_(new_mean)
+    square.copy_(new_square)
+
+
+@dataclass(frozen=True)
+class AdamGroup:
+    """A row of the table: how Adam updates the parameters of a group."""
+
+    lr: float  # about how much a weight changes in a step
+    betas: tuple  # decay of the means of gradients and of their squares
+
+
+@dataclass(frozen=True)
+class MuonGroup:
+    """A row of the table: how Muon updates the matrices of a group."""
+
+    lr: float  # about the spectral norm of a step; that of tall matrices is larger
+
+
+def parameter_groups(cfg) -> dict:
+    """The table of parameter groups. The parameters name their group (`weight`)."""
+    return {
+        "attention": MuonGroup(cfg.muon_lr),
+        "mlp in": MuonGroup(cfg.muon_lr),
+        "mlp out": MuonGroup(cfg.muon_lr),
+        "embed": AdamGroup(cfg.embed_lr, betas=(0.9, 0.95)),
+        "head": AdamGroup(cfg.head_lr, betas=(0.9, 0.95)),
+        "lambdas": AdamGroup(0.02, betas=(0.9, 0.95)),
+    }
+
+
+class Optimizer(Protocol):
+    """What the training loop and the harness ask of the optimizer of a group."""
+
+    name: str  # of the group
+    numel: int  # numbers that are trained
+
+    def reduce(self):
+        """Begin to sum the gradients over the ranks."""
+
+    def update(self, now, divisor):
+        """Update by gradients / divisor."""
+
+    def clear(self):
+        """Drop the gradients."""
+
+    def tensors(self) -> list[Tensor]:
+        """What a step changes: the warm-up steps on them and restores them."""
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The state of all ranks, on the CPU. All ranks call it."""
+
+    def load_full_state(self, full):
+        """Take this rank's part of a `full_state` from any number of ranks."""
+
+
+class ReplicatedOptimizer:
+    """A group's weights and gradients as two flat buffers, whole on every rank.
+
+    One all-reduce sums all gradients. Each of `owners` ranks computes one part of the update and
+    holds the state of that part. A part has whole units: numbers, or matrices. The buffers are
+    padded to as many units an owner.
+    """
+
+    def __init__(self, name, group, params, ranks, owners=1, unit=1):
+        self.name = name
+        self.group = group
+        self.ranks = ranks
+        self.owners = owners
+        self.handle = None  # the async handle of a collective under way
+        self.numel = sum(param.numel() for param in params)
+        self.units = self.numel // unit  # of all owners, without padding
+        self.my_units = -(-self.units // owners)
+        share = self.my_units * unit
+        start = ranks.rank % owners * share
+        self.mine = slice(start, start + share)
+        first = params[0].detach()
+        self.weights = first.new_zeros(share * owners)
+        self.grads = torch.zeros_like(self.weights)
+        start = 0
+        for param in params:  # they become views of the buffers
+            end = start + param.numel()
+            values = self.weights[start:end].view_as(param)
+            param.data = values.copy_(param.detach())
+            param.grad = self.grads[start:end].view_as(param)
+            start = end
+        self.my_grad = self.grads[self.mine]
+        self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
+        self.state = {}  # tensors by name; this rank's part, or a number
+
+    def tensors(self):
+        return [self.weights, *self.state.values()]
+
+    def clear(self):
+        self.grads.zero_()
+
+    def reduce(self):
+        """Begin to sum the gradients over the ranks."""
+        if self.ranks.world_size > 1:
+            self.handle = dist.all_reduce(self.grads, async_op=True)
+
+    def update(self, now, divisor):
+        """Update by gradients / divisor."""
+        self.wait()
+        self.grads.div_(divisor)
+        self.lr.fill_(self.group.lr * now.lr_factor)
+        self.update_share(now)  # Adam's or Muon's
+
+    def wait(self):
+        if self.handle:
+            self.handle.wait()
+            self.handle = None
+
+    def full_state(self):
+        """The state of all ranks, without padding. All ranks call it."""
+        full = {}
+        for key, share in self.state.items():
+            whole = share.flatten()
+            if self.owners > 1:
+                whole = self.ranks.all_gather(whole).flatten()
+            full[key] = whole[: self.length_of(share)].cpu()
+        return full
+
+    def load_full_state(self, full):
+        """Take this rank's part of a `full_state` from any number of ranks.
+
+        Raises RuntimeError where a length differs.
+        """
+        for key, share in self.state.items():
+            size = self.length_of(share)
+            rows = share.new_zeros(self.owners, share.numel())
+            rows.view(-1)[:size] = full[key].view(size)
+            share.copy_(rows[self.ranks.rank % self.owners].view_as(share))
+
+    def length_of(self, share):
+        """Entries of a state over all owners, without padding; one of a number."""
+        entries_a_unit = share.numel() // self.my_units
+        return entries_a_unit * self.units if share.ndim else 1
+
+
+class Adam(ReplicatedOptimizer):
+    """Adam on tensors of any shape, by every rank."""
+
+    def __init__(self, name, group, params, ranks):
+        super().__init__(name, group, params, ranks)
+        self.state["mean"] = torch.zeros_like(self.my_grad)
+        self.state["square"] = torch.zeros_like(self.my_grad)
+        self.state["count"] = torch.zeros_like(self.lr)
+        self.step_fn = compile_on_gpu(adam_update, self.lr.device)
+
+    def update_share(self, now):
+        self.step_fn(
+            self.weights,
+            self.my_grad,
+            **self.state,
+            lr=self.lr,
+            betas=self.group.betas,
+        )
+
+
+class Muon(ReplicatedOptimizer):
+    """Muon on matrices of one shape."""
+
+    def __init__(self, name, group, params, ranks):
+        shape = params[0].shape[-2:]
+        super().__init__(name, group, params, ranks, ranks.world_size, unit=shape.numel())
+        self.my_grad = self.my_grad.view(-1, *shape)
+        self.state["mean"] = torch.zeros_like(self.my_grad)
+        dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
+        self.updates = torch.zeros_like(self.weights, dtype=dtype)  # of all ranks
+        self.step_fn = compile_on_gpu(muon_update, self.lr.device)
+
+    def update_share(self, now):
+        updates = self.updates.zero_()[self.mine].view_as(self.my_grad)
+        for update, grad, mean in zip(updates, self.my_grad, self.state["mean"]):
+            self.step_fn(update, grad, mean, momentum=now.momentum)
+        if self.ranks.world_size > 1:
+            dist.all_reduce(self.updates)
+        rows, columns = self.my_grad.shape[1:]
+        factor = max(1, rows / columns) ** 0.5  # of matrices that are tall
+        self.weights.sub_(self.updates * (self.lr * factor))
+
+
+def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
+    return torch.compile(step_fn, dynamic=False) if device.type == "cuda" else step_fn
+
+
+def build_optimizers(model: GPT, cfg, ranks) -> list[Optimizer]:
+    """An optimizer for each group that has parameters. Raises KeyError for an unknown group."""
+    groups = parameter_groups(cfg)
+    members = {name: [] for name in groups}
+    for param in model.parameters():
+        members[param.group].append(param)
+    optimizers = []
+    for name, group in groups.items():
+        kind = Adam if isinstance(group, AdamGroup) else Muon
+        if members[name]:
+            optimizers.append(kind(name, group, members[name], ranks))
+    return optimizers
+
+
+def step_optimizers(optimizers, now, divisor):
+    """One step of all optimizers. Each one computes while others communicate."""
+    for optimizer in optimizers:
+        optimizer.reduce()
+    for optimizer in optimizers:
+        optimizer.update(now, divisor)
+    for optimizer in optimizers:
+        optimizer.clear()
+
+
+# ---- Training ---------------------------------------------------------------
+class Place(NamedTuple):
+    """Where a step's sequences begin. A checkpoint keeps it."""
+
+    shard: int = 0  # counted through all epochs
+    position: int = 0  # in the shard, in tokens
+
+
+class Rows(NamedTuple):
+    """All sequences of a step, of all ranks, on the host. Each array has an entry for each."""
+
+    tokens: np.ndarray  # (N, T + 1), uint16
+
+
+def cut_rows(tokens, documents, place: Place, now, cfg):
+    """Cut a step's `Rows` from a shard, and return them and the next place.
+
+    Returns None if the shard has too few tokens left.
+    """
+    size = cfg.sequences_per_step * now.seq_len
+    start = place.position
+    # The last sequence needs one more token, its last target.
+    part = tokens[start : start + size + 1]
+    if len(part) <= size:
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(part, now.seq_len + 1)
+    return Rows(windows[:: now.seq_len]), place._replace(position=start + size)
+
+
+def prepare(model: GPT, cfg, device: torch.device):
+    """Make the model ready to train on this device."""
+    if device.type != "cuda":
+        return
+    model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
+    model.compile(dynamic=False)
+
+
+def to_batch(rows: Rows, device: torch.device) -> Batch:
+    """The sequences of a forward pass, on the device."""
+    tokens = torch.from_numpy(rows.tokens.astype(np.int64))
+    if device.type == "cuda":
+        tokens = tokens.pin_memory()  # the host need not wait for the copy
+    tokens = tokens.to(device, non_blocking=True)
+    return Batch(tokens[:, :-1].int(), tokens[:, 1:].contiguous())
+
+
+def losses_of(model, batch: Batch, now) -> Tensor:
+    """The loss of a batch, summed over its tokens, (1,).
+
+    Training, warm-up and validation all call it.
+    """
+    return model(batch).view(1)
+
+
+def accumulate_gradients(model, batches, now) -> Tensor:
+    """Add up the gradients of a step's batches. Returns the mean of `losses_of`, (1,).
+
+    The gradients are those of each batch's mean over tokens.
+    """
+    totals = 0
+    for batch in batches:
+        losses = losses_of(model, batch, now) / batch.targets.numel()
+        losses[0].backward()
+        totals = totals + losses.detach()
+    return totals / len(batches)
+
+
+def train(run, cfg):
+    """The training loop. It ends after the last step, or after a save when a signal asks it to.
+
+    run: the harness below the banner. It holds model, optimizers and data, and its `pause`
+    validates and saves where that is due, while the clock stands.
+    """
+    for step in range(run.first_step, cfg.num_iterations + 1):  # the last round only validates
+        now = schedule(step, cfg)
+
+        if run.pause(step, complete=True):
+            break
+
+        batches = run.loader.next_step(now)
+        losses = accumulate_gradients(run.model, batches, now)
+        run.check(step, losses)
+        step_optimizers(run.optimizers, now, divisor=len(batches) * run.ranks.world_size)
+        run.log_step(step + 1)
+
+
+# ==== Harness: below this line every record has the same bytes ===============
+import argparse
+import contextlib
+import fcntl
+import gc
+import glob
+import hashlib
+import os
+import platform
+import re
+import resource
+import shlex
+import signal
+import sys
+import time
+import warnings
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from torch.utils import collect_env
+
+SCRIPT = Path(__file__).resolve()
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class UserError(Exception):
+    """An error that a user can mend, the same on all ranks. It ends the run in one line."""
+
+
+# ---- Data -------------------------------------------------------------------
+HEADER_BYTES = 1024  # of a shard: int32, the first three of which are used; tokens follow
+MAGIC = 20240520  # of llm.c's shards
+VERSION = 1
+
+
+def find_shards(pattern: str) -> list[Path]:
+    """Files that match the glob, here or else in a folder above the script. Raises UserError."""
+    for folder in (Path(), *SCRIPT.parents):  # a record finds the data of the repository
+        paths = [folder / name for name in glob.glob(pattern, root_dir=folder)]
+        if files := sorted(filter(Path.is_file, paths)):  # no folder and no pipe
+            return files
+    raise UserError(f"no file matches {pattern!r}; make the data first: data/README.md")
+
+
+def shard_size(path: Path) -> int:
+    """Number of tokens in a shard. Raises UserError where header and file size disagree."""
+    size = (path.stat().st_size - HEADER_BYTES) / 2
+    header = np.fromfile(path, "<i4", 3).tolist()
+    if header != [MAGIC, VERSION, size]:  # also of a download that was cut short
+        raise UserError(f"{path}: no whole shard of version {VERSION}; make or fetch it again")
+    return header[2]
+
+
+def read_shard(path: Path, vocab_size: int) -> np.ndarray:
+    """The shard's tokens, uint16. Raises UserError where one is not in the vocabulary."""
+    tokens = np.fromfile(path, "<u2", shard_size(path), offset=HEADER_BYTES)
+    if (largest := tokens.max(initial=0)) >= vocab_size:
+        raise UserError(f"{path}: has token {largest}, not below --vocab_size {vocab_size}")
+    return tokens
+
+
+class TokenLoader:
+    """Gives rank r the r-th part of each step's sequences. Raises UserError.
+
+    A step is cut from one shard. Tokens at its end that do not fill a step are skipped. A thread
+    reads the next shard ahead.
+    """
+
+    def __init__(self, cfg, ranks, place, log):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.log = log
+        self.tokens_given = 0  # to all ranks
+        self.sequences, rest = divmod(cfg.sequences_per_step, ranks.world_size)
+        if rest:
+            raise UserError(f"--sequences_per_step must be a multiple of {ranks.world_size} ranks")
+        # All forward passes of a step have as many.
+        self.per_forward = math.gcd(self.sequences, cfg.sequences_per_forward)
+        self.files = find_shards(cfg.train_files)  # in the order of reading
+        self.sizes = [shard_size(path) for path in self.files]
+        digest = hashlib.sha256()  # of each shard's name, size and first MiB
+        for path, size in zip(self.files, self.sizes):
+            digest.update(f"{path.name} {size}".encode())
+            digest.update(np.fromfile(path, "u1", 2**20))
+        self.digest = digest.hexdigest()[:16]  # tells other training data apart
+        self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
+        self.ahead = self.reader.submit(self.read, place.shard)  # a future
+        self.begin_shard(place)
+
+    def read(self, shard):
+        """A shard's tokens and where its documents begin. Shards are counted through all epochs."""
+        tokens = read_shard(self.files[shard % len(self.files)], self.cfg.vocab_size)
+        return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
+
+    def begin_shard(self, place):
+        """Take the shard that was read ahead, and begin to read the next one."""
+        self.place = place  # the same on any number of ranks
+        self.tokens, self.documents = self.ahead.result()
+        self.ahead = self.reader.submit(self.read, place.shard + 1)
+
+    def next_step(self, now) -> list:
+        """This rank's batch for each forward pass of a step."""
+        for _ in range(len(self.files) + 1):  # the rest of this shard, then each shard once
+            if step := cut_rows(self.tokens, self.documents, self.place, now, self.cfg):
+                rows, self.place = step
+                self.tokens_given += rows.tokens[:, 1:].size
+                # All ranks cut the same rows. Each takes its part.
+                begin = self.ranks.rank * self.sequences
+                firsts = range(begin, begin + self.sequences, self.per_forward)
+                parts = [[x[i : i + self.per_forward] for x in rows] for i in firsts]
+                return [to_batch(Rows(*part), self.ranks.device) for part in parts]
+            shard = self.place.shard + 1  # after the last one the first again
+            self.begin_shard(self.place._replace(shard=shard, position=0))
+            if shard % len(self.files) == 0:
+                self.log(f"the training data begin again: {self.cfg.train_files}")
+        raise UserError(f"--train_files {self.cfg.train_files}: no shard has a step's documents; "
+                        "lower --sequences_per_step")
+
+
+def count_shards(cfg, sizes) -> int:
+    """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
+    behind = plan(cfg).tokens
+    shards = left = 0
+    for before, after in zip(behind, behind[1:]):
+        tokens = after - before
+        while left <= tokens < max(sizes):  # the last sequence needs one more
+            left = sizes[shards % len(sizes)]
+            shards += 1
+        left -= tokens
+    return shards
+
+
+def check_data(cfg, loader, digest):
+    """Raise UserError where training data are not the checkpoint's, held out, or too few."""
+    files = f"--train_files {cfg.train_files}"
+    if digest and digest != loader.digest:
+        raise UserError(f"{files}: not the data of {cfg.resume}")
+    if set(loader.files) & set(find_shards(cfg.val_files)):
+        raise UserError(f"{files}: --val_files has a file of these, too")
+    found, read = len(loader.sizes), count_shards(cfg, loader.sizes)
+    if read > found and cfg.preset == "record" and not cfg.repeat_data:
+        raise UserError(f"{files}: the run reads {read} shards of {found}; --repeat_data true, or "
+                        f"fetch more: python data/fineweb.py {count_shards(cfg, [10**8])}")
+
+
+# ---- Validation -------------------------------------------------------------
+def read_val_tokens(cfg) -> np.ndarray:
+    """The first val_tokens + 1 validation tokens, uint16. Raises UserError."""
+    # One after another, as if they were one file
+    shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
+    tokens = np.concatenate(shards)
+    if len(tokens) <= cfg.val_tokens:
+        raise UserError(f"--val_tokens must be below the {len(tokens)} of {cfg.val_files}")
+    return tokens[: cfg.val_tokens + 1]
+
+
+@contextlib.contextmanager
+def store_masks():
+    """Where a model is compiled without a backward pass, store what FlexAttention's mask reads."""
+    from torch._inductor import config, ir  # take a second, and a CPU needs none
+
+    # Where the reach is a constant, its reads need a layout that is not decided yet.
+    ir.FlexibleLayout.allow_indexing = True
+    with config.patch(realize_reads_threshold=1):
+        yield
+    ir.FlexibleLayout.allow_indexing = False
+
+
+@torch.no_grad()
+def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
+    """Mean loss over the validation tokens. Ranks share the sequences."""
+    model.eval()  # no FP8, and the loss of the next token alone
+    total = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+    count = len(tokens) - 1  # the first token has no prediction
+    length = cfg.val_seq_len
+    # As many sequences at once as a training pass has tokens for, at least one
+    longest = max(schedule(step, cfg).seq_len for step in range(cfg.num_iterations))
+    size = length * max(1, cfg.sequences_per_forward * longest // length)
+    # All ranks have as many passes, and the last ones are as large as the others.
+    tokens = np.pad(tokens, (0, ranks.world_size * size))
+    for first in range(0, count, ranks.world_size * size):
+        start = first + ranks.rank * size
+        part = tokens[start : start + size + 1]
+        # (sequences, length + 1): the last token of a row is the first of the next row.
+        rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
+        batch = to_batch(Rows(rows), ranks.device)
+        batch.targets.view(-1)[max(0, count - start) :] = -1  # padding is not counted
+        with store_masks() if total.is_cuda else contextlib.nullcontext():
+            total += losses_of(model, batch, now)[-1]
+    model.train()
+    # Each rank has the sum of its own sequences.
+    return ranks.all_gather(total).sum().item() / count
+
+
+# ---- Checkpoints ------------------------------------------------------------
+NEW_RUN = dict(step=0, settings=None, loader=(), data=None, train_time_ms=0.0)
+
+
+def write_checkpoint(path: Path, state: dict):
+    """Write the state, whole or not at all. It and the two before it stay. Raises UserError."""
+    temporary = path.with_suffix(".tmp")  # no checkpoint yet
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # the data reach the disk before the name does
+        temporary.replace(path)  # atomic
+    except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
+        temporary.unlink(missing_ok=True)
+        cause = error.__context__ or error
+        raise UserError(f"{path}: not written ({cause}); make room, --resume auto") from None
+    # Names sort by step. By time, a clock that went back would cost the newest.
+    saved = sorted(path.parent.glob("step-*.pt"))
+    for old in saved[: max(0, saved.index(path) - 2)]:
+        old.unlink()
+
+
+def load_checkpoint(path: Path) -> dict:
+    """The state at `path`, with the settings before `shorten`. Raises UserError where damaged."""
+    try:
+        with zipfile.ZipFile(path) as file:  # as torch.save writes it, with checksums
+            if damaged := file.testzip():
+                raise ValueError(f"{damaged} is damaged")
+        # Weights alone: a pickle that runs code is refused.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # What is missing would silently be the default of the preset record.
+        if odd := vars(Hyperparameters()).keys() ^ state["settings"].keys():
+            raise ValueError(f"its settings differ: {', '.join(sorted(odd))}")
+        # A run resumed from NaN would fail at the same step for ever.
+        for tensors in (state["model"], *state["optimizers"].values()):
+            for name, tensor in tensors.items():
+                if tensor.is_floating_point() and not tensor.isfinite().all():
+                    raise ValueError(f"{name} is not finite")
+    except Exception as error:  # zipfile and torch raise nearly any for a damaged file
+        cause = str(error).partition(". ")[0]  # without torch's advice
+        raise UserError(f"{path}: no whole checkpoint of this script ({type(error).__name__}: "
+                        f"{cause}); name another, or auto with --run_id") from None
+    return state
+
+
+def find_checkpoint(resume: str, run_id: str):
+    """Path and state of what --resume names, or those of a new run. Raises UserError."""
+    folder = Path("logs", run_id)
+    if resume == "auto" and run_id:
+        for path in sorted(folder.glob("step-*.pt"), reverse=True):  # names sort by step
+            try:
+                return str(path), load_checkpoint(path)
+            except UserError as error:
+                print(f"skipped {error}", file=sys.stderr)
+    elif resume:
+        state = load_checkpoint(Path(resume))
+        if run_id and Path(resume).resolve().parent != folder.resolve():
+            raise UserError(f"--resume {resume}: not of --run_id {run_id}; leave --run_id out")
+        return resume, state
+    return "", NEW_RUN
+
+
+# ---- The machine ------------------------------------------------------------
+def default_head_chunks(device: torch.device) -> int:
+    """In how many chunks a device computes the head."""
+    if device.type == "cpu":
+        return 1
+    memory = torch.cuda.get_device_properties(device).total_memory
+    # 80 GB hold all logits and their gradient. More than eight chunks save nothing.
+    return 8 if memory < 32e9 else math.ceil(70e9 / memory)
+
+
+def machine_facts(device: torch.device) -> dict:
+    """What a log tells of the machine and of its software."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")  # where Linux has its maker's name for it
+    if info.exists() and (found := re.search(r"model name\s*: (.+)", info.read_text())):
+        cpu = " ".join(found[1].split())
+    folder = shlex.quote(str(SCRIPT.parent))
+    _, commit, refusal = collect_env.run(f"git -C {folder} rev-parse HEAD")
+    facts = dict(
+        device=f"{cpu} ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})",
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),  # OMP_NUM_THREADS, or the number of cores
+        commit=commit or refusal.partition("\n")[0],
+    )
+    if device.type == "cuda":
+        facts |= dict(
+            device=torch.cuda.get_device_name(device),
+            cuda=torch.version.cuda,
+            driver=collect_env.get_nvidia_driver_version(collect_env.run),
+            nccl=torch.cuda.nccl.version(),
+        )
+    return facts
+
+
+def peak_memory_mib(device: torch.device) -> int:
+    """The most that the process has held: of its GPU since the warm-up, or of the CPU's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) // 2**20
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's may be the peak of the process that started this one
+        return int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1]) // 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20  # macOS has bytes
+
+
+# ---- Ranks and log ----------------------------------------------------------
+class Ranks:
+    """This process's rank and device, and what ranks exchange. Raises UserError, OSError."""
+
+    def __init__(self, cfg):
+        try:  # torchrun sets these
+            self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+            self.rank = int(os.environ.get("RANK", 0))
+            local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
+        except ValueError as error:
+            raise UserError(f"WORLD_SIZE, RANK or LOCAL_RANK: {error}; unset them") from None
+        # How many srun, mpirun or mpiexec started, which set no WORLD_SIZE
+        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+            if "WORLD_SIZE" not in os.environ and os.environ.get(name, "") not in ("", "1"):
+                raise UserError(f"{name}: each task would train alone; let one start torchrun")
+        if self.rank >= self.world_size:
+            raise UserError(f"RANK {self.rank} of WORLD_SIZE {self.world_size}: unset both")
+        gpus = torch.cuda.device_count() if cfg.device != "cpu" else 0
+        if local_rank >= gpus and (gpus or cfg.device == "cuda"):
+            raise OSError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
+        self.device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+        try:
+            if gpus:
+                torch.cuda.set_device(self.device)  # "cuda" now means this one
+            if self.world_size > 1:
+                # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
+                warnings.filterwarnings("ignore", "", FutureWarning, "torch.distributed")
+                # Ranks compile at different speeds, and wait for the slowest.
+                patience = timedelta(minutes=30)
+                dist.init_process_group(timeout=patience, device_id=self.device if gpus else None)
+        except (RuntimeError, ValueError) as error:  # of a driver, a variable, a network interface
+            raise OSError(f"{self.world_size} rank(s) cannot start: {error}") from None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, failure, *_):
+        """End the process group, whose threads must not outlive Python: it would abort them."""
+        if self.world_size > 1:
+            if failure and self.device.type == "cuda":
+                dist.group.WORLD.abort()  # without waiting for ranks that may have failed, too
+            dist.destroy_process_group()
+
+    def all_gather(self, x):
+        """(N,) of every rank, as (ranks, N)."""
+        rows = x.repeat(self.world_size, 1)
+        if self.world_size > 1:
+            dist.all_gather_into_tensor(rows.view(-1), x)
+        return rows
+
+
+class Log:
+    """The console and logs/RUN_ID/log.txt, both of rank 0. Other ranks write nothing."""
+
+    def __init__(self, ranks):
+        self.enabled = ranks.rank == 0
+        self.file = None
+
+    def open(self, cfg, may_exist, header):
+        """Open the log for this process alone, and begin a new one. Raises UserError."""
+        # Two runs may begin in one second.
+        self.folder = Path("logs", cfg.run_id or f"{datetime.now():%Y%m%d-%H%M%S-%f}")
+        if not self.enabled:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=bool(cfg.run_id))
+        except FileExistsError as error:
+            raise UserError(f"{error.filename}: a file, or a link to nowhere; remove it") from None
+        self.path = self.folder / "log.txt"
+        self.file = self.path.open("ab", buffering=0)  # nothing is left to write after an error
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+        except BlockingIOError:
+            raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
+        except OSError as error:  # as on some network file systems
+            print(f"{self.path}: no lock ({error}); start no other run there", file=sys.stderr)
+        if self.path.stat().st_size and not may_exist:
+            raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with its "
+                            "run by --resume auto, or name another --run_id")
+        if not cfg.resume:
+            self.file.truncate(0)  # of what a run wrote that was killed before it saved
+        if not self.path.stat().st_size:
+            self(header, console=False)
+
+    def __call__(self, text, more="", console=True):
+        """Write the text to the log; print it to the console, with more. Raises UserError."""
+        try:
+            if self.file:
+                self.file.write(f"{text}\n".encode())
+        except OSError as error:
+            raise UserError(f"{self.path}: not written ({error}); make room") from None
+        try:
+            if self.enabled and console:
+                print(text + more, flush=True)
+        except OSError:  # the terminal is gone, or who read this; the run needs neither
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ---- The run ----------------------------------------------------------------
+def build(cfg, ranks):
+    """Model and optimizers of a new run. Raises UserError where --init does not fit."""
+    # Drawn on the CPU, so that a seed means the same weights on every device
+    model = GPT(cfg)
+    model.init_weights(torch.Generator().manual_seed(cfg.seed))
+    if cfg.init and not cfg.resume:
+        load_state(model, [], load_checkpoint(Path(cfg.init)), cfg.init)
+    model.to(ranks.device)
+    prepare(model, cfg, ranks.device)
+    return model, build_optimizers(model, cfg, ranks)
+
+
+def load_state(model, optimizers, state, path):
+    """Load weights and optimizer state. Raises UserError where they do not fit."""
+    try:
+        model.load_state_dict(state["model"])
+        for optimizer in optimizers:
+            optimizer.load_full_state(state["optimizers"][optimizer.name])
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"{path}: does not fit ({error}); name another checkpoint") from None
+
+
+class Plan(NamedTuple):
+    """What a run's schedule comes to."""
+
+    first_steps: dict  # of each stage
+    tokens: list  # that it trains on before each step, and in all
+
+
+def plan(cfg) -> Plan:
+    first_steps = {}
+    tokens = [0]
+    for step in range(cfg.num_iterations):
+        now = schedule(step, cfg)
+        first_steps.setdefault(now.stage, step)
+        tokens.append(tokens[-1] + cfg.sequences_per_step * now.seq_len)
+    return Plan(first_steps, tokens)
+
+
+class Run:
+    """All that the training loop works with. Logs and checkpoints keep the settings."""
+
+    def __init__(self, settings, ranks, state, may_exist):
+        self.settings = settings
+        self.cfg = cfg = shorten(settings)
+        self.ranks = ranks
+        self.log = Log(ranks)
+        self.last = cfg.num_iterations  # this step only validates
+        self.first_step = self.saved_step = state["step"]
+        self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
+        self.plan = plan(cfg)
+        # Data are checked before the model is built.
+        self.val_tokens = read_val_tokens(cfg)
+        self.loader = None  # evaluation needs no training data
+        if self.first_step < self.last:
+            self.loader = TokenLoader(cfg, ranks, Place(*state["loader"]), self.log)
+            check_data(cfg, self.loader, state["data"])
+        self.model, self.optimizers = build(cfg, ranks)
+        self.open_log(may_exist)
+        if self.loader:
+            self.warm_up()
+        if cfg.resume:  # after the warm-up, which leaves no trace
+            load_state(self.model, self.optimizers, state, cfg.resume)
+            other = "" if state["script"] == self.script else ", which another script wrote"
+            self.log(f"resumed at step:{self.first_step} from {cfg.resume}{other}")
+        self.pending = []  # losses not read yet: step, rows of all ranks, CUDA event
+        self.told_at = None  # when a signal told this rank to stop
+        self.stopping = False  # whether any rank was told to
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                signal.signal(number, self.on_signal)
+        self.started = time.perf_counter()  # the clock
+
+    def open_log(self, may_exist):
+        """Begin the log with the script, all settings and what machine it is."""
+        self.script = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
+        self.facts = machine_facts(self.ranks.device) | dict(
+            seed=self.cfg.seed,
+            world_size=self.ranks.world_size,
+            parameters=sum(optimizer.numel for optimizer in self.optimizers),
+            val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
+        )
+        values = vars(self.settings) | self.facts | dict(planned_tokens=self.plan.tokens[-1])
+        values["train_digest"] = self.loader.digest if self.loader else ""
+        rule = "=" * 100  # the end of the source
+        lines = [f"{key}: {value}" for key, value in values.items()]
+        header = "\n".join([SCRIPT.read_text("utf-8"), rule, *lines, rule])
+        self.log.open(self.cfg, may_exist, header)
+        self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
+                 "head in {head_chunks} chunk(s), ".format(**values) + str(self.log.folder))
+
+    def on_signal(self, number, frame):
+        """Stop all ranks after this step. A second signal ends the process."""
+        now = time.perf_counter()
+        if self.told_at is None:
+            self.told_at = now
+        # SLURM and systemd tell each process, and torchrun tells its own once more.
+        elif number == signal.SIGINT or now - self.told_at > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def warm_up(self):
+        """Run every kernel, then restore weights, optimizer state and the place in the data."""
+        device = self.ranks.device
+        if device.type == "cuda":
+            self.log("warming up; a GPU compiles for some 5 minutes the first time ...")
+            # Blocks that were in use once leave room for the tuner's copies of its arguments,
+            # which would else go through the host's memory and be timed with it.
+            free, _ = torch.cuda.mem_get_info(device)
+            torch.empty(free // 2, dtype=torch.uint8, device=device)
+        place = vars(self.loader).copy()
+        self.loader.log = lambda text: None
+        optimizers = [optimizer for optimizer in self.optimizers if optimizer.tensors()]
+        tensors = [x for optimizer in optimizers for x in optimizer.tensors()]
+        before = [x.to("cpu", copy=True) for x in tensors]  # a GPU may have no room for a copy
+        for first in self.plan.first_steps.values():  # shapes differ between stages
+            for step in range(first, first + self.cfg.warmup_steps):
+                now = schedule(step, self.cfg)
+                accumulate_gradients(self.model, self.loader.next_step(now)[:1], now)
+                step_optimizers(optimizers, now, self.cfg.sequences_per_step)
+        # A validation sequence for each rank
+        tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
+        validate(self.model, tokens, schedule(self.last, self.cfg), self.cfg, self.ranks)
+        vars(self.loader).update(place)
+        for tensor, value in zip(tensors, before):
+            tensor.copy_(value)  # in place, since kernels and views keep their addresses
+        for optimizer in self.optimizers:
+            optimizer.clear()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # the tuner's copies do not count
+        # No search among all that the compiler has left, which takes a second, in the steps.
+        gc.collect()
+        gc.freeze()
+
+    def pause(self, step, complete) -> bool:
+        """Validate and save before a step, where that is due. Returns whether the run ends here.
+
+        complete: no gradients are waiting for the next step, so nothing is lost by a save.
+        """
+        every = self.cfg.save_every
+        is_last = step == self.last
+        stops = self.stopping and not is_last
+        validates = is_last or (self.cfg.val_every and step % self.cfg.val_every == 0)
+        # Whether a multiple of save_every lies between, as not every step can be saved
+        passed = every and step // every > self.saved_step // every
+        saves = every and step > self.saved_step and (is_last or complete and (passed or stops))
+        self.stopped = stops and (saves or not every)
+        if validates or saves or self.stopped:
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize()  # the GPU finishes what it was given
+            self.log_step(step, wait=True)
+            self.train_time_ms = self.elapsed_ms()  # the clock stands until it is started again
+            if validates:
+                now = schedule(step, self.cfg)
+                self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
+                self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
+            if saves:
+                self.save_checkpoint(step)
+            self.started = time.perf_counter()
+        return is_last or self.stopped
+
+    def elapsed_ms(self):
+        """Time spent on training: what was counted before, and since the clock started."""
+        return self.train_time_ms + 1000 * (time.perf_counter() - self.started)
+
+    def check(self, step, losses):
+        """Exchange a step's losses, and whether a signal came. `log_step` reads them."""
+        told = torch.full_like(losses[:1], self.told_at is not None)
+        rows = self.ranks.all_gather(torch.cat([losses, told]).float())
+        rows = rows.to("cpu", non_blocking=True)
+        # Recorded after the copy above
+        event = torch.cuda.current_stream().record_event() if losses.is_cuda else None
+        self.pending.append((step + 1, rows, event))
+
+    def log_step(self, step, wait=False):
+        """Log a step; on CUDA the one before it, so that the host need not wait for the GPU."""
+        if self.ranks.device.type == "cuda" and not wait:
+            step -= 1
+        while self.pending and self.pending[0][0] <= step:
+            done, rows, event = self.pending.pop(0)
+            if event:
+                event.synchronize()
+            *losses, told = rows.mean(0).tolist()  # all ranks have as many tokens
+            self.stopping = told > 0
+            # What is minimised and, where a record has it, the next token's
+            names = dict(zip(("train_loss", "next_token_loss"), losses))
+            self.log_losses(done, self.elapsed_ms(), **names)
+
+    def log_losses(self, step, ms, **losses):
+        """Log a step's losses. The console shows each tenth of the run, and the time left."""
+        average = ms / max(1, step)
+        text = f"step:{step}/{self.last}"
+        for name, loss in losses.items():
+            text += f" {name}:{loss:.4f}"
+            if not math.isfinite(loss):
+                raise UserError(f"{text}; lower the learning rates")
+        text += f" train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
+        text += f" tokens_per_s:{1000 * self.plan.tokens[step] / max(1, ms):.0f}"
+        left = f" left:{average * (self.last - step) / 1000:.0f}s"
+        # The first step with another tenth of the run behind it
+        is_tenth = step * 10 % self.last < 10
+        self.log(text, left, console=is_tenth or "val_loss" in losses)
+
+    def save_checkpoint(self, step):
+        """Save all that a resumed run needs: on a CPU it is equal to the bit. Raises UserError."""
+        self.saved_step = step
+        state = dict(
+            step=step,
+            settings=asdict(self.settings),
+            script=self.script,
+            data=self.loader.digest,
+            loader=tuple(self.loader.place),
+            threads=torch.get_num_threads(),
+            train_time_ms=self.train_time_ms,
+            model=self.model.state_dict(),
+            optimizers={each.name: each.full_state() for each in self.optimizers},
+        )
+        if self.ranks.rank == 0:  # leading zeros let names sort by step
+            write_checkpoint(self.log.folder / f"step-{step:06d}.pt", state)
+
+    def finish(self):
+        """Log the results."""
+        reached = "reached" if self.val_loss <= self.cfg.target_loss else "not reached"
+        self.log(f"target loss {self.cfg.target_loss}: {reached}")
+        given = self.loader.tokens_given if self.loader else 0
+        results = dict(
+            val_loss=f"{self.val_loss:.6f}",
+            train_time_ms=f"{self.train_time_ms:.0f}",
+            steps=self.last,
+            tokens=self.plan.tokens[self.first_step] + given,
+            peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0
+            **self.facts)
+        self.log("---")  # programs read what follows
+        for key, value in results.items():
+            self.log(f"{key}: {value}")
+
+
+# ---- Command line -----------------------------------------------------------
+# Flags that may differ from the checkpoint of a resumed run
+MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every device
+    sequences_per_forward head_chunks run_id save_every resume""".split()
+# Whole numbers of all records that may not be 0
+ABOVE_ZERO = """vocab_size vocab_multiple model_dim head_dim num_iterations sequences_per_step
+    sequences_per_forward val_seq_len val_tokens""".split()
+
+
+def true_or_false(text: str) -> bool:
+    return ["false", "true"].index(text.lower()) == 1
+
+
+def parse_flags(argv) -> dict:
+    """The flags among these words, or those of the command line, as values. Raises UserError."""
+    def error(message):
+        raise UserError(f"{message}; --help lists the flags")
+
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # only what is given stands in the result
+        allow_abbrev=False,
+    )
+    parser.error = error  # one line, as all errors
+    # The comments of the table: `name: type = default  # meaning`
+    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text("utf-8"), re.M))
+    for name, default in vars(Hyperparameters()).items():
+        kind = type(default)
+        if kind in (int, float, bool, str):  # tables are edited in the file
+            values = f"(record: {default}, pocket: {POCKET.get(name, default)})"
+            parser.add_argument(f"--{name}", type=true_or_false if kind is bool else kind,
+                                metavar="X", help=f"{meanings.get(name, '')} {values}")
+    return vars(parser.parse_args(argv))
+
+
+def parse_args(argv) -> Hyperparameters:
+    """The settings of a new run. Raises UserError."""
+    return hyperparameters(parse_flags(argv))
+
+
+def hyperparameters(given, saved=None) -> Hyperparameters:
+    """The flags given, over those of their preset or of a checkpoint. Raises UserError."""
+    flags = given
+    if saved:
+        flags = {name: x for name, x in saved.items() if not isinstance(x, tuple | dict)}
+        # The new process chooses its device and its log.
+        flags |= dict(device="auto", run_id="", head_chunks=0) | given
+    preset = POCKET if flags.get("preset") == "pocket" else {}
+    cfg = Hyperparameters(**(preset | flags))
+    for name, value in asdict(cfg).items():
+        if saved and name not in MAY_CHANGE and value != saved[name]:
+            what = f"--{name} {value}" if name in flags else f"{name} in {SCRIPT.name}"
+            raise UserError(f"{what}: not as in the checkpoint; a resumed run may change "
+                            f"{', '.join(MAY_CHANGE)}")
+
+    def require(holds, name, rule):
+        value = getattr(cfg, name)
+        if not holds and isinstance(value, int | float | str):
+            raise UserError(f"--{name} must {rule}; here it is {value}")
+        if not holds:
+            raise UserError(f"{name} in {SCRIPT.name} must {rule}")
+
+    for name, value in vars(cfg).items():
+        if isinstance(value, int | float):
+            least = 1 if name in ABOVE_ZERO else 0
+            require(least <= value < 2**31, name, f"be at least {least}, and below 2147483648")
+    require(cfg.preset in ("record", "pocket"), "preset", "be record or pocket")
+    require(cfg.device in ("auto", "cuda", "cpu"), "device", "be auto, cuda or cpu")
+    require(cfg.num_iterations < 10**6, "num_iterations", "be below a million")
+    require(cfg.val_seq_len % 128 == 0, "val_seq_len", "be a multiple of 128")
+    require(cfg.eot_token < cfg.vocab_size, "eot_token", "be below vocab_size")
+    require(cfg.shorten in (1, 2, 4, 8), "shorten", "be 1, 2, 4 or 8")
+    is_name = re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id)
+    require(is_name, "run_id", "be of letters, digits, _ . + -, and not begin with .")
+    check(cfg, require)
+    return cfg
+
+
+def run_script(argv) -> int:
+    """Train or resume by the flags. Returns the exit code. Raises UserError."""
+    given = parse_flags(argv)
+    path, state = find_checkpoint(given.get("resume", ""), given.get("run_id", ""))
+    cfg = hyperparameters(given | dict(resume=path), state["settings"])
+    step = state["step"]
+    if step > cfg.num_iterations:
+        raise UserError(f"--num_iterations {cfg.num_iterations}: {path} is of a later step")
+    if path:
+        torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
+        # A longer run may be back in an earlier stage. Weights that were tied there stay apart.
+        before = replace(cfg, num_iterations=state["settings"]["num_iterations"])
+        if schedule(step, cfg).stage < schedule(step, before).stage:
+            cfg = replace(cfg, init=path)
+    with Ranks(cfg) as ranks:
+        # A finished record can be evaluated without a GPU.
+        if cfg.preset == "record" and ranks.device.type != "cuda" and step < cfg.num_iterations:
+            raise UserError("--preset record: there is no CUDA device; use --preset pocket")
+        cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
+        run = Run(cfg, ranks, state, may_exist="resume" in given)
+        train(run, run.cfg)
+        if not run.stopped:
+            run.finish()
+            return 0
+        run.log("stopped by a signal; what --save_every saved goes on by "
+                f"--run_id {run.log.folder.name} --resume auto")
+        return 1
+
+
+def main(argv=None) -> int:
+    """Run the script and return its exit code: 2 after an error that a user can mend."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    for name in ("stdin", "stdout", "stderr"):  # closed ones, as those of a daemon, are None
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
+    sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack some letters
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    code = 2
+    is_mine = True  # whether the other ranks may have another error, or none
+    try:
+        return run_script(argv)
+    except UserError as error:
+        message = str(error)
+        is_mine = False
+    except KeyboardInterrupt:  # before the first step; from then on signals are caught
+        message = "interrupted"
+        is_mine = False
+        code = 130
+    except (OSError, dist.DistError) as error:
+        message = str(error)  # names the file or the flag
+    except (MemoryError, torch.OutOfMemoryError):
+        # Fewer tokens at once; --head_chunks helps where the logits alone are too large.
+        message = "out of memory; shorten the sequences or lower --sequences_per_forward"
+    except RuntimeError as error:
+        if "gloo" not in str(error):
+            raise
+        message = f"another rank has ended, and says why ({error})"
+    finally:
+        gc.unfreeze()  # else libraries that look for leaks find some
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if is_mine and os.environ.get("WORLD_SIZE", "1") != "1":
+        message = f"rank {os.environ.get('RANK')}: {message}"
+    if is_mine or os.environ.get("LOCAL_RANK", "0") == "0":  # one of each machine is enough
+        print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -96,13 +96,12 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[str]:
 
 def read_parts(file: TextIO, tokenizer: str) -> Iterator[str]:
     """Yield the parts of a text: together they are the text, with the tokens of the text."""
-    blocks = iter(lambda: file.read(BLOCK_CHARS), "")
-    if tokenizer == "bytes":  # which may be cut anywhere
-        yield from blocks
-        return
     waiting = []  # blocks without a place to cut
     last = ""  # character before the block
-    for block in blocks:
+    while block := file.read(BLOCK_CHARS):
+        if tokenizer == "bytes":  # of which each is a token
+            yield block
+            continue
         cut = LAST_CUT.match(last + block)
         if cut:
             end = cut.end() - len(last)

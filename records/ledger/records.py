@@ -8,15 +8,17 @@ import json
 import math
 import re
 import statistics
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 
-from ledger.logs import LedgerError, Log, read_log, read_text
+from ledger.logs import LedgerError, Log, read_run, read_text
 
 FOLDER_NAME = re.compile(r"\d{4}-(0\d|1[0-2])-([0-2]\d|3[01])_[A-Za-z0-9_]+")
 SIGNIFICANCE = 0.01  # what a p-value has to stay under
-SEEDS = {"loss": 10, "time": 5}  # pairs of runs that a gain of a kind needs
-RULES = {  # what the header of every run with a preset has to have; None: not known here
+CORPUS_TORCH = "2.13.0"  # the release whose text the pocket's data are
+RULES = {  # what the header of every run with a preset has to have; None: what older runs have
     "record": {"target_loss": "3.28", "val_tokens": "10485760", "val_digest": None,
                "train_digest": None, "val_files": "data/fineweb10B/fineweb_val_*.bin",
                "train_files": "data/fineweb10B/fineweb_train_*.bin"},
@@ -27,15 +29,13 @@ RULES = {  # what the header of every run with a preset has to have; None: not k
 # Nats per token that no honest model reaches: half of what xz needs for the pocket's validation
 # bytes after all 44 MB of its training text (0.94), and less than any published run on FineWeb.
 FLOOR = {"record": 2.0, "pocket": 0.47}
-# Flags that a time depends on, though no loss does: a gain in time needs them alike
-TIMED_ALIKE = ("warmup_steps", "sequences_per_forward", "head_chunks")
-CLAIM = {  # the keys of record.json, in any order, those of published and those of equality
-    "change": str, "parent": str | None, "published": dict | None, "gain": str | None,
-    "equality": dict | None, "reads": str | None}
-PUBLISHED = {
-    "number": int, "minutes": int | float, "hardware": str, "source": str,
-    "val_loss": int | float | None, "n": int | None}  # no loss without a published log
-EQUALITY = {"largest": int | float, "of": str}
+# The keys of record.json, with the types of their values, and those of two of its parts
+CLAIM = {"change": (str,), "parent": (str, NoneType), "published": (dict, NoneType),
+         "equality": (dict, NoneType)}
+PARTS = {
+    "published": {"number": (int,), "minutes": (int, float), "hardware": (str,), "source": (str,),
+                  "val_loss": (int, float, NoneType), "n": (int, NoneType)},
+    "equality": {"largest": (int, float), "of": (str,)}}
 
 
 @dataclass
@@ -45,87 +45,103 @@ class Record:
     folder: Path
     claim: dict
     parent: "Record | None" = None
+    minutes: str = ""  # of the public record that it retells, as public.toml has them
+    leads_to: int | None = None  # the public record to which it is a step
     logs: list[Log] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)  # what its other logs are
 
     def __post_init__(self):
         self.path = self.folder / "train_gpt.py"
-        self.name = self.folder.name.partition("_")[2]
-        self.minutes = ""
-        self.published = self.claim["published"] or {}
-        if self.published:
-            self.name = f"#{self.published['number']} {self.name}"
-            self.minutes = f"{self.published['minutes']:g}"
+        self.published = self.claim.get("published") or {}
+        self.number = self.published.get("number")
+        step, name = re.fullmatch(r"[^_]*_?(?:(\d+[a-z]\d?)_)?(.*)", self.folder.name).groups()
+        first = f"#{self.number}" if self.number else step
+        self.name = f"{first} {name}" if first else name
 
     @property
     def script(self) -> str:
         return read_text(self.path)
 
     @property
-    def on_gpu(self) -> bool:
-        return any(log.on_gpu for log in self.logs)
+    def is_own(self) -> bool:
+        """Whether it neither retells a public record nor is a step to one."""
+        return not (self.number or self.leads_to)
 
     def runs(self) -> dict:
-        """Its logs by setting, those of the preset record first."""
+        """Its logs by setting: full size first, and there most ranks, H100s, and most runs."""
+        def place(item):
+            setting, logs = item
+            preset, device, ranks = setting[:3]
+            return preset != "record", -int(ranks), "H100" not in device, -len(logs), setting
+
         found = {}
-        order = sorted(
-            self.logs, key=lambda log: (log.preset != "record", log.setting, log.seed))
-        for log in order:
+        for log in self.logs:
             found.setdefault(log.setting, []).append(log)
-        return found
-
-    def measured(self):
-        """(its logs, its parent's) in each setting of its own."""
-        theirs = self.parent.runs() if self.parent else {}
-        for setting, logs in self.runs().items():
-            yield logs, theirs.get(setting, [])
+        return dict(sorted(found.items(), key=place))
 
 
-def check(name: str, found: dict, kinds: dict, needed):
-    """Raise ValueError where a key is missing or unknown, or a value of another kind."""
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} has no keys")
-    for key in needed:
-        if key not in found:
-            raise ValueError(f"{name} lacks {key}")
-    for key, value in found.items():
-        if key not in kinds:
-            raise ValueError(f"{name} has {key}; known are {', '.join(kinds)}")
-        if not isinstance(value, kinds[key]):
-            raise ValueError(f"{name} has {key} of another kind, {value!r:.60}")
+def check(part: dict, kinds: dict):
+    """Raise ValueError where a value has another type, is no sensible number or fits no table."""
+    for key, types in kinds.items():
+        value = part.get(key)
+        is_number = type(value) in (int, float)
+        is_text = isinstance(value, str)
+        if (type(value) not in types or (is_number and not 0 < value < math.inf)
+                or (is_text and re.search(r"[|\n]|<!--", value))):
+            raise ValueError(f"{key} is {value!r:.99}")
 
 
 def read_claim(folder: Path) -> dict:
     """What a folder's record.json says. Raises LedgerError."""
+    def no_key_twice(pairs):
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a key stands in it twice")
+        return dict(pairs)
+
     try:
-        claim = json.loads(read_text(folder / "record.json"))
-        check("it", claim, CLAIM, ("change", "parent", "published"))
-        for key, kinds in (("published", PUBLISHED), ("equality", EQUALITY)):
-            if claim.get(key):
-                check(key, claim[key], kinds, kinds)
-        if any(part in claim["change"] for part in ("|", "\n", "<!--")):
-            raise ValueError("change has a |, a line break or a comment, which no table can show")
-        if claim.get("equality") and not claim["published"]:
-            raise ValueError("equality is with a public record, and published names none")
-        if claim.get("gain") not in (None, *SEEDS):
-            raise ValueError(f"gain is {claim['gain']}; it is {', '.join(SEEDS)} or null")
-    except (LedgerError, OSError, RecursionError, ValueError) as error:
+        text = read_text(folder / "record.json")
+        claim = json.loads(text, object_pairs_hook=no_key_twice)
+        check(claim, CLAIM)
+        for name, kinds in PARTS.items():
+            if claim.get(name):
+                check(claim[name], kinds)
+    except (AttributeError, LedgerError, OSError, RecursionError, ValueError) as error:
         raise LedgerError(f"{folder.name}/record.json: {error}; see records/README.md") from None
     return claim
 
 
+def read_public(folder: Path) -> dict:
+    """Number: the row of each public record, of public.toml. Raises LedgerError."""
+    path = folder / "public.toml"
+    try:
+        rows = tomllib.loads(read_text(path))["record"] if path.exists() else []
+        return {row["number"]: row for row in rows}
+    except (KeyError, TypeError, tomllib.TOMLDecodeError) as error:
+        raise LedgerError(f"{path}: cannot be read ({error!r}); mend it") from None
+
+
 def find_records(folder: Path):
     """(records of a folder, oldest first, with their logs; what is wrong with other folders)."""
-    found, wrong = {}, []
+    found, wrong, public = {}, [], read_public(folder)
+    homes = []
     for home in sorted(folder.iterdir()):
-        if not (home / "record.json").exists() and not FOLDER_NAME.fullmatch(home.name):
-            continue
+        if (home / "record.json").exists() or FOLDER_NAME.fullmatch(home.name):
+            homes.append(home)
+    if not any((home / "record.json").exists() for home in homes):
+        return [], []  # public folders have such names, too
+    for home in homes:
         try:
             claim = read_claim(home)
         except LedgerError as error:
             wrong.append(str(error))
             continue
-        found[home.name] = record = Record(home, claim, found.get(claim["parent"]))
+        found[home.name] = record = Record(home, claim, found.get(claim.get("parent")))
+        if record.number:
+            record.minutes = public.get(record.number, {}).get("minutes", "")
+            step = record.parent
+            while step and not step.number and not step.leads_to:
+                step.leads_to = record.number
+                step = step.parent
         for path in sorted(home.glob("logs/*.txt")):
             try:
                 record.logs.append(read_run(path))
@@ -134,61 +150,22 @@ def find_records(folder: Path):
     return list(found.values()), wrong
 
 
-def read_run(path: Path) -> Log:
-    """The log of a finished run of ours. Raises LedgerError."""
-    log = read_log(path)
-    header, final = log.header, log.final
-    if not log.finished:
-        raise LedgerError(f"is no finished run: it ends at step {log.last_step} of "
-                          f"{log.planned_steps}, or before its results")
-    try:
-        numbers = [FLOOR[log.preset], log.seed, int(header["world_size"]),
-                   float(header["target_loss"]), float(final["val_loss"]),
-                   float(final["train_time_ms"]), *log.val[log.last_step]]
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError(f"its numbers are {numbers}")
-        for name in ("device", "torch", "threads"):
-            if name not in header:
-                raise KeyError(name)
-        if "parameters" not in final:  # its last line: some are cut off
-            raise KeyError("parameters")
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise LedgerError(f"cannot be read: {error!r}") from None
-    return log
-
-
 # ---- What runs show ----
 @dataclass
 class Comparison:
     """Runs against others of the same seeds, and so of the same data, in pairs by seed."""
 
-    seeds: list[int]
     difference: float  # of the mean losses, ours less theirs
-    equal: bool  # every loss, to the digit
-    p: float | None  # of the two-sided paired t-test; None where all pairs differ alike
-    smallest_shown: float | None  # the difference that would be significant
-    ratios: list[float]  # of times, ours to theirs, of the pairs that have both
-    time: float | None  # ratio of the medians
-
-    @property
-    def shown(self) -> bool:
-        """Significant, and not by rounding alone."""
-        return self.p is not None and self.p < SIGNIFICANCE and round(self.difference, 4) != 0
-
-
-def p_below(losses: list, target: float) -> float | None:
-    """One-sided t-test that the mean lies below `target`; None without spread."""
-    if len(set(losses)) < 2:
-        return None
-    from scipy import stats  # a second, which what needs no p-value does not wait for
-
-    return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
+    p: float | None = None  # of the two-sided paired t-test; None where all pairs differ alike
+    smallest_shown: float | None = None  # the difference that would be significant
+    ratios: list[float] = field(default_factory=list)  # of times, ours to theirs, by seed
+    time: float | None = None  # ratio of the medians
 
 
 def by_seed(logs: list) -> dict:
     """Seed: the mean loss and the mean time of its runs; on a GPU each one ends elsewhere."""
     found = {}
-    for seed in {log.seed for log in logs}:
+    for seed in sorted({log.seed for log in logs}):
         some = [log for log in logs if log.seed == seed]
         times = [log.measured_ms for log in some if log.measured_ms]
         time = statistics.fmean(times) if times else None
@@ -204,44 +181,16 @@ def compare(logs: list, others: list) -> Comparison | None:
         return None
     losses, times = zip(*(mine[seed] for seed in seeds))
     their_losses, their_times = zip(*(theirs[seed] for seed in seeds))
-    difference = statistics.fmean(losses) - statistics.fmean(their_losses)
-    p = smallest_shown = time = None
+    found = Comparison(statistics.fmean(losses) - statistics.fmean(their_losses))
     if len({round(a - b, 9) for a, b in zip(losses, their_losses)}) > 1:
-        from scipy import stats
+        from scipy import stats  # a second, which what needs no p-value does not wait for
 
         test = stats.ttest_rel(losses, their_losses)
         low, high = test.confidence_interval(1 - SIGNIFICANCE)
-        p, smallest_shown = float(test.pvalue), float(high - low) / 2
+        found.p, found.smallest_shown = float(test.pvalue), float(high - low) / 2
     timed = [pair for pair in zip(times, their_times) if None not in pair]
     if timed:
         ours, other = map(statistics.median, zip(*timed))
-        time = ours / other
-    ratios = [ours / other for ours, other in timed]
-    return Comparison(seeds, difference, losses == their_losses, p, smallest_shown, ratios, time)
-
-
-def shows_gain(record: Record) -> bool:
-    """Whether enough runs of one setting bear a record's claim of a gain, by the rules."""
-    gain = record.claim["gain"]
-    for logs, others in record.measured():
-        found = compare(logs, others)
-        if not found or found.seeds != [*range(len(found.seeds))]:
-            continue
-        lower = found.shown and found.difference < 0
-        higher = found.shown and found.difference > 0
-        if gain == "loss" and lower and len(found.seeds) >= SEEDS["loss"]:
-            return True
-        faster = len(found.ratios) >= SEEDS["time"] and max(found.ratios) < 1
-        alike = {tuple(log.header.get(name) for name in TIMED_ALIKE) for log in logs + others}
-        if gain == "time" and faster and not higher and len(alike) == 1:
-            return True
-    return False
-
-
-def is_retuned(log: Log, other: Log) -> bool:
-    """Whether a rate that both know, or the length of validation rows, differs."""
-    for name, value in log.header.items():
-        known = name.endswith("_lr") or name == "val_seq_len"
-        if known and other.header.get(name, value) != value:
-            return True
-    return False
+        found.time = ours / other
+        found.ratios = [ours / other for ours, other in timed]
+    return found

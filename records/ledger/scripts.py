@@ -1,147 +1,136 @@
-"""Scripts: what their source means, what changed between two, and what they say of themselves."""
+"""Scripts: what their source means and sets, what changed between two. No script is run here."""
 
 import ast
+import contextlib
 import difflib
 import functools
-import multiprocessing
 import re
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import subprocess
 from pathlib import Path
 
-from ledger.logs import LedgerError, read_text
-from shards import load_script
+from ledger.logs import LedgerError, read_log, read_text
 
 BANNER = "\n# ==== "  # between a record's own part of its script and the harness
 HEADING = re.compile(r"# [-=]{2,} (\w.*?) ?[-=]{3,}")  # of our sections, and the harness's banner
 
 
 # ---- What a source means ----
+def source_of(operand: str) -> str:
+    """The source of a script, of a record's folder, or in a log. Raises LedgerError."""
+    path = Path(operand)
+    if path.is_dir():
+        path /= "train_gpt.py"
+    source = read_text(path) if path.suffix == ".py" else read_log(path).source
+    if source is None:
+        raise LedgerError(f"{operand} has no source; give a script, or a log that has one")
+    return source
+
+
 def above(source: str) -> str:
     """A record's own part of its script."""
     return source.partition(BANNER)[0]
 
 
+def below(source: str) -> str:
+    """The harness."""
+    return source.partition(BANNER)[2]
+
+
 @functools.cache
 def meaning(source: str) -> str:
-    """A source without comments, docstrings and unused imports: runs of equal ones are equal."""
-    tree, used = ast.parse(source), set()
+    """A source without comments, docstrings and imports."""
+    tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            used.add(node.id)
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         if documented and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
-    imports, kept = [], []
-    for node in tree.body:
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            kept.append(ast.dump(node))
-            continue
-        for alias in node.names:
-            name = alias.asname or alias.name.partition(".")[0]
-            if name in used:
-                imports.append(f"{getattr(node, 'module', '')} {alias.name} {name}")
-    return "\n".join([*sorted(imports), *kept])
+    kept = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    return "\n".join(map(ast.dump, kept))
 
 
-def imports_of(source: str) -> set:
-    """The modules that a source imports, also within functions."""
+@functools.cache
+def imports_of(source: str) -> frozenset:
+    """What a source imports, also within functions, as `from math import sin as f`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(node.module)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            start = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
+            found |= {f"{start}import {ast.unparse(alias)}" for alias in node.names}
+    return frozenset(found)
+
+
+def settings_of(source: str, preset: str) -> dict:
+    """The settings of a script's preset that flags may change, by name, as headers show them."""
+    found = {}
+    for node in ast.parse(source).body:
+        pairs = []
+        if isinstance(node, ast.ClassDef) and node.name == "Hyperparameters":
+            fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+            pairs = [(part.target.id, part.value) for part in fields]
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets) == preset.upper():
+            pairs = [(word.arg, word.value) for word in node.value.keywords]
+        for name, value in pairs:
+            with contextlib.suppress(ValueError):  # a table: it is edited, and no flag
+                found[name] = str(ast.literal_eval(value))
     return found
+
+
+# ---- What git knows ----
+def git(folder: Path, *words) -> str | None:
+    """What git says in a folder; None where it says nothing."""
+    try:
+        return subprocess.run(["git", "-C", str(folder), *words], text=True, check=True,
+                              capture_output=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+@functools.cache
+def commits(root: Path, *words) -> str | None:
+    """A commit that `git log` finds by some words; None without git's history.
+
+    Of a merge the branch that was merged does not count: there a cheat may come and go.
+    """
+    if git(root, "rev-parse", "--is-shallow-repository") != "false\n":
+        return None
+    return git(root, "log", "--first-parent", "-m", "-1", "--format=%h", *words)
 
 
 # ---- What changed ----
 def sections(source: str) -> dict:
-    """Title: {number: line}, by the headings of our scripts."""
-    found, title = {}, "(docstring and imports)"
-    for number, line in enumerate(source.splitlines(), 1):
-        if match := HEADING.fullmatch(line):
-            title = match[1]
-        found.setdefault(title, {})[number] = line
+    """Title: its lines, by the headings of our scripts; the docstring is one of its own."""
+    docstring = re.match(r'(#!.*\n)?"""[\s\S]*?"""\n', source)
+    last = docstring[0].count("\n") if docstring else 0
+    found, title = {}, "Docstring"
+    for number, line in enumerate(source.splitlines()):
+        heading = HEADING.fullmatch(line)
+        if heading or number == last:
+            title = heading[1] if heading else "Imports"
+        found.setdefault(title, []).append(line)
     return found
 
 
 @functools.cache  # each page of records tells the same changes
 def diff_sources(a: str, b: str) -> dict:
-    """Section: what changed in it from source `a` to source `b`, in groups with lines around each.
-
-    A group is a list of (whether they are equal, old lines, new ones), each as {number: line}.
-    """
+    """Section: the lines of a unified diff from source `a` to source `b`, without line numbers."""
     before, after, found = sections(a), sections(b), {}
     for title in after | before:
-        old, new = before.get(title, {}), after.get(title, {})
+        old, new = before.get(title, []), after.get(title, [])
         # Not difflib.unified_diff, whose autojunk aligns no line that is frequent in a section.
-        matcher = difflib.SequenceMatcher(None, [*old.values()], [*new.values()], autojunk=False)
-        old, new = list(old.items()), list(new.items())
+        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
         for group in matcher.get_grouped_opcodes():
-            parts = []
+            lines = found.setdefault(title, [])
+            lines.append("@@")
             for tag, i, i_end, j, j_end in group:
-                parts.append((tag == "equal", dict(old[i:i_end]), dict(new[j:j_end])))
-            found.setdefault(title, []).append(parts)
+                if tag == "equal":
+                    lines += [f" {line}" for line in old[i:i_end]]
+                else:
+                    lines += [f"-{line}" for line in old[i:i_end]]
+                    lines += [f"+{line}" for line in new[j:j_end]]
     return found
 
 
-def unified(groups: list):
-    """Lines as a unified diff has them."""
-    lines = []
-    for group in groups:
-        _, old, new = group[0]
-        # 0 where the file has no such section
-        lines.append(f"@@ -{min(old, default=0)} +{min(new, default=0)} @@")
-        for equal, old, new in group:
-            lines += [f"{' ' if equal else '-'}{line}" for line in old.values()]
-            if not equal:
-                lines += [f"+{line}" for line in new.values()]
-    return lines
-
-
-def count_lines(groups: list) -> str:
-    """How many lines came and went."""
-    text = "\n".join(["", *unified(groups)])
-    added, removed = text.count("\n+"), text.count("\n-")
+def count_changes(lines: list) -> str:
+    """How many lines of a diff came and went."""
+    added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
     return f"+{added} −{removed}"
-
-
-def count_changes(a: str, b: str) -> str:
-    return count_lines(sum(diff_sources(a, b).values(), []))
-
-
-# ---- What a script says of itself, by being run ----
-def apart(function, *what):
-    """What `function(*what)` returns in a fresh process, where a script can do as it likes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])  # seconds, which are spent once
-    with ProcessPoolExecutor(1, context) as fresh:
-        return fresh.submit(function, *what).result()
-
-
-def flag_words(flags: dict):
-    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-
-
-def read_settings(script: Path, flags: dict) -> dict:
-    """A script's hyperparameters, as headers show them. Raises LedgerError."""
-    try:
-        module = load_script(script)
-        cfg = module.parse_args(flag_words(flags))
-        return {name: module.show(value) for name, value in vars(cfg).items()}
-    except BaseException as error:  # whatever the script raises
-        raise LedgerError(str(error) or repr(error)) from None
-
-
-@functools.cache
-def settings_of(script: Path, /, **flags) -> dict:
-    """A script's hyperparameters with these flags, by its own parser. Raises LedgerError."""
-    try:
-        source = read_text(script)
-        ast.parse(source)
-        if "\ndef parse_args(" not in source:
-            return flags  # it might train at once
-        return apart(read_settings, script, flags)
-    except (LedgerError, BrokenProcessPool, SyntaxError) as error:
-        raise LedgerError(f"{script.parent.name}/{script.name}: {error}") from None

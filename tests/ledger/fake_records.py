@@ -4,7 +4,6 @@
 as if it came from the order of the data, the rest is the script's.
 """
 
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ from pathlib import Path
 from conftest import REPO
 
 sys.path.insert(0, str(REPO / "records"))
+
+from ledger import logs, verify
 
 PARENT, NEWEST = "2026-01-01_First", "2026-02-02_Second"
 SEEDS = 10
@@ -23,28 +24,40 @@ Parent: none. It is the first.
 Record: 2026-01-01_First
 """
 
-import os
 import random
-import sys
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 # ---- Hyperparameters ---------------------------------------------------------
-RECORD = dict(
-    num_iterations=80,  # steps
-    loss=1.6,  # where the loss ends
-    muon_lr=0.05,  # of no effect
-    long_windows=(3, 7),  # of no effect
-    target_loss=3.28,
-    train_files="data/fineweb10B/fineweb_train_*.bin",
-    val_files="data/fineweb10B/fineweb_val_*.bin",
-    val_tokens=10_485_760,
-    seed=0,
-    run_id="",
-    save_every=0)
-POCKET = RECORD | dict(
-    num_iterations=40, long_windows=(1, 1), target_loss=1.78, val_tokens=65_536,
-    train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin")
+@dataclass(frozen=True)
+class Stage:
+    window: int
+    share: float = 1.0
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    preset: str = "record"
+    num_iterations: int = 80  # steps
+    loss: float = 1.6  # where the loss ends
+    muon_lr: float = 0.05  # of no effect
+    stages: tuple = (Stage(3), Stage(window=7, share=1 / 3))  # of no effect
+    target_loss: float = 3.28
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"
+    val_tokens: int = 10_485_760
+    sequences_per_forward: int = 1
+    seed: int = 0
+    run_id: str = ""
+    save_every: int = 0
+
+POCKET = dict(
+    preset="pocket",
+    num_iterations=40,
+    stages=(Stage(1), Stage(1)),
+    target_loss=1.78,
+    train_files="data/pocket/pocket_train_*.bin",
+    val_files="data/pocket/pocket_val_*.bin",
+    val_tokens=65_536,
+)
 
 # ---- Training ----------------------------------------------------------------
 def train(cfg):
@@ -55,22 +68,19 @@ def train(cfg):
         yield step, value + 4 * 0.8**step, step * (30 + own.random())
 
 # ==== Harness: the same in every record =======================================
+import os
+import sys
+from pathlib import Path
+
 def validate(loss):
     return loss
 
 def parse_args(argv):
     flags = dict(zip(argv[::2], argv[1::2]))
-    preset = flags.pop("--preset", "record")
-    cfg = {"preset": preset} | (POCKET if preset == "pocket" else RECORD)
-    for flag, value in flags.items():
-        name = flag[2:]
-        if name not in cfg:
-            raise ValueError(f"{flag} {value}: no such flag")
-        cfg[name] = value if name == "long_windows" else type(cfg[name])(value)
-    return SimpleNamespace(**cfg)
-
-def show(value):
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    values = POCKET if flags.get("--preset") == "pocket" else {}
+    cfg = vars(Hyperparameters(**values))
+    return Hyperparameters(**cfg | {
+        flag[2:]: type(cfg[flag[2:]])(value) for flag, value in flags.items()})
 
 def harness(cfg):
     folder = Path("logs") / cfg.run_id
@@ -78,19 +88,20 @@ def harness(cfg):
     machine = dict(device="Fake 1 (x86_64)", torch="2.13.0+cpu", seed=cfg.seed, world_size=1,
                    threads=os.environ["OMP_NUM_THREADS"])
     header = vars(cfg) | machine | dict(
-        val_digest="1407c02db97ab9a7", train_digest="30407b9a0e1c536a")
+        val_digest="1407c02db97ab9a7", train_digest="30407b9a0e1c536a", planned_tokens=99)
     lines = [Path(__file__).read_text(), "=" * 100]
-    lines += [f"{k}: {show(v)}" for k, v in header.items()] + ["=" * 100]
-    for step, loss, ms in train(cfg):
-        loss = validate(loss)
-        average = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+    lines += [f"{k}: {v}" for k, v in header.items()] + ["=" * 100]
+    ms = 0
+    for step, loss, now in train(cfg):
+        loss, ms = validate(loss), max(ms, now)
+        average = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms tokens_per_s:9"
         name = f"step:{step}/{cfg.num_iterations}"
         if step:
             lines.append(f"{name} train_loss:{loss:.4f} {average}")
         if step % 10 == 0:
             lines.append(f"{name} val_loss:{loss:.4f} {average}")
-    final = dict(val_loss=f"{loss:.6f}", steps=step, train_time_ms=round(ms)) | machine
-    final["parameters"] = 1234
+    final = dict(val_loss=f"{loss:.6f}", train_time_ms=round(ms), steps=step, tokens=99,
+                 process_time_ms=round(ms)) | machine | dict(parameters=1234)
     lines += ["---", *(f"{k}: {v}" for k, v in final.items())]
     (folder / "log.txt").write_text("\\n".join(lines) + "\\n")
     if cfg.save_every:
@@ -99,39 +110,36 @@ def harness(cfg):
 if __name__ == "__main__":
     harness(parse_args(sys.argv[1:]))
 '''
-CHILD = SCRIPT.replace("loss=1.6", "loss=1.5").replace(
+CHILD = SCRIPT.replace("loss: float = 1.6", "loss: float = 1.5").replace(
     "Parent: none. It is the first.", f"Parent: {PARENT}. Change: less loss.").replace(
     f"Record: {PARENT}", f"Record: {NEWEST}")
-
-
-def sha_of(source: str) -> str:
-    return hashlib.sha256(source.encode()).hexdigest()
-
-
-def log_of(out: Path, name: str, seed: int) -> Path:
-    """The log of a run of `ledger run --out OUT`."""
-    (path,) = out.glob(f"logs/{name}-????????-seed-{seed}/log.txt")
-    return path
+PUBLIC = """record = [
+  {number = 5, date = "2024-10-14", minutes = "15.20", idea = "the first", by = "@a", pr = 7},
+  {number = 6, date = "2024-10-15", minutes = "15.1", idea = "a twin", by = "@b", within = 5},
+  {number = 7, date = "2024-10-16", minutes = "14", idea = "types", by = "", none = "rounding"},
+]
+"""
 
 
 def make_records(root: Path) -> Path:
     """Two claimed records, without runs, and the root's script, under `root`."""
-    published = {"number": 5, "minutes": 15.2, "val_loss": 3.2741, "n": 1, "hardware": "8×H100",
-                 "source": "https://example.org/log"}
+    published = dict(number=5, minutes=15.2, val_loss=3.2741, n=1, hardware="8×H100",
+                     source="https://example.org/log")
     claims = {
         PARENT: {"change": "the first", "parent": None, "published": published,
                  "equality": {"largest": 3e-13, "of": "8 steps"}},
-        NEWEST: {"change": "less loss", "parent": PARENT, "published": None, "gain": "loss"}}
-    block = "<!-- ledger: begin -->\n<!-- ledger: end -->"
+        NEWEST: {"change": "less loss", "parent": PARENT, "published": None}}
+    block = "<!-- ledger: begin{} -->\n<!-- ledger: end -->\n"
     for name, claim in claims.items():
         folder = root / "records" / name
         folder.mkdir(parents=True)
         (folder / "train_gpt.py").write_text(SCRIPT if name == PARENT else CHILD)
         (folder / "record.json").write_text(json.dumps(claim, indent=2))
-        (folder / "README.md").write_text(f"# {name}\n\n{block}\n\nEnd.\n")
-    for path in (root / "records" / "README.md", root / "README.md"):
-        path.write_text(f"# Records\n\n{block}\n\nEnd.\n")
-    edit(root / "README.md", "# Records\n", f"# Front\n\n{block.replace('begin', 'begin gpus')}\n")
+        (folder / "README.md").write_text(f"# {name}\n\n{block.format('')}\nEnd.\n")
+    (root / "records/public.toml").write_text(PUBLIC)
+    for path, names in ((root / "records/README.md", ("", " public")),
+                        (root / "README.md", ("", " gpus"))):
+        path.write_text("# Page\n\n" + "\n".join(block.format(name) for name in names) + "\nEnd.\n")
     (root / "train_gpt.py").write_text(CHILD)
     return root / "records"
 
@@ -142,8 +150,15 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
-def set_gain(records: Path, gain: str | None) -> None:
-    """What the newest record claims to gain."""
-    path = records / NEWEST / "record.json"
-    claim = json.loads(path.read_text()) | {"gain": gain}
-    path.write_text(json.dumps(claim, indent=2))
+def log_of(out: Path, name: str, seed: int) -> Path:
+    """The log of a run of `ledger run --out OUT`."""
+    (path,) = out.glob(f"logs/{name}-????????-seed-{seed}/log.txt")
+    return path
+
+
+def rename(place: Path) -> None:
+    """Name logs after what is in them, as their forger would."""
+    for path in place.glob("*.txt"):
+        log = logs.read_log(path)
+        log.describe()
+        path.rename(path.with_name(verify.file_name(log)))

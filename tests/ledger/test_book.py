@@ -3,43 +3,45 @@
 import re
 import shutil
 from html.parser import HTMLParser
-from pathlib import Path
 from urllib.parse import urlparse
 from xml.etree import ElementTree
 
+import book
+import matplotlib.image
 import pytest
 from conftest import REPO
 from fake_records import NEWEST, PARENT, edit, make_records
-from ledger import book, records
+from ledger import records
 from ledger.__main__ import main
+from ledger.scripts import above, sections
 
 THIRD = "2026-03-03_Third"
-SOURCE = "https://example.org/blob/main/"
+SOURCE = "https://example.org/blob/main"
 VOID = {"meta", "link", "img", "br", "hr"}  # elements without an end
-VIEWPORT = {"name": "viewport", "content": "width=device-width, initial-scale=1"}
+draw_ladder = book.draw_ladder
 
 
 class Page(HTMLParser):
     """What a page links to and shows; its tags are balanced, or it fails."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path):
         super().__init__()
-        self.open, self.links, self.tags = [], [], []
-        self.rows = []
-        self.text = ""
+        self.open, self.links, self.tags, self.rows, self.text = [], [], [], [], ""
         self.feed(path.read_text(encoding="utf-8"))
         assert not self.open
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
-        self.tags.append((tag, attrs))
+        self.tags.append(tag)
+        assert not any(name.startswith("on") for name in attrs)
+        assert attrs.get("href" if tag == "a" else "alt" if tag == "img" else "", True)
         self.links += [attrs[name] for name in ("href", "src") if name in attrs]
         if tag not in VOID:
             self.open.append(tag)
         if tag == "tr":
-            self.rows.append((attrs.get("class"), []))
+            self.rows.append([])
         if tag == "td":
-            self.rows[-1][1].append("")
+            self.rows[-1].append("")
 
     def handle_endtag(self, tag):
         assert tag in VOID or self.open.pop() == tag
@@ -47,7 +49,7 @@ class Page(HTMLParser):
     def handle_data(self, data):
         self.text += data
         if "td" in self.open:
-            self.rows[-1][1][-1] += data
+            self.rows[-1][-1] += data
 
 
 def write(out, *words):
@@ -55,112 +57,82 @@ def write(out, *words):
     return {path.stem: Page(path) for path in out.glob("*.html")}
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """The first record and some of the newest, their pages and scripts, and a page of docs/."""
-    root = tmp_path_factory.mktemp("project")
-    for pattern in ("2024-10-14*", "2026-07-13*", "2026-08-0*", "2026-08-30_92a*"):
-        for folder in (REPO / "records").glob(pattern):
-            shutil.copytree(folder, root / "records" / folder.name)
-    (root / "docs").mkdir()
-    shutil.copy(REPO / book.AFTER, root / book.AFTER)
-    return root
+@pytest.fixture
+def drawn(monkeypatch):
+    monkeypatch.setattr(book, "draw_ladder", draw_ladder)  # no stand-in of another file
 
 
-@pytest.fixture(scope="module")
-def real(project):
-    return records.find_records(project / "records")[0]
-
-
-@pytest.fixture(scope="module")
-def site(project, tmp_path_factory):
-    """(folder, pages by name) of the book of these records."""
-    out = tmp_path_factory.mktemp("site")
-    return out, write(out, str(project / "records"), "--source", SOURCE.rstrip("/"))
-
-
-def test_pages_are_whole(site, real):
-    """Fit for a telephone, without scripts, without links that lead nowhere."""
-    out, pages = site
-    names = [record.folder.name for record in real]
-    assert pages.keys() == {*names, "index", "after-53"}
-    links = {"ladder.svg", "after-53.html", *(f"{name}.html" for name in names)}
-    assert links <= set(pages["index"].links)
-    text = (REPO / "docs/after-53.md").read_text()
-    assert len(pages["after-53"].rows) == len(re.findall(r"^\|(?!-)", text, re.M))
-    assert "2026-08-03_NarrowHeads.html" in pages["after-53"].links
+def test_the_book_of_some_records_is_whole(drawn, tmp_path):
+    """Their pages have no script and no dead link, and each changed line in its column."""
+    for record in records.find_records(REPO / "records")[0][-4:]:
+        shutil.copytree(record.folder, tmp_path / "records" / record.folder.name)
+    shutil.copy(REPO / "records/public.toml", tmp_path / "records")
+    out = tmp_path / "site"
+    pages = write(out, str(tmp_path / "records"), "--source", SOURCE)
+    known = {one.folder.name: one for one in records.find_records(tmp_path / "records")[0]}
+    assert pages.keys() == {*known, "index"}
+    assert {"ladder.svg", *(f"{name}.html" for name in known)} <= set(pages["index"].links)
+    numbers = {row[0] for row in pages["index"].rows if row}
+    assert numbers >= {f"#{number}" for number in range(1, 93)}
     for name, page in pages.items():
-        tags = [tag for tag, _ in page.tags]
-        assert not {"script", "iframe", "object"} & set(tags), name
-        assert tags.count("h1") == 1 and ("meta", VIEWPORT) in page.tags, name
-        for tag, attrs in page.tags:
-            assert not any(attr.startswith("on") for attr in attrs), name
-            assert tag != "img" or attrs["alt"], name
+        assert not {"script", "iframe", "object"} & set(page.tags), name
+        assert page.tags.count("nav") == 2 and "meta" in page.tags, name
         for link in page.links:
             address = urlparse(link)
             assert address.scheme == "https" or (out / address.path).is_file(), (name, link)
             if link.startswith(SOURCE):
                 assert (REPO / address.path.removeprefix("/blob/main/")).exists(), (name, link)
-    light, dark = (out / "style.css").read_text().split("@media (prefers-color-scheme: dark)")[1:]
-    assert ".code .k {" in light and ".code .k {" in dark
-    for picture in out.glob("*.svg"):
-        ElementTree.fromstring(picture.read_text())
-        assert "prefers-color-scheme: dark" in picture.read_text()
-
-
-def test_a_page_has_the_whole_change_and_nothing_else(site, real):
-    """Both scripts without the lines that it marks are the same; shown lines have their numbers."""
-    for record in real:
-        name = record.folder.name
-        new = record.script.splitlines()
-        old = record.parent.script.splitlines() if record.parent else []
-        kept_old, kept_new = dict(enumerate(old, 1)), dict(enumerate(new, 1))
-        rows = [row for row in site[1][name].rows if row[0] in ("same", "changed")]
-        assert rows
-        for kind, (old_number, old_code, new_number, new_code) in rows:
-            for number, code, kept in ((old_number, old_code, kept_old),
-                                       (new_number, new_code, kept_new)):
-                if number:
-                    line = kept.pop(int(number)) if kind == "changed" else kept[int(number)]
-                    assert code == line, name
-        if record.parent:
-            assert [*kept_old.values()] == [*kept_new.values()], name
-        else:  # all above the banner is shown
-            assert next(filter(None, kept_new.values())).startswith("# ===="), name
+    for name, record in known.items():
         readme = (record.folder / "README.md").read_text()
         why = re.search(r"^## Why\n\n\W*(\w[\w ,]+)", readme, re.M)
-        words = " ".join(site[1][name].text.split())
+        words = " ".join(pages[name].text.split())
         assert why[1] in words and "## " not in words and "records/ledger diff" not in words, name
+        script = sections(above(record.script))
+        parent = sections(above(record.parent.script)) if record.parent else {}
+        rows = [row for row in pages[name].rows if len(row) == 2]
+        for column, (mine, other) in enumerate(((parent, script), (script, parent))):
+            shown = {row[column].rstrip() for row in rows} | {*pages[name].text.splitlines()}
+            for title in mine.keys() - {"Docstring"}:
+                lost = {line.rstrip() for line in set(mine[title]) - set(other.get(title, []))}
+                assert lost <= shown, (name, title)
+        assert not any("Record: " in cell for row in rows for cell in row), name
+    ElementTree.fromstring((out / "ladder.svg").read_text())
+    for file in ("ladder.svg", "style.css"):
+        assert "prefers-color-scheme: dark" in (out / file).read_text()
 
 
-def test_curves_are_those_of_the_readme_and_the_logs(real):
-    first = real[0]
-    ((steps, losses),) = book.published(first)
-    assert (steps[0], losses[0]) == (500, 3.9188)
-    assert (steps[-1], losses[-1]) == (5100, 3.2741)
-    ends = sorted(log.val_loss for log in first.logs if log.preset == "pocket")
-    assert sorted(losses[-1] for _, losses in book.pocket(first)) == ends
-
-
-def test_links_lead_to_pages_to_the_source_or_nowhere_and_code_is_text(tmp_path):
+def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(drawn, tmp_path):
     """Of records without runs that share a parent, and a script with what looks like HTML."""
     fakes = make_records(tmp_path)
     shutil.copytree(fakes / NEWEST, fakes / THIRD)
-    edit(fakes / THIRD / "train_gpt.py", "loss=1.5", "loss=1.4")
+    edit(fakes / THIRD / "train_gpt.py", "loss: float = 1.5", "loss: float = 1.4")
     links = f"[a](../{PARENT}) [b](../../docs/x.md#y) [c](https://example.net/d)"
     edit(fakes / NEWEST / "README.md", "End.", links)
     hostile = "x = '</td></table><script>alert(1)</script>&amp;'"
     edit(fakes / NEWEST / "train_gpt.py", "# ---- Training", f"{hostile}\n\n# ---- Training")
     edit(fakes / NEWEST / "train_gpt.py", "A run's log", "<b>A run & log")
     pages = write(tmp_path / "bare", str(fakes))
-    assert "Next: Second\nNext: Third" in pages[PARENT].text
-    assert "Parent: #5 First\nBeside: Second" in pages[THIRD].text
-    assert not any("after-53" in link for page in pages.values() for link in page.links)
-    assert f"{PARENT}.html" in pages[THIRD].links and "+3 −3 lines" in pages[THIRD].text
+    assert pages[PARENT].text.count("Next: Second\nNext: Third") == 2
+    assert "Parent: #5 First" in pages[THIRD].text and f"{PARENT}.html" in pages[THIRD].links
     page = pages[NEWEST]
     assert {f"{PARENT}.html", "https://example.net/d"} <= set(page.links)
     assert not [link for link in page.links if "x.md" in link] and "a b c" in page.text
     assert hostile in page.text and "<b>A run & log" in page.text
-    assert not {"script", "b"} & {tag for tag, _ in page.tags}
+    assert not {"script", "b"} & set(page.tags)
     page = write(tmp_path / "full", str(fakes), "--source", "https://example.org/main")[NEWEST]
     assert "https://example.org/main/docs/x.md#y" in page.links
+
+
+def test_the_picture_has_names_only_where_there_is_room(tmp_path):
+    """Of all public numbers, as if each had a script here."""
+    shutil.copy(REPO / "records/public.toml", tmp_path)
+    known = []
+    for number, row in records.read_public(tmp_path).items():
+        claim = {"published": {"number": number}, "change": "", "parent": None}
+        known.append(records.Record(tmp_path / "2026-01-01_Name", claim, minutes=row["minutes"]))
+    draw_ladder(tmp_path, known, tmp_path / "ladder.svg")
+    named = set(re.findall(r"#(\d+) Name", (tmp_path / "ladder.svg").read_text()))
+    assert {"2", "92", "53"} <= named and 15 < len(named) < 60
+    draw_ladder(tmp_path, known, tmp_path / "ladder.png")
+    pixels = matplotlib.image.imread(tmp_path / "ladder.png")
+    assert pixels.shape[1] == 1800 and pixels[..., :3].std() > 0.02

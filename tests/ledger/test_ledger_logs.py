@@ -5,11 +5,10 @@ The public logs are small ones in their forms, written here.
 
 import re
 
-import matplotlib.image
 import numpy as np
 import pytest
-from fake_records import NEWEST, PARENT, SCRIPT
-from ledger import logs, pages, records, scripts
+from fake_records import PARENT, SCRIPT
+from ledger import logs, pages, records
 from ledger.__main__ import main
 from scipy import stats
 
@@ -45,25 +44,41 @@ def test_every_public_form_is_read_and_listed(form, tmp_path, capsys):
     assert log.val[0][1] == (0 if timed else None)  # the first validation is not training
     assert log.source == (SOURCE if RULE in FORMS[form] else None)
     assert main(["list", str(tmp_path)]) == 0
-    row = capsys.readouterr().out.splitlines()[2].split()
-    assert row[0] == "log.txt" and row[-1 - timed:] == ["3.2808", "0.016"][:1 + timed]
+    row = capsys.readouterr().out.splitlines()[3].split()
+    assert row == ["log.txt", "1", "20", "3.2808", "(1)", *(["0.016"] if timed else [])]
 
 
-def test_list_names_what_is_no_log_and_where_a_run_stopped(tmp_path, capsys):
-    (tmp_path / "a.out").write_text(TIMED.replace("step:20/20 val", "step:12/20 val"))
-    (tmp_path / "b.txt").write_text("step 500: train loss 3.1, val loss 3.2\n")
-    (tmp_path / "c.txt").write_text("step:1/20 train_loss:7.7 train_time:22ms step_avg:22.00ms\n")
+def test_public_folders_are_listed_by_folder(tmp_path, capsys):
+    """They are called as ours are. A run that stopped counts in no mean."""
+    names = ["2025-12-22_MultiTokenPrediction", "2025-12-26_LogitRescale"]
+    losses = [3.2783, 3.2791, 3.2779]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train_gpt.py").write_text(SOURCE)
+        for seed, loss in enumerate(losses):
+            text = FORMS["printed"].replace("3.2808", str(loss))
+            (tmp_path / name / f"{seed}.txt").write_text(text)
+    (tmp_path / names[1] / "cut.txt").write_text(TIMED.replace("step:20/20 val", "step:12/20 val"))
+    (tmp_path / names[1] / "b.txt").write_text("step 500: train loss 3.1, val loss 3.2\n")
     assert main(["list", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "12 of 20" in out and "2 file(s) are no log with a validation; known are" in out
-    (tmp_path / "a.out").unlink()
-    assert main(["list", str(tmp_path)]) == 2
-    assert "has no records and no logs: 2 file(s)" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    p = stats.ttest_1samp(losses, 3.28, alternative="less").pvalue
+    spread = f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f} (3)"
+    rows = out.splitlines()[2:]
+    assert [re.split(" {2,}", row) for row in rows] == [
+        [name, "3", "20", spread, f"{p:.1g}", "0.016"] for name in names]
+    assert "1 other file(s) are no log" in err
+    assert main(["list", str(tmp_path / names[1]), "--target", "3.2"]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) == 5 and f"{spread}  1 " in rows[0] and "stopped at 12" in rows[4]
+    assert main(["list", str(tmp_path / names[0])]) == 0
+    (tmp_path / "empty").mkdir()
+    assert main(["list", str(tmp_path / "empty")]) == 2
+    assert "has no records and no logs; known are" in capsys.readouterr().err
 
 
 @pytest.fixture
 def whole(measured):
-    """A log with its source."""
     (path,) = (measured / "records" / PARENT / "logs").glob("pocket-seed-0-*.txt")
     return path
 
@@ -74,30 +89,22 @@ def test_a_log_is_read_back_exactly(whole):
     shown = re.findall(r"^step:(\d+)/40 val_loss:(\S+) train_time:(\d+)ms", text, re.M)
     assert log.val == {int(step): (float(loss), float(ms)) for step, loss, ms in shown}
     assert sorted(log.val) == [0, 10, 20, 30, 40] and sorted(log.train) == [*range(1, 41)]
-    assert log.finished and log.header["long_windows"] == "1,1"
+    assert log.finished and log.header["stages"].startswith("(Stage(window=1, share=1.0), Stage(")
     assert log.final["val_loss"] == re.findall(r"^val_loss: (.*)$", text, re.M)[-1]
-    assert log.source == SCRIPT
-    (other,) = whole.parent.glob("pocket-seed-7-*.txt")
-    assert SCRIPT not in other.read_text()
-    assert logs.read_log(other).source_sha256 == log.source_sha256
-    assert logs.read_log(whole, text.replace("\n", "\r\n")) == log
+    assert log.source == SCRIPT and logs.read_log(whole, text.replace("\n", "\r\n")) == log
+    ahead = "step:1/2 train_loss:5.2 next_token_loss:2.1 train_time:9ms step_avg:9.00ms\n"
+    assert logs.read_log("log.txt", ahead).train == {1: (2.1, 9)}  # of several tokens, the next's
 
 
-def test_losses_of_several_tokens_ahead_are_those_of_the_next():
-    text = "step:1/2 train_loss:5.2 next_token_loss:2.1 train_time:9ms step_avg:9.00ms\n"
-    assert logs.read_log("log.txt", text).train == {1: (2.1, 9)}
-
-
-def test_a_resumed_run_counts_the_last_line_of_a_step_and_has_no_time(whole):
-    head, _, final = whole.read_text().rpartition("---\n")
-    log = logs.read_log(
-        whole,
-        head.partition("step:31/40")[0]
-        + "resumed at step:20 from step-000020.pt; steps 21 to 30 are redone\n"
-        + "step:30/40 val_loss:1.5555 train_time:77ms step_avg:2.57ms redone:1\n"
-        + "step:40/40 val_loss:1.5000 train_time:99ms step_avg:2.57ms\n---\n" + final)
-    assert log.val[30] == (1.5555, 77) and log.val[20][0] != 1.5555
-    assert log.finished and log.train_time_ms and log.measured_ms is None
+@pytest.mark.parametrize("old, new", [
+    ("step:31/40", "resumed at step:30 from a.pt\nstep:31/40"),
+    (f"{RULE}\npreset", f"{RULE}\njobs: 2\npreset"),
+    ("process_time_ms: 1", "process_time_ms: ")])  # most of the time another program ran
+def test_times_are_those_of_whole_runs_alone_on_their_machine(old, new, whole, tmp_path):
+    text = whole.read_text()
+    assert old in text and logs.read_run(whole).measured_ms
+    (tmp_path / "log.txt").write_text(text.replace(old, new))
+    assert logs.read_run(tmp_path / "log.txt").measured_ms is None
 
 
 @pytest.mark.parametrize("ending", [
@@ -107,10 +114,9 @@ def test_a_resumed_run_counts_the_last_line_of_a_step_and_has_no_time(whole):
 def test_what_could_be_read_of_an_unfinished_log_is_used(ending, whole, tmp_path):
     path = tmp_path / "log.txt"
     path.write_text(whole.read_text().partition("step:31/40")[0] + ending)
-    log = logs.read_log(path)
-    assert sorted(log.val) == [0, 10, 20, 30]
+    assert sorted(logs.read_log(path).val) == [0, 10, 20, 30]
     with pytest.raises(logs.LedgerError, match="is no finished run: it ends at step 30 of 40"):
-        records.read_run(path)
+        logs.read_run(path)
 
 
 # ---- Statistics ----
@@ -120,102 +126,33 @@ def sample(mean, std, n, seed=0):
     return mean + std * (raw - raw.mean()) / raw.std(ddof=1)
 
 
-def runs(losses, jobs="1", ms=10):
-    return [logs.Log(None, header={"seed": str(seed), "target_loss": "3.28"},
-                     final={"val_loss": repr(float(loss)), "train_time_ms": str(ms), "jobs": jobs})
-            for seed, loss in enumerate(losses)]
+def runs(losses, ms=10, seeds=None):
+    return [logs.Log(None, seed=seed, measured_ms=ms, val_loss=float(loss))
+            for seed, loss in zip(seeds or range(99), losses)]
 
 
 def test_p_value_of_the_published_record_21():
     # Published: n=81, mean 3.2787, std 0.0019, p=0.00000002. The exact p depends on digits that
     # the mean and std do not show: the published one lies between those of the roundings.
-    low = records.p_below(sample(3.27865, 0.00185, 81), 3.28)
-    high = records.p_below(sample(3.27875, 0.00195, 81), 3.28)
-    assert low < 2e-8 < high
+    low = pages.below(sample(3.27865, 0.00185, 81), 3.28)
+    high = pages.below(sample(3.27875, 0.00195, 81), 3.28)
+    assert float(low.replace("−", "-")) < 2e-8 < float(high.replace("−", "-"))
+    assert pages.below([3.0], 3.28) == pages.below([3.0, 3.0], 3.28) == ""
 
 
-def test_runs_are_compared_in_pairs_by_seed():
-    a = sample(3.2, 0.01, 8)
-    b = a + sample(0.01, 0.002, 8, seed=1)
-    found = records.compare(runs(a), runs(b, ms=20)[::-1])  # in any order
-    assert found.p == pytest.approx(stats.ttest_rel(a, b).pvalue) and found.shown
-    assert found.difference == pytest.approx(-0.01) and found.time == 0.5
-    assert records.compare(runs(a), runs([*b, 9.0], ms=20)) == found  # a seed of one side alone
-    twice = [*runs(a + 0.3), *runs(a - 0.3)]  # a seed counts once, by the mean of its runs
-    again = records.compare(twice, runs(b))
-    assert (len(again.seeds), again.p) == (8, pytest.approx(found.p, rel=1e-6))
-    assert records.compare(runs(a)[:2], runs(b)[2:]) is None
-    assert not records.compare(runs(a, jobs="2"), runs(b)).ratios  # as older logs say it
-    shift = found.smallest_shown - 0.01  # to the difference that is just significant
-    for more, shown in ((-1e-10, False), (1e-10, True)):
-        moved = records.compare(runs(b + shift + more), runs(a))
-        assert moved.p == pytest.approx(0.01) and moved.shown is shown
-
-
-def test_equal_losses_are_told_by_a_word():
-    same = runs([3.2, 3.3])
-    found = records.compare(same, same)
-    assert found.equal and pages.runs_cells(same, found)[3] == "equal"
-    a = sample(3.28, 0.01, 10)  # equal mathematics, rounded otherwise at every seed alike
-    found = records.compare(runs(a), runs(a + 1e-6 + 1e-8 * np.arange(10)))
-    assert found.p < 0.01 and not found.shown and not found.equal
-    assert records.p_below([3.0], 3.28) is records.p_below([3.0, 3.0], 3.28) is None
+def test_runs_are_compared_in_pairs_of_seeds_each_of_which_counts_once():
+    a, b = sample(3.28, 0.01, 10), sample(3.27, 0.01, 10, seed=1)
+    ours, theirs = runs(b, 9), runs(a, 12)
+    found = records.compare([*ours, *runs([9.9], seeds=[77])], theirs[::-1])
+    assert found.difference == pytest.approx(b.mean() - a.mean())
+    assert found.p == pytest.approx(stats.ttest_rel(b, a).pvalue)
+    assert (found.time, found.ratios) == (0.75, 10 * [0.75])
+    # A difference as large as the smallest that is shown has p = 0.01.
+    moved = records.compare(runs(b - found.difference + found.smallest_shown), theirs)
+    assert moved.p == pytest.approx(0.01)
+    assert records.compare(ours, runs([1.0], seeds=[77])) is None
     assert records.compare(runs([3.0]), runs([3.1])).p is None
     assert records.compare(runs(a + 0.1), runs(a)).p is None  # alike, but for rounding
-
-
-@pytest.mark.parametrize("ours, theirs, retuned", [
-    ({"muon_lr": "0.05", "val_every": "0"}, {"muon_lr": "0.05", "val_every": "9"}, False),
-    ({"muon_lr": "0.05"}, {"muon_lr": "0.1"}, True),
-    ({"val_seq_len": "4096"}, {"val_seq_len": "128"}, True),
-    ({"head_lr": "0.1"}, {}, False)])  # a rate that the parent does not know is of the idea
-def test_a_retuned_preset_is_told(ours, theirs, retuned):
-    assert records.is_retuned(logs.Log(None, header=ours), logs.Log(None, header=theirs)) == retuned
-
-
-# ---- Tables ----
-def test_list_tells_the_table(measured, capsys):
-    folder = measured / "records"
-    page = (folder / "README.md").read_text()
-    assert f"| [#5 First]({PARENT}) | 15.2 | 3.2741 (1) | 3e-13 |" in page
-    assert f"| [Second]({NEWEST}) | 1.5" in page and "(10) |" in page
-    assert "| pocket | `1.78` | `65536` |" in page and page.endswith("\n\nEnd.\n")
-    machine = "Preset pocket on Fake 1 (x86_64), 1 rank(s), 1 thread(s), torch 2.13.0+cpu:"
-    page = (folder / NEWEST / "README.md").read_text()
-    assert f"\n{machine}\n" in page and "No GPU has run this record yet." in page
-    rows = [line.split(" | ") for line in page.splitlines() if "± 0.0" in line]
-    assert [row[0] for row in rows] == [f"| [#5 First](../{PARENT})", f"| [Second](../{NEWEST})"]
-    assert rows[0][4] == "" and re.fullmatch(r"−0.1.* \(p .*\)\*", rows[1][4])
-    assert rows[1][5].startswith("×")
-    front = (measured / "README.md").read_text()
-    assert "**No GPU has run it yet.**" in front
-    assert f"| [#5 First](records/{PARENT}) | the first | 15.2 |  |\n" in front
-    assert f"| [Second](records/{NEWEST}) | less loss | not public | +3 −3 |\n" in front
-    pixels = matplotlib.image.imread(folder / "ladder.png")
-    assert pixels.shape[1] == 1800 and pixels[..., :3].std() > 0.02
-    assert main(["list", str(folder / NEWEST)]) == 0
-    out = capsys.readouterr().out
-    assert "Second" in out and "First" not in out and machine in out
-
-
-def test_what_a_source_means():
-    """Comments, docstrings and unused imports decide nothing; what a name stands for does."""
-    plain = scripts.meaning("from math import sin as f\nx = f(1)\n")
-    assert plain == scripts.meaning('"""Words."""\nimport os\nfrom math import sin as f\nx = f(1)')
-    assert plain != scripts.meaning("from math import cos as f\nx = f(1)\n")
-    assert plain != scripts.meaning("from math import sin as f\nx = f(2)\n")
-
-
-def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
-    new = (SCRIPT.replace("import random\n", "")
-           .replace("80,  # steps", "90,  # steps of it")
-           .replace("    loss=", "    a=1,\n    b=1,\n    loss="))
-    found = scripts.diff_sources(SCRIPT, new)
-    counts = {title: scripts.count_lines(groups) for title, groups in found.items()}
-    assert counts == {"(docstring and imports)": "+0 −1", "Hyperparameters": "+3 −1"}
-    (tmp_path / "a.py").write_text(SCRIPT)
-    (tmp_path / "b.txt").write_text(f"{new}\n{RULE}\n{TIMED}")  # a log
-    assert main(["diff", str(tmp_path / "a.py"), str(tmp_path / "b.txt")]) == 0
-    out = capsys.readouterr().out
-    assert "\n-import random\n" in out and "\n+    a=1,\n" in out
-    assert "+3 −2 lines" in out.splitlines()[0]
+    many = runs([3.1, 3.3, 3.0], seeds=[0, 0, 1])
+    assert records.by_seed(many) == {0: (pytest.approx(3.2), 10), 1: (3.0, 10)}
+    assert pages.spread(pages.losses_of(many)) == "3.1000 ± 0.1414 (2)"

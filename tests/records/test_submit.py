@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from conftest import copy_project
-from lineage import RECORDS
+from record_folders import RECORDS
 
 NAME = "2099-12-31_OwnRecord"
 
@@ -16,7 +16,7 @@ NAME = "2099-12-31_OwnRecord"
 def submit(project, parent):
     """Steps 1 to 4 of the page, for a child of a record."""
     folder = project / "records" / NAME
-    shutil.copytree(parent.folder, folder, ignore=shutil.ignore_patterns("logs"))
+    shutil.copytree(parent, folder, ignore=shutil.ignore_patterns("logs"))
     script = folder / "train_gpt.py"
     source = script.read_text()
     words = f"Parent: {parent.name}. Change: Muon's rate is a thousandth higher."

@@ -1562,6 +1562,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import datetime, timedelta
+from importlib.metadata import version
 from pathlib import Path
 
 from torch.utils import collect_env
@@ -1829,9 +1830,11 @@ def machine_facts(device: torch.device) -> dict:
     if device.type == "cuda":
         facts |= dict(
             device=torch.cuda.get_device_name(device),
+            gpus=torch.cuda.device_count(),
             cuda=torch.version.cuda,
             driver=collect_env.get_nvidia_driver_version(collect_env.run),
             nccl=torch.cuda.nccl.version(),
+            triton=version("triton"),
         )
     return facts
 
@@ -2323,7 +2326,7 @@ def main(argv=None) -> int:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     if is_mine and os.environ.get("WORLD_SIZE", "1") != "1":
-        message = f"rank {os.environ.get('RANK')}: {message}"
+        message = f"rank {os.environ.get('RANK', 0)}: {message}"
     if is_mine or os.environ.get("LOCAL_RANK", "0") == "0":  # one of each machine is enough
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return code

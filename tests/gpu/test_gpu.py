@@ -360,7 +360,7 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path,
         train_files=tiny_shards([tokens], eot=SMALL.eot_token),
         val_files=tiny_shards([SMALL.val_tokens + 1], name="tiny_val", eot=SMALL.eot_token))
     ranks = one_rank(train_gpt, "cuda")
-    run = train_gpt.Run(cfg, cfg, ranks, train_gpt.Log(cfg, ranks), train_gpt.NEW_RUN)
+    run = train_gpt.Run(cfg, ranks, train_gpt.NEW_RUN, may_exist=False)
     next_step = run.loader.next_step
     log_step = run.log_step
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import golden
@@ -75,12 +76,15 @@ def test_the_pockets_of_one_table_of_stages_train_on_as_many_tokens():
     three = [x for x in in_stages if len(x.Hyperparameters.stages) == 3]
     grow = [x for x in three if len({row.seq_len for row in x.Hyperparameters.stages}) == 3]
     assert len(grow) > 10
-    assert len({tokens_of_pocket(x) for x in grow}) == 1
+    # From #70 on the borders of stages are rounded, which gives the last one two steps more.
+    rounded = [x for x in grow if Path(x.__file__).parent.name >= "2026-02-03"]
+    assert len({tokens_of_pocket(x) for x in grow if x not in rounded}) == 1
+    assert len({tokens_of_pocket(x) for x in rounded}) == 1
     assert len({tokens_of_pocket(x) for x in in_stages if x not in three}) == 1
 
 
 def test_the_norm_adds_the_epsilon_of_its_day(record, script):
-    """To the mean square of bf16 2^-7, to that of fp32 2^-23; since #21 to both."""
+    """To the mean square of bf16 2^-7, to that of fp32 2^-23; since #21 to both. #2 and #4: 1e-6."""
     generator = torch.Generator().manual_seed(0)
     # Rows of all sizes: in the smallest, the epsilon is nearly all there is.
     x = torch.randn(200, 64, generator=generator)
@@ -90,6 +94,8 @@ def test_the_norm_adds_the_epsilon_of_its_day(record, script):
         given = x.to(dtype)
         exact = given.double()
         mean_square = exact.square().mean(-1, keepdim=True)
+        if record.name < "2024-10-14":
+            eps = 1e-6
         exact /= (mean_square + (FP32_EPS if is_fixed else eps)).sqrt()
         found = script.norm(given)
         assert found.dtype == dtype
@@ -159,7 +165,9 @@ def test_each_gradient_arrives_with_the_strides_of_its_view(script, cfg, use_fp8
     """In the buffer of its optimizer. Else the sum would be of unlike layouts, which is slow."""
     if use_fp8 and not hasattr(script, "FP8Product"):
         return
-    monkeypatch.setattr(script, "BLOCK", golden.BLOCK)
+    for name, size in (("BLOCK", golden.BLOCK), ("CHUNK", golden.BLOCK // 2)):  # of masks
+        if hasattr(script, name):
+            monkeypatch.setattr(script, name, size)
     model = golden.make_model(script, cfg)
     if use_fp8:
         model.lm_head.use_fp8 = True

@@ -84,7 +84,7 @@ def test_the_pockets_of_one_table_of_stages_train_on_as_many_tokens():
 
 
 def test_the_norm_adds_the_epsilon_of_its_day(record, script):
-    """To the mean square of bf16 2^-7, to that of fp32 2^-23; since #21 to both. #2 and #4: 1e-6."""
+    """To the mean square of bf16 2^-7, of fp32 2^-23; since #21 always that. #2 and #4: 1e-6."""
     generator = torch.Generator().manual_seed(0)
     # Rows of all sizes: in the smallest, the epsilon is nearly all there is.
     x = torch.randn(200, 64, generator=generator)

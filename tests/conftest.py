@@ -49,12 +49,19 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config, log):
-    """A file's tests go to one worker, as they share what takes seconds to make."""
+    """A file's tests go to one worker, as they share what takes seconds to make.
+
+    Golden runs share nothing, so each goes where there is room.
+    """
     from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid if "test_golden.py" in nodeid else super()._split_scope(nodeid)
 
     if config.getoption("--random-order") is not None:
         config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_name("device.cpp")
 COMPILER = os.environ.get("CXX", "g++")
 # Without the path of the torch that it was built with: another one of that version may load it.
 FLAGS = ["-shared", "-fPIC", "-O1", "-std=c++20", "-lc10", "-ltorch_cpu"]
-TRITON = "3.7.1"  # what torch 2.13 pins for CUDA; requirements-dev.txt has the same
+TRITON = "3.7.1"  # what torch 2.13 pins for CUDA; constraints.txt has the same
 
 
 def cache_folder() -> Path:

@@ -477,7 +477,8 @@ def new_entry(numbers: dict, old: dict, commit: str, why: str) -> dict:
 # ---- Command line -----------------------------------------------------------
 def commit_of(repository: Path) -> str:
     command = ["git", "-C", repository, "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
+    done = subprocess.run(command, text=True, capture_output=True)
+    return done.stdout.strip() or "none"  # where there is no repository
 
 
 def parse_args(argv):

@@ -37,14 +37,21 @@ def below(source: str) -> str:
 
 
 @functools.cache
-def meaning(source: str) -> str:
-    """A source without comments, docstrings and imports."""
+def parse(source: str) -> ast.Module:
+    """The tree of a source, without docstrings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if documented and ast.get_docstring(node) is not None:
+        if documented and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:]
-    kept = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    return tree
+
+
+@functools.cache
+def meaning(source: str) -> str:
+    """A source without comments, docstrings and imports."""
+    kept = [node for node in parse(source).body
+            if not isinstance(node, ast.Import | ast.ImportFrom)]
     return "\n".join(map(ast.dump, kept))
 
 
@@ -52,17 +59,18 @@ def meaning(source: str) -> str:
 def imports_of(source: str) -> frozenset:
     """What a source imports, also within functions, as `from math import sin as f`."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             start = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
             found |= {f"{start}import {ast.unparse(alias)}" for alias in node.names}
     return frozenset(found)
 
 
+@functools.cache
 def settings_of(source: str, preset: str) -> dict:
     """The settings of a script's preset that flags may change, by name, as headers show them."""
     found = {}
-    for node in ast.parse(source).body:
+    for node in parse(above(source)).body:
         pairs = []
         if isinstance(node, ast.ClassDef) and node.name == "Hyperparameters":
             fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]

@@ -348,7 +348,7 @@ class Schedule(Stage):
     fast_momentum: float  # of its fast mean of gradients
     slow_share: float  # of the slow mean in what Muon steps by
     adam_steps: bool
-    event: bool  # whether tables are stepped
+    tables_step: bool
     table_power: int  # of Adam's betas of tables, and a factor of their decay
     tied: bool  # whether the embedding is the head
 
@@ -395,7 +395,7 @@ def schedule(step: int, cfg) -> Schedule:
         fast_momentum=LOWEST_MOMENTUM if step >= cfg.blend_from else momentum,
         slow_share=SLOW_SHARE if step >= cfg.blend_from else 0.0,
         adam_steps=step % ADAM_EVERY == ADAM_EVERY - 1,
-        event=step % period == period - 1,
+        tables_step=step % period == period - 1,
         table_power=period // 2,
         # Until Adam has stepped in the last third. The weights of --init stay as they are.
         tied=stage_of(last_adam_step, cfg)[0] < len(cfg.stages) - 1 and not cfg.init,
@@ -1319,7 +1319,7 @@ class AdamGroup:
     lr: float  # about how much a weight changes in a step
     betas: tuple  # decay of the means of gradients and of their squares
     decay: float  # of weights in a step, in units of the rate's square
-    is_table: bool = False  # it is stepped at events alone
+    is_table: bool = False  # it waits for the steps of tables
 
 
 @dataclass(frozen=True)
@@ -1481,7 +1481,7 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Adam on tensors of any shape, every other step: @classiclarryd, #39. Tables wait for events.
+    """Adam on tensors of any shape, every other step: @classiclarryd, #39. Tables may wait longer.
 
     In between, gradients add up in their buffer and nothing is communicated.
     """
@@ -1495,7 +1495,7 @@ class Adam(ShardedOptimizer):
         self.step_fn = compile_on_gpu(adam_update, self.lr.device)
 
     def is_due(self, now):
-        return now.event if self.group.is_table else now.adam_steps
+        return now.tables_step if self.group.is_table else now.adam_steps
 
     def update_share(self, weight, now):
         power = now.table_power if self.group.is_table else 1
@@ -1720,7 +1720,7 @@ def train(run, cfg):
         run.check(step, losses)
         update = step_tied if now.tied else step_optimizers
         update(run.optimizers, now, divisor=cfg.sequences_per_step)
-        complete = now.event
+        complete = now.tables_step
         run.log_step(step + 1)
 
     # For comparison with earlier records, outside the clock

@@ -387,7 +387,7 @@ class Schedule(Stage):
     fast_momentum: float  # of its fast mean of gradients
     slow_share: float  # of the slow mean in what Muon steps by
     adam_steps: bool
-    event: bool  # whether tables are stepped
+    tables_step: bool
     table_power: int  # of Adam's betas of tables, and a factor of their decay
     average_rates: dict  # how much the weights after the step count in averages, by name
     tied: bool  # whether the embedding is the head
@@ -427,7 +427,7 @@ def schedule(step: int, cfg) -> Schedule:
 
     # Tables see rare gradients. Each step of theirs in the later part stands for two before.
     period = 2 if step < cfg.period_from else 4
-    event = step % period == period - 1
+    tables_step = step % period == period - 1
     last_adam_step = max(0, step - step % ADAM_EVERY - 1)
     moving = dict(
         stage=index,
@@ -438,23 +438,23 @@ def schedule(step: int, cfg) -> Schedule:
         fast_momentum=LOWEST_MOMENTUM if step >= cfg.blend_from else momentum,
         slow_share=SLOW_SHARE if step >= cfg.blend_from else 0.0,
         adam_steps=step % ADAM_EVERY == ADAM_EVERY - 1,
-        event=event,
+        tables_step=tables_step,
         table_power=period // 2,
-        average_rates=average_rates(step, event, cfg),
+        average_rates=average_rates(step, tables_step, cfg),
         # Until Adam has stepped in the extension. The weights of --init stay as they are.
         tied=stage_of(last_adam_step, cfg)[0] < len(cfg.stages) and not cfg.init,
     )
     return Schedule(**vars(row) | moving)
 
 
-def average_rates(step: int, event: bool, cfg) -> dict:
+def average_rates(step: int, tables_step: bool, cfg) -> dict:
     """How much the weights after a step count in each average that takes them, by its name."""
     last = cfg.num_iterations - 1
     is_due = dict(
         ends=step % 2 == 1,
         banks=step % 4 == 1 or step == last - 1,
         late=(last - step) % 4 == 0,
-        tables=event,
+        tables=tables_step,
     )
     rates = {}
     for row in cfg.averages:
@@ -1387,7 +1387,7 @@ class AdamGroup:
     lr: float  # about how much a weight changes in a step
     betas: tuple  # decay of the means of gradients and of their squares
     decay: float  # of weights in a step, in units of the rate's square
-    is_table: bool = False  # it is stepped at events alone
+    is_table: bool = False  # it waits for the steps of tables
     averages: tuple = ()  # their names, and how far the weights move to each of them in the end
 
 
@@ -1581,7 +1581,7 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Adam on tensors of any shape, every other step: @classiclarryd, #39. Tables wait for events.
+    """Adam on tensors of any shape, every other step: @classiclarryd, #39. Tables may wait longer.
 
     In between, gradients add up in their buffer and nothing is communicated.
     """
@@ -1595,7 +1595,7 @@ class Adam(ShardedOptimizer):
         self.step_fn = compile_on_gpu(adam_update, self.lr.device)
 
     def is_due(self, now):
-        return now.event if self.group.is_table else now.adam_steps
+        return now.tables_step if self.group.is_table else now.adam_steps
 
     def update_share(self, weight, now):
         power = now.table_power if self.group.is_table else 1
@@ -1826,7 +1826,7 @@ def train(run, cfg):
         run.check(step, losses)
         update = step_tied if now.tied else step_optimizers
         update(run.optimizers, now, divisor=cfg.sequences_per_step)
-        complete = now.event
+        complete = now.tables_step
         for optimizer in run.optimizers:
             optimizer.average(now)
         run.log_step(step + 1)

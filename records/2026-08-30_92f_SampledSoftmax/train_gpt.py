@@ -1827,15 +1827,19 @@ def prepare(model: GPT, cfg, device: torch.device):
     model.compile(dynamic=False)
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x, which is the host's, on the device. The host does not wait for the copy."""
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
 def to_batch(rows: Rows, device: torch.device) -> Batch:
     """The sequences of a forward pass, on the device."""
-    tokens = torch.from_numpy(rows.tokens.astype(np.int64))
-    if device.type == "cuda":
-        tokens = tokens.pin_memory()  # the host need not wait for the copy
-    tokens = tokens.to(device, non_blocking=True)
+    tokens = to_device(torch.from_numpy(rows.tokens.astype(np.int64)), device)
     classes = None
     if rows.classes is not None and rows.classes.size:
-        classes = torch.from_numpy(rows.classes).to(device)
+        classes = to_device(torch.from_numpy(rows.classes), device)
     return Batch(tokens[:, :-1].int(), tokens[:, 1:].contiguous(), classes)
 
 

@@ -914,6 +914,11 @@ def hash_trigrams(tokens_BT: Tensor, rows: int) -> Tensor:
     return F.pad(half + mixed % (half - 1), (2, 0), value=rows - 1)
 
 
+def hash_ngrams(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Each token's rows of the table, of two tokens and of three: (B, T, 2)."""
+    return torch.stack([hash_bigrams(tokens_BT, rows), hash_trigrams(tokens_BT, rows)], dim=-1)
+
+
 def hash_signs(tokens_BT: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """The rows of signs of the n-grams that end with each token, of two and of three: (B, T)."""
     tokens_BT = tokens_BT.long()
@@ -1233,9 +1238,7 @@ class GPT(nn.Module):
 
     def read_rows(self, inputs_BT):
         """The table's rows of the pair and of the three tokens that end here, (B, T, 2, D)."""
-        rows = self.cfg.ngram_rows
-        ids = torch.stack([hash_bigrams(inputs_BT, rows), hash_trigrams(inputs_BT, rows)], dim=-1)
-        return self.ngram_table.read(ids)
+        return self.ngram_table.read(hash_ngrams(inputs_BT, self.cfg.ngram_rows))
 
     def hidden(self, inputs_BT, rows_BT2D=None):
         """The normed output of the last layer, (B, T, D). Rows that are not given are read."""
@@ -1775,7 +1778,7 @@ class NgramTable:
         square.mul_(beta2)
         square += (1 - beta2) * grads.square().mean(-1)
         step_size = lr * (1 - beta2**self.count).sqrt() / (square.sqrt() + 1e-10)
-        change = step_size[:, None] * grads  # 0 where a row was not read
+        change = step_size[:, None] * grads
         old = rows.float()
         shrinking = torch.where(change * old > 0, old, 0)
         rows.copy_(old - change - decay * shrinking)
@@ -1946,15 +1949,19 @@ def prepare(model: GPT, cfg, device: torch.device):
     model.compile(dynamic=False)
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x, which is the host's, on the device. The host does not wait for the copy."""
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
 def to_batch(rows: Rows, device: torch.device) -> Batch:
     """The sequences of a forward pass, on the device."""
-    tokens = torch.from_numpy(rows.tokens.astype(np.int64))
-    if device.type == "cuda":
-        tokens = tokens.pin_memory()  # the host need not wait for the copy
-    tokens = tokens.to(device, non_blocking=True)
+    tokens = to_device(torch.from_numpy(rows.tokens.astype(np.int64)), device)
     classes = None
     if rows.classes is not None and rows.classes.size:
-        classes = torch.from_numpy(rows.classes).to(device)
+        classes = to_device(torch.from_numpy(rows.classes), device)
     return Batch(tokens[:, :-1].int(), tokens[:, 1:].contiguous(), classes)
 
 

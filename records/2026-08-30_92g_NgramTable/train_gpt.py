@@ -1771,16 +1771,15 @@ class NgramTable:
 
     def plan(self, ids):
         """The `Reading` of rows with these ids, (ranks, …): what each rank reads, on the host."""
-        rank = self.ranks.rank
-        bounds = self.my_rows * torch.arange(len(ids) + 1, dtype=ids.dtype)  # of owners
+        read, place = ids[self.ranks.rank].unique(return_inverse=True)  # ascending, so by owners
+        num_read = torch.bincount(read // self.my_rows, minlength=len(ids)).tolist()
         asked = []
-        for reader, ids_of_rank in enumerate(ids):
-            read, place = ids_of_rank.unique(return_inverse=True)  # ascending, so by owners
-            ends = torch.searchsorted(read, bounds)
-            asked.append(read[ends[rank] : ends[rank + 1]].long() - bounds[rank])
-            if reader == rank:
-                my_place, num_read = to_device(place, self.ranks.device), ends.diff().tolist()
-        return Reading(my_place, num_read, [*map(len, asked)], torch.cat(asked))
+        for mine in (ids - self.ranks.rank * self.my_rows).numpy():
+            mine = np.sort(mine[(0 <= mine) & (mine < self.my_rows)])
+            asked.append(mine[np.diff(mine, prepend=-1) > 0])  # each once
+        place = to_device(place, self.ranks.device)
+        num_asked = [len(rows) for rows in asked]
+        return Reading(place, num_read, num_asked, torch.from_numpy(np.concatenate(asked)).long())
 
     def plan_batch(self, batch):
         """The batch with its `Reading`. All ranks have cut the sequences of all."""

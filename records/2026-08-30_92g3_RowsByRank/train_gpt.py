@@ -1317,24 +1317,24 @@ class GPT(nn.Module):
     def head_loss(self, x_SD, inputs_S, targets_SN, ids_V):
         """Cross-entropies with each position's N targets, summed over positions, (N,).
 
-        ids_V: of the softmax, ascending. Targets that are none of them do not count.
+        ids_V: of the softmax; None: all. Targets are places among them; negative ones do not count.
         Logits are capped, so their exponentials are summed without subtracting a maximum.
         """
         logits_SV = self.logits(x_SD, ids_V)
         if not self.training and self.is_masked and self.forbidden is not None:
             logits_SV = self.canonical(logits_SV, inputs_S)
         log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
-        place_SN = torch.searchsorted(ids_V, targets_SN.contiguous()).clamp_max(len(ids_V) - 1)
         if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not
+            place_V = torch.arange(logits_SV.size(-1), device=logits_SV.device)
             columns = []
             for target_S in targets_SN.unbind(-1):
-                is_target_SV = target_S[:, None] == ids_V
+                is_target_SV = target_S[:, None] == place_V
                 columns.append((logits_SV * is_target_SV).sum(-1))
             target_logits_SN = torch.stack(columns, dim=-1)
         else:
-            target_logits_SN = logits_SV.gather(-1, place_SN)
+            target_logits_SN = logits_SV.gather(-1, targets_SN.clamp_min(0))
         losses_SN = log_sum_S1 - target_logits_SN
-        return (losses_SN * (ids_V[place_SN] == targets_SN)).sum(0)
+        return (losses_SN * (targets_SN >= 0)).sum(0)
 
     def forward(self, batch: Batch, num_targets: int, with_prefix=False):
         """Summed cross-entropies of the next `num_targets` tokens, (num_targets,).
@@ -1352,12 +1352,15 @@ class GPT(nn.Module):
         if batch.classes is not None:
             rows = [each.split(batch.inputs.size(1)) for each in (x_SD, inputs_S, targets_SN)]
             return sum(map(self.row_losses, *rows, batch.classes))
-        ids_V = torch.arange(len(self.lm_head.weight), device=x_SD.device)
-        return self.row_losses(x_SD, inputs_S, targets_SN, ids_V)
+        return self.row_losses(x_SD, inputs_S, targets_SN)
 
-    def row_losses(self, x_SD, inputs_S, targets_SN, ids_V):
-        """`head_loss` of rows that have one softmax."""
+    def row_losses(self, x_SD, inputs_S, targets_SN, ids_V=None):
+        """`head_loss` of rows that have one softmax, of these ids, ascending, or of all."""
         size = self.tokens_per_chunk
+        # Before the chunks: reading ids in each would let the compiler join their passes.
+        if ids_V is not None:
+            place_SN = torch.searchsorted(ids_V, targets_SN.contiguous()).clamp_max(len(ids_V) - 1)
+            targets_SN = torch.where(ids_V[place_SN] == targets_SN, place_SN, -1)
         if len(x_SD) <= size:
             return self.head_loss(x_SD, inputs_S, targets_SN, ids_V)
         # In chunks, recomputed in the backward pass: the logits are never in memory all at once.
@@ -1769,10 +1772,9 @@ class NgramTable:
         asked = []
         for mine in (ids - self.ranks.rank * self.my_rows).numpy():
             mine = np.sort(mine[(0 <= mine) & (mine < self.my_rows)])
-            asked.append(mine[np.diff(mine, prepend=-1) > 0])  # each once
+            asked.append(torch.from_numpy(mine[np.diff(mine, prepend=-1) > 0]))  # each once
         place = to_device(place, self.ranks.device)
-        num_asked = [len(rows) for rows in asked]
-        return Reading(place, num_read, num_asked, torch.from_numpy(np.concatenate(asked)).long())
+        return Reading(place, num_read, [*map(len, asked)], torch.cat(asked).long())
 
     def plan_batch(self, batch):
         """The `Reading` of a training batch. All ranks have cut the sequences of all."""
@@ -1790,7 +1792,9 @@ class NgramTable:
 
     def read(self, ids):
         """The rows with these ids, (…) to (…, D). All ranks tell each other theirs, and wait."""
-        of_ranks = self.ranks.all_gather(ids.flatten()).view(-1, *ids.shape)
+        of_ranks = ids[None]
+        if self.ranks.world_size > 1:
+            of_ranks = self.ranks.all_gather(ids.flatten()).view(-1, *ids.shape)
         return self.take(self.plan(of_ranks.cpu()))
 
     def keep_gradients(self):

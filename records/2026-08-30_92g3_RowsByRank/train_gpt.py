@@ -1771,7 +1771,7 @@ class NgramTable:
         num_read = torch.bincount(read // self.my_rows, minlength=len(ids)).tolist()
         asked = []
         for mine in (ids - self.ranks.rank * self.my_rows).numpy():
-            mine = np.sort(mine[(0 <= mine) & (mine < self.my_rows)])
+            mine = np.sort(mine[(mine >= 0) & (mine < self.my_rows)])
             asked.append(torch.from_numpy(mine[np.diff(mine, prepend=-1) > 0]))  # each once
         place = to_device(place, self.ranks.device)
         return Reading(place, num_read, [*map(len, asked)], torch.cat(asked).long())

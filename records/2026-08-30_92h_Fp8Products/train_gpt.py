@@ -614,23 +614,26 @@ def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale_a, scale_b, **options) -> Tensor
     return torch._scaled_mm(a_MK, b_KN, *scales, out_dtype=torch.bfloat16, **options)
 
 
-class Fp8Scales(NamedTuple):
-    """Factors before the casts to FP8, which bring typical values into its range.
+# Scales before the casts to FP8, which bring typical values into its range: those of the head.
+# They are constants of the module because torch.compile does not read attributes of an
+# autograd.Function.
+FP8_X_SCALE = 448 / 100
+FP8_W_SCALE = 448 / 1.6
+FP8_GRAD_SCALE = 448 / 0.75
 
-    A weight's of None brings its largest entry to the end of the range.
-    """
+
+class Fp8Scales(NamedTuple):
+    """Scales of a product in a layer. That of a weight brings its largest entry to 448."""
 
     x: float
-    w: float | None
     grad: float
-    grad_dtype: torch.dtype = torch.float8_e5m2
+    grad_dtype: torch.dtype
 
 
-HEAD_SCALES = Fp8Scales(x=448 / 100, w=448 / 1.6, grad=448 / 0.75)
 # Inputs of layers are normed, up to 28. Attention clips them at 8, MLPs do not: @devenpzak, #92.
-QKV_SCALES = Fp8Scales(x=448 / 8, w=None, grad=448.0, grad_dtype=torch.float8_e4m3fn)
-MLP_IN_SCALES = Fp8Scales(x=2.0**4, w=None, grad=2.0**6)
-MLP_OUT_SCALES = Fp8Scales(x=1.0, w=None, grad=2.0**6)
+QKV_SCALES = Fp8Scales(x=448 / 8, grad=448.0, grad_dtype=torch.float8_e4m3fn)
+MLP_IN_SCALES = Fp8Scales(x=2.0**4, grad=2.0**6, grad_dtype=torch.float8_e5m2)
+MLP_OUT_SCALES = Fp8Scales(x=1.0, grad=2.0**6, grad_dtype=torch.float8_e5m2)
 
 
 class FP8Product(torch.autograd.Function):
@@ -641,21 +644,21 @@ class FP8Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, w, x_scale, w_scale, grad_scale, grad_dtype):
-        if w_scale is None:
+    def forward(ctx, x, w, scales=None):
+        x_scale, *ctx.of_grad = scales or (FP8_X_SCALE, FP8_GRAD_SCALE, torch.float8_e5m2)
+        w_scale = torch.full((), FP8_W_SCALE, device=w.device)
+        if scales is not None:
             w_scale = 448 / w.abs().max().float().clamp_min(1e-12)
-        else:
-            w_scale = torch.full((), w_scale, device=w.device)
         x_f8 = to_fp8(x, x_scale, torch.float8_e4m3fn)  # (S, K)
         w_f8 = to_fp8(w, w_scale, torch.float8_e4m3fn).contiguous()  # (N, K)
         ctx.save_for_backward(x_f8, w_f8, w_scale)
-        ctx.scales = x_scale, grad_scale, grad_dtype
+        ctx.x_scale = x_scale
         return scaled_mm(x_f8, w_f8.T, x_scale, w_scale, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad):
         x_f8, w_f8, w_scale = ctx.saved_tensors
-        x_scale, grad_scale, grad_dtype = ctx.scales
+        grad_scale, grad_dtype = ctx.of_grad
         grad_f8 = to_fp8(grad, grad_scale, grad_dtype)  # (S, N)
         # The right factor must be column-major: copy the transpose, then transpose back.
         w_columns = w_f8.T.contiguous().T  # (N, K)
@@ -663,13 +666,13 @@ class FP8Product(torch.autograd.Function):
         # Row-major, as the buffer that it is added to
         grad_rows = grad_f8.T.contiguous()  # (N, S)
         x_columns = x_f8.T.contiguous().T  # (S, K)
-        grad_w = scaled_mm(grad_rows, x_columns, grad_scale, x_scale, use_fast_accum=False)
-        return grad_x, grad_w, None, None, None, None
+        grad_w = scaled_mm(grad_rows, x_columns, grad_scale, ctx.x_scale, use_fast_accum=False)
+        return grad_x, grad_w, None
 
 
 def fp8_linear(x: Tensor, w: Tensor, scales: Fp8Scales) -> Tensor:
     """`F.linear` of x (…, K) and w (N, K) by FP8Product."""
-    return FP8Product.apply(x.flatten(0, -2), w, *scales).unflatten(0, x.shape[:-1])
+    return FP8Product.apply(x.flatten(0, -2), w, scales).unflatten(0, x.shape[:-1])
 
 
 class Head(CastedLinear):
@@ -682,7 +685,7 @@ class Head(CastedLinear):
         if ids is not None and len(ids) < len(weight):  # of all ids no copy is needed
             weight = F.embedding(ids, weight)
         if self.use_fp8 and self.training:
-            return fp8_linear(x, weight, HEAD_SCALES)
+            return FP8Product.apply(x, weight)
         return F.linear(x, weight.type_as(x))
 
 
@@ -1810,7 +1813,7 @@ class NgramTable:
         num_read = torch.bincount(read // self.my_rows, minlength=len(ids)).tolist()
         asked = []
         for mine in (ids - self.ranks.rank * self.my_rows).numpy():
-            mine = np.sort(mine[(0 <= mine) & (mine < self.my_rows)])
+            mine = np.sort(mine[(mine >= 0) & (mine < self.my_rows)])
             asked.append(torch.from_numpy(mine[np.diff(mine, prepend=-1) > 0]))  # each once
         place = to_device(place, self.ranks.device)
         return Reading(place, num_read, [*map(len, asked)], torch.cat(asked).long())

@@ -348,7 +348,7 @@ class Schedule(Stage):
     fast_momentum: float  # of its fast mean of gradients
     slow_share: float  # of the slow mean in what Muon steps by
     adam_steps: bool
-    event: bool  # whether tables are stepped
+    tables_step: bool
     table_power: int  # of Adam's betas of tables, and a factor of their decay
     tied: bool  # whether the embedding is the head
 
@@ -395,7 +395,7 @@ def schedule(step: int, cfg) -> Schedule:
         fast_momentum=LOWEST_MOMENTUM if step >= cfg.blend_from else momentum,
         slow_share=SLOW_SHARE if step >= cfg.blend_from else 0.0,
         adam_steps=step % ADAM_EVERY == ADAM_EVERY - 1,
-        event=step % period == period - 1,
+        tables_step=step % period == period - 1,
         table_power=period // 2,
         # Until Adam has stepped in the last third. The weights of --init stay as they are.
         tied=stage_of(last_adam_step, cfg)[0] < len(cfg.stages) - 1 and not cfg.init,
@@ -1319,7 +1319,7 @@ class AdamGroup:
     lr: float  # about how much a weight changes in a step
     betas: tuple  # decay of the means of gradients and of their squares
     decay: float  # of weights in a step, in units of the rate's square
-    is_table: bool = False  # it is stepped at events alone
+    is_table: bool = False  # it waits for the steps of tables
 
 
 @dataclass(frozen=True)
@@ -1481,7 +1481,7 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Adam on tensors of any shape, every other step: @classiclarryd, #39. Tables wait for events.
+    """Adam on tensors of any shape, every other step: @classiclarryd, #39. Tables may wait longer.
 
     In between, gradients add up in their buffer and nothing is communicated.
     """
@@ -1495,7 +1495,7 @@ class Adam(ShardedOptimizer):
         self.step_fn = compile_on_gpu(adam_update, self.lr.device)
 
     def is_due(self, now):
-        return now.event if self.group.is_table else now.adam_steps
+        return now.tables_step if self.group.is_table else now.adam_steps
 
     def update_share(self, weight, now):
         power = now.table_power if self.group.is_table else 1
@@ -1720,7 +1720,7 @@ def train(run, cfg):
         run.check(step, losses)
         update = step_tied if now.tied else step_optimizers
         update(run.optimizers, now, divisor=cfg.sequences_per_step)
-        complete = now.event
+        complete = now.tables_step
         run.log_step(step + 1)
 
     # For comparison with earlier records, outside the clock
@@ -1929,7 +1929,14 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
 
 
 # ---- Checkpoints ------------------------------------------------------------
-NEW_RUN = dict(step=0, settings=None, loader=(), data=None, train_time_ms=0.0)
+NEW_RUN = dict(
+    step=0,
+    settings=None,
+    loader=(),
+    data=None,
+    train_time_ms=0.0,
+    process_time_ms=0.0,
+)
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -2186,6 +2193,7 @@ class Run:
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
+        self.process_time_ms = state["process_time_ms"]  # of all threads; waiting does not count
         self.plan = plan(cfg)
         # Data are checked before the model is built.
         self.val_tokens = read_val_tokens(cfg)
@@ -2207,7 +2215,7 @@ class Run:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
                 signal.signal(number, self.on_signal)
-        self.started = time.perf_counter()  # the clock
+        self.start_clock()
 
     def open_log(self, may_exist):
         """Begin the log with the script, all settings and what machine it is."""
@@ -2287,15 +2295,21 @@ class Run:
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
             self.log_step(step, wait=True)
-            self.train_time_ms = self.elapsed_ms()  # the clock stands until it is started again
+            # The clock stands until it is started again.
+            self.train_time_ms = self.elapsed_ms()
+            self.process_time_ms += 1000 * (time.process_time() - self.process_started)
             if validates:
                 now = schedule(step, self.cfg)
                 self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
                 self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
             if saves:
                 self.save_checkpoint(step)
-            self.started = time.perf_counter()
+            self.start_clock()
         return is_last or self.stopped
+
+    def start_clock(self):
+        self.started = time.perf_counter()
+        self.process_started = time.process_time()
 
     def elapsed_ms(self):
         """Time spent on training: what was counted before, and since the clock started."""
@@ -2350,6 +2364,7 @@ class Run:
             loader=tuple(self.loader.place),
             threads=torch.get_num_threads(),
             train_time_ms=self.train_time_ms,
+            process_time_ms=self.process_time_ms,
             model=self.model.state_dict(),
             optimizers={each.name: each.full_state() for each in self.optimizers},
         )
@@ -2364,6 +2379,7 @@ class Run:
         results = dict(
             val_loss=f"{self.val_loss:.6f}",
             train_time_ms=f"{self.train_time_ms:.0f}",
+            process_time_ms=f"{self.process_time_ms:.0f}",
             steps=self.last,
             tokens=self.plan.tokens[self.first_step] + given,
             peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0

@@ -111,7 +111,7 @@ SIZES = dict(
 LAST_STEPS = {298: 14, 250: 10}  # of averages; the first ones are 0 modulo 4, as in the records
 # Of a machine, or seen in the schedule
 NO_SIZES = "sequences_per_forward", "head_chunks", "device"
-NO_SCHEDULES = "stage", "share", "num_targets", "adam_steps", "event"  # tiny runs have them
+NO_SCHEDULES = "stage", "share", "num_targets", "adam_steps", "tables_step"  # tiny runs have them
 
 
 def load(path: Path):

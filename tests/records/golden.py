@@ -119,6 +119,13 @@ def load(path: Path):
     return shards.load_script(path / "train_gpt.py")
 
 
+def shrink_blocks(script):
+    """The tiny run's blocks of attention, and the steps by which a window grows."""
+    script.BLOCK = BLOCK
+    if hasattr(script, "CHUNK"):
+        script.CHUNK = BLOCK // 2
+
+
 def full_size(script) -> dict:
     """What is smaller in a tiny run, as the record has it: a number, or one for each step."""
     cfg = script.Hyperparameters()
@@ -387,9 +394,7 @@ def measure(path: Path) -> dict:
             is_single = name.startswith("size")
             numbers[name] = list(map(Number, values, values)) if is_single else sums(values)
         write_tables(Path(folder))
-        script.BLOCK = BLOCK
-        if hasattr(script, "CHUNK"):  # by which a window grows
-            script.CHUNK = BLOCK // 2
+        shrink_blocks(script)
         cfg = tiny(script, Path(folder))
         if hasattr(cfg, "last_validation"):
             for name, table in rotary_tables(script, cfg).items():

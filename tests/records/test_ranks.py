@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from golden import BLOCK, VALIDATED, TinyRun, in_float64, load, tiny, write_tables
+from golden import VALIDATED, TinyRun, in_float64, load, shrink_blocks, tiny, write_tables
 from record_folders import RECORDS, for_each_slowly
 
 EXACT = 1e-9  # of a tensor, relative: float64 through some steps
@@ -150,7 +150,7 @@ def test_ranks_compute_what_one_does(record, tmp_path, monkeypatch):
     count = 5 if record == RECORDS[-1] else 2
     with in_float64():
         script = load(record)
-        script.BLOCK = BLOCK
+        shrink_blocks(script)
         write_tables(Path(tmp_path))
         cfg = tiny(script, Path(tmp_path), sequences_per_step=count)
         one = RankRun(script, cfg)

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -149,26 +150,29 @@ def steps(flags, script=train_gpt, stage_steps=STAGE_STEPS):
 
 def kernels(flags, script=train_gpt, stage_steps=STAGE_STEPS):
     """The kernels of a step in each stage: groups, and the sixty that take longest."""
-    next_step = script.TokenLoader.next_step
-    calls = itertools.count()
+    train = script.train
     profiles = []
 
-    def next_step_profiled(loader, now):
-        step = next(calls)
-        if step % stage_steps == stage_steps - 2:
-            torch.cuda.synchronize()
-            profiles.append(torch.profiler.profile())
-            profiles[-1].start()
-        elif step % stage_steps == stage_steps - 1:
-            torch.cuda.synchronize()
-            profiles[-1].stop()
-        return next_step(loader, now)
+    def train_profiled(run, cfg):
+        next_step = run.loader.next_step
+        steps = itertools.count()
 
-    script.TokenLoader.next_step = next_step_profiled
-    try:
+        def next_step_profiled(now):
+            step = next(steps)
+            if step % stage_steps == stage_steps - 2:
+                torch.cuda.synchronize()
+                profiles.append(torch.profiler.profile())
+                profiles[-1].start()
+            elif step % stage_steps == stage_steps - 1:
+                torch.cuda.synchronize()
+                profiles[-1].stop()
+            return next_step(now)
+
+        run.loader.next_step = next_step_profiled  # after the warm-up, whose steps ask for it, too
+        train(run, cfg)
+
+    with mock.patch.object(script, "train", train_profiled):
         short_run(script, flags, stage_steps)
-    finally:
-        script.TokenLoader.next_step = next_step
     for stage, profile in enumerate(profiles):
         print_kernels(stage, profile)
 

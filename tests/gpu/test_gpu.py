@@ -289,9 +289,8 @@ def without_classes(batch):
 def assert_same_validation(script, gpu, cpu, batch):
     losses = []
     for model in gpu, cpu:
-        device = model.reach.device
         model.eval()
-        with torch.no_grad(), script.store_masks(device):
+        with torch.no_grad(), script.store_masks():
             now = script.schedule(model.cfg.num_iterations, model.cfg)
             losses.append(script.losses_of(model, on_device_of(model, batch), now).cpu())
         model.train()
@@ -369,8 +368,8 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(monkeypatch, tmp_path,
         torch.cuda.set_sync_debug_mode("error")
         return next_step(now)
 
-    def log_step_to_which_no_wait_is_allowed(*args):
-        log_step(*args)
+    def log_step_to_which_no_wait_is_allowed(*args, **options):
+        log_step(*args, **options)
         torch.cuda.set_sync_debug_mode("default")
 
     run.loader.next_step = next_step_from_which_no_wait_is_allowed

@@ -82,8 +82,8 @@ def run_cells(record: Record, setting: tuple) -> list:
     p = below(losses, float(logs[0].header["target_loss"])) if is_full else ""
     found = compare(logs, record.parent.runs().get(setting, []) if record.parent else [])
     difference = f"{found.difference:+.4f}" if found else ""
-    if found and found.p is not None and is_full:
-        difference += f" (p {found.p:.2g})"
+    if found and is_full and (test := found.test()):
+        difference += f" (p {test[0]:.2g})"
     if found and found.time:
         difference += f", ×{found.time:.3f}"
     minutes = minutes_of([log.measured_ms for log in logs])
@@ -203,10 +203,11 @@ def contest(contestants: list) -> str:
         found = compare(one.logs, other.logs) if one is not contestants[0] else None
         if found:
             difference = f"{found.difference:+.4f}"
-        if found and found.p is not None:
-            is_shown = found.p < SIGNIFICANCE and abs(found.difference) > 5e-5  # not by rounding
-            difference += f" (p {found.p:.2g})" + "*" * is_shown
-            shown_from = f"{found.smallest_shown:.2g}"
+        if found and (test := found.test()):
+            p, smallest = test
+            is_shown = p < SIGNIFICANCE and abs(found.difference) > 5e-5  # not by rounding
+            difference += f" (p {p:.2g})" + "*" * is_shown
+            shown_from = f"{smallest:.2g}"
         if found and found.ratios:
             time = f"×{found.time:.3f} ({min(found.ratios):.3f}–{max(found.ratios):.3f})"
         difference = difference.replace("-", "−")

@@ -155,11 +155,23 @@ def find_records(folder: Path):
 class Comparison:
     """Runs against others of the same seeds, and so of the same data, in pairs by seed."""
 
-    difference: float  # of the mean losses, ours less theirs
-    p: float | None = None  # of the two-sided paired t-test; None where all pairs differ alike
-    smallest_shown: float | None = None  # the difference that would be significant
-    ratios: list[float] = field(default_factory=list)  # of times, ours to theirs, by seed
-    time: float | None = None  # ratio of the medians
+    losses: list[tuple]  # ours and theirs, by seed
+    difference: float  # of the means, ours less theirs
+    ratios: list[float]  # of times, ours to theirs, by seed
+    time: float | None  # ratio of the medians
+
+    def test(self):
+        """(p of the two-sided paired t-test, the smallest difference that would be significant).
+
+        None where all pairs differ alike.
+        """
+        if len({round(a - b, 9) for a, b in self.losses}) < 2:
+            return None
+        from scipy import stats  # a second, which what needs no p-value does not wait for
+
+        test = stats.ttest_rel(*zip(*self.losses))
+        low, high = test.confidence_interval(1 - SIGNIFICANCE)
+        return float(test.pvalue), float(high - low) / 2
 
 
 def by_seed(logs: list) -> dict:
@@ -179,18 +191,12 @@ def compare(logs: list, others: list) -> Comparison | None:
     seeds = sorted(mine.keys() & theirs.keys())
     if not seeds:
         return None
-    losses, times = zip(*(mine[seed] for seed in seeds))
-    their_losses, their_times = zip(*(theirs[seed] for seed in seeds))
-    found = Comparison(statistics.fmean(losses) - statistics.fmean(their_losses))
-    if len({round(a - b, 9) for a, b in zip(losses, their_losses)}) > 1:
-        from scipy import stats  # a second, which what needs no p-value does not wait for
-
-        test = stats.ttest_rel(losses, their_losses)
-        low, high = test.confidence_interval(1 - SIGNIFICANCE)
-        found.p, found.smallest_shown = float(test.pvalue), float(high - low) / 2
-    timed = [pair for pair in zip(times, their_times) if None not in pair]
-    if timed:
-        ours, other = map(statistics.median, zip(*timed))
-        found.time = ours / other
-        found.ratios = [ours / other for ours, other in timed]
-    return found
+    losses = [(mine[seed][0], theirs[seed][0]) for seed in seeds]
+    ours, others = map(statistics.fmean, zip(*losses))
+    times = [(mine[seed][1], theirs[seed][1]) for seed in seeds]
+    times = [pair for pair in times if None not in pair]
+    time = None
+    if times:
+        our_time, their_time = map(statistics.median, zip(*times))
+        time = our_time / their_time
+    return Comparison(losses, ours - others, [a / b for a, b in times], time)

@@ -36,14 +36,19 @@ def below(source: str) -> str:
     return source.partition(BANNER)[2]
 
 
-@functools.cache
+def drop_docstrings(node):
+    if ast.get_docstring(node, clean=False) is not None:
+        del node.body[0]
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            drop_docstrings(child)
+
+
+@functools.lru_cache(maxsize=4)  # all records' trees at once would be slow to collect
 def parse(source: str) -> ast.Module:
     """The tree of a source, without docstrings."""
     tree = ast.parse(source)
-    for node in ast.walk(tree):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if documented and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:]
+    drop_docstrings(tree)
     return tree
 
 
@@ -94,14 +99,14 @@ def git(folder: Path, *words) -> str | None:
 
 
 @functools.cache
-def commits(root: Path, *words) -> str | None:
-    """A commit that `git log` finds by some words; None without git's history.
+def history(root: Path, *words) -> str | None:
+    """What `git log` finds by some words; None without git's whole history.
 
     Of a merge the branch that was merged does not count: there a cheat may come and go.
     """
     if git(root, "rev-parse", "--is-shallow-repository") != "false\n":
         return None
-    return git(root, "log", "--first-parent", "-m", "-1", "--format=%h", *words)
+    return git(root, "log", "--first-parent", "-m", "--format=", "--raw", "--no-abbrev", *words)
 
 
 # ---- What changed ----

@@ -12,7 +12,7 @@ from pathlib import Path
 from ledger import pages
 from ledger.logs import SETTING, LedgerError, Log, read_run, read_text
 from ledger.records import CLAIM, CORPUS_TORCH, FLOOR, FOLDER_NAME, RULES, Record, find_records
-from ledger.scripts import above, below, commits, git, imports_of, meaning, settings_of
+from ledger.scripts import above, below, git, history, imports_of, meaning, settings_of
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
 # the script finds out itself.
@@ -64,10 +64,10 @@ def source_faults(log: Log, record: Record, root: Path):
     else:
         data = log.source.encode()
         blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        if commits(root.parent, f"--find-object={blob}", "--", record.path):
-            return  # a version of it that was here
+        if blob in (history(root.parent, "--", "records") or ""):
+            return  # a script that was here
         words = "-S", below(log.source), "--", root.name
-        if below(log.source) != below(read_text(root)) and commits(root.parent, *words) == "":
+        if below(log.source) != below(read_text(root)) and history(root.parent, *words) == "":
             yield "was written with a harness that the root's script never had"
         for line in imports_of(above(log.source)) - imports_of(record.script):
             yield f"was written by a script that has `{line}`, too"
@@ -136,7 +136,7 @@ def notes_on(known: list, root: Path):
     without = [record.folder.name for record in known if not record.logs]
     if without:
         yield f"no runs yet of {', '.join(without)}"
-    if commits(root.parent) is None:
+    if history(root.parent, "-1") is None:
         yield "git's history is not here, to which new records and logs of old harnesses are held"
         return
     words = ("ls-tree", "-r", "--name-only")

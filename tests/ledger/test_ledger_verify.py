@@ -10,7 +10,7 @@ from fake_records import CHILD, NEWEST, PARENT, edit, log_of, make_records, rena
 from ledger import records as ledger_records
 from ledger.__main__ import main
 from ledger.logs import RULE
-from ledger.scripts import commits
+from ledger.scripts import history
 
 pytest_plugins = ["record_fixtures"]
 
@@ -110,7 +110,7 @@ def test_a_forged_log_is_found_and_not_filed(old, new, words, measured, records,
     """Under the name that its forger would give it."""
     subprocess.run("git init -q; git add .; git -c user.name=a -c user.email=b commit -qm 1",
                    shell=True, check=True, cwd=tmp_path)
-    commits.cache_clear()
+    history.cache_clear()
     path, log = log_in(records, 1), tmp_path / "log.txt"
     shutil.copy(log_of(measured / "out", NEWEST, 1), log)
     for each in (path, log):
@@ -206,7 +206,7 @@ def test_git_knows_old_harnesses_and_new_records(records, tmp_path, capsys):
         for path in (*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"):
             text = path.read_text().replace("return loss", f"return {step + 1} * loss")
             path.write_text(text.replace("import os\n", "import os.path as os_path, os\n"))
-    commits.cache_clear()
+    history.cache_clear()
     assert findings_anew(records, capsys) == []
     assert main(["verify", str(records)]) == 0 and capsys.readouterr().err == ""
     third = records / "2026-03-03_Third"

@@ -66,16 +66,16 @@ class Log:
     def describe(self):
         """Set what is known of a run of ours from its header and its results."""
         found = {"jobs": "1", **self.final, **self.header}
-        self.seed = int(found["seed"])
+        self.seed, ranks = int(found["seed"]), int(found.get("world_size", 1))
         self.on_gpu = "cuda" in found
         if self.on_gpu:
             found["threads"] = ""  # of the host, which decide nothing there
         self.setting = tuple(found.get(name, "") for name in SETTING)
-        # On a CPU, a process that waited for others was not alone.
-        busy_ms = math.inf if self.on_gpu else float(found.get("process_time_ms", math.inf))
         is_whole = found["jobs"] == "1" and "\nresumed at " not in self.body
-        if is_whole and busy_ms >= 0.9 * self.train_time_ms:
-            self.measured_ms = self.train_time_ms
+        # A process that waited was not alone, unless it waits for its GPU or for other ranks.
+        busy_ms = float(found.get("process_time_ms", math.inf))
+        had_waited = busy_ms < 0.9 * self.train_time_ms and ranks == 1 and not self.on_gpu
+        self.measured_ms = self.train_time_ms if is_whole and not had_waited else None
 
 
 def machine_words(setting: tuple) -> str:

@@ -112,7 +112,7 @@ def ladder_rows(records: list, pocket: tuple, above: str = "") -> list:
         loss = equality = lines = ""
         if record.published.get("val_loss"):
             loss = "{val_loss:.4f} ({n})".format(**record.published)
-        if record.claim.get("equality"):
+        if record.claim["equality"]:
             equality = f"{record.claim['equality']['largest']:.0e}"
         if record.parent:
             found = diff_sources(record.parent.script, record.script)

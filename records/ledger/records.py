@@ -52,7 +52,7 @@ class Record:
 
     def __post_init__(self):
         self.path = self.folder / "train_gpt.py"
-        self.published = self.claim.get("published") or {}
+        self.published = self.claim["published"] or {}
         self.number = self.published.get("number")
         step, name = re.fullmatch(r"[^_]*_?(?:(\d+[a-z]\d?)_)?(.*)", self.folder.name).groups()
         first = f"#{self.number}" if self.number else step
@@ -68,11 +68,12 @@ class Record:
         return not (self.number or self.leads_to)
 
     def runs(self) -> dict:
-        """Its logs by setting: full size first, and there most ranks, H100s, and most runs."""
+        """Its logs by setting: full size first, there eight H100s, then most ranks and runs."""
         def place(item):
             setting, logs = item
             preset, device, ranks = setting[:3]
-            return preset != "record", -int(ranks), "H100" not in device, -len(logs), setting
+            is_target = ranks == "8" and "H100" in device
+            return preset != "record", not is_target, -int(ranks), -len(logs), setting
 
         found = {}
         for log in self.logs:
@@ -107,7 +108,7 @@ def read_claim(folder: Path) -> dict:
                 check(claim[name], kinds)
     except (AttributeError, LedgerError, OSError, RecursionError, ValueError) as error:
         raise LedgerError(f"{folder.name}/record.json: {error}; see records/README.md") from None
-    return claim
+    return dict.fromkeys(CLAIM) | claim
 
 
 def read_public(folder: Path) -> dict:
@@ -123,19 +124,17 @@ def read_public(folder: Path) -> dict:
 def find_records(folder: Path):
     """(records of a folder, oldest first, with their logs; what is wrong with other folders)."""
     found, wrong, public = {}, [], read_public(folder)
-    homes = []
-    for home in sorted(folder.iterdir()):
-        if (home / "record.json").exists() or FOLDER_NAME.fullmatch(home.name):
-            homes.append(home)
-    if not any((home / "record.json").exists() for home in homes):
+    if not any(folder.glob("*/record.json")):
         return [], []  # public folders have such names, too
-    for home in homes:
+    for home in sorted(folder.iterdir()):
+        if not (home / "record.json").exists() and not FOLDER_NAME.fullmatch(home.name):
+            continue
         try:
             claim = read_claim(home)
         except LedgerError as error:
             wrong.append(str(error))
             continue
-        found[home.name] = record = Record(home, claim, found.get(claim.get("parent")))
+        found[home.name] = record = Record(home, claim, found.get(claim["parent"]))
         if record.number:
             record.minutes = public.get(record.number, {}).get("minutes", "")
             step = record.parent

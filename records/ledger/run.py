@@ -59,10 +59,9 @@ def contestant_of(operand: str, preset: str) -> Contestant:
         raise LedgerError(f"{operand}: {error}") from None
     for item in filter(None, words.split(",")):
         name, _, value = item.partition("=")
-        is_unknown = settings and name not in settings
-        if name in ("run_id", "preset", "seed") or not value or is_unknown:
-            raise LedgerError(f"{operand}: {item!r} is no flag that can be given here; the ledger "
-                              "sets run_id, preset and seed (--preset, --seeds)")
+        if name in ("run_id", "preset", "seed") or not value:
+            raise LedgerError(f"{operand}: {item!r} is no name=value; the ledger sets run_id, "
+                              "preset and seed (--preset, --seeds)")
         flags[name] = value
     data = []  # other text of the same names has another size or time
     for name in ("train_files", "val_files"):

@@ -147,7 +147,7 @@ def notes_on(known: list, root: Path):
             if record.number:
                 claims = "claims #{number}, {minutes} min, of {source}".format(**record.published)
             parent = record.parent.script if record.parent else ""
-            lines = sorted(imports_of(record.script) - imports_of(parent))
+            lines = sorted(imports_of(record.script) - imports_of(parent)) or ["no import"]
             yield f"{record.folder.name} is new, {claims}; new in its script: {', '.join(lines)}"
 
 
@@ -164,9 +164,6 @@ def verify(folder: Path, only: str | None):
             found.append(f"its public number is that of {same}")
         try:
             found += [*folder_faults(record, root), *logs_faults(record, root, seen)]
-            same = firsts.setdefault(meaning(above(record.script)), name)
-            if same != name:
-                found.append(f"its script computes what that of {same} does")
         except UNREADABLE as error:
             found.append(str(error))
         faults += [f"{name}: {words}" for words in found]

@@ -51,12 +51,12 @@ def run_verb(args) -> int:
 
 def file_verb(args) -> int:
     folder, _ = split_folder(args.folder)
-    (known, refused), took = find_records(folder), []
+    known, took, refused = find_records(folder), [], []
     for path in sorted(map(Path, args.operands)):
         try:
             took.append(verify.file_log(path, folder, known))
         except verify.UNREADABLE as error:
-            refused.append(f"{path}: refused: {error}")
+            refused.append(f"refused: {error}")
     tell(refused)
     print("\n".join(took) or "nothing is filed")
     return 2 if refused else 0
@@ -64,28 +64,23 @@ def file_verb(args) -> int:
 
 def list_verb(args) -> int:
     folder, only = split_folder(args.folder)
-    records, wrong = find_records(folder)
-    tell(wrong)
-    if args.write:
+    records = find_records(folder)
+    if args.write and records:
         import book  # which draws the ladder
 
-        if wrong or not records:
-            raise LedgerError(f"{folder}: no page is written, as a record is missing or damaged")
-        texts = {}
-        for path, parts in pages.blocks(folder, records).items():
-            texts[path] = pages.filled(path, parts)  # all are made before one is written
-        for path, text in texts.items():
+        texts = [(path, pages.filled(path, parts))  # all are made before one is written
+                 for path, parts in pages.blocks(folder, records).items()]
+        for path, text in texts:
             path.write_text(text, encoding="utf-8", newline="")
         book.draw_ladder(folder, records, folder / "ladder.png")
-    if records or wrong:
-        blocks = pages.blocks(folder, records)
-        print(pages.plain(blocks[folder / (only or "") / "README.md"][""]))
-        return 2 if wrong else 0
-    found, others = logs.read_folder(folder)  # of other people
+    if records:
+        shown = [record for record in records if only in (None, record.folder.name)]
+        print(pages.plain(pages.runs_table(shown, tuple(RULES))))
+        return 0
+    found = logs.read_folder(folder)  # of other people
     if not found:
         raise LedgerError(f"{folder} has no records and no logs; known are {logs.FORMS}")
     print(pages.plain(pages.others(found, folder, args.target)))
-    tell([f"{others} other file(s) are no log with a validation"] if others else [])
     return 0
 
 
@@ -112,11 +107,9 @@ def verify_verb(args) -> int:
 def book_verb(args) -> int:
     import book  # it needs a package that no other verb does
 
-    records, wrong = find_records(Path(args.folder))
-    tell(wrong)
-    written = book.write_book(records, Path(args.out), args.source)
+    written = book.write_book(find_records(Path(args.folder)), Path(args.out), args.source)
     print(f"wrote {len(written)} pages; open {args.out}/index.html")
-    return 2 if wrong else 0
+    return 0
 
 
 # ---- Command line ----

@@ -147,7 +147,7 @@ def read_run(path: Path) -> Log:
     try:
         log = read_log(path)
         if not log.finished:
-            raise LedgerError(f"is no finished run: it ends at step {log.last_step} of "
+            raise LedgerError(f"{path} is no finished run: it ends at step {log.last_step} of "
                               f"{log.planned_steps}, or before its results")
         for name in NEEDED:
             if name not in log.header:
@@ -173,20 +173,18 @@ def read_run(path: Path) -> Log:
             raise ValueError(f"train_time_ms is {log.train_time_ms:g}")
         log.describe()
     except (TypeError, ValueError) as error:
-        raise LedgerError(f"cannot be read: {error}") from None
+        raise LedgerError(f"{path} cannot be read: {error}") from None
     return log
 
 
-def read_folder(folder: Path):
-    """(logs with a validation below a folder, number of other files); no source is run."""
-    logs, others = [], 0
+def read_folder(folder: Path) -> list:
+    """The logs with a validation below a folder."""
+    logs = []
     for path in sorted(folder.rglob("*")):
         if path.suffix in ENDINGS and path.is_file():
-            with contextlib.suppress(LedgerError, ValueError):  # of numbers in its results
+            with contextlib.suppress(LedgerError, ValueError):  # other files are no logs
                 log = read_log(path)
                 log.body = ""  # a thousand of them are large
                 if math.isfinite(log.val_loss):
                     logs.append(log)
-                    continue
-            others += 1
-    return logs, others
+    return logs

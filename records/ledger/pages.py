@@ -160,11 +160,8 @@ def blocks(folder: Path, records: list) -> dict:
     pockets = [setting for setting in settings if setting[0] == "pocket"]
     pocket = max(pockets, key=pockets.count, default=())  # in which most records were run
     machine = machine_words(pocket).removeprefix("Preset pocket on ") or "no machine yet"
-    rules = []
-    for preset, rule in RULES.items():
-        rules.append([preset, *(f"`{value or 'as older runs'}`" for value in rule.values())])
     parts = [table(LADDER, ladder_rows(records, pocket)), f"Pocket: on {machine}.",
-             runs_table(records, ("record",)), table(("preset", *RULES["record"]), rules)]
+             runs_table(records, ("record",))]
     found[folder / "README.md"] = {
         "": "\n\n".join(parts), " public": public_table(folder, records)}
 

@@ -48,7 +48,6 @@ class Record:
     minutes: str = ""  # of the public record that it retells, as public.toml has them
     leads_to: int | None = None  # the public record to which it is a step
     logs: list[Log] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)  # what its other logs are
 
     def __post_init__(self):
         self.path = self.folder / "train_gpt.py"
@@ -121,32 +120,24 @@ def read_public(folder: Path) -> dict:
         raise LedgerError(f"{path}: cannot be read ({error!r}); mend it") from None
 
 
-def find_records(folder: Path):
-    """(records of a folder, oldest first, with their logs; what is wrong with other folders)."""
-    found, wrong, public = {}, [], read_public(folder)
+def find_records(folder: Path) -> list:
+    """The records of a folder, oldest first, with their logs. Raises LedgerError."""
+    found, public = {}, read_public(folder)
     if not any(folder.glob("*/record.json")):
-        return [], []  # public folders have such names, too
+        return []  # public folders have such names, too
     for home in sorted(folder.iterdir()):
         if not (home / "record.json").exists() and not FOLDER_NAME.fullmatch(home.name):
             continue
-        try:
-            claim = read_claim(home)
-        except LedgerError as error:
-            wrong.append(str(error))
-            continue
+        claim = read_claim(home)
         found[home.name] = record = Record(home, claim, found.get(claim["parent"]))
+        record.logs = [read_run(path) for path in sorted(home.glob("logs/*.txt"))]
         if record.number:
             record.minutes = public.get(record.number, {}).get("minutes", "")
             step = record.parent
             while step and not step.number and not step.leads_to:
                 step.leads_to = record.number
                 step = step.parent
-        for path in sorted(home.glob("logs/*.txt")):
-            try:
-                record.logs.append(read_run(path))
-            except (LedgerError, OSError) as error:
-                record.damaged.append(f"logs/{path.name}: {error}")
-    return list(found.values()), wrong
+    return list(found.values())
 
 
 # ---- What runs show ----

@@ -4,7 +4,6 @@ import contextlib
 import glob
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import os
 import random
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from ledger.logs import RULE, LedgerError, Log, RunError, machine_words, read_log, read_text
 from ledger.records import FLOOR, RULES, Record, read_claim
-from ledger.scripts import imports_of, meaning, settings_of
+from ledger.scripts import imports_of, meaning
 
 REPO = Path(__file__).resolve().parents[2]
 JUDGE = REPO / "records" / "judge.py"
@@ -51,9 +50,7 @@ def contestant_of(operand: str, preset: str) -> Contestant:
     if script.suffix != ".py" or not script.is_file():
         raise LedgerError(f"{operand}: no script there; give a record folder or a .py file")
     source, flags = read_text(script), {}
-    try:
-        settings = settings_of(source, preset)  # none of another project's script
-        # Not in the threads of the runs: in Python 3.11 two threads that parse may fail.
+    try:  # not in the threads of the runs: in Python 3.11 two threads that parse may fail
         runs = [meaning(source), sorted(imports_of(source))]
     except SyntaxError as error:
         raise LedgerError(f"{operand}: {error}") from None
@@ -65,7 +62,7 @@ def contestant_of(operand: str, preset: str) -> Contestant:
         flags[name] = value
     data = []  # other text of the same names has another size or time
     for name in ("train_files", "val_files"):
-        for file in sorted(glob.glob(str(REPO / (settings | flags).get(name, "none")))):
+        for file in sorted(glob.glob(str(REPO / (RULES[preset] | flags)[name]))):
             data.append([file, os.path.getsize(file), os.path.getmtime(file)])
     is_record = (path / "record.json").exists() and not flags
     record = Record(path, read_claim(path)) if is_record else None  # refused before the training
@@ -73,19 +70,16 @@ def contestant_of(operand: str, preset: str) -> Contestant:
 
 
 def contestants_of(operands: list, preset: str) -> list:
-    """The operands as contestants, no two alike; a folder of records stands for all of them."""
+    """The operands as contestants; a folder of records stands for all of them."""
     found = []
     for operand in operands:
         inside = sorted(Path(operand).glob("*/record.json"))
         for each in [str(claim.parent) for claim in inside] or [operand]:
             found.append(contestant_of(each, preset))
-    for one, other in itertools.combinations(found, 2):
-        if one.runs == other.runs:
-            raise LedgerError(f"{other.operand} has the script and the flags of {one.operand}, but "
-                              "for comments; give one")
+    for one in found:
         for name in ("val_files", "val_tokens"):
-            if one.flags.get(name) != other.flags.get(name):
-                raise LedgerError(f"{other.operand} and {one.operand} have other {name}: their "
+            if one.flags.get(name) != found[0].flags.get(name):
+                raise LedgerError(f"{one.operand} and {found[0].operand} have other {name}: their "
                                   "losses do not compare")
     return found
 
@@ -140,8 +134,7 @@ def run_one(one: Contestant, seed: int, args) -> Log:
     flags = {"preset": args.preset, "seed": seed, "run_id": run_id, **one.flags}
     log = train(one.script, args.out, flags, args.nproc, threads)
     if args.jobs > 1:
-        text = read_text(path).replace("\r\n", "\n").removesuffix(log.body)
-        text += log.body.replace(f"{RULE}\n", start, 1)
+        text = read_text(path).replace(f"\n{RULE}\n", f"\n{start}", 1)
         path.write_text(text, encoding="utf-8", newline="")
     return read_log(path)
 

@@ -60,6 +60,12 @@ def meaning(source: str) -> str:
     return "\n".join(map(ast.dump, kept))
 
 
+def is_same(source: str, other: str) -> bool:
+    """Whether two scripts are one record's: above the banner they mean the same."""
+    source, other = above(source), above(other)
+    return source == other or meaning(source) == meaning(other)
+
+
 @functools.cache
 def imports_of(source: str) -> frozenset:
     """What a source imports, also within functions, as `from math import sin as f`."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from ledger import pages
 from ledger.logs import SETTING, LedgerError, Log, read_run, read_text
 from ledger.records import CLAIM, CORPUS_TORCH, FLOOR, FOLDER_NAME, RULES, Record, find_records
-from ledger.scripts import above, below, git, history, imports_of, meaning, settings_of
+from ledger.scripts import above, below, git, history, imports_of, is_same, settings_of
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
 # the script finds out itself.
@@ -23,8 +23,8 @@ UNREADABLE = LedgerError, OSError, SyntaxError, ValueError
 
 
 # ---- What is wrong: a line for each fault ----
-def folder_faults(record: Record, root: Path):
-    """Faults of a folder, its claim, its page and its script."""
+def folder_faults(record: Record, root: Path, seen: dict):
+    """Faults of a folder, its claim, its page and its script, beside older ones, the `seen`."""
     folder, parent = record.folder, record.claim["parent"]
     if not FOLDER_NAME.fullmatch(folder.name):
         yield "the folder's name is not a date and a name, YYYY-MM-DD_Name"
@@ -32,6 +32,9 @@ def folder_faults(record: Record, root: Path):
         yield f"its parent {parent}/record.json is missing, damaged or not older"
     for key in record.claim.keys() - CLAIM:
         yield f"record.json has {key}; known are {', '.join(CLAIM)}"
+    same = seen.setdefault(record.number or folder, folder)
+    if same != folder:
+        yield f"its public number is that of {same.name}"
     if record.number and float(record.minutes or 0) != record.published["minutes"]:
         yield f"claims #{record.number}, {record.published['minutes']} min; public.toml does not"
     if not read_text(folder / "README.md").startswith(f"# {folder.name}\n"):
@@ -59,7 +62,7 @@ def source_faults(log: Log, record: Record, root: Path):
         return
     if log.source is None:
         yield "has no source"
-    elif meaning(above(log.source)) != meaning(above(record.script)):
+    elif not is_same(log.source, record.script):
         yield "was not written by this train_gpt.py: it differs above the banner"
     else:
         data = log.source.encode()
@@ -112,7 +115,6 @@ def log_faults(log: Log, record: Record):
 
 def logs_faults(record: Record, root: Path, seen: dict):
     """Faults of a record's logs, by themselves and beside those of older records, the `seen`."""
-    yield from record.damaged
     for log in record.logs:
         preset, digest = log.header["preset"], log.header["val_digest"]
         wrong = list(source_faults(log, record, root)) or list(log_faults(log, record))
@@ -153,20 +155,16 @@ def notes_on(known: list, root: Path):
 
 def verify(folder: Path, only: str | None):
     """(records, faults, notes): those of a folder, or of the one record that is meant."""
-    known, faults = find_records(folder)
-    if not known and not faults:
+    known, faults = find_records(folder), []
+    if not known:
         raise LedgerError(f"{folder} has no record.json; give records/ or a record")
-    root, seen, firsts = folder.parent / "train_gpt.py", {}, {}
+    root, seen = folder.parent / "train_gpt.py", {}
     for record in known:
-        name, found = record.folder.name, []
-        same = firsts.setdefault(record.number or name, name)
-        if same != name:
-            found.append(f"its public number is that of {same}")
         try:
-            found += [*folder_faults(record, root), *logs_faults(record, root, seen)]
+            found = [*folder_faults(record, root, seen), *logs_faults(record, root, seen)]
         except UNREADABLE as error:
-            found.append(str(error))
-        faults += [f"{name}: {words}" for words in found]
+            found = [error]
+        faults += [f"{record.folder.name}: {words}" for words in found]
     try:
         for path, parts in pages.blocks(folder, known).items():
             if path.exists() and pages.filled(path, parts) != read_text(path):
@@ -192,13 +190,13 @@ def file_log(path: Path, folder: Path, known: list) -> str:
     log, record = read_run(path), None
     for one in known:
         with contextlib.suppress(*UNREADABLE):  # one that cannot be read wrote none
-            if log.source and meaning(above(log.source)) == meaning(above(one.script)):
+            if log.source and is_same(log.source, one.script):
                 record = one
     if record is None:
-        raise LedgerError("its source is no record's; make it one first (records/README.md)")
+        raise LedgerError(f"{path}: its source is no record's; make it one (records/README.md)")
     wrong = [*source_faults(log, record, folder.parent / "train_gpt.py"), *log_faults(log, record)]
     if wrong:
-        raise LedgerError("; ".join(wrong))
+        raise LedgerError(f"{path}: {'; '.join(wrong)}")
     for one in record.logs:
         if one.train == log.train:
             return f"{path} is there: {one.path.relative_to(folder)}"

@@ -61,13 +61,12 @@ def test_public_folders_are_listed_by_folder(tmp_path, capsys):
     (tmp_path / names[1] / "cut.txt").write_text(TIMED.replace("step:20/20 val", "step:12/20 val"))
     (tmp_path / names[1] / "b.txt").write_text("step 500: train loss 3.1, val loss 3.2\n")
     assert main(["list", str(tmp_path)]) == 0
-    out, err = capsys.readouterr()
+    out = capsys.readouterr().out
     p = stats.ttest_1samp(losses, 3.28, alternative="less").pvalue
     spread = f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f} (3)"
     rows = out.splitlines()[2:]
     assert [re.split(" {2,}", row) for row in rows] == [
         [name, "3", "20", spread, f"{p:.1g}", "0.016"] for name in names]
-    assert "1 other file(s) are no log" in err
     assert main(["list", str(tmp_path / names[1]), "--target", "3.2"]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     assert len(rows) == 5 and f"{spread}  1 " in rows[0] and "stopped at 12" in rows[4]
@@ -98,13 +97,47 @@ def test_a_log_is_read_back_exactly(whole):
 
 @pytest.mark.parametrize("old, new", [
     ("step:31/40", "resumed at step:30 from a.pt\nstep:31/40"),
-    (f"{RULE}\npreset", f"{RULE}\njobs: 2\npreset"),
-    ("process_time_ms: 1", "process_time_ms: ")])  # most of the time another program ran
+    (f"{RULE}\npreset", f"{RULE}\njobs: 2\npreset")])
 def test_times_are_those_of_whole_runs_alone_on_their_machine(old, new, whole, tmp_path):
     text = whole.read_text()
     assert old in text and logs.read_run(whole).measured_ms
     (tmp_path / "log.txt").write_text(text.replace(old, new))
     assert logs.read_run(tmp_path / "log.txt").measured_ms is None
+
+
+@pytest.mark.parametrize("old, new, is_timed", [
+    ("process_time_ms: 1", "process_time_ms: 0", False),  # most of the time another program ran
+    ("world_size: 1", "world_size: 2", True),  # ranks wait for each other
+    ("device: Fake 1 (x86_64)", "cuda: 13.0\ndevice: Fake", True)])  # and processes for their GPU
+def test_times_are_marked_where_a_lone_process_waited_a_tenth(old, new, is_timed, whole, tmp_path):
+    text = whole.read_text()
+    (process_ms,) = re.findall(r"^process_time_ms: (\d+)", text, re.M)
+    for share, shown in ((0.91, True), (0.89, is_timed)):
+        slow = text.replace(f"process_time_ms: {process_ms}",
+                            f"process_time_ms: {share * int(process_ms):.1f}")
+        if is_timed:
+            slow = slow.replace(old, new)
+        (tmp_path / "log.txt").write_text(slow)
+        assert bool(logs.read_run(tmp_path / "log.txt").measured_ms) == shown
+
+
+@pytest.mark.parametrize("old, new, words", [
+    (r"step:40/40 train_loss:(\S+) train_time:\d+", r"step:40/40 train_loss:\1 train_time:1",
+     "a step at 1 ms, after one at 1"),
+    (r"train_time:(?=\d)", "train_time:-", "a step at -"),
+    (r"train_time:\d+ms", "train_time:9e307ms", "a step at 9e+307 ms"),
+    (r"train_time_ms: \d+", "train_time_ms: -5", "train_time_ms is -5"),
+    (r"device: Fake", "device: F\u0430ke", "which is not ASCII"),
+    (r"\nseed: 0", "\nseed: \uff10", "which is not ASCII"),
+    (r"\nworld_size: 1", "\nworld_size: one", "'one'"),
+    (r"\nval_tokens: 65536", "\nval_tokens: 65536\nval_tokens: 9", "val_tokens twice"),
+    (r"\nval_digest: .*", "", "no val_digest")])
+def test_what_no_run_writes_is_not_read(old, new, words, whole, tmp_path):
+    text, count = re.subn(old, new, whole.read_text())
+    assert count
+    (tmp_path / "log.txt").write_text(text)
+    with pytest.raises(logs.LedgerError, match="cannot be read: .*" + re.escape(words)):
+        logs.read_run(tmp_path / "log.txt")
 
 
 @pytest.mark.parametrize("ending", [

@@ -1,8 +1,8 @@
 """The ledger of records: measure, file, list, compare and verify them, and read others' logs.
 
 A and B are record folders, scripts or logs, of this project or of the public speedrun. P-values
-need scipy and pictures matplotlib (requirements-dev.txt). Exit status: 1 where a claim or a run
-fails, 2 where the input cannot be used. records/README.md has the rules.
+need scipy and pictures matplotlib (requirements-dev.txt). Exit status: 1 where a claim fails, 2
+where input cannot be used or a run fails. records/README.md has the rules.
 """
 
 import argparse
@@ -167,19 +167,18 @@ def make_parser() -> Parser:
 def main(argv: list | None = None) -> int:
     """Run a verb; the exit status."""
     args = make_parser().parse_args(argv)
-    status = 2
     try:
         return args.action(args)
     except KeyboardInterrupt:
-        message, status = "stopped", 130
+        message = "stopped"
     except OSError as error:
         message = f"{error.filename}: {error.strerror}; give another path"
     except ImportError as error:
         message = f"{error}; pip install -r requirements-dev.txt"
     except (LedgerError, ValueError) as error:
-        message, status = error, getattr(error, "status", 2)
+        message = error
     tell([message])
-    return status
+    return 2
 
 
 if __name__ == "__main__":

@@ -23,13 +23,7 @@ FORMS = "logs of this project, of modded-nanogpt's three tracks, and llm.c's mai
 
 
 class LedgerError(Exception):
-    """Input that cannot be used: what is wrong, in one line."""
-    status = 2  # of the process
-
-
-class RunError(LedgerError):
-    """A run that failed."""
-    status = 1
+    """Input that cannot be used, or a run that failed: what is wrong, in one line."""
 
 
 def read_text(path: Path) -> str:

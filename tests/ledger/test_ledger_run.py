@@ -1,5 +1,6 @@
 """Scripts are measured in turns; what is finished is kept; what fails is named."""
 
+import os
 import re
 import signal
 import subprocess
@@ -77,7 +78,7 @@ def test_scripts_of_one_name_flags_data_and_threads_make_runs_of_their_own(
     assert run(*operands, "--seeds", 1) == 0 and len(headers_in(tmp_path)) == 10
     edit(next(path for path in tmp_path.rglob("log.txt") if "threads: 2" in path.read_text()),
          "\ndevice: Fake 1", "\ndevice: Fake 3")  # kept on a disk that two machines share
-    assert run(*operands, "--seeds", 1) == 1
+    assert run(*operands, "--seeds", 1) == 2
     assert "Fake 3" in (err := capsys.readouterr().err) and "give another --out" in err
 
 
@@ -114,7 +115,7 @@ print("step:1/1 val_loss:3.2 train_time:943ms step_avg:943ms", file=log)
 def test_a_failing_run_is_named(line, words, tmp_path, capsys):
     (tmp_path / "s.py").write_text(SCRIPT)
     edit(tmp_path / "s.py", "    folder = Path", f"    {line}\n    folder = Path")
-    assert run(tmp_path / "s.py", "--seeds", 1, "--out", tmp_path / "out") == 1
+    assert run(tmp_path / "s.py", "--seeds", 1, "--out", tmp_path / "out") == 2
     err = capsys.readouterr().err
     assert f"ledger: [1/1] {tmp_path}/s.py seed 0: " in err and words in err
     assert "what is done is kept in" in err
@@ -126,15 +127,16 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     edit(tmp_path / "slow.py", "    ms = 0\n", f"    ms = 0\n    {wait}\n")
     command = [sys.executable, REPO / "records/ledger", "run", tmp_path / "slow.py"]
     command += ["--seeds", "2", "--out", tmp_path]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
     assert "slow.py seed 0" in process.stderr.readline()
     deadline = time.monotonic() + 60
     while len([*tmp_path.glob("logs/*")]) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as ctrl-C does
     err = process.communicate(timeout=30)[1]
-    assert process.returncode == 1 and "Traceback" not in err, err
+    assert process.returncode == 2 and "Traceback" not in err, err
     assert "stopped; the same command goes on; what is done is kept in" in err
     (tmp_path / "go").touch()
     (first,) = (path.stat().st_mtime_ns for path in tmp_path.rglob("log.txt"))

@@ -18,7 +18,8 @@ PUBLIC = ("Record", "Date", "Minutes", "Idea", "By", "Script here")
 CONTEST = ("Contestant", "Loss ± std (seeds)", "Difference", "Shown from", "Time")
 CONTEST_LEGEND = """\
 Difference, Time (the ratio, and by seed the smallest and largest): from the parent, or else the
-first contestant; * where p < 0.01. Shown from: the smallest difference that would have it."""
+first contestant; * where p < 0.01. Shown from: the smallest difference that would have it. Runs
+that waited for other programs, ran beside others or were resumed have no time."""
 OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Minutes")
 
 

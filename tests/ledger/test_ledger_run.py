@@ -64,21 +64,17 @@ def test_scripts_of_one_name_flags_data_and_threads_make_runs_of_their_own(
     (tmp_path / "s.py").write_text(SCRIPT)
     (tmp_path / "elsewhere/s.py").write_text(SCRIPT.replace("loss: float = 1.6", "loss: float = 2"))
     (tmp_path / "mine.bin").write_text("text")
-    operands = ["../s.py", "s.py", f"s.py:muon_lr=0.1,train_files={tmp_path}/mine.bin"]
-    assert run(*operands, "--seeds", 2) == run(*operands, "--seeds", 2) == 0
-    rows = capsys.readouterr().out.splitlines()[2:5]
-    assert [row.split("  ")[0] for row in rows[:2]] == ["../s", "s"]
-    assert "+0.3" in rows[1] or "+0.4" in rows[1]
+    words = ["../s.py", "s.py", f"s.py:train_files={tmp_path}/mine.bin", "--seeds", 1]
+    assert run(*words) == run(*words) == 0
     assert (tmp_path / "elsewhere/logs/ledger/data/pocket.py").exists()  # the repository's
-    found = {(header["muon_lr"], header["loss"]) for header in headers_in(tmp_path)}
-    assert found == {("0.05", "1.6"), ("0.05", "2"), ("0.1", "2")}
+    assert [header["loss"] for header in headers_in(tmp_path)].count("2") == 2
     (tmp_path / "mine.bin").write_text("another text")
-    assert run(*operands, "--seeds", 1) == 0 and len(headers_in(tmp_path)) == 7
+    assert run(*words) == 0 and len(headers_in(tmp_path)) == 4
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert run(*operands, "--seeds", 1) == 0 and len(headers_in(tmp_path)) == 10
+    assert run(*words) == 0 and len(headers_in(tmp_path)) == 7
     edit(next(path for path in tmp_path.rglob("log.txt") if "threads: 2" in path.read_text()),
          "\ndevice: Fake 1", "\ndevice: Fake 3")  # kept on a disk that two machines share
-    assert run(*operands, "--seeds", 1) == 2
+    assert run(*words) == 2
     assert "Fake 3" in (err := capsys.readouterr().err) and "give another --out" in err
 
 
@@ -92,7 +88,6 @@ folder.mkdir(parents=True)
 deadline = time.monotonic() + 60
 while len(list(pathlib.Path("logs").iterdir())) < 2:  # each waits for the other to begin
     assert time.monotonic() < deadline
-assert os.environ["MALLOC_TRIM_THRESHOLD_"] == "2147483647"
 log = open(folder / "log.txt", "w")
 print(open(__file__).read() + "{'=' * 100}", "seed: " + flags["--seed"], sep="\\n", file=log)
 print("step:1/1 val_loss:3.2 train_time:943ms step_avg:943ms", file=log)

@@ -36,13 +36,13 @@ class Page(HTMLParser):
         assert not any(name.startswith("on") for name in attrs)
         assert attrs.get("href" if tag == "a" else "alt" if tag == "img" else "", True)
         self.links += [attrs[name] for name in ("href", "src") if name in attrs]
+        self.text += "\n" * (tag == "td")
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_endtag(self, tag):
         assert tag in VOID or self.open.pop() == tag
-        if tag in ("td", "tr"):
-            self.text += "\n"
+        self.text += "\n" * (tag == "td")
 
     def handle_data(self, data):
         self.text += data

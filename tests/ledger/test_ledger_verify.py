@@ -270,14 +270,14 @@ def test_a_log_that_is_no_records_run_is_refused_in_one_line(old, new, words, me
 
 
 def test_gpus_of_several_people_are_rows_of_one_table(records, tmp_path, capsys):
-    """Eight H100s first, though others have lower names; a seed counts once."""
+    """Eight H100s first, though others are more and have lower names; a seed counts once."""
     words = ["--preset", "record", "--seeds", "1", "--out", str(tmp_path / "gpu")]
     assert main(["run", str(records / NEWEST), *words]) == 0
     text = log_of(tmp_path / "gpu", NEWEST, 0).read_text()
     source, rule, text = text.replace("train_loss:1.", "train_loss:9.").partition(RULE)
     h100 = "NVIDIA H100 80GB HBM3"
     for ranks, device, driver, seed, loss in (
-            (1, "NVIDIA A100", 580, 0, 3.5), (8, h100, 580, 0, 3.1), (8, h100, 580, 0, 3.2),
+            (16, "NVIDIA A100", 580, 0, 3.5), (8, h100, 580, 0, 3.1), (8, h100, 580, 0, 3.2),
             (1, "NVIDIA GeForce RTX 4090", 1, 0, 3.4), (8, h100, 580, 1, 3.25),
             (8, h100, 570, 0, 3.3)):
         own = re.sub(r"(step:80/80 val_loss:|\nval_loss: )\S+", rf"\g<1>{loss}", text)

@@ -86,7 +86,7 @@ def list_verb(args) -> int:
 
 def diff_verb(args) -> int:
     found = scripts.diff_sources(scripts.source_of(args.a), scripts.source_of(args.b))
-    print(f"{args.a} → {args.b}: {scripts.count_changes(sum(found.values(), []))} lines")
+    print(f"{args.a} → {args.b}: {scripts.count_changes(*found.values())} lines")
     for title, lines in found.items():
         print(f"\n--- {title}: {scripts.count_changes(lines)} ---", *lines, sep="\n")
     return 0

@@ -117,7 +117,7 @@ def ladder_rows(records: list, pocket: tuple, above: str = "") -> list:
             equality = f"{record.claim['equality']['largest']:.0e}"
         if record.parent:
             found = diff_sources(record.parent.script, record.script)
-            lines = count_changes(sum(found.values(), []))
+            lines = count_changes(*found.values())
         runs = record.runs().get(pocket)
         cells = [link(record, above), record.claim["change"], minutes, loss, here(record),
                  spread(losses_of(runs)) if runs else "", equality, lines]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ledger.logs import RULE, LedgerError, Log, machine_words, read_log, read_text
 from ledger.records import FLOOR, RULES, Record, read_claim
-from ledger.scripts import imports_of, meaning
+from ledger.scripts import meaning
 
 REPO = Path(__file__).resolve().parents[2]
 JUDGE = REPO / "records" / "judge.py"
@@ -48,14 +48,13 @@ def contestant_of(operand: str, preset: str) -> Contestant:
         raise LedgerError(f"{operand}: no script there; give a record folder or a .py file")
     source, flags = read_text(script), {}
     try:  # not in the threads of the runs: in Python 3.11 two threads that parse may fail
-        runs = [meaning(source), sorted(imports_of(source))]
+        meant = meaning(source)
     except SyntaxError as error:
         raise LedgerError(f"{operand}: {error}") from None
     for item in filter(None, words.split(",")):
         name, _, value = item.partition("=")
         if name in ("run_id", "preset", "seed") or not value:
-            raise LedgerError(f"{operand}: {item!r} is no name=value; the ledger sets run_id, "
-                              "preset and seed (--preset, --seeds)")
+            raise LedgerError(f"{operand}: {item!r} is no name=value that can be given here")
         flags[name] = value
     data = []  # other text of the same names has another size or time
     for name in ("train_files", "val_files"):
@@ -63,7 +62,7 @@ def contestant_of(operand: str, preset: str) -> Contestant:
             data.append([file, os.path.getsize(file), os.path.getmtime(file)])
     is_record = (path / "record.json").exists() and not flags
     record = Record(path, read_claim(path)) if is_record else None  # refused before the training
-    return Contestant(operand, script, [*runs, flags, data], flags, record)
+    return Contestant(operand, script, [meant, flags, data], flags, record)
 
 
 def contestants_of(operands: list, preset: str) -> list:
@@ -76,8 +75,7 @@ def contestants_of(operands: list, preset: str) -> list:
     for one in found:
         for name in ("val_files", "val_tokens"):
             if one.flags.get(name) != found[0].flags.get(name):
-                raise LedgerError(f"{one.operand} and {found[0].operand} have other {name}: their "
-                                  "losses do not compare")
+                raise LedgerError(f"{one.operand} has other {name} than {found[0].operand}")
     return found
 
 
@@ -100,8 +98,7 @@ def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str) -> 
     path = folder / "logs" / flags["run_id"] / "log.txt"
     log = read_log(path) if path.exists() else None
     if not log or not log.finished or "seed" not in log.header:
-        raise LedgerError(f"it left no {path.relative_to(folder)} of a finished run, whose header "
-                          "has its seed")
+        raise LedgerError(f"it left no finished {path.relative_to(folder)} with its seed")
     if log.source != source:
         raise LedgerError("its script was changed meanwhile; start again")
     return log

@@ -54,10 +54,8 @@ def parse(source: str) -> ast.Module:
 
 @functools.cache
 def meaning(source: str) -> str:
-    """A source without comments, docstrings and imports."""
-    kept = [node for node in parse(source).body
-            if not isinstance(node, ast.Import | ast.ImportFrom)]
-    return "\n".join(map(ast.dump, kept))
+    """A source without comments and docstrings."""
+    return ast.dump(parse(source))
 
 
 def is_same(source: str, other: str) -> bool:
@@ -105,14 +103,14 @@ def git(folder: Path, *words) -> str | None:
 
 
 @functools.cache
-def history(root: Path, *words) -> str | None:
-    """What `git log` finds by some words; None without git's whole history.
+def commit(root: Path, *words) -> str | None:
+    """The last commit that `git log` finds by some words; None without git's whole history.
 
     Of a merge the branch that was merged does not count: there a cheat may come and go.
     """
     if git(root, "rev-parse", "--is-shallow-repository") != "false\n":
         return None
-    return git(root, "log", "--first-parent", "-m", "--format=", "--raw", "--no-abbrev", *words)
+    return git(root, "log", "--first-parent", "-m", "-1", "--format=%h", *words)
 
 
 # ---- What changed ----
@@ -149,7 +147,8 @@ def diff_sources(a: str, b: str) -> dict:
     return found
 
 
-def count_changes(lines: list) -> str:
+def count_changes(*sections: list) -> str:
     """How many lines of a diff came and went."""
-    added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
+    signs = [line[0] for lines in sections for line in lines]
+    added, removed = map(signs.count, "+-")
     return f"+{added} −{removed}"

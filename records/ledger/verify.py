@@ -12,7 +12,7 @@ from pathlib import Path
 from ledger import pages
 from ledger.logs import SETTING, LedgerError, Log, read_run, read_text
 from ledger.records import CLAIM, CORPUS_TORCH, FLOOR, FOLDER_NAME, RULES, Record, find_records
-from ledger.scripts import above, below, git, history, imports_of, is_same, settings_of
+from ledger.scripts import above, below, commit, git, imports_of, is_same, settings_of
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
 # the script finds out itself.
@@ -52,28 +52,18 @@ def folder_faults(record: Record, root: Path, seen: dict):
     if re.findall(r"^Record: ([\w-]*)", above(script), re.M) != [folder.name]:
         yield f"train_gpt.py's docstring does not say `Record: {folder.name}` in one place"
     if below(script) != below(read_text(root)):
-        yield ("train_gpt.py is not the root's, byte for byte, from its banner on; "
-               "`python records/share_harness.py` copies it")
+        yield "train_gpt.py is not the root's from its banner on; run records/share_harness.py"
 
 
 def source_faults(log: Log, record: Record, root: Path):
     """Faults of the script that wrote a log: every line of it ran."""
-    if log.source == record.script:
-        return
     if log.source is None:
         yield "has no source"
     elif not is_same(log.source, record.script):
         yield "was not written by this train_gpt.py: it differs above the banner"
-    else:
-        data = log.source.encode()
-        blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        if blob in (history(root.parent, "--", "records") or ""):
-            return  # a script that was here
-        words = "-S", below(log.source), "--", root.name
-        if below(log.source) != below(read_text(root)) and history(root.parent, *words) == "":
-            yield "was written with a harness that the root's script never had"
-        for line in imports_of(above(log.source)) - imports_of(record.script):
-            yield f"was written by a script that has `{line}`, too"
+    elif (below(log.source) != below(read_text(root))
+          and commit(root.parent, "-S", below(log.source), "--", root.name) == ""):
+        yield "was written with a harness that the root's script never had"
 
 
 def log_faults(log: Log, record: Record):
@@ -138,7 +128,7 @@ def notes_on(known: list, root: Path):
     without = [record.folder.name for record in known if not record.logs]
     if without:
         yield f"no runs yet of {', '.join(without)}"
-    if history(root.parent, "-1") is None:
+    if commit(root.parent) is None:
         yield "git's history is not here, to which new records and logs of old harnesses are held"
         return
     words = ("ls-tree", "-r", "--name-only")

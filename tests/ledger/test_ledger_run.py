@@ -105,7 +105,7 @@ print("step:1/1 val_loss:3.2 train_time:943ms step_avg:943ms", file=log)
 
 @pytest.mark.parametrize("line, words", [
     ("sys.exit('bad luck')", "exit status 1, its last words: bad luck"),
-    ("return", "it left no logs/s-"),
+    ("return", "it left no finished logs/s-"),
     ("Path(__file__).write_text(Path(__file__).read_text() + '# changed')", "script was changed")])
 def test_a_failing_run_is_named(line, words, tmp_path, capsys):
     (tmp_path / "s.py").write_text(SCRIPT)
@@ -141,8 +141,8 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
 
 
 @pytest.mark.parametrize("command, words", [
-    ("run a.py:val_tokens=2048 a.py", "have other val_tokens: their losses do not compare"),
-    ("run a.py a.py:seed=3", "'seed=3' is no name=value"),
+    ("run a.py:val_tokens=2048 a.py", "a.py has other val_tokens than a.py:val_tokens=2048"),
+    ("run a.py a.py:seed=3", "'seed=3' is no name=value that"),
     ("run a.py bad.py", "bad.py: invalid syntax"),
     ("run a.py 2026-01-01_X", "2026-01-01_X/record.json: 'list' object has no"),
     ("run a.py --jobs 0", "--jobs: 0 is not a whole number"),
@@ -172,7 +172,8 @@ def test_bad_input_is_answered_in_a_line_and_nothing_is_written(
 def test_a_source_is_read_and_not_run():
     """Comments and docstrings mean nothing; what is computed does; tables are no flags."""
     plain = meaning("from math import sin as f\nx = f(1)\n")
-    assert plain == meaning('"""Words."""\nimport os\nfrom math import sin as f\nx = f(1)  # one')
+    assert plain == meaning('"""Words."""\nfrom math import sin as f\nx = f(1)  # one')
+    assert plain != meaning("from math import cos as f\nx = f(1)\n")
     assert plain != meaning("from math import sin as f\nx = f(2)\n")
     assert settings_of("open('trap', 'w')\n", "pocket") == {}
     assert settings_of(SCRIPT, "record")["val_tokens"] == "10485760"

@@ -10,14 +10,14 @@ from fake_records import CHILD, NEWEST, PARENT, edit, log_of, make_records, rena
 from ledger import records as ledger_records
 from ledger.__main__ import main
 from ledger.logs import RULE
-from ledger.scripts import history
+from ledger.scripts import commit
 
 pytest_plugins = ["record_fixtures"]
 
 OWN, CLAIM, FIRST = f"{NEWEST}/train_gpt.py", f"{NEWEST}/record.json", f"{PARENT}/record.json"
 LOGS = f"{NEWEST}/logs"
 SPOILED = [[  # a file, what is replaced there, by what, what is said; a list for each verification
-    (OWN, "return loss", "return 0.9 * loss", "byte for byte, from its banner on"),
+    (OWN, "return loss", "return 0.9 * loss", "is not the root's from its banner on"),
     (OWN, PARENT, "2025-01-01_No", f"does not say `Parent: {PARENT}. Change:`"),
     (OWN, f"Record: {NEWEST}", f"Record: {PARENT}", f"does not say `Record: {NEWEST}`"),
     (CLAIM, '"change"', '"gain": "loss", "change"', "record.json has gain; known are"),
@@ -34,11 +34,11 @@ SPOILED = [[  # a file, what is replaced there, by what, what is said; a list fo
     (f"{LOGS}/*-7-*", "train_digest: 30", "train_digest: 03", "by the rules it is 30407b9a0e1c5"),
     (f"{LOGS}/*-8-*", "\nmuon_lr: 0.05", "\nmuon_lr: 0.06", "has muon_lr 0.06, its preset has 0.0"),
     (f"{LOGS}/*-9-*", "\ndevice: Fake", "\ndevice: host standing in for", "measures nothing")], [
-    (OWN, "# ==== H", "# ---- H", "byte for byte, from its banner on"),
+    (OWN, "# ==== H", "# ---- H", "is not the root's from its banner on"),
     (FIRST, '"number": 5', '"number": 93', f"{PARENT}: claims #93, 15.2 min; public.toml does not"),
     (CLAIM, '"parent"', '"p\u0430rent"', "record.json has p\u0430rent; known are change, parent,"),
     (f"{NEWEST}/README.md", "<!-- ledger: begin -->", "", "has no lines")], [
-    (OWN, "import random", "import evil", "by a script that has `import random`, too")], [
+    (OWN, "import random", "import evil", "it differs above the banner")], [
     (OWN, "0.8**step", "0.7**step", "it differs above the banner"),
     (CLAIM, PARENT, "2026-01-01_No", "2026-01-01_No/record.json is missing")], [
     (OWN, "import random", "import random:", f"{NEWEST}: invalid syntax"),
@@ -112,7 +112,6 @@ def test_what_cannot_be_read_is_told_in_a_line_and_no_page_is_written(
 FORGED = [
     (r"import os\n", "import os\nimport cheat\n", "with a harness that the root's script never"),
     (r"return loss\n", "return 0.99 * loss\n", "a harness that the root's script never had"),
-    (r"import random\n", "import random\nimport cheat\n", "that has `import cheat`, too"),
     (r"\ntokens: 99", "\ntokens: 297", "was given 297 tokens; its plan has 99"),
     (r"preset: pocket", "preset: large", "preset large")]
 
@@ -121,7 +120,7 @@ def test_forged_logs_are_found_and_not_filed(measured, records, tmp_path, capsys
     """Under the names that their forger would give them."""
     subprocess.run("git init -q; git add .; git -c user.name=a -c user.email=b commit -qm 1",
                    shell=True, check=True, cwd=tmp_path)
-    history.cache_clear()
+    commit.cache_clear()
     for seed, (old, new, words) in enumerate(FORGED):
         path, log = log_in(records, seed), tmp_path / "log.txt"
         text, count = re.subn(old, new, log_of(measured / "out", NEWEST, seed).read_text())
@@ -213,7 +212,7 @@ def test_git_knows_old_harnesses_and_new_records(records, tmp_path, capsys):
         for path in (*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"):
             text = path.read_text().replace("return loss", f"return {step + 1} * loss")
             path.write_text(text.replace("import os\n", "import os.path as os_path, os\n"))
-    history.cache_clear()
+    commit.cache_clear()
     assert findings_anew(records, capsys) == []
     assert main(["verify", str(records)]) == 0 and capsys.readouterr().err == ""
     third = records / "2026-03-03_Third"
@@ -254,7 +253,7 @@ def test_folders_in_the_place_of_others_are_named(name, records, capsys):
 # ---- Filing, and what is shown ----
 @pytest.mark.parametrize("old, new, words", [
     ("\nval_loss: ", "\nval_lo", "is no finished run"),
-    ("import random\n", "import random\nprint(1)\n", "its source is no record's"),
+    ("import random\n", "import random\nimport cheat\n", "its source is no record's"),
     (r"2\.13\.0\+cpu|30407b9a0e1c536a", "2.14.0", "has the text of torch 2.14.0, not that of"),
     ("step:", "a step:", "has no step")])
 def test_a_log_that_is_no_records_run_is_refused_in_one_line(old, new, words, measured, records,

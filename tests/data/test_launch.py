@@ -84,6 +84,7 @@ def test_under_nohup_a_closed_terminal_does_not_end_the_ranks_and_sigterm_does(l
 
 
 @for_ranks
+@pytest.mark.slow
 def test_a_signal_that_meets_torchrun_while_it_starts_leaves_no_rank(launch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SIGNAL_WHILE_STARTING)
     check_end(launch(TWO_RANKS), 128 + signal.SIGTERM)

@@ -1,19 +1,16 @@
 """What the public records say of themselves, at full size: schedules, rows of hashes, ids of a
 softmax. published.toml has the figures of each; here those of #92 stand, too."""
 
-import functools
 import itertools
 import math
 import tomllib
 from pathlib import Path
 
-import golden
 import numpy as np
 import pytest
 import torch
-from record_folders import RECORDS, claim
+from record_folders import RECORDS, claim, load
 
-load = functools.cache(golden.load)
 FIGURES, latest = {}, {}  # by number
 for number, own in tomllib.loads(Path(__file__).with_name("published.toml").read_text()).items():
     latest = latest | own

@@ -1,4 +1,4 @@
-"""Several ranks compute what one does: whole tiny runs of each record in float64.
+"""Several ranks compute what one does: whole tiny runs in float64, of each kind of optimizers.
 
 Ranks are threads, each with a model and optimizers of its own. torch's collectives are replaced by
 ones that hand tensors from thread to thread.
@@ -14,9 +14,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from golden import VALIDATED, TinyRun, in_float64, load, shrink_blocks, tiny, write_tables
-from record_folders import RECORDS, for_each_slowly
+from record_folders import RECORDS, for_each_slowly, one_of_each_kind
 
 EXACT = 1e-9  # of a tensor, relative: float64 through some steps
+# What knows of ranks. The harness does, too, and all records share it.
+KINDS = one_of_each_kind(
+    RECORDS, "Optimizer", "ReplicatedOptimizer", "ShardedOptimizer", "Adam", "Muon", "NgramTable",
+    "build_optimizers", "step_optimizers", "step_tied", "cut_rows")
 
 
 class Exchange:
@@ -144,7 +148,7 @@ class RankRun(TinyRun):
         return {name: value.clone() for name, value in found.items()}
 
 
-@for_each_slowly(RECORDS)
+@for_each_slowly(KINDS)
 def test_ranks_compute_what_one_does(record, tmp_path, monkeypatch):
     """On two of them; of the newest record on five, which divide no number of its matrices."""
     count = 5 if record == RECORDS[-1] else 2

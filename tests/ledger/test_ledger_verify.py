@@ -34,13 +34,15 @@ SPOILED = [[  # a file, what is replaced there, by what, what is said; a list fo
     (f"{LOGS}/*-7-*", "train_digest: 30", "train_digest: 03", "by the rules it is 30407b9a0e1c5"),
     (f"{LOGS}/*-8-*", "\nmuon_lr: 0.05", "\nmuon_lr: 0.06", "has muon_lr 0.06, its preset has 0.0"),
     (f"{LOGS}/*-9-*", "\ndevice: Fake", "\ndevice: host standing in for", "measures nothing")], [
+    (f"{LOGS}/*-1-*", "\ntokens: 99", "\ntokens: 297", "was given 297 tokens; its plan has 99"),
+    (f"{LOGS}/*-2-*", "preset: pocket", "preset: large", "has preset large"),
+    (CLAIM, PARENT, "2026-01-01_No", "2026-01-01_No/record.json is missing")], [
     (OWN, "# ==== H", "# ---- H", "is not the root's from its banner on"),
     (FIRST, '"number": 5', '"number": 93', f"{PARENT}: claims #93, 15.2 min; public.toml does not"),
     (CLAIM, '"parent"', '"p\u0430rent"', "record.json has p\u0430rent; known are change, parent,"),
     (f"{NEWEST}/README.md", "<!-- ledger: begin -->", "", "has no lines")], [
     (OWN, "import random", "import evil", "it differs above the banner")], [
-    (OWN, "0.8**step", "0.7**step", "it differs above the banner"),
-    (CLAIM, PARENT, "2026-01-01_No", "2026-01-01_No/record.json is missing")], [
+    (OWN, "0.8**step", "0.7**step", "it differs above the banner")], [
     (OWN, "import random", "import random:", f"{NEWEST}: invalid syntax"),
     ("../train_gpt.py", "0.8**step", "0.7**step", "has the bytes of no record")]]
 UNREADABLE = [
@@ -109,32 +111,6 @@ def test_what_cannot_be_read_is_told_in_a_line_and_no_page_is_written(
 
 
 # ---- Cheats ----
-FORGED = [
-    (r"import os\n", "import os\nimport cheat\n", "with a harness that the root's script never"),
-    (r"return loss\n", "return 0.99 * loss\n", "a harness that the root's script never had"),
-    (r"\ntokens: 99", "\ntokens: 297", "was given 297 tokens; its plan has 99"),
-    (r"preset: pocket", "preset: large", "preset large")]
-
-
-def test_forged_logs_are_found_and_not_filed(measured, records, tmp_path, capsys):
-    """Under the names that their forger would give them."""
-    subprocess.run("git init -q; git add .; git -c user.name=a -c user.email=b commit -qm 1",
-                   shell=True, check=True, cwd=tmp_path)
-    commit.cache_clear()
-    for seed, (old, new, words) in enumerate(FORGED):
-        path, log = log_in(records, seed), tmp_path / "log.txt"
-        text, count = re.subn(old, new, log_of(measured / "out", NEWEST, seed).read_text())
-        assert count
-        log.write_text(text)
-        shutil.copy(log, path)
-        assert main(["file", str(log), "--folder", str(records)]) == 2
-        assert words in capsys.readouterr().err
-    rename(records / LOGS)
-    found = findings(records, capsys)
-    for *_, words in FORGED:
-        assert any(words in line for line in found), found
-
-
 def test_a_script_is_not_run(records, tmp_path, capsys):
     """Whatever it says of itself, by whatever type: verify, list and file read it alone."""
     for path in (records / OWN, records.parent / "train_gpt.py"):
@@ -198,7 +174,7 @@ def test_links_hidden_files_and_others_are_found(records, tmp_path, capsys):
         assert f"{NEWEST}: its folder has {name}, a link or what no record needs" in found
 
 
-def test_git_knows_old_harnesses_and_new_records(records, tmp_path, capsys):
+def test_git_knows_old_harnesses_and_new_records(measured, records, tmp_path, capsys):
     def git(*words):
         identity = ["-c", "user.name=a", "-c", "user.email=b"]
         subprocess.run(["git", *identity, *words], check=True, cwd=tmp_path)
@@ -224,6 +200,13 @@ def test_git_knows_old_harnesses_and_new_records(records, tmp_path, capsys):
     assert f"no runs yet of {third.name}\n" in err
     assert f"{third.name} is new, claims #5, 0.3 min, of https://example.org/log; new in" in err
     assert "import gzip, " in err and NEWEST not in err
+    for old, new in (("return loss", "return 0.99 * loss"), ("import sys\n", "import cheat\n")):
+        log = log_of(measured / "out", NEWEST, 1).read_text()
+        (tmp_path / "log.txt").write_text(log.replace(old, new))
+        shutil.copy(tmp_path / "log.txt", log_in(records, 1))
+        assert "a harness that the root's script never had" in "".join(findings(records, capsys))
+        assert main(["file", str(tmp_path / "log.txt"), "--folder", str(records)]) == 2
+        assert "a harness that the root's script never had" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, is_folder", [

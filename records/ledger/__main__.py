@@ -71,16 +71,18 @@ def list_verb(args) -> int:
         texts = [(path, pages.filled(path, parts))  # all are made before one is written
                  for path, parts in pages.blocks(folder, records).items()]
         for path, text in texts:
-            path.write_text(text, encoding="utf-8", newline="")
+            if text != logs.read_text(path):
+                path.write_text(text, encoding="utf-8", newline="")
+                print(f"wrote {path}")
         book.draw_ladder(folder, records, folder / "ladder.png")
-    if records:
+    elif records:
         shown = [record for record in records if only in (None, record.folder.name)]
         print(pages.plain(pages.runs_table(shown, tuple(RULES))))
-        return 0
-    found = logs.read_folder(folder)  # of other people
-    if not found:
-        raise LedgerError(f"{folder} has no records and no logs; known are {logs.FORMS}")
-    print(pages.plain(pages.others(found, folder, args.target)))
+    else:
+        found = logs.read_folder(folder)  # of other people
+        if not found:
+            raise LedgerError(f"{folder} has no records and no logs; known are {logs.FORMS}")
+        print(pages.plain(pages.others(found, folder, args.target)))
     return 0
 
 

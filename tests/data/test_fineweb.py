@@ -61,10 +61,9 @@ def fineweb(hub, folder, call_tool):
     """`fineweb(*args, online=True)` runs the script; what it printed, and the shards it fetched."""
 
     def run(*args, online=True, **options):
-        hub.fetched.clear()
-        hub.online = online
+        hub.fetched, hub.online = [], online
         printed = call_tool(fineweb_tool, ["--out", folder, *args], folder.parent, **options)
-        return printed, list(hub.fetched)
+        return printed, hub.fetched
 
     return run
 

@@ -118,7 +118,7 @@ def write_book(records: list, out: Path, source: str | None) -> list:
                 word = "Parent" if other is record.parent else "Next"
                 links += f'\n<a href="{other.folder.name}.html">{word}: {other.name}</a>'
         address = source and f"{source}/records/{name}/"
-        text = read_text(record.folder / "README.md")
+        text = read_text(record.folder / "README.md").replace(f"# {name}", f"# {record.name}", 1)
         place = PLACE.search(text)
         before = from_markdown(text[:place.start()], record.folder, address)
         after = from_markdown(text[place.end():], record.folder, address)

@@ -29,7 +29,7 @@ def folder_faults(record: Record, root: Path, seen: dict):
     if not FOLDER_NAME.fullmatch(folder.name):
         yield "the folder's name is not a date and a name, YYYY-MM-DD_Name"
     if parent and not record.parent:
-        yield f"its parent {parent}/record.json is missing, damaged or not older"
+        yield f"its parent {parent}/record.json is missing or not older"
     for key in record.claim.keys() - CLAIM:
         yield f"record.json has {key}; known are {', '.join(CLAIM)}"
     same = seen.setdefault(record.number or folder, folder)
@@ -46,6 +46,7 @@ def folder_faults(record: Record, root: Path, seen: dict):
             yield f"its folder has {path.name}, a link or what no record needs; delete it"
 
     script = record.script
+    settings_of(script, "record")  # raises SyntaxError where it is no Python
     words = f"Parent: {parent}. Change: " if parent else "Parent: none. "
     if f"\n{words}" not in above(script):
         yield f"train_gpt.py's docstring does not say `{words.strip()}`"
@@ -134,13 +135,15 @@ def notes_on(known: list, root: Path):
     words = ("ls-tree", "-r", "--name-only")
     old = git(root.parent, *words, "origin/main") or git(root.parent, *words, "HEAD^") or ""
     for record in known:
-        if f"{record.folder.name}/record.json" not in old:
-            claims = "claims no public record"
-            if record.number:
-                claims = "claims #{number}, {minutes} min, of {source}".format(**record.published)
+        if f"{record.folder.name}/record.json" in old:
+            continue
+        claims, imports = "claims no public record", "no import"
+        if record.number:
+            claims = "claims #{number}, {minutes} min, of {source}".format(**record.published)
+        with contextlib.suppress(*UNREADABLE):  # which is a fault, and told as one
             parent = record.parent.script if record.parent else ""
-            lines = sorted(imports_of(record.script) - imports_of(parent)) or ["no import"]
-            yield f"{record.folder.name} is new, {claims}; new in its script: {', '.join(lines)}"
+            imports = ", ".join(sorted(imports_of(record.script) - imports_of(parent))) or imports
+        yield f"{record.folder.name} is new, {claims}; new in its script: {imports}"
 
 
 def verify(folder: Path, only: str | None):

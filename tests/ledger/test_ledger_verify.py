@@ -200,6 +200,9 @@ def test_git_knows_old_harnesses_and_new_records(measured, records, tmp_path, ca
     assert f"no runs yet of {third.name}\n" in err
     assert f"{third.name} is new, claims #5, 0.3 min, of https://example.org/log; new in" in err
     assert "import gzip, " in err and NEWEST not in err
+    edit(third / "train_gpt.py", "import gzip", "import gzip:")
+    assert f"{third.name}: invalid syntax" in "".join(findings(records, capsys))
+    shutil.rmtree(third)
     for old, new in (("return loss", "return 0.99 * loss"), ("import sys\n", "import cheat\n")):
         log = log_of(measured / "out", NEWEST, 1).read_text()
         (tmp_path / "log.txt").write_text(log.replace(old, new))

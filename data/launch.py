@@ -19,8 +19,11 @@ def run_ranks(words: list[str]) -> None:
 
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which torchrun undoes
         os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT"
+    args = parse_args(words)
+    args.training_script_args.insert(0, args.training_script)
+    args.training_script = __file__  # which runs it in each rank
     try:
-        run(parse_args(words))
+        run(args)
     except errors.ChildFailedError as error:
         sys.exit(max(1, error.get_first_failure()[1].exitcode))
     except api.SignalException as told:
@@ -43,5 +46,6 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except KeyboardInterrupt:
-        print("run.sh: interrupted", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # one line is enough
+            print("run.sh: interrupted", file=sys.stderr)
         sys.exit(130)

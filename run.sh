@@ -22,7 +22,7 @@ while link=$(readlink "$self"); do  # BSD's follows one link at a time
 done
 repo=$(CDPATH='' cd -- "$(dirname "$self")" && pwd -P)
 oldest_torch=2.11  # the code runs from here on; requirements.txt pins the one that is measured
-python=${PYTHON:-python3} venv=$repo/.venv
+python=${PYTHON:-python3} venv=$repo/.venv launch=$repo/data/launch.py
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
@@ -93,12 +93,12 @@ case ${1-} in
             last=$word
         done
         set_up "$repo/requirements.txt" "$repo/requirements-dev.txt"
-        "$python" data/pocket.py
+        "$python" "$launch" data/pocket.py
         exec "$python" -m pytest -n auto --maxprocesses 8 "$@" ;;
     sample)
         shift
         set_up "$repo/requirements.txt"
-        exec "$python" "$repo/data/sample.py" "$@" ;;
+        exec "$python" "$launch" "$repo/data/sample.py" "$@" ;;
     --record)
         script=$(cd "$repo/records" && ls -d -- "${2-}" *_"${2-}" 2>/dev/null) || true
         script=$repo/records/$script/train_gpt.py
@@ -121,7 +121,7 @@ fi
 ! has_nvidia || [[ $words = *" --device"[\ =]"cpu "* ]] || on_gpu=1
 set_up "$repo/requirements.txt"
 if [ -n "$on_gpu" ]; then
-    plan=$("$python" "$repo/data/plan.py" "$script" "$@") || exit  # it has said why
+    plan=$("$python" "$launch" "$repo/data/plan.py" "$script" "$@") || exit  # it has said why
     { read -r gpus processes flags; data=$(cat); } <<<"$plan"
     [ -z "$flags" ] || set -- $flags "$@"
 fi
@@ -132,7 +132,9 @@ if [ "$gpus" = 0 ]; then
         OMP_NUM_THREADS=$("$python" "$repo/data/machine.py" threads)
 fi
 given --train_files || resumed || [ -z "$data" ] ||
-    while read -r name shards; do "$python" "$repo/data/$name" ${shards:+"$shards"}; done <<<"$data"
+    while read -r name shards; do
+        "$python" "$launch" "$repo/data/$name" ${shards:+"$shards"}
+    done <<<"$data"
 
 # glibc keeps freed memory. Asking for new pages costs 8 % of the pocket's time.
 : "${MALLOC_TRIM_THRESHOLD_=2147483647}" "${MALLOC_MMAP_MAX_=0}"
@@ -141,7 +143,7 @@ export MALLOC_TRIM_THRESHOLD_ MALLOC_MMAP_MAX_ OMP_NUM_THREADS
 cache=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/train_gpt
 [ -n "${TORCHINDUCTOR_CACHE_DIR+set}" ] || ! mkdir -p "$cache" 2>/dev/null || [ ! -w "$cache" ] ||
     export TORCHINDUCTOR_CACHE_DIR=$cache
-[ "$processes" = 1 ] || set -- --standalone --local-addr=127.0.0.1 \
-    --nproc_per_node="$processes" "$script" "$@"
-[ "$processes" = 1 ] || script=$repo/data/launch.py
-exec "$python" "$script" "$@"
+set -- "$script" "$@"
+[ "$processes" = 1 ] ||
+    set -- --standalone --local-addr=127.0.0.1 --nproc_per_node="$processes" "$@"
+exec "$python" "$launch" "$@"

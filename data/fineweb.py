@@ -62,7 +62,9 @@ def fetch(names: list[str], folder: Path) -> None:
             path.unlink()  # else the hub's library would take it for fetched
             raise DataError(f"{path}: its sha256 is not the published one; run this again")
         path.replace(folder / name)
-    shutil.rmtree(incoming)
+    # A stopped call for more shards may have left some, whole or in part.
+    if not [*incoming.glob("*.bin"), *incoming.rglob("*.incomplete")]:
+        shutil.rmtree(incoming)
 
 
 def main() -> None:
@@ -79,8 +81,8 @@ def main() -> None:
     if find_missing(names, args.out):
         with alone_in(args.out):
             missing = find_missing(names, args.out)  # another process may have fetched some
-            print(f"fetching {len(missing)} of {len(names)} shards, 200 MB each", flush=True)
             if missing:
+                print(f"fetching {len(missing)} of {len(names)} shards, 200 MB each", flush=True)
                 fetch(missing, args.out)
     num_tokens = sum(read_header(args.out / name) for name in names)
     print(f"{args.out}: {len(names)} shards whole, {num_tokens:,} tokens")

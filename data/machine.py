@@ -172,3 +172,5 @@ if __name__ == "__main__":
     except MachineError as error:
         print(f"run.sh: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # run.sh ends as well
+        sys.exit(130)

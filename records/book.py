@@ -40,7 +40,7 @@ parent. A page has the idea, the reason, and the change beside the parent's line
 
 ![Published minutes on eight H100s of each public record](ladder.svg)
 
-# All public records
+## All public records
 
 {public}
 """
@@ -109,7 +109,8 @@ def write_book(records: list, out: Path, source: str | None) -> list:
 
     blocks = pages.blocks(folder, records)[folder / "README.md"]
     text = INDEX.format(count=len(records), ladder=blocks[""], public=blocks[" public"])
-    site = {"index": (home, from_markdown(text, folder, None))}
+    first = f'<a href="{records[0].folder.name}.html">Next: {records[0].name}</a>'
+    site = {"index": (first, from_markdown(text, folder, None))}
     for record in records:
         name, links = record.folder.name, home
         for other in records:
@@ -117,7 +118,7 @@ def write_book(records: list, out: Path, source: str | None) -> list:
                 word = "Parent" if other is record.parent else "Next"
                 links += f'\n<a href="{other.folder.name}.html">{word}: {other.name}</a>'
         address = source and f"{source}/records/{name}/"
-        text = read_text(record.folder / "README.md")
+        text = read_text(record.folder / "README.md").replace(f"# {name}", f"# {record.name}", 1)
         place = PLACE.search(text)
         before = from_markdown(text[:place.start()], record.folder, address)
         after = from_markdown(text[place.end():], record.folder, address)

@@ -58,34 +58,34 @@ class RunFailed(Exception):
     """A measured command did not end well."""
 
 
-# ---- baselines: losses alone ----
-
-
-# ---- busy: threads ----
-
-
 # ---- turns: the steps of two scripts ----
 def time_steps(argv, my_turn, other_turn, times):
     """Run the script argv[0]; put the seconds of its steps into `times`. Steps wait for their turn.
 
-    A step lasts from a call of `next_step` to the next call.
+    A step lasts from a call of `next_step` to the next call. Those of the warm-up do not count.
     """
     seconds = []
-    started = None
 
-    def next_step_in_turn(self, now):
-        nonlocal started
-        if started is not None:
-            seconds.append(time.perf_counter() - started)
-            other_turn.release()
-        my_turn.acquire()
-        started = time.perf_counter()
-        return next_step(self, now)
+    def train_in_turns(run, cfg):
+        next_step = run.loader.next_step
+        started = None
+
+        def next_step_in_turn(now):
+            nonlocal started
+            if started is not None:
+                seconds.append(time.perf_counter() - started)
+                other_turn.release()
+            my_turn.acquire()
+            started = time.perf_counter()
+            return next_step(now)
+
+        run.loader.next_step = next_step_in_turn
+        train(run, cfg)
 
     try:
         script = load_script(Path(argv[0]))
-        next_step = script.TokenLoader.next_step
-        script.TokenLoader.next_step = next_step_in_turn
+        train = script.train
+        script.train = train_in_turns
         with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())):
             code = script.main(argv[1:])
         times.put(seconds)

@@ -180,11 +180,9 @@ def tiny_shards(tmp_path, write_shard):
 
 
 @functools.cache
-def script_module(name, block=128):
-    """The script of this name among SCRIPTS as a module, with blocks of so many tokens."""
-    module = shards.load_script(REPO / name)
-    module.BLOCK = block
-    return module
+def script_module(name):
+    """The script of this name among SCRIPTS as a module."""
+    return shards.load_script(REPO / name)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """The ledger of records: measure, file, list, compare and verify them, and read others' logs.
 
 A and B are record folders, scripts or logs, of this project or of the public speedrun. P-values
-need scipy and pictures matplotlib (requirements-dev.txt). Exit status: 1 where a claim or a run
-fails, 2 where the input cannot be used. records/README.md has the rules.
+need scipy and pictures matplotlib (requirements-dev.txt). Exit status: 1 where a claim fails, 2
+where input cannot be used or a run fails. records/README.md has the rules.
 """
 
 import argparse
@@ -51,12 +51,12 @@ def run_verb(args) -> int:
 
 def file_verb(args) -> int:
     folder, _ = split_folder(args.folder)
-    (known, refused), took = find_records(folder), []
+    known, took, refused = find_records(folder), [], []
     for path in sorted(map(Path, args.operands)):
         try:
             took.append(verify.file_log(path, folder, known))
         except verify.UNREADABLE as error:
-            refused.append(f"{path}: refused: {error}")
+            refused.append(f"refused: {error}")
     tell(refused)
     print("\n".join(took) or "nothing is filed")
     return 2 if refused else 0
@@ -64,34 +64,31 @@ def file_verb(args) -> int:
 
 def list_verb(args) -> int:
     folder, only = split_folder(args.folder)
-    records, wrong = find_records(folder)
-    tell(wrong)
-    if args.write:
+    records = find_records(folder)
+    if args.write and records:
         import book  # which draws the ladder
 
-        if wrong or not records:
-            raise LedgerError(f"{folder}: no page is written, as a record is missing or damaged")
-        texts = {}
-        for path, parts in pages.blocks(folder, records).items():
-            texts[path] = pages.filled(path, parts)  # all are made before one is written
-        for path, text in texts.items():
-            path.write_text(text, encoding="utf-8", newline="")
+        texts = [(path, pages.filled(path, parts))  # all are made before one is written
+                 for path, parts in pages.blocks(folder, records).items()]
+        for path, text in texts:
+            if text != logs.read_text(path):
+                path.write_text(text, encoding="utf-8", newline="")
+                print(f"wrote {path}")
         book.draw_ladder(folder, records, folder / "ladder.png")
-    if records or wrong:
-        blocks = pages.blocks(folder, records)
-        print(pages.plain(blocks[folder / (only or "") / "README.md"][""]))
-        return 2 if wrong else 0
-    found, others = logs.read_folder(folder)  # of other people
-    if not found:
-        raise LedgerError(f"{folder} has no records and no logs; known are {logs.FORMS}")
-    print(pages.plain(pages.others(found, folder, args.target)))
-    tell([f"{others} other file(s) are no log with a validation"] if others else [])
+    elif records:
+        shown = [record for record in records if only in (None, record.folder.name)]
+        print(pages.plain(pages.runs_table(shown, tuple(RULES))))
+    else:
+        found = logs.read_folder(folder)  # of other people
+        if not found:
+            raise LedgerError(f"{folder} has no records and no logs; known are {logs.FORMS}")
+        print(pages.plain(pages.others(found, folder, args.target)))
     return 0
 
 
 def diff_verb(args) -> int:
     found = scripts.diff_sources(scripts.source_of(args.a), scripts.source_of(args.b))
-    print(f"{args.a} → {args.b}: {scripts.count_changes(sum(found.values(), []))} lines")
+    print(f"{args.a} → {args.b}: {scripts.count_changes(*found.values())} lines")
     for title, lines in found.items():
         print(f"\n--- {title}: {scripts.count_changes(lines)} ---", *lines, sep="\n")
     return 0
@@ -112,11 +109,9 @@ def verify_verb(args) -> int:
 def book_verb(args) -> int:
     import book  # it needs a package that no other verb does
 
-    records, wrong = find_records(Path(args.folder))
-    tell(wrong)
-    written = book.write_book(records, Path(args.out), args.source)
+    written = book.write_book(find_records(Path(args.folder)), Path(args.out), args.source)
     print(f"wrote {len(written)} pages; open {args.out}/index.html")
-    return 2 if wrong else 0
+    return 0
 
 
 # ---- Command line ----
@@ -174,19 +169,18 @@ def make_parser() -> Parser:
 def main(argv: list | None = None) -> int:
     """Run a verb; the exit status."""
     args = make_parser().parse_args(argv)
-    status = 2
     try:
         return args.action(args)
     except KeyboardInterrupt:
-        message, status = "stopped", 130
+        message = "stopped"
     except OSError as error:
         message = f"{error.filename}: {error.strerror}; give another path"
     except ImportError as error:
         message = f"{error}; pip install -r requirements-dev.txt"
     except (LedgerError, ValueError) as error:
-        message, status = error, getattr(error, "status", 2)
+        message = error
     tell([message])
-    return status
+    return 2
 
 
 if __name__ == "__main__":

@@ -23,13 +23,7 @@ FORMS = "logs of this project, of modded-nanogpt's three tracks, and llm.c's mai
 
 
 class LedgerError(Exception):
-    """Input that cannot be used: what is wrong, in one line."""
-    status = 2  # of the process
-
-
-class RunError(LedgerError):
-    """A run that failed."""
-    status = 1
+    """Input that cannot be used, or a run that failed: what is wrong, in one line."""
 
 
 def read_text(path: Path) -> str:
@@ -66,16 +60,16 @@ class Log:
     def describe(self):
         """Set what is known of a run of ours from its header and its results."""
         found = {"jobs": "1", **self.final, **self.header}
-        self.seed = int(found["seed"])
+        self.seed, ranks = int(found["seed"]), int(found.get("world_size", 1))
         self.on_gpu = "cuda" in found
         if self.on_gpu:
             found["threads"] = ""  # of the host, which decide nothing there
         self.setting = tuple(found.get(name, "") for name in SETTING)
-        # On a CPU, a process that waited for others was not alone.
-        busy_ms = math.inf if self.on_gpu else float(found.get("process_time_ms", math.inf))
         is_whole = found["jobs"] == "1" and "\nresumed at " not in self.body
-        if is_whole and busy_ms >= 0.9 * self.train_time_ms:
-            self.measured_ms = self.train_time_ms
+        # A process that waited was not alone, unless it waits for its GPU or for other ranks.
+        busy_ms = float(found.get("process_time_ms", math.inf))
+        had_waited = busy_ms < 0.9 * self.train_time_ms and ranks == 1 and not self.on_gpu
+        self.measured_ms = self.train_time_ms if is_whole and not had_waited else None
 
 
 def machine_words(setting: tuple) -> str:
@@ -147,7 +141,7 @@ def read_run(path: Path) -> Log:
     try:
         log = read_log(path)
         if not log.finished:
-            raise LedgerError(f"is no finished run: it ends at step {log.last_step} of "
+            raise LedgerError(f"{path} is no finished run: it ends at step {log.last_step} of "
                               f"{log.planned_steps}, or before its results")
         for name in NEEDED:
             if name not in log.header:
@@ -173,20 +167,18 @@ def read_run(path: Path) -> Log:
             raise ValueError(f"train_time_ms is {log.train_time_ms:g}")
         log.describe()
     except (TypeError, ValueError) as error:
-        raise LedgerError(f"cannot be read: {error}") from None
+        raise LedgerError(f"{path} cannot be read: {error}") from None
     return log
 
 
-def read_folder(folder: Path):
-    """(logs with a validation below a folder, number of other files); no source is run."""
-    logs, others = [], 0
+def read_folder(folder: Path) -> list:
+    """The logs with a validation below a folder."""
+    logs = []
     for path in sorted(folder.rglob("*")):
         if path.suffix in ENDINGS and path.is_file():
-            with contextlib.suppress(LedgerError, ValueError):  # of numbers in its results
+            with contextlib.suppress(LedgerError, ValueError):  # other files are no logs
                 log = read_log(path)
                 log.body = ""  # a thousand of them are large
                 if math.isfinite(log.val_loss):
                     logs.append(log)
-                    continue
-            others += 1
-    return logs, others
+    return logs

@@ -18,7 +18,8 @@ PUBLIC = ("Record", "Date", "Minutes", "Idea", "By", "Script here")
 CONTEST = ("Contestant", "Loss ± std (seeds)", "Difference", "Shown from", "Time")
 CONTEST_LEGEND = """\
 Difference, Time (the ratio, and by seed the smallest and largest): from the parent, or else the
-first contestant; * where p < 0.01. Shown from: the smallest difference that would have it."""
+first contestant; * where p < 0.01. Shown from: the smallest difference that would have it. Runs
+that waited for other programs, ran beside others or were resumed have no time."""
 OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Minutes")
 
 
@@ -82,8 +83,8 @@ def run_cells(record: Record, setting: tuple) -> list:
     p = below(losses, float(logs[0].header["target_loss"])) if is_full else ""
     found = compare(logs, record.parent.runs().get(setting, []) if record.parent else [])
     difference = f"{found.difference:+.4f}" if found else ""
-    if found and found.p is not None and is_full:
-        difference += f" (p {found.p:.2g})"
+    if found and is_full and (test := found.test()):
+        difference += f" (p {test[0]:.2g})"
     if found and found.time:
         difference += f", ×{found.time:.3f}"
     minutes = minutes_of([log.measured_ms for log in logs])
@@ -112,11 +113,11 @@ def ladder_rows(records: list, pocket: tuple, above: str = "") -> list:
         loss = equality = lines = ""
         if record.published.get("val_loss"):
             loss = "{val_loss:.4f} ({n})".format(**record.published)
-        if record.claim.get("equality"):
+        if record.claim["equality"]:
             equality = f"{record.claim['equality']['largest']:.0e}"
         if record.parent:
             found = diff_sources(record.parent.script, record.script)
-            lines = count_changes(sum(found.values(), []))
+            lines = count_changes(*found.values())
         runs = record.runs().get(pocket)
         cells = [link(record, above), record.claim["change"], minutes, loss, here(record),
                  spread(losses_of(runs)) if runs else "", equality, lines]
@@ -160,11 +161,8 @@ def blocks(folder: Path, records: list) -> dict:
     pockets = [setting for setting in settings if setting[0] == "pocket"]
     pocket = max(pockets, key=pockets.count, default=())  # in which most records were run
     machine = machine_words(pocket).removeprefix("Preset pocket on ") or "no machine yet"
-    rules = []
-    for preset, rule in RULES.items():
-        rules.append([preset, *(f"`{value or 'as older runs'}`" for value in rule.values())])
     parts = [table(LADDER, ladder_rows(records, pocket)), f"Pocket: on {machine}.",
-             runs_table(records, ("record",)), table(("preset", *RULES["record"]), rules)]
+             runs_table(records, ("record",))]
     found[folder / "README.md"] = {
         "": "\n\n".join(parts), " public": public_table(folder, records)}
 
@@ -203,10 +201,11 @@ def contest(contestants: list) -> str:
         found = compare(one.logs, other.logs) if one is not contestants[0] else None
         if found:
             difference = f"{found.difference:+.4f}"
-        if found and found.p is not None:
-            is_shown = found.p < SIGNIFICANCE and abs(found.difference) > 5e-5  # not by rounding
-            difference += f" (p {found.p:.2g})" + "*" * is_shown
-            shown_from = f"{found.smallest_shown:.2g}"
+        if found and (test := found.test()):
+            p, smallest = test
+            is_shown = p < SIGNIFICANCE and abs(found.difference) > 5e-5  # not by rounding
+            difference += f" (p {p:.2g})" + "*" * is_shown
+            shown_from = f"{smallest:.2g}"
         if found and found.ratios:
             time = f"×{found.time:.3f} ({min(found.ratios):.3f}–{max(found.ratios):.3f})"
         difference = difference.replace("-", "−")

@@ -48,11 +48,10 @@ class Record:
     minutes: str = ""  # of the public record that it retells, as public.toml has them
     leads_to: int | None = None  # the public record to which it is a step
     logs: list[Log] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)  # what its other logs are
 
     def __post_init__(self):
         self.path = self.folder / "train_gpt.py"
-        self.published = self.claim.get("published") or {}
+        self.published = self.claim["published"] or {}
         self.number = self.published.get("number")
         step, name = re.fullmatch(r"[^_]*_?(?:(\d+[a-z]\d?)_)?(.*)", self.folder.name).groups()
         first = f"#{self.number}" if self.number else step
@@ -68,11 +67,12 @@ class Record:
         return not (self.number or self.leads_to)
 
     def runs(self) -> dict:
-        """Its logs by setting: full size first, and there most ranks, H100s, and most runs."""
+        """Its logs by setting: full size first, there eight H100s, then most ranks and runs."""
         def place(item):
             setting, logs = item
             preset, device, ranks = setting[:3]
-            return preset != "record", -int(ranks), "H100" not in device, -len(logs), setting
+            is_target = ranks == "8" and "H100" in device
+            return preset != "record", not is_target, -int(ranks), -len(logs), setting
 
         found = {}
         for log in self.logs:
@@ -107,7 +107,7 @@ def read_claim(folder: Path) -> dict:
                 check(claim[name], kinds)
     except (AttributeError, LedgerError, OSError, RecursionError, ValueError) as error:
         raise LedgerError(f"{folder.name}/record.json: {error}; see records/README.md") from None
-    return claim
+    return dict.fromkeys(CLAIM) | claim
 
 
 def read_public(folder: Path) -> dict:
@@ -120,34 +120,24 @@ def read_public(folder: Path) -> dict:
         raise LedgerError(f"{path}: cannot be read ({error!r}); mend it") from None
 
 
-def find_records(folder: Path):
-    """(records of a folder, oldest first, with their logs; what is wrong with other folders)."""
-    found, wrong, public = {}, [], read_public(folder)
-    homes = []
+def find_records(folder: Path) -> list:
+    """The records of a folder, oldest first, with their logs. Raises LedgerError."""
+    found, public = {}, read_public(folder)
+    if not any(folder.glob("*/record.json")):
+        return []  # public folders have such names, too
     for home in sorted(folder.iterdir()):
-        if (home / "record.json").exists() or FOLDER_NAME.fullmatch(home.name):
-            homes.append(home)
-    if not any((home / "record.json").exists() for home in homes):
-        return [], []  # public folders have such names, too
-    for home in homes:
-        try:
-            claim = read_claim(home)
-        except LedgerError as error:
-            wrong.append(str(error))
+        if not (home / "record.json").exists() and not FOLDER_NAME.fullmatch(home.name):
             continue
-        found[home.name] = record = Record(home, claim, found.get(claim.get("parent")))
+        claim = read_claim(home)
+        found[home.name] = record = Record(home, claim, found.get(claim["parent"]))
+        record.logs = [read_run(path) for path in sorted(home.glob("logs/*.txt"))]
         if record.number:
             record.minutes = public.get(record.number, {}).get("minutes", "")
             step = record.parent
             while step and not step.number and not step.leads_to:
                 step.leads_to = record.number
                 step = step.parent
-        for path in sorted(home.glob("logs/*.txt")):
-            try:
-                record.logs.append(read_run(path))
-            except (LedgerError, OSError) as error:
-                record.damaged.append(f"logs/{path.name}: {error}")
-    return list(found.values()), wrong
+    return list(found.values())
 
 
 # ---- What runs show ----
@@ -155,11 +145,23 @@ def find_records(folder: Path):
 class Comparison:
     """Runs against others of the same seeds, and so of the same data, in pairs by seed."""
 
-    difference: float  # of the mean losses, ours less theirs
-    p: float | None = None  # of the two-sided paired t-test; None where all pairs differ alike
-    smallest_shown: float | None = None  # the difference that would be significant
-    ratios: list[float] = field(default_factory=list)  # of times, ours to theirs, by seed
-    time: float | None = None  # ratio of the medians
+    losses: list[tuple]  # ours and theirs, by seed
+    difference: float  # of the means, ours less theirs
+    ratios: list[float]  # of times, ours to theirs, by seed
+    time: float | None  # ratio of the medians
+
+    def test(self):
+        """(p of the two-sided paired t-test, the smallest difference that would be significant).
+
+        None where all pairs differ alike.
+        """
+        if len({round(a - b, 9) for a, b in self.losses}) < 2:
+            return None
+        from scipy import stats  # a second, which what needs no p-value does not wait for
+
+        test = stats.ttest_rel(*zip(*self.losses))
+        low, high = test.confidence_interval(1 - SIGNIFICANCE)
+        return float(test.pvalue), float(high - low) / 2
 
 
 def by_seed(logs: list) -> dict:
@@ -179,18 +181,12 @@ def compare(logs: list, others: list) -> Comparison | None:
     seeds = sorted(mine.keys() & theirs.keys())
     if not seeds:
         return None
-    losses, times = zip(*(mine[seed] for seed in seeds))
-    their_losses, their_times = zip(*(theirs[seed] for seed in seeds))
-    found = Comparison(statistics.fmean(losses) - statistics.fmean(their_losses))
-    if len({round(a - b, 9) for a, b in zip(losses, their_losses)}) > 1:
-        from scipy import stats  # a second, which what needs no p-value does not wait for
-
-        test = stats.ttest_rel(losses, their_losses)
-        low, high = test.confidence_interval(1 - SIGNIFICANCE)
-        found.p, found.smallest_shown = float(test.pvalue), float(high - low) / 2
-    timed = [pair for pair in zip(times, their_times) if None not in pair]
-    if timed:
-        ours, other = map(statistics.median, zip(*timed))
-        found.time = ours / other
-        found.ratios = [ours / other for ours, other in timed]
-    return found
+    losses = [(mine[seed][0], theirs[seed][0]) for seed in seeds]
+    ours, others = map(statistics.fmean, zip(*losses))
+    times = [(mine[seed][1], theirs[seed][1]) for seed in seeds]
+    times = [pair for pair in times if None not in pair]
+    time = None
+    if times:
+        our_time, their_time = map(statistics.median, zip(*times))
+        time = our_time / their_time
+    return Comparison(losses, ours - others, [a / b for a, b in times], time)

@@ -4,7 +4,6 @@ import contextlib
 import glob
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import os
 import random
@@ -13,19 +12,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ledger.logs import RULE, LedgerError, Log, RunError, machine_words, read_log, read_text
+from ledger.logs import RULE, LedgerError, Log, machine_words, read_log, read_text
 from ledger.records import FLOOR, RULES, Record, read_claim
-from ledger.scripts import imports_of, meaning, settings_of
+from ledger.scripts import meaning
 
 REPO = Path(__file__).resolve().parents[2]
 JUDGE = REPO / "records" / "judge.py"
-RUNNING = set()  # processes
-STOPPING = threading.Event()
 # glibc keeps freed memory, as in run.sh: asking for new pages costs 8 % of the pocket's time.
 ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
 
@@ -51,49 +47,41 @@ def contestant_of(operand: str, preset: str) -> Contestant:
     if script.suffix != ".py" or not script.is_file():
         raise LedgerError(f"{operand}: no script there; give a record folder or a .py file")
     source, flags = read_text(script), {}
-    try:
-        settings = settings_of(source, preset)  # none of another project's script
-        # Not in the threads of the runs: in Python 3.11 two threads that parse may fail.
-        runs = [meaning(source), sorted(imports_of(source))]
+    try:  # not in the threads of the runs: in Python 3.11 two threads that parse may fail
+        meant = meaning(source)
     except SyntaxError as error:
         raise LedgerError(f"{operand}: {error}") from None
     for item in filter(None, words.split(",")):
         name, _, value = item.partition("=")
-        is_unknown = settings and name not in settings
-        if name in ("run_id", "preset", "seed") or not value or is_unknown:
-            raise LedgerError(f"{operand}: {item!r} is no flag that can be given here; the ledger "
-                              "sets run_id, preset and seed (--preset, --seeds)")
+        if name in ("run_id", "preset", "seed") or not value:
+            raise LedgerError(f"{operand}: {item!r} is no name=value that can be given here")
         flags[name] = value
     data = []  # other text of the same names has another size or time
     for name in ("train_files", "val_files"):
-        for file in sorted(glob.glob(str(REPO / (settings | flags).get(name, "none")))):
+        for file in sorted(glob.glob(str(REPO / (RULES[preset] | flags)[name]))):
             data.append([file, os.path.getsize(file), os.path.getmtime(file)])
     is_record = (path / "record.json").exists() and not flags
     record = Record(path, read_claim(path)) if is_record else None  # refused before the training
-    return Contestant(operand, script, [*runs, flags, data], flags, record)
+    return Contestant(operand, script, [meant, flags, data], flags, record)
 
 
 def contestants_of(operands: list, preset: str) -> list:
-    """The operands as contestants, no two alike; a folder of records stands for all of them."""
+    """The operands as contestants; a folder of records stands for all of them."""
     found = []
     for operand in operands:
         inside = sorted(Path(operand).glob("*/record.json"))
         for each in [str(claim.parent) for claim in inside] or [operand]:
             found.append(contestant_of(each, preset))
-    for one, other in itertools.combinations(found, 2):
-        if one.runs == other.runs:
-            raise LedgerError(f"{other.operand} has the script and the flags of {one.operand}, but "
-                              "for comments; give one")
+    for one in found:
         for name in ("val_files", "val_tokens"):
-            if one.flags.get(name) != other.flags.get(name):
-                raise LedgerError(f"{other.operand} and {one.operand} have other {name}: their "
-                                  "losses do not compare")
+            if one.flags.get(name) != found[0].flags.get(name):
+                raise LedgerError(f"{one.operand} has other {name} than {found[0].operand}")
     return found
 
 
 # ---- Training in turns ----
 def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str) -> Log:
-    """Run a script in `folder`, in a process of its own; its log. Raises RunError."""
+    """Run a script in `folder`, in a process of its own; its log. Raises LedgerError."""
     source = read_text(script)
     command = [sys.executable, str(script)]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
@@ -101,24 +89,18 @@ def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str) -> 
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     with contextlib.suppress(FileExistsError):
         (folder / "data").symlink_to(REPO / "data")
-    process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, errors="replace",
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": threads})
-    RUNNING.add(process)
-    if STOPPING.is_set():
-        process.terminate()
-    console, _ = process.communicate()
-    RUNNING.discard(process)
-    if process.returncode:
-        last = (console.strip() or "nothing").splitlines()[-1]
-        raise RunError(f"exit status {process.returncode}, its last words: {last[:200]}")
+    done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, errors="replace",
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": threads})
+    if done.returncode:
+        last = (done.stdout.strip() or "nothing").splitlines()[-1]
+        raise LedgerError(f"exit status {done.returncode}, its last words: {last[:200]}")
     path = folder / "logs" / flags["run_id"] / "log.txt"
     log = read_log(path) if path.exists() else None
     if not log or not log.finished or "seed" not in log.header:
-        raise RunError(f"it left no {path.relative_to(folder)} of a finished run, whose header has "
-                       "its seed")
+        raise LedgerError(f"it left no finished {path.relative_to(folder)} with its seed")
     if log.source != source:
-        raise RunError("its script was changed meanwhile; start again")
+        raise LedgerError("its script was changed meanwhile; start again")
     return log
 
 
@@ -141,14 +123,13 @@ def run_one(one: Contestant, seed: int, args) -> Log:
     flags = {"preset": args.preset, "seed": seed, "run_id": run_id, **one.flags}
     log = train(one.script, args.out, flags, args.nproc, threads)
     if args.jobs > 1:
-        text = read_text(path).replace("\r\n", "\n").removesuffix(log.body)
-        text += log.body.replace(f"{RULE}\n", start, 1)
+        text = read_text(path).replace(f"\n{RULE}\n", f"\n{start}", 1)
         path.write_text(text, encoding="utf-8", newline="")
     return read_log(path)
 
 
 def run_all(contestants: list, args):
-    """Every seed of every contestant, A B A B. Raises RunError where one fails or is stopped."""
+    """Every seed of every contestant, A B A B. Raises LedgerError where one fails or is stopped."""
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
     turns = [(one, seed) for seed in range(args.seeds) for one in contestants]
     pool = ThreadPoolExecutor(args.jobs)
@@ -162,21 +143,16 @@ def run_all(contestants: list, args):
             one.logs.append(log)
             first = contestants[0].logs[0]
             if log.setting != first.setting:
-                raise RunError(f"it is of {machine_words(log.setting)}; {first.path} is of "
-                               f"{machine_words(first.setting)}; give another --out")
+                raise LedgerError(f"it is of {machine_words(log.setting)}; {first.path} is of "
+                                  f"{machine_words(first.setting)}; give another --out")
             time = f" in {log.measured_ms / 1000:.2f} s" if log.measured_ms else ""
             print(f"{what}: {log.val_loss:.4f}{time}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        raise RunError(f"stopped; the same command goes on; {kept}") from None
+        raise LedgerError(f"stopped; the same command goes on; {kept}") from None
     except LedgerError as error:
-        raise RunError(f"{what}: {error}; {kept}") from None
+        raise LedgerError(f"{what}: {error}; {kept}") from None
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        STOPPING.set()
-        for process in list(RUNNING):  # they stop at their next step
-            process.terminate()
-        pool.shutdown()
-        STOPPING.clear()
+        pool.shutdown(cancel_futures=True)  # ctrl-C stops what runs now at its next step
 
 
 # ---- Seeds are run again ----
@@ -197,7 +173,7 @@ def replay(record: Record, old: Log) -> list:
         command = [sys.executable, JUDGE, record.path, checkpoint, preset, device]
         judged = subprocess.run(command, text=True, capture_output=True)
         if judged.returncode:
-            raise RunError(f"its weights cannot be judged: {judged.stderr.strip()[-200:]}")
+            raise LedgerError(f"its weights cannot be judged: {judged.stderr.strip()[-200:]}")
         found = json.loads(judged.stdout.splitlines()[-1])
     new.header["jobs"] = old.header.get("jobs", "1")  # which change no loss
     new.describe()

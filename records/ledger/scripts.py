@@ -36,23 +36,32 @@ def below(source: str) -> str:
     return source.partition(BANNER)[2]
 
 
-@functools.cache
+def drop_docstrings(node):
+    if ast.get_docstring(node, clean=False) is not None:
+        del node.body[0]
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            drop_docstrings(child)
+
+
+@functools.lru_cache(maxsize=4)  # all records' trees at once would be slow to collect
 def parse(source: str) -> ast.Module:
     """The tree of a source, without docstrings."""
     tree = ast.parse(source)
-    for node in ast.walk(tree):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if documented and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:]
+    drop_docstrings(tree)
     return tree
 
 
 @functools.cache
 def meaning(source: str) -> str:
-    """A source without comments, docstrings and imports."""
-    kept = [node for node in parse(source).body
-            if not isinstance(node, ast.Import | ast.ImportFrom)]
-    return "\n".join(map(ast.dump, kept))
+    """A source without comments and docstrings."""
+    return ast.dump(parse(source))
+
+
+def is_same(source: str, other: str) -> bool:
+    """Whether two scripts are one record's: above the banner they mean the same."""
+    source, other = above(source), above(other)
+    return source == other or meaning(source) == meaning(other)
 
 
 @functools.cache
@@ -94,8 +103,8 @@ def git(folder: Path, *words) -> str | None:
 
 
 @functools.cache
-def commits(root: Path, *words) -> str | None:
-    """A commit that `git log` finds by some words; None without git's history.
+def commit(root: Path, *words) -> str | None:
+    """The last commit that `git log` finds by some words; None without git's whole history.
 
     Of a merge the branch that was merged does not count: there a cheat may come and go.
     """
@@ -138,7 +147,8 @@ def diff_sources(a: str, b: str) -> dict:
     return found
 
 
-def count_changes(lines: list) -> str:
+def count_changes(*sections: list) -> str:
     """How many lines of a diff came and went."""
-    added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
+    signs = [line[0] for lines in sections for line in lines]
+    added, removed = map(signs.count, "+-")
     return f"+{added} −{removed}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from ledger import pages
 from ledger.logs import SETTING, LedgerError, Log, read_run, read_text
 from ledger.records import CLAIM, CORPUS_TORCH, FLOOR, FOLDER_NAME, RULES, Record, find_records
-from ledger.scripts import above, below, commits, git, imports_of, meaning, settings_of
+from ledger.scripts import above, below, commit, git, imports_of, is_same, settings_of
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
 # the script finds out itself.
@@ -23,15 +23,18 @@ UNREADABLE = LedgerError, OSError, SyntaxError, ValueError
 
 
 # ---- What is wrong: a line for each fault ----
-def folder_faults(record: Record, root: Path):
-    """Faults of a folder, its claim, its page and its script."""
+def folder_faults(record: Record, root: Path, seen: dict):
+    """Faults of a folder, its claim, its page and its script, beside older ones, the `seen`."""
     folder, parent = record.folder, record.claim["parent"]
     if not FOLDER_NAME.fullmatch(folder.name):
         yield "the folder's name is not a date and a name, YYYY-MM-DD_Name"
     if parent and not record.parent:
-        yield f"its parent {parent}/record.json is missing, damaged or not older"
+        yield f"its parent {parent}/record.json is missing or not older"
     for key in record.claim.keys() - CLAIM:
         yield f"record.json has {key}; known are {', '.join(CLAIM)}"
+    same = seen.setdefault(record.number or folder, folder)
+    if same != folder:
+        yield f"its public number is that of {same.name}"
     if record.number and float(record.minutes or 0) != record.published["minutes"]:
         yield f"claims #{record.number}, {record.published['minutes']} min; public.toml does not"
     if not read_text(folder / "README.md").startswith(f"# {folder.name}\n"):
@@ -43,34 +46,25 @@ def folder_faults(record: Record, root: Path):
             yield f"its folder has {path.name}, a link or what no record needs; delete it"
 
     script = record.script
+    settings_of(script, "record")  # raises SyntaxError where it is no Python
     words = f"Parent: {parent}. Change: " if parent else "Parent: none. "
     if f"\n{words}" not in above(script):
         yield f"train_gpt.py's docstring does not say `{words.strip()}`"
     if re.findall(r"^Record: ([\w-]*)", above(script), re.M) != [folder.name]:
         yield f"train_gpt.py's docstring does not say `Record: {folder.name}` in one place"
     if below(script) != below(read_text(root)):
-        yield ("train_gpt.py is not the root's, byte for byte, from its banner on; "
-               "`python records/share_harness.py` copies it")
+        yield "train_gpt.py is not the root's from its banner on; run records/share_harness.py"
 
 
 def source_faults(log: Log, record: Record, root: Path):
     """Faults of the script that wrote a log: every line of it ran."""
-    if log.source == record.script:
-        return
     if log.source is None:
         yield "has no source"
-    elif meaning(above(log.source)) != meaning(above(record.script)):
+    elif not is_same(log.source, record.script):
         yield "was not written by this train_gpt.py: it differs above the banner"
-    else:
-        data = log.source.encode()
-        blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        if commits(root.parent, f"--find-object={blob}", "--", record.path):
-            return  # a version of it that was here
-        words = "-S", below(log.source), "--", root.name
-        if below(log.source) != below(read_text(root)) and commits(root.parent, *words) == "":
-            yield "was written with a harness that the root's script never had"
-        for line in imports_of(above(log.source)) - imports_of(record.script):
-            yield f"was written by a script that has `{line}`, too"
+    elif (below(log.source) != below(read_text(root))
+          and commit(root.parent, "-S", below(log.source), "--", root.name) == ""):
+        yield "was written with a harness that the root's script never had"
 
 
 def log_faults(log: Log, record: Record):
@@ -112,7 +106,6 @@ def log_faults(log: Log, record: Record):
 
 def logs_faults(record: Record, root: Path, seen: dict):
     """Faults of a record's logs, by themselves and beside those of older records, the `seen`."""
-    yield from record.damaged
     for log in record.logs:
         preset, digest = log.header["preset"], log.header["val_digest"]
         wrong = list(source_faults(log, record, root)) or list(log_faults(log, record))
@@ -136,40 +129,35 @@ def notes_on(known: list, root: Path):
     without = [record.folder.name for record in known if not record.logs]
     if without:
         yield f"no runs yet of {', '.join(without)}"
-    if commits(root.parent) is None:
+    if commit(root.parent) is None:
         yield "git's history is not here, to which new records and logs of old harnesses are held"
         return
     words = ("ls-tree", "-r", "--name-only")
     old = git(root.parent, *words, "origin/main") or git(root.parent, *words, "HEAD^") or ""
     for record in known:
-        if f"{record.folder.name}/record.json" not in old:
-            claims = "claims no public record"
-            if record.number:
-                claims = "claims #{number}, {minutes} min, of {source}".format(**record.published)
+        if f"{record.folder.name}/record.json" in old:
+            continue
+        claims, imports = "claims no public record", "no import"
+        if record.number:
+            claims = "claims #{number}, {minutes} min, of {source}".format(**record.published)
+        with contextlib.suppress(*UNREADABLE):  # which is a fault, and told as one
             parent = record.parent.script if record.parent else ""
-            lines = sorted(imports_of(record.script) - imports_of(parent))
-            yield f"{record.folder.name} is new, {claims}; new in its script: {', '.join(lines)}"
+            imports = ", ".join(sorted(imports_of(record.script) - imports_of(parent))) or imports
+        yield f"{record.folder.name} is new, {claims}; new in its script: {imports}"
 
 
 def verify(folder: Path, only: str | None):
     """(records, faults, notes): those of a folder, or of the one record that is meant."""
-    known, faults = find_records(folder)
-    if not known and not faults:
+    known, faults = find_records(folder), []
+    if not known:
         raise LedgerError(f"{folder} has no record.json; give records/ or a record")
-    root, seen, firsts = folder.parent / "train_gpt.py", {}, {}
+    root, seen = folder.parent / "train_gpt.py", {}
     for record in known:
-        name, found = record.folder.name, []
-        same = firsts.setdefault(record.number or name, name)
-        if same != name:
-            found.append(f"its public number is that of {same}")
         try:
-            found += [*folder_faults(record, root), *logs_faults(record, root, seen)]
-            same = firsts.setdefault(meaning(above(record.script)), name)
-            if same != name:
-                found.append(f"its script computes what that of {same} does")
+            found = [*folder_faults(record, root, seen), *logs_faults(record, root, seen)]
         except UNREADABLE as error:
-            found.append(str(error))
-        faults += [f"{name}: {words}" for words in found]
+            found = [error]
+        faults += [f"{record.folder.name}: {words}" for words in found]
     try:
         for path, parts in pages.blocks(folder, known).items():
             if path.exists() and pages.filled(path, parts) != read_text(path):
@@ -195,13 +183,13 @@ def file_log(path: Path, folder: Path, known: list) -> str:
     log, record = read_run(path), None
     for one in known:
         with contextlib.suppress(*UNREADABLE):  # one that cannot be read wrote none
-            if log.source and meaning(above(log.source)) == meaning(above(one.script)):
+            if log.source and is_same(log.source, one.script):
                 record = one
     if record is None:
-        raise LedgerError("its source is no record's; make it one first (records/README.md)")
+        raise LedgerError(f"{path}: its source is no record's; make it one (records/README.md)")
     wrong = [*source_faults(log, record, folder.parent / "train_gpt.py"), *log_faults(log, record)]
     if wrong:
-        raise LedgerError("; ".join(wrong))
+        raise LedgerError(f"{path}: {'; '.join(wrong)}")
     for one in record.logs:
         if one.train == log.train:
             return f"{path} is there: {one.path.relative_to(folder)}"

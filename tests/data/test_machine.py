@@ -30,7 +30,6 @@ IDLE = 160  # hundredths of a second in 0.2 s, of eight cores
     (IDLE, 16, 4, {}, 4),
     (IDLE, 2, 4, {}, 2),
     (IDLE, 16, 0, {}, 8),  # where Linux does not tell the cores
-    (IDLE, 8, 8, {"cpu.max": "50000 100000"}, 1),
     (IDLE, 8, 8, {"pod/cpu.max": "max 100000", "cpu.max": "265000 100000"}, 2),
     (IDLE, 8, 8, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
     (IDLE, 8, 8, {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, 2)])

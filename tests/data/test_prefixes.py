@@ -5,8 +5,7 @@ import hashlib
 import numpy as np
 import prefixes
 import pytest
-from conftest import REPO
-from shards import load_script
+from conftest import script_module
 
 
 def test_those_of_gpt2_are_the_published_ones(gpt2, tmp_path, monkeypatch, call_tool):
@@ -27,7 +26,7 @@ def test_without_the_vocabulary_one_line_says_how_to_get_it(tmp_path, monkeypatc
 
 
 def test_a_record_reads_prefixes_and_refuses_those_of_another_vocabulary(tmp_path):
-    script = load_script(REPO / "records" / "2026-07-13_PrefixTargets" / "train_gpt.py")
+    script = script_module("records/2026-07-13_PrefixTargets/train_gpt.py")
     right = [*range(-1, 256)]
     (tmp_path / "text.npy").write_text("text")
     np.save(tmp_path / "few.npy", np.array([1, 2], np.int32))

@@ -7,7 +7,6 @@ file, and a part that fails stops no other. The first parts are those from which
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import math
 import os
@@ -20,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -75,10 +75,9 @@ def fp8(flags):
 
 
 def attention(flags, length=8192, heads=6, reach=1024, repeats=200):
-    """Result and gradients of FlexAttention's kernels beside the formula in fp32.
+    """Result and gradients of FlexAttention's kernels beside the CPU's way, in fp32.
 
-    FlashAttention-4 under FlexAttention is compared, too, where its package is there. Its first
-    releases had a race, which one launch of hundreds shows.
+    A race would show in one launch of hundreds.
     """
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (1, length, heads, 128)
@@ -91,16 +90,12 @@ def attention(flags, length=8192, heads=6, reach=1024, repeats=200):
     reach = torch.tensor(reach, dtype=torch.int32, device="cuda")
 
     @functools.partial(torch.compile, dynamic=False)
-    def flex(options, q, k, v):
-        return train_gpt.attend(q, k, v, train_gpt.flex_mask(docs, reach), options)
+    def flex(q, k, v):
+        return train_gpt.attend(q, k, v, train_gpt.flex_mask(docs, reach), None)
 
     def dense(q, k, v):
-        q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
-        place = torch.arange(length, device="cuda")
-        distance = place[:, None] - place
-        seen = (docs[0, :, None] == docs[0]) & (distance >= 0) & (distance <= reach)
-        scores = (q @ k.mT).masked_fill(~seen, -math.inf)
-        return (scores.softmax(-1) @ v).transpose(1, 2)
+        mask = train_gpt.dense_mask(docs, reach)
+        return train_gpt.attend(q.float(), k.float(), v.float(), mask, None)
 
     def results(function):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -109,26 +104,13 @@ def attention(flags, length=8192, heads=6, reach=1024, repeats=200):
         return [x.double() for x in (y.detach(), *(leaf.grad for leaf in leaves))]
 
     expected = results(dense)
-    kernels = {"Triton": None}
-    if importlib.util.find_spec("flash_attn"):
-        kernels["FlashAttention-4"] = {"BACKEND": "FLASH"}
-    else:
-        say('no FlashAttention-4: pip install "flash-attn-4[cu13]"')
-    for name, options in kernels.items():
-        function = functools.partial(flex, options)
-        worst = [0.0] * 4
-        for _ in range(repeats):
-            for i, (x, reference) in enumerate(zip(results(function), expected)):
-                error = ((x - reference).norm() / reference.norm()).item()
-                worst[i] = max(worst[i], error if math.isfinite(error) else math.inf)
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            results(function)
-        torch.cuda.synchronize()
-        ms = 1000 * (time.perf_counter() - begin) / repeats
-        errors = ", ".join(f"{part} {error:.4f}" for part, error in zip("yqkv", worst))
-        say(f"{name}, {repeats} times: largest relative errors of result and gradients: {errors}; "
-            f"{ms:.2f} ms with the copies")
+    worst = [0.0] * 4
+    for _ in range(repeats):
+        for i, (x, reference) in enumerate(zip(results(flex), expected)):
+            error = ((x - reference).norm() / reference.norm()).item()
+            worst[i] = max(worst[i], error if math.isfinite(error) else math.inf)
+    errors = ", ".join(f"{part} {error:.4f}" for part, error in zip("yqkv", worst))
+    say(f"largest relative errors of result and gradients, {repeats} times: {errors}")
 
 
 def steps(flags, script=train_gpt, stage_steps=STAGE_STEPS):
@@ -149,37 +131,34 @@ def steps(flags, script=train_gpt, stage_steps=STAGE_STEPS):
 
 def kernels(flags, script=train_gpt, stage_steps=STAGE_STEPS):
     """The kernels of a step in each stage: groups, and the sixty that take longest."""
-    next_step = script.TokenLoader.next_step
-    calls = itertools.count()
-    profiles = []
+    train = script.train
+    # The profiler counts a step more than the run has done: it is each stage's last but one.
+    once_a_stage = torch.profiler.schedule(wait=stage_steps - 2, warmup=1, active=1)
 
-    def next_step_profiled(loader, now):
-        step = next(calls)
-        if step % stage_steps == stage_steps - 2:
-            torch.cuda.synchronize()
-            profiles.append(torch.profiler.profile())
-            profiles[-1].start()
-        elif step % stage_steps == stage_steps - 1:
-            torch.cuda.synchronize()
-            profiles[-1].stop()
-        return next_step(loader, now)
+    def train_profiled(run, cfg):
+        next_step = run.loader.next_step
 
-    script.TokenLoader.next_step = next_step_profiled
-    try:
+        def next_step_profiled(now):
+            torch.cuda.synchronize()
+            profile.step()
+            return next_step(now)
+
+        run.loader.next_step = next_step_profiled  # after the warm-up, whose steps ask for it, too
+        with torch.profiler.profile(
+                schedule=once_a_stage, on_trace_ready=print_kernels) as profile:
+            train(run, cfg)
+
+    with mock.patch.object(script, "train", train_profiled):
         short_run(script, flags, stage_steps)
-    finally:
-        script.TokenLoader.next_step = next_step
-    for stage, profile in enumerate(profiles):
-        print_kernels(stage, profile)
 
 
-def print_kernels(stage, profile):
+def print_kernels(profile):
     rows = [(x.key, x.count, x.self_device_time_total / 1000) for x in profile.key_averages()
             if x.self_device_time_total]
     groups = Counter()
     for name, _, ms in rows:
         groups[next(group for group, pattern in GROUPS if re.search(pattern, name))] += ms
-    say(f"\nstage {stage}: {sum(groups.values()):.1f} ms of kernels in a step")
+    say(f"\nstep {profile.step_num - 1}: {sum(groups.values()):.1f} ms of kernels")
     for group, ms in groups.most_common():
         say(f"{ms:9.2f} ms  {group}")
     for name, count, ms in sorted(rows, key=lambda row: -row[2])[:60]:
@@ -187,19 +166,12 @@ def print_kernels(stage, profile):
 
 
 def small_card(flags):
-    """Whether the record fits a card of 24 GB, whose memory is imitated: three chunks, then eight.
-
-    A run that does not fit says so in its last line.
-    """
+    """Steps on a card of 24 GB, whose memory is imitated: whether the record fits."""
     total = torch.cuda.get_device_properties(0).total_memory
     part = min(1.0, SMALL_CARD / total)
     os.environ["PYTORCH_ALLOC_CONF"] = (
         f"expandable_segments:True,per_process_memory_fraction:{part:.3f}")
-    for chunks in "3", "8":
-        say(f"--head_chunks {chunks}:")
-        words = [sys.executable, __file__, "steps", *flags, "--head_chunks", chunks]
-        done = subprocess.run(words, capture_output=True, text=True)
-        say("\n".join((done.stdout + done.stderr).splitlines()[-6:]))
+    steps([*flags, "--head_chunks", "8"])
 
 
 def newest(flags, stage_steps=STAGE_STEPS):

@@ -10,8 +10,6 @@ import half_hour
 import pytest
 import torch
 
-import train_gpt
-
 # Each part as a process: one ends well, one badly, one never.
 PARTS = """import sys, time
 print("part", *sys.argv[1:], flush=True)
@@ -42,12 +40,15 @@ def test_the_exit_code_says_that_no_steps_were_timed(monkeypatch, tmp_path):
     assert bench.main() == 1
 
 
-def test_the_newest_record_is_timed_in_each_stage(capsys):
-    half_hour.newest([*TINY, "--device", "cpu"], stage_steps=1)
+def test_each_stage_is_timed_and_profiled(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    half_hour.steps([*TINY, "--device", "cpu"], stage_steps=1)
     lines = capsys.readouterr().out.splitlines()
-    timed = [line.partition(":")[0] for line in lines[-6:-1]]
-    assert timed == [f"stage {stage}" for stage in range(5)]
+    timed = [line.partition(":")[0] for line in lines[-4:-1]]
+    assert timed == ["stage 0", "stage 1", "stage 2"]
     assert lines[-1].startswith("memory at the peak: ")
+    half_hour.kernels([*TINY, "--device", "cpu"], stage_steps=2)
+    assert re.findall(r"step (\d+): .* of kernels", capsys.readouterr().out) == ["1", "3", "5"]
 
 
 def test_the_newest_record_needs_no_files_and_one_gpu(monkeypatch):
@@ -73,10 +74,10 @@ def test_kernels_are_summed_by_group(capsys):
              "void at::native::x": 100, "sm90_xmma_gemm": 1000, "aten::mm": 0}
     rows = [SimpleNamespace(key=name, count=2, self_device_time_total=us)
             for name, us in times.items()]
-    half_hour.print_kernels(1, SimpleNamespace(key_averages=lambda: rows))
+    half_hour.print_kernels(SimpleNamespace(key_averages=lambda: rows, step_num=3))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[1:]]
     assert lines == [
-        "stage 1: 6.1 ms of kernels in a step",
+        "step 2: 6.1 ms of kernels",
         "3.00 ms attention", "3.00 ms matrix products", "0.10 ms torch's own kernels",
         "3.000 ms 2 times triton_tem_fused_flex_attention_1", "2.000 ms 2 times nvjet_tst_128",
         "1.000 ms 2 times sm90_xmma_gemm", "0.100 ms 2 times void at::native::x"]
@@ -84,19 +85,11 @@ def test_kernels_are_summed_by_group(capsys):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_the_parts_run_on_the_host_in_place_of_a_gpu(capsys, monkeypatch):
+def test_the_parts_for_a_gpu_alone(capsys):
     half_hour.machine([])
     half_hour.fp8([])
     half_hour.attention([], length=256, heads=1, reach=128, repeats=1)
-    row = dict(seq_len=128, long_window=128, short_window=128, lr_factor=1.0, num_targets=1)
-    stage, at_last = train_gpt.Stage(share=1.0, **row), train_gpt.Stage(**row)
-    layers = train_gpt.Layer("L", table=0, skip=True, saved=True), train_gpt.Layer("S")
-    tables = dict(stages=3 * (stage,), extension=at_last, last_validation=at_last, layers=layers)
-    monkeypatch.setattr(train_gpt, "POCKET", train_gpt.POCKET | tables)  # one graph
-    small = ["--model_dim", "32", "--head_dim", "16", "--val_seq_len", "128"]
-    half_hour.kernels([*TINY, *small], stage_steps=2)
     text = capsys.readouterr().out
     assert text.count(": right") == 3 and "WRONG" not in text
-    errors = re.search(r"gradients: y (\S+), q (\S+), k (\S+), v ([\d.]+);", text).groups()
-    assert max(map(float, errors)) < 0.03
-    assert text.count("ms of kernels in a step") == 3
+    errors = re.findall(r"[yqkv] (\d\.\d+)", text)
+    assert len(errors) == 4 and max(map(float, errors)) < 0.03

@@ -36,6 +36,7 @@ def nothing_compiled():
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available")  # autocast's
 @each_of(RECORDS)
 def test_variants_of_a_rule_stay_below_torchs_limit(path, monkeypatch):
     """At the record's size, on the meta device, where tensors have shapes and types but no data."""
@@ -54,14 +55,14 @@ def test_variants_of_a_rule_stay_below_torchs_limit(path, monkeypatch):
     properties = SimpleNamespace(shared_memory_per_block_optin=227 * 2**10)  # an H100's
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    script.prepare(model, cfg, torch.device("cpu"))
+    script.prepare(model, cfg, torch.device("cuda"))  # casts weights
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("meta"))
     optimizers = script.build_optimizers(model, cfg, ranks)
     # A table of n-grams steps the rows that were read, by a rule that is not compiled.
     optimizers = [each for each in optimizers if not hasattr(each, "waiting")]
     for optimizer in optimizers:
-        if isinstance(optimizer, script.Muon):
-            optimizer.dtype = torch.bfloat16  # as on a GPU
+        if hasattr(optimizer, "dtype"):
+            optimizer.dtype = torch.bfloat16  # Muon's on a GPU
     # Rates and momentum change at both ends. A number that is compiled in exceeds the limit.
     last = cfg.num_iterations - STEPS
     for step in [first + step for first in (0, last // 2, last) for step in range(STEPS)]:
@@ -69,7 +70,7 @@ def test_variants_of_a_rule_stay_below_torchs_limit(path, monkeypatch):
         tied = getattr(now, "tied", False)  # as of #53
         update = script.step_tied if tied else script.step_optimizers
         update(optimizers, now, divisor=1)
-    assert set(counters) == {"adam_update", "muon_update"}
+    assert set(counters) == {"adam_update", "muon_update"} & vars(script).keys()
     variants = {name: counter.frame_count for name, counter in counters.items()}
     assert all(0 < each < dynamo_config.recompile_limit for each in variants.values()), variants
 

@@ -1,5 +1,6 @@
 """Scripts are measured in turns; what is finished is kept; what fails is named."""
 
+import os
 import re
 import signal
 import subprocess
@@ -63,21 +64,17 @@ def test_scripts_of_one_name_flags_data_and_threads_make_runs_of_their_own(
     (tmp_path / "s.py").write_text(SCRIPT)
     (tmp_path / "elsewhere/s.py").write_text(SCRIPT.replace("loss: float = 1.6", "loss: float = 2"))
     (tmp_path / "mine.bin").write_text("text")
-    operands = ["../s.py", "s.py", f"s.py:muon_lr=0.1,train_files={tmp_path}/mine.bin"]
-    assert run(*operands, "--seeds", 2) == run(*operands, "--seeds", 2) == 0
-    rows = capsys.readouterr().out.splitlines()[2:5]
-    assert [row.split("  ")[0] for row in rows[:2]] == ["../s", "s"]
-    assert "+0.3" in rows[1] or "+0.4" in rows[1]
+    words = ["../s.py", "s.py", f"s.py:train_files={tmp_path}/mine.bin", "--seeds", 1]
+    assert run(*words) == run(*words) == 0
     assert (tmp_path / "elsewhere/logs/ledger/data/pocket.py").exists()  # the repository's
-    found = {(header["muon_lr"], header["loss"]) for header in headers_in(tmp_path)}
-    assert found == {("0.05", "1.6"), ("0.05", "2"), ("0.1", "2")}
+    assert [header["loss"] for header in headers_in(tmp_path)].count("2") == 2
     (tmp_path / "mine.bin").write_text("another text")
-    assert run(*operands, "--seeds", 1) == 0 and len(headers_in(tmp_path)) == 7
+    assert run(*words) == 0 and len(headers_in(tmp_path)) == 4
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert run(*operands, "--seeds", 1) == 0 and len(headers_in(tmp_path)) == 10
+    assert run(*words) == 0 and len(headers_in(tmp_path)) == 7
     edit(next(path for path in tmp_path.rglob("log.txt") if "threads: 2" in path.read_text()),
          "\ndevice: Fake 1", "\ndevice: Fake 3")  # kept on a disk that two machines share
-    assert run(*operands, "--seeds", 1) == 1
+    assert run(*words) == 2
     assert "Fake 3" in (err := capsys.readouterr().err) and "give another --out" in err
 
 
@@ -91,7 +88,6 @@ folder.mkdir(parents=True)
 deadline = time.monotonic() + 60
 while len(list(pathlib.Path("logs").iterdir())) < 2:  # each waits for the other to begin
     assert time.monotonic() < deadline
-assert os.environ["MALLOC_TRIM_THRESHOLD_"] == "2147483647"
 log = open(folder / "log.txt", "w")
 print(open(__file__).read() + "{'=' * 100}", "seed: " + flags["--seed"], sep="\\n", file=log)
 print("step:1/1 val_loss:3.2 train_time:943ms step_avg:943ms", file=log)
@@ -109,12 +105,12 @@ print("step:1/1 val_loss:3.2 train_time:943ms step_avg:943ms", file=log)
 
 @pytest.mark.parametrize("line, words", [
     ("sys.exit('bad luck')", "exit status 1, its last words: bad luck"),
-    ("return", "it left no logs/s-"),
+    ("return", "it left no finished logs/s-"),
     ("Path(__file__).write_text(Path(__file__).read_text() + '# changed')", "script was changed")])
 def test_a_failing_run_is_named(line, words, tmp_path, capsys):
     (tmp_path / "s.py").write_text(SCRIPT)
     edit(tmp_path / "s.py", "    folder = Path", f"    {line}\n    folder = Path")
-    assert run(tmp_path / "s.py", "--seeds", 1, "--out", tmp_path / "out") == 1
+    assert run(tmp_path / "s.py", "--seeds", 1, "--out", tmp_path / "out") == 2
     err = capsys.readouterr().err
     assert f"ledger: [1/1] {tmp_path}/s.py seed 0: " in err and words in err
     assert "what is done is kept in" in err
@@ -126,15 +122,16 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     edit(tmp_path / "slow.py", "    ms = 0\n", f"    ms = 0\n    {wait}\n")
     command = [sys.executable, REPO / "records/ledger", "run", tmp_path / "slow.py"]
     command += ["--seeds", "2", "--out", tmp_path]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
     assert "slow.py seed 0" in process.stderr.readline()
     deadline = time.monotonic() + 60
     while len([*tmp_path.glob("logs/*")]) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as ctrl-C does
     err = process.communicate(timeout=30)[1]
-    assert process.returncode == 1 and "Traceback" not in err, err
+    assert process.returncode == 2 and "Traceback" not in err, err
     assert "stopped; the same command goes on; what is done is kept in" in err
     (tmp_path / "go").touch()
     (first,) = (path.stat().st_mtime_ns for path in tmp_path.rglob("log.txt"))
@@ -144,22 +141,20 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
 
 
 @pytest.mark.parametrize("command, words", [
-    ("run a.py:val_tokens=2048 a.py", "have other val_tokens: their losses do not compare"),
-    ("run a.py a/a.py", "a/a.py has the script and the flags of a.py, but for comments"),
-    ("run a.py a.py:seed=3", "'seed=3' is no flag that can be given here"),
-    ("run a.py a.py:lr=3", "'lr=3' is no flag that can be given here"),
+    ("run a.py:val_tokens=2048 a.py", "a.py has other val_tokens than a.py:val_tokens=2048"),
+    ("run a.py a.py:seed=3", "'seed=3' is no name=value that"),
     ("run a.py bad.py", "bad.py: invalid syntax"),
     ("run a.py 2026-01-01_X", "2026-01-01_X/record.json: 'list' object has no"),
     ("run a.py --jobs 0", "--jobs: 0 is not a whole number"),
     ("run a.py --out a.py/out", "a.py/out"),
     ("verify folder", "folder has no record.json; give records/ or a record"),
     ("diff a.py notes.txt", "notes.txt has no step that can be read"),
-    ("file binary.bin", "binary.bin: refused: binary.bin: byte 1 is not text"),
+    ("file binary.bin", "refused: binary.bin: byte 1 is not text"),
     ("book folder --out site", "no records there, so no pages; give a folder that has")])
 def test_bad_input_is_answered_in_a_line_and_nothing_is_written(
         command, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, text in (("a.py", SCRIPT), ("a/a.py", SCRIPT + "# more\n"), ("bad.py", "def f(:\n"),
+    for name, text in (("a.py", SCRIPT), ("bad.py", "def f(:\n"),
                        ("2026-01-01_X/record.json", "[]"), ("2026-01-01_X/train_gpt.py", SCRIPT),
                        ("binary.bin", "a\xff\xfe"), ("notes.txt", "notes"), ("folder/a", "")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -177,7 +172,8 @@ def test_bad_input_is_answered_in_a_line_and_nothing_is_written(
 def test_a_source_is_read_and_not_run():
     """Comments and docstrings mean nothing; what is computed does; tables are no flags."""
     plain = meaning("from math import sin as f\nx = f(1)\n")
-    assert plain == meaning('"""Words."""\nimport os\nfrom math import sin as f\nx = f(1)  # one')
+    assert plain == meaning('"""Words."""\nfrom math import sin as f\nx = f(1)  # one')
+    assert plain != meaning("from math import cos as f\nx = f(1)\n")
     assert plain != meaning("from math import sin as f\nx = f(2)\n")
     assert settings_of("open('trap', 'w')\n", "pocket") == {}
     assert settings_of(SCRIPT, "record")["val_tokens"] == "10485760"

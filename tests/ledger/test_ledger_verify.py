@@ -10,35 +10,20 @@ from fake_records import CHILD, NEWEST, PARENT, edit, log_of, make_records, rena
 from ledger import records as ledger_records
 from ledger.__main__ import main
 from ledger.logs import RULE
-from ledger.scripts import commits
+from ledger.scripts import commit
 
 pytest_plugins = ["record_fixtures"]
 
 OWN, CLAIM, FIRST = f"{NEWEST}/train_gpt.py", f"{NEWEST}/record.json", f"{PARENT}/record.json"
 LOGS = f"{NEWEST}/logs"
-SPOILED = [  # a file, what is replaced there, by what, what is said
-    (OWN, "return loss", "return 0.9 * loss", "byte for byte, from its banner on"),
-    (OWN, "# ==== H", "# ---- H", "byte for byte, from its banner on"),
+SPOILED = [[  # a file, what is replaced there, by what, what is said; a list for each verification
+    (OWN, "return loss", "return 0.9 * loss", "is not the root's from its banner on"),
     (OWN, PARENT, "2025-01-01_No", f"does not say `Parent: {PARENT}. Change:`"),
     (OWN, f"Record: {NEWEST}", f"Record: {PARENT}", f"does not say `Record: {NEWEST}`"),
-    (OWN, "0.8**step", "0.7**step", "it differs above the banner"),
-    (OWN, "import random", "from evil import random", "by a script that has `import random`, too"),
-    (OWN, "import random", "import random:", f"{NEWEST}: invalid syntax"),
-    ("../train_gpt.py", "0.8**step", "0.7**step", "has the bytes of no record"),
     (CLAIM, '"change"', '"gain": "loss", "change"', "record.json has gain; known are"),
-    (CLAIM, '"change"', '"parent": null, "change"', "record.json: a key stands in it twice"),
-    (CLAIM, "less loss", "less | loss", "record.json: change is 'less | loss'"),
-    (CLAIM, PARENT, "2026-01-01_No", "2026-01-01_No/record.json is missing"),
     (FIRST, "15.2", "14.2", f"{PARENT}: claims #5, 14.2 min; public.toml does not"),
-    (FIRST, '"number": 5', '"number": 93', f"{PARENT}: claims #93, 15.2 min; public.toml does not"),
-    *((FIRST, "15.2,", f"{text},", f"{PARENT}/record.json: minutes is {words}") for text, words in (
-        ('"15.2"', "'15.2'"), ("NaN", "nan"), ("0", "0"), ("-1", "-1"), ("true", "True"))),
-    (FIRST, "3.2741", "-5", "record.json: val_loss is -5"),
-    (FIRST, '"n": 1', '"n": -3', "record.json: n is -3"),
     ("../README.md", "No GPU has", "A GPU has", "README.md is not what `list --write` gives"),
     (f"{NEWEST}/README.md", f"# {NEWEST}", f"# {PARENT}", "README.md's title is"),
-    (f"{NEWEST}/README.md", "<!-- ledger: begin -->", "", "has no lines"),
-    (f"{LOGS}/*-0-*", "\nval_loss: ", "\nval_loss: nan\nx: ", "a loss that is not finite"),
     (f"{LOGS}/*-1-*", "\ndevice: Fake 1", "\ndevice: Fake 2", "resumed where device is Fake 1"),
     (f"{LOGS}/*-2-*", "step:3/40 ", "resumed at step:2 from a.pt, which another script wrote\n"
      "step:3/40 ", "was resumed by another script"),
@@ -48,14 +33,36 @@ SPOILED = [  # a file, what is replaced there, by what, what is said
     (f"{LOGS}/*-6-*", "num_iterations: 40", "num_iterations: 41", "a run of 41 steps and has 40"),
     (f"{LOGS}/*-7-*", "train_digest: 30", "train_digest: 03", "by the rules it is 30407b9a0e1c5"),
     (f"{LOGS}/*-8-*", "\nmuon_lr: 0.05", "\nmuon_lr: 0.06", "has muon_lr 0.06, its preset has 0.0"),
-    (f"{LOGS}/*-9-*", "\ndevice: Fake", "\ndevice: host standing in for", "measures nothing")]
+    (f"{LOGS}/*-9-*", "\ndevice: Fake", "\ndevice: host standing in for", "measures nothing")], [
+    (f"{LOGS}/*-1-*", "\ntokens: 99", "\ntokens: 297", "was given 297 tokens; its plan has 99"),
+    (f"{LOGS}/*-2-*", "preset: pocket", "preset: large", "has preset large"),
+    (CLAIM, PARENT, "2026-01-01_No", "2026-01-01_No/record.json is missing")], [
+    (OWN, "# ==== H", "# ---- H", "is not the root's from its banner on"),
+    (FIRST, '"number": 5', '"number": 93', f"{PARENT}: claims #93, 15.2 min; public.toml does not"),
+    (CLAIM, '"parent"', '"p\u0430rent"', "record.json has p\u0430rent; known are change, parent,"),
+    (f"{NEWEST}/README.md", "<!-- ledger: begin -->", "", "has no lines")], [
+    (OWN, "import random", "import evil", "it differs above the banner")], [
+    (OWN, "0.8**step", "0.7**step", "it differs above the banner")], [
+    (OWN, "import random", "import random:", f"{NEWEST}: invalid syntax"),
+    ("../train_gpt.py", "0.8**step", "0.7**step", "has the bytes of no record")]]
+UNREADABLE = [
+    (CLAIM, '"change"', '"parent": null, "change"', "record.json: a key stands in it twice"),
+    (CLAIM, "less loss", "less | loss", "record.json: change is 'less | loss'"),
+    *((FIRST, "15.2,", f"{text},", f"{PARENT}/record.json: minutes is {words}") for text, words in (
+        ('"15.2"', "'15.2'"), ("NaN", "nan"), ("0", "0"), ("-1", "-1"), ("true", "True"))),
+    (FIRST, "3.2741", "-5", "record.json: val_loss is -5"),
+    (FIRST, '"n": 1', '"n": -3', "record.json: n is -3"),
+    (f"{LOGS}/*-0-*", "\nval_loss: ", "\nval_loss: nan\nx: ", "a loss that is not finite")]
 
 
 def findings(folder, capsys):
-    """What verify prints, after its exit status is checked against it."""
+    """What verify says is wrong, after its exit status is checked against it."""
     capsys.readouterr()
     status = main(["verify", str(folder)])
-    out, _ = capsys.readouterr()
+    out, err = capsys.readouterr()
+    if status == 2:
+        assert not out and err.count("\n") == 1, out + err
+        return [err]
     assert status == (0 if "verified" in out.splitlines()[0] else 1), out
     return [] if status == 0 else out.splitlines()
 
@@ -80,50 +87,30 @@ def test_true_records_are_verified_and_not_written_otherwise_again(measured, tmp
     assert findings_anew(make_records(tmp_path), capsys) == []  # without runs
 
 
-@pytest.mark.parametrize("file, old, new, words", SPOILED)
-def test_verify_finds(file, old, new, words, records, capsys):
-    """And goes on with the other records."""
-    (path,) = records.glob(file) if "*" in file else [records / file]
-    edit(path, old, new)
+@pytest.mark.parametrize("spoiled", SPOILED)
+def test_verify_finds_each_of_many_faults(spoiled, records, capsys):
+    for file, old, new, _ in spoiled:
+        (path,) = records.glob(file) if "*" in file else [records / file]
+        edit(path, old, new)
     found = findings(records, capsys)
-    assert any(words in line for line in found), found
-    assert main(["list", str(records)]) in (0, 2)  # without a traceback
+    for *_, words in spoiled:
+        assert any(words in line for line in found), (words, found)
+    assert main(["list", str(records)]) == 0
+
+
+@pytest.mark.parametrize("file, old, new, words", UNREADABLE)
+def test_what_cannot_be_read_is_told_in_a_line_and_no_page_is_written(
+        file, old, new, words, records, capsys):
+    (path,) = records.glob(file)
+    edit(path, old, new)
+    before = (records / "README.md").read_bytes()
+    (found,) = findings(records, capsys)
+    assert words in found and path.parts[-3 if "logs" in file else -2] in found
+    assert main(["list", str(records), "--write"]) == 2
+    assert (records / "README.md").read_bytes() == before
 
 
 # ---- Cheats ----
-@pytest.mark.parametrize("old, new, words", [
-    (r"import os\n", "import os\nimport cheat\n", "with a harness that the root's script never"),
-    (r"return loss\n", "return 0.99 * loss\n", "a harness that the root's script never had"),
-    (r"import random\n", "import random\nimport cheat\n", "that has `import cheat`, too"),
-    (r"step:40/40 train_loss:(\S+) train_time:\d+", r"step:40/40 train_loss:\1 train_time:1",
-     "a step at 1 ms, after one at 11"),
-    (r"train_time:(?=\d)", "train_time:-", "a step at -"),
-    (r"train_time:\d+ms", "train_time:9e307ms", "a step at 9e+307 ms"),
-    (r"train_time_ms: \d+", "train_time_ms: -5", "train_time_ms is -5"),
-    (r"device: Fake", "device: F\u0430ke", "which is not ASCII"),
-    (r"\nseed: 1", "\nseed: \uff11", "which is not ASCII"),
-    (r"\nval_tokens: 65536", "\nval_tokens: 65536\nval_tokens: 9", "val_tokens twice"),
-    (r"\ntokens: 99", "\ntokens: 297", "was given 297 tokens; its plan has 99"),
-    (r"preset: pocket", "preset: large", "preset large"),
-    (r"\nval_digest: .*", "", "no val_digest")])
-def test_a_forged_log_is_found_and_not_filed(old, new, words, measured, records, tmp_path, capsys):
-    """Under the name that its forger would give it."""
-    subprocess.run("git init -q; git add .; git -c user.name=a -c user.email=b commit -qm 1",
-                   shell=True, check=True, cwd=tmp_path)
-    commits.cache_clear()
-    path, log = log_in(records, 1), tmp_path / "log.txt"
-    shutil.copy(log_of(measured / "out", NEWEST, 1), log)
-    for each in (path, log):
-        text, count = re.subn(old, new, each.read_text())
-        assert count
-        each.write_text(text)
-    if "large" not in new and "seed" not in new:
-        rename(path.parent)
-    assert any(words in line for line in findings(records, capsys))
-    assert main(["file", str(log), "--folder", str(records)]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_a_script_is_not_run(records, tmp_path, capsys):
     """Whatever it says of itself, by whatever type: verify, list and file read it alone."""
     for path in (records / OWN, records.parent / "train_gpt.py"):
@@ -144,11 +131,8 @@ def test_a_copied_record_is_found_with_its_logs(records, capsys):
     rename(third / "logs")
     found = findings_anew(records, capsys)
     assert len(found) == 10 and f"is a copy of {LOGS}/pocket-seed-" in found[0]
-    edit(third / "train_gpt.py", "2 * 2", "4")
     shutil.copy(records / FIRST, third)
-    found = findings(records, capsys)
-    assert f"{third.name}: its script computes what that of {NEWEST} does" in found
-    assert f"{third.name}: its public number is that of {PARENT}" in found
+    assert f"{third.name}: its public number is that of {PARENT}" in findings(records, capsys)
 
 
 @pytest.mark.parametrize("old, new", [
@@ -185,14 +169,12 @@ def test_links_hidden_files_and_others_are_found(records, tmp_path, capsys):
         (records / NEWEST / name).touch()
     shutil.move(log_in(records, 1), tmp_path / "log.txt")
     (records / LOGS / "a.txt").symlink_to(tmp_path / "log.txt")
-    (records / "2026-03-03_Fourth").mkdir()
     found = "\n".join(findings(records, capsys))
     for name in (*names[:3], ".w.pt", "a.txt"):
         assert f"{NEWEST}: its folder has {name}, a link or what no record needs" in found
-    assert "2026-03-03_Fourth/record.json: [Errno 2] No such file" in found
 
 
-def test_git_knows_old_harnesses_and_new_records(records, tmp_path, capsys):
+def test_git_knows_old_harnesses_and_new_records(measured, records, tmp_path, capsys):
     def git(*words):
         identity = ["-c", "user.name=a", "-c", "user.email=b"]
         subprocess.run(["git", *identity, *words], check=True, cwd=tmp_path)
@@ -206,7 +188,7 @@ def test_git_knows_old_harnesses_and_new_records(records, tmp_path, capsys):
         for path in (*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"):
             text = path.read_text().replace("return loss", f"return {step + 1} * loss")
             path.write_text(text.replace("import os\n", "import os.path as os_path, os\n"))
-    commits.cache_clear()
+    commit.cache_clear()
     assert findings_anew(records, capsys) == []
     assert main(["verify", str(records)]) == 0 and capsys.readouterr().err == ""
     third = records / "2026-03-03_Third"
@@ -218,34 +200,46 @@ def test_git_knows_old_harnesses_and_new_records(records, tmp_path, capsys):
     assert f"no runs yet of {third.name}\n" in err
     assert f"{third.name} is new, claims #5, 0.3 min, of https://example.org/log; new in" in err
     assert "import gzip, " in err and NEWEST not in err
+    edit(third / "train_gpt.py", "import gzip", "import gzip:")
+    assert f"{third.name}: invalid syntax" in "".join(findings(records, capsys))
+    shutil.rmtree(third)
+    for old, new in (("return loss", "return 0.99 * loss"), ("import sys\n", "import cheat\n")):
+        log = log_of(measured / "out", NEWEST, 1).read_text()
+        (tmp_path / "log.txt").write_text(log.replace(old, new))
+        shutil.copy(tmp_path / "log.txt", log_in(records, 1))
+        assert "a harness that the root's script never had" in "".join(findings(records, capsys))
+        assert main(["file", str(tmp_path / "log.txt"), "--folder", str(records)]) == 2
+        assert "a harness that the root's script never had" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, is_folder", [
-    ("README.md", False), ("README.md", True), ("train_gpt.py", False), ("train_gpt.py", True),
-    ("record.json", False), ("logs/a folder.txt", True)])
+    ("README.md", False), ("README.md", True), ("train_gpt.py", False), ("train_gpt.py", True)])
 def test_one_bad_folder_hides_nothing_and_stops_no_log(
         name, is_folder, measured, records, capsys):
     """Neither what verify finds elsewhere, nor the filing of another record's log."""
     edit(records / PARENT / "README.md", f"# {PARENT}\n", "# Another\n")
     shutil.rmtree(records / PARENT / "logs")
-    (records / NEWEST / name).unlink(missing_ok=True)
+    (records / NEWEST / name).unlink()
     if is_folder:
         (records / NEWEST / name).mkdir()
     found = findings(records, capsys)
     assert any(line.startswith(f"{PARENT}: README.md's title is not") for line in found), found
     assert any(NEWEST in line for line in found), found
     log = log_of(measured / "out", PARENT, 3)
-    main(["file", str(log), "--folder", str(records / PARENT)])
-    assert len([*(records / PARENT / "logs").iterdir()]) == 1
-    before = (records / "README.md").read_bytes()
-    assert name != "record.json" or main(["list", str(records), "--write"]) == 2
-    assert (records / "README.md").read_bytes() == before
+    assert main(["file", str(log), "--folder", str(records / PARENT)]) == 0
+
+
+@pytest.mark.parametrize("name", ["2026-02-02_Second/logs/a folder.txt", "2026-03-03_Fourth"])
+def test_folders_in_the_place_of_others_are_named(name, records, capsys):
+    (records / name).mkdir()
+    (found,) = findings(records, capsys)
+    assert name in found
 
 
 # ---- Filing, and what is shown ----
 @pytest.mark.parametrize("old, new, words", [
     ("\nval_loss: ", "\nval_lo", "is no finished run"),
-    ("import random\n", "import random\nprint(1)\n", "its source is no record's"),
+    ("import random\n", "import random\nimport cheat\n", "its source is no record's"),
     (r"2\.13\.0\+cpu|30407b9a0e1c536a", "2.14.0", "has the text of torch 2.14.0, not that of"),
     ("step:", "a step:", "has no step")])
 def test_a_log_that_is_no_records_run_is_refused_in_one_line(old, new, words, measured, records,
@@ -256,12 +250,12 @@ def test_a_log_that_is_no_records_run_is_refused_in_one_line(old, new, words, me
     assert main(["file", str(log), "--folder", str(records)]) == 2
     out, err = capsys.readouterr()
     assert out == "nothing is filed\n" and words in err and err.count("\n") == 1
-    assert err.startswith(f"ledger: {log}: refused: ")
+    assert err.startswith(f"ledger: refused: {log}")
     assert sorted(records.rglob("*")) == before
 
 
 def test_gpus_of_several_people_are_rows_of_one_table(records, tmp_path, capsys):
-    """Eight H100s first, though others have lower names; a seed counts once."""
+    """Eight H100s first, though others are more and have lower names; a seed counts once."""
     words = ["--preset", "record", "--seeds", "1", "--out", str(tmp_path / "gpu")]
     assert main(["run", str(records / NEWEST), *words]) == 0
     text = log_of(tmp_path / "gpu", NEWEST, 0).read_text()
@@ -269,7 +263,7 @@ def test_gpus_of_several_people_are_rows_of_one_table(records, tmp_path, capsys)
     h100 = "NVIDIA H100 80GB HBM3"
     for ranks, device, driver, seed, loss in (
             (1, "NVIDIA A100", 580, 0, 3.5), (8, h100, 580, 0, 3.1), (8, h100, 580, 0, 3.2),
-            (1, "NVIDIA GeForce RTX 4090", 1, 0, 3.4), (8, h100, 580, 1, 3.25),
+            (16, "NVIDIA GeForce RTX 4090", 1, 0, 3.4), (8, h100, 580, 1, 3.25),
             (8, h100, 570, 0, 3.3)):
         own = re.sub(r"(step:80/80 val_loss:|\nval_loss: )\S+", rf"\g<1>{loss}", text)
         for old, new in (("\nseed: 0", f"\nseed: {seed}"), ("train_loss:9.", f"train_loss:{loss}"),
@@ -287,8 +281,8 @@ def test_gpus_of_several_people_are_rows_of_one_table(records, tmp_path, capsys)
     page = (records / "README.md").read_text()
     row = r"^\| \[Second\].*? \| record on NVIDIA (.*?), .*driver (\d+)"
     machines = re.findall(row, page, re.M)
-    assert machines == [("H100 80GB HBM3", "580"), ("H100 80GB HBM3", "570"), ("A100", "580"),
-                        ("GeForce RTX 4090", "1")]
+    assert machines == [("H100 80GB HBM3", "580"), ("H100 80GB HBM3", "570"),
+                        ("GeForce RTX 4090", "1"), ("A100", "580")]
     assert "| 3.2000 ± 0.0707 (2) | 0.2 |" in page and page.count("| Record | Machine |") == 1
     assert "No GPU" not in (records / NEWEST / "README.md").read_text()
 
@@ -307,16 +301,19 @@ def test_the_pages_tell_what_is_here_and_what_it_gave(records, capsys):
     assert (f"| [#5]({pulls}) | 2024-10-14 | 15.20 | the first | @a | [#5 First]({PARENT}) |\n"
             f"| #6 | 2024-10-15 | 15.1 | a twin | @b | [#5 First]({PARENT}) |\n"
             "| #7 | 2024-10-16 | 14 | types |  | rounding |\n") in page
-    assert "| pocket | `1.78` | `65536` |" in page and page.endswith("\nEnd.\n")
-    assert "(p " not in page  # the pocket's evidence has none
+    assert page.endswith("\nEnd.\n") and "(p " not in page  # the pocket's evidence has none
+    assert "(10) |  | 0.0" in (records / NEWEST / "README.md").read_text()
     third = records / "2026-03-03_7a_Third"
     shutil.copytree(records / NEWEST, third, ignore=shutil.ignore_patterns("logs"))
     claim = json.loads((records / FIRST).read_text()) | {"parent": NEWEST}
     claim["published"] |= {"number": 7, "minutes": 14}
     (third / "record.json").write_text(json.dumps(claim))
-    known, _ = ledger_records.find_records(records)
+    known = ledger_records.find_records(records)
     assert [one.name for one in known] == ["#5 First", "Second", "#7 Third"]
-    assert main(["list", str(records)]) == 0 and "step to #7" in capsys.readouterr().out
+    assert main(["list", str(records), "--write"]) == 0
+    assert "| [Second](2026-02-02_Second) | less loss | step to #7 |" in (
+        records / "README.md").read_text()
+    capsys.readouterr()
     assert main(["list", str(records / NEWEST)]) == 0
     out = capsys.readouterr().out
     assert "Second" in out and "First" not in out and "Below target" in out

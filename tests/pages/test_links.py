@@ -40,21 +40,24 @@ def test_the_files_that_contributing_lists_are_there():
 
 
 @pytest.fixture(scope="module")
-def tools():
-    """The text of all that has flags."""
+def flags():
+    """Those that a program of the project names, and the settings of its scripts."""
+    found = set(OTHERS)
     files = [REPO / "run.sh", REPO / "train_gpt.py"]
     for pattern in "data/*.py", "tests/*.py", "records/**/*.py":
         files += REPO.glob(pattern)
-    return "\n".join(file.read_text() for file in files)
+    for file in files:
+        text = file.read_text()
+        found.update(re.findall(r"[ \"'](--[\w-]+)(?=[ \"')])", text))
+        found.update(f"--{name}" for name in re.findall(r"^    (\w+): ", text, re.MULTILINE))
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_flags_that_a_page_names_exist(page, tools):
+def test_flags_that_a_page_names_exist(page, flags):
     text = prose_of(page)
     for block in blocks_of(page):
         for line in block.commands():
             if line.startswith(("python", "./run.sh", "torchrun")):
                 text += f"\n{line}"
-    for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - OTHERS:
-        field = rf"^    {flag[2:]}: "  # of a script
-        assert re.search(rf"{field}|[ \"']{flag}[ \"')]", tools, re.MULTILINE), flag
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= flags

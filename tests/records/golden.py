@@ -28,6 +28,7 @@ for each step.
 import argparse
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -119,6 +120,18 @@ def load(path: Path):
     return shards.load_script(path / "train_gpt.py")
 
 
+def shrink_blocks(script):
+    """The tiny run's blocks of attention, and the steps by which a window grows.
+
+    Where a mask does not depend on blocks, larger ones take less time.
+    """
+    script.BLOCK = BLOCK
+    if hasattr(script.Hyperparameters, "stages"):
+        script.BLOCK = 4 * BLOCK
+    if hasattr(script, "CHUNK"):
+        script.CHUNK = BLOCK // 2
+
+
 def full_size(script) -> dict:
     """What is smaller in a tiny run, as the record has it: a number, or one for each step."""
     cfg = script.Hyperparameters()
@@ -131,8 +144,10 @@ def full_size(script) -> dict:
     found["size parameters"] = [sum(param.numel() for param in params)]
     for step in range(cfg.num_iterations):
         for name, value in schedule_fields(script.schedule(step, cfg)):
-            steps = found.setdefault(f"schedule {name}", [0.0] * cfg.num_iterations)
-            steps[step] = value
+            key = f"schedule {name}"
+            if key not in found:
+                found[key] = np.zeros(cfg.num_iterations)
+            found[key][step] = value
     return found
 
 
@@ -365,6 +380,16 @@ def in_float64():
         torch.set_default_dtype(before)
 
 
+@contextlib.contextmanager
+def without_collections():
+    """Python looks for no cycles, which would take it through all modules of torch again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 # ---- Numbers ----------------------------------------------------------------
 class Number(NamedTuple):
     value: float
@@ -381,15 +406,13 @@ def sums(x) -> list[Number]:
 def measure(path: Path) -> dict:
     """The numbers of a record's folder, each a list of one or two `Number`s, by what they are."""
     numbers = {}
-    with tempfile.TemporaryDirectory() as folder, in_float64():
+    with tempfile.TemporaryDirectory() as folder, in_float64(), without_collections():
         script = load(path)
         for name, values in full_size(script).items():
             is_single = name.startswith("size")
             numbers[name] = list(map(Number, values, values)) if is_single else sums(values)
         write_tables(Path(folder))
-        script.BLOCK = BLOCK
-        if hasattr(script, "CHUNK"):  # by which a window grows
-            script.CHUNK = BLOCK // 2
+        shrink_blocks(script)
         cfg = tiny(script, Path(folder))
         if hasattr(cfg, "last_validation"):
             for name, table in rotary_tables(script, cfg).items():

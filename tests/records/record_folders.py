@@ -1,16 +1,44 @@
-"""The folders of the records, in the order of their dates."""
+"""The folders of the records, in the order of their dates, and which of them a test needs."""
 
+import functools
 import json
+import re
 
+import golden
 import pytest
 from conftest import REPO
 
 RECORDS = sorted(path.parent for path in (REPO / "records").glob("20*/record.json"))
+load = functools.cache(golden.load)  # tests put back what they change
 
 
 def claim(record):
     """What its record.json says."""
     return json.loads((record / "record.json").read_text())
+
+
+@functools.cache
+def source(record):
+    """Its script above the harness, which all records share."""
+    return (record / "train_gpt.py").read_text().partition("# ==== Harness")[0]
+
+
+def having(name):
+    """The records whose script has a function, class, field or method of this name."""
+    return [record for record in RECORDS if re.search(rf"^ *(def |class )?{name}[(:]",
+                                                      source(record), re.M)]
+
+
+def one_of_each_kind(records, *names):
+    """Of those that have the same text of these functions and classes the last one.
+
+    So the newest record is always among them.
+    """
+    of_names = re.compile(rf"^(?:def|class) (?:{'|'.join(names)})\b.*?(?=^[^\s)])", re.M | re.S)
+    found = {}
+    for record in records:
+        found[tuple(of_names.findall(source(record)))] = record
+    return list(found.values())
 
 
 def for_each(records):

@@ -4,33 +4,18 @@ A query sees its own document, of it no token after itself, and at most `reach` 
 #28 it sees all of each block that begins fewer than `reach` tokens back.
 """
 
-import functools
 import inspect
 
 import golden
 import numpy as np
 import pytest
 import torch
-from record_folders import RECORDS, for_each
+from record_folders import for_each, having, load, one_of_each_kind
 from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = golden.BLOCK
 LENGTH = 6 * BLOCK
-load = functools.cache(golden.load)
-
-
-def masked(record):
-    return hasattr(load(record), "flex_mask")
-
-
-def one_of_each_text():
-    """Records whose masks are written differently. The others have the same functions."""
-    found = {}
-    for record in filter(masked, RECORDS):
-        script = load(record)
-        functions = [script.first_keys, script.flex_mask, script.dense_mask]
-        found.setdefault("".join(map(inspect.getsource, functions)), record)
-    return list(found.values())
+KINDS = one_of_each_kind(having("flex_mask"), "first_keys", "flex_mask", "dense_mask")
 
 
 @pytest.fixture
@@ -40,7 +25,7 @@ def script(record, monkeypatch):
     return script
 
 
-@for_each(one_of_each_text())
+@for_each(KINDS)
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5, 9])
 def test_masks_see_what_the_rule_says(record, script, blocks):
     tokens = golden.tokens_of(f"masks {blocks}", 2 * LENGTH).reshape(2, LENGTH)

@@ -1,19 +1,16 @@
 """What the public records say of themselves, at full size: schedules, rows of hashes, ids of a
 softmax. published.toml has the figures of each; here those of #92 stand, too."""
 
-import functools
 import itertools
 import math
 import tomllib
 from pathlib import Path
 
-import golden
 import numpy as np
 import pytest
 import torch
-from record_folders import RECORDS, claim
+from record_folders import RECORDS, claim, load
 
-load = functools.cache(golden.load)
 FIGURES, latest = {}, {}  # by number
 for number, own in tomllib.loads(Path(__file__).with_name("published.toml").read_text()).items():
     latest = latest | own
@@ -55,38 +52,22 @@ def figures(record, published):
     long = [windows_of(now)[0] for now in schedules]
     if len(steps) not in published["windows"]:  # the last validation's, which some records count
         long.pop()
+    factors = [now.lr_factor for now in steps]
+    changes = changes_of(factors)
+    falls = next(step for step, after in changes if after < factors[step - 1] - 1e-5)
     found = dict(
         steps=len(steps),
         windows=[step for step, _ in changes_of(long)],
         at_last=windows_of(last),
         shorts=[[long, dict(map(windows_of, steps))[long]] for long, _ in published["shorts"]],
-    )
-    if "tokens" in published:
-        decimals = len(str(published["tokens"]).partition(".")[2])
-        found["tokens"] = round(script.plan(cfg).tokens[-1] / 1e6, decimals)
-    factors = [now.lr_factor for now in steps]
-    changes = changes_of(factors)
-    falls = next(step for step, after in changes if after < factors[step - 1] - 1e-5)
-    found |= dict(
         falls=falls,
         jumps=[step for step, after in changes if after > factors[step - 1]],
         plateaus=factors[:1] + [after for step, after in changes if step < falls],
         last_rate=last.lr_factor,
-        rates=[[step, factors[step]] for step, _ in published.get("rates", ())],
-        momenta=[steps[step].momentum for step in (0, 150, 300, -49, -1)],
     )
-    if "tied" in vars(last):
-        tied = [now.tied for now in steps]
-        adam = [now.adam_steps for now in steps]
-        last_copy = max(step for step in range(len(steps)) if tied[step] and adam[step])
-        found |= dict(
-            tied=[sum(tied), last_copy],
-            adam_steps=[sum(adam), sum(map(bool.__and__, tied, adam))],
-            fading=[[step, steps[step].target_weights[-1]]
-                    for step, _ in published.get("fading", ())],
-        )
-    if "frozen" in vars(last):
-        found["frozen"] = [step for step, _ in changes_of([now.frozen for now in steps])]
+    if "tokens" in published:
+        decimals = len(str(published["tokens"]).partition(".")[2])
+        found["tokens"] = round(script.plan(cfg).tokens[-1] / 1e6, decimals)
     if "multipliers" in published:
         groups = script.parameter_groups(cfg)
         attention, mlp = groups["attention"].factors, groups["mlp"].factors
@@ -119,22 +100,6 @@ def test_pairs_of_tokens_have_the_published_rows():
 # ---- #92
 
 
-def test_rates_of_92():
-    _, cfg, schedules = settings(NEWEST)
-    assert load(NEWEST).plan(cfg).tokens[-1] == 328_663_040
-    rates = {234: 1, 235: 0.999255, 319: 0.936702, 320: 1.408383, 513: 1.157894, 514: 1.156596,
-             680: 0.941149, 681: 1.049989, 1106: 0.403447, 1107: 0.391182, 1173: 0.301361,
-             1174: 0.3, 1193: 0.3}
-    assert {s: schedules[s].lr_factor for s in rates} == pytest.approx(rates, abs=5.1e-7)
-    assert schedules[1145].momentum == pytest.approx(0.9284)
-    assert schedules[1193].momentum == pytest.approx(0.8516)
-    windows = [windows_of(schedules[step]) for step in (0, 320, 681, 1107, 1174, 1194)]
-    assert windows == [[3, 1], [7, 3], [11, 5], [11, 5], [13, 6], [20, 6]]
-    classes = [now.classes for now in schedules]
-    assert classes[0] == 10_240
-    assert changes_of(classes) == [(681, 14_336), (965, 24_576), (1107, 0)]
-
-
 def test_steps_of_tables_and_adam_in_92():
     """Of value embeddings and of the n-gram table, and of embedding and head."""
     script, cfg, schedules = settings(NEWEST)
@@ -152,25 +117,6 @@ def test_steps_of_tables_and_adam_in_92():
     assert head == list(range(1, 1194, 2)) and len(head) == 597
     tied = [step for step in head if schedules[step].tied]
     assert tied == list(range(1, 1176, 2))
-
-
-def test_averages_of_92():
-    taken = {}
-    for step, now in enumerate(settings(NEWEST)[2][:-1]):
-        for name, rate in now.average_rates.items():
-            taken.setdefault(name, {})[step] = rate
-    ends = taken["ends"]
-    assert list(ends) == [896, *range(897, 1194, 2)]
-    rates = [ends[step] for step in range(897, 1192, 2)]
-    assert rates == pytest.approx([0.0133331842] * 148, abs=5e-11)
-    assert ends[1193] == pytest.approx(0.0066889632, abs=5e-11)
-    # The first take of the others is a copy.
-    late = {step: rate for step, rate in taken["late"].items() if rate < 1}
-    assert list(late) == list(range(949, 1194, 4)) and set(late.values()) == {4 / 53}
-    banks = {step: rate for step, rate in taken["banks"].items() if rate < 1}
-    assert list(banks) == sorted([*range(901, 1194, 4), 1192]) and set(banks.values()) == {2 / 75}
-    tables = {step: rate for step, rate in taken["tables"].items() if rate < 1}
-    assert set(tables.values()) == {4 / 53}
 
 
 def test_classes_of_a_softmax_in_92():

@@ -1,4 +1,4 @@
-"""Several ranks compute what one does: whole tiny runs of each record in float64.
+"""Several ranks compute what one does: whole tiny runs in float64, of each kind of optimizers.
 
 Ranks are threads, each with a model and optimizers of its own. torch's collectives are replaced by
 ones that hand tensors from thread to thread.
@@ -8,15 +8,18 @@ import copy
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from golden import BLOCK, VALIDATED, TinyRun, in_float64, load, tiny, write_tables
-from record_folders import RECORDS, for_each_slowly
+from golden import TinyRun, in_float64, load, shrink_blocks, tiny, write_tables
+from record_folders import RECORDS, for_each_slowly, one_of_each_kind
 
 EXACT = 1e-9  # of a tensor, relative: float64 through some steps
+# What knows of ranks. The harness does, too, and all records share it.
+KINDS = one_of_each_kind(
+    RECORDS, "Optimizer", "ReplicatedOptimizer", "ShardedOptimizer", "Adam", "Muon", "NgramTable",
+    "build_optimizers", "step_optimizers", "step_tied", "cut_rows")
 
 
 class Exchange:
@@ -101,32 +104,22 @@ class Exchange:
 
 
 class RankRun(TinyRun):
-    """A rank's run. Each of its forward passes has one sequence."""
+    """A rank's run, of a module of its own. Each of its forward passes has one sequence."""
 
-    def __init__(self, script, cfg, rank=0, world_size=1):
-        ranks = script.Ranks
+    def __init__(self, record, folder, count, rank=0, exchange=None):
+        script = load(record)
+        shrink_blocks(script)
+        make_ranks = script.Ranks
 
         def of_this_rank(cfg):
-            found = ranks(cfg)
-            found.rank = rank
-            found.world_size = world_size
-            return found
+            ranks = make_ranks(cfg)
+            ranks.rank = rank
+            ranks.world_size = count if exchange else 1
+            return ranks
 
         script.Ranks = of_this_rank
-        super().__init__(script, cfg)
-        script.Ranks = ranks
-
-    def train(self):
-        self.script.train(self, self.cfg)
-
-    def pause(self, step, complete):
-        self.step = step
-        is_last = step == self.cfg.num_iterations
-        if is_last or step == VALIDATED:
-            now = self.script.schedule(step, self.cfg)
-            loss = self.script.validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
-            self.validations.append(loss)
-        return is_last
+        script.dist = exchange
+        super().__init__(script, tiny(script, folder, sequences_per_step=count))
 
     def batches(self, rows):
         num_sequences = len(rows[0])
@@ -144,31 +137,27 @@ class RankRun(TinyRun):
         return {name: value.clone() for name, value in found.items()}
 
 
-@for_each_slowly(RECORDS)
-def test_ranks_compute_what_one_does(record, tmp_path, monkeypatch):
+@for_each_slowly(KINDS)
+def test_ranks_compute_what_one_does(record, tmp_path):
     """On two of them; of the newest record on five, which divide no number of its matrices."""
     count = 5 if record == RECORDS[-1] else 2
+    write_tables(tmp_path)
+    exchange = Exchange(count)
+
+    def run(rank):
+        mine = RankRun(record, tmp_path, count, rank, exchange)
+        mine.train()
+        return mine, mine.state()
+
     with in_float64():
-        script = load(record)
-        script.BLOCK = BLOCK
-        write_tables(Path(tmp_path))
-        cfg = tiny(script, Path(tmp_path), sequences_per_step=count)
-        one = RankRun(script, cfg)
+        one = RankRun(record, tmp_path, count)
         one.train()
         expected = one.state()
-        exchange = Exchange(count)
-        monkeypatch.setattr(script, "dist", exchange)
-
-        def run(rank):
-            mine = RankRun(script, cfg, rank, count)
-            mine.train()
-            return mine, mine.state()
-
         found = exchange.on_each_rank(run)
-    for rank, (run, state) in enumerate(found):
-        assert run.validations == pytest.approx(one.validations, rel=1e-11)
+    for rank, (mine, state) in enumerate(found):
+        assert mine.validations == pytest.approx(one.validations, rel=1e-11)
         for name, value in state.items():
             error = (value - expected[name]).norm()
             assert error <= EXACT * expected[name].norm() + 1e-12, (rank, name)
-    losses = np.mean([run.losses for run, _ in found], axis=0)
+    losses = np.mean([mine.losses for mine, _ in found], axis=0)
     assert losses == pytest.approx(np.array(one.losses), rel=1e-11)

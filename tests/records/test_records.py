@@ -1,5 +1,6 @@
 """What golden numbers in float64 leave out: names, pockets, types, FP8, and where gradients are."""
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -8,18 +9,16 @@ from types import SimpleNamespace
 import golden
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import REPO
-from record_folders import RECORDS, claim
+from record_folders import RECORDS, claim, for_each, having, load, one_of_each_kind
 
 BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significant bits
 FP32_EPS = 2.0**-23  # what the norm adds to the mean square of fp32
-load = functools.cache(golden.load)
-
-
-@pytest.fixture(params=RECORDS, ids=lambda record: record.name)
-def record(request):
-    return request.param
+FP8_KINDS = one_of_each_kind(having("FP8Product"), "FP8Product", "Head")
+# What multiplies by a weight
+LAYER_KINDS = one_of_each_kind(
+    RECORDS, "CausalSelfAttention", "MLP", "LastBlock", "CastedLinear", "Head", "Table", "Factors",
+    "GroupFactors")
 
 
 @pytest.fixture
@@ -27,12 +26,7 @@ def script(record):
     return load(record)
 
 
-@pytest.fixture
-def cfg(script, tmp_path):
-    golden.write_tables(tmp_path)
-    return golden.tiny(script, tmp_path)
-
-
+@for_each(RECORDS)
 def test_each_place_of_a_docstrings_map_is_there(script):
     rows = script.__doc__.partition("\nTechnique ")[2].splitlines()[1:]
     assert len(rows) >= 3
@@ -41,6 +35,7 @@ def test_each_place_of_a_docstrings_map_is_there(script):
             assert functools.reduce(getattr, place.split("."), script), row
 
 
+@for_each(RECORDS)
 def test_a_script_names_itself_and_its_parent(record, script):
     assert f"\nRecord: {record.name}\n" in script.__doc__
     parent = claim(record)["parent"]
@@ -49,19 +44,17 @@ def test_a_script_names_itself_and_its_parent(record, script):
         assert record.parent.joinpath(parent, "record.json").exists()
 
 
+@for_each(RECORDS)
 def test_the_pockets_have_one_width_depth_and_target(script):
+    """And sequences for up to eight ranks, as the records."""
     cfg, root = (x.parse_args(["--preset", "pocket"]) for x in (script, load(REPO)))
     layers = cfg.layers if hasattr(cfg, "layers") else range(cfg.num_layers)
     assert len(layers) == len(root.layers)
     same = """model_dim head_dim vocab_size eot_token val_tokens val_files train_files target_loss
         num_iterations""".split()
     assert [getattr(cfg, x) for x in same] == [getattr(root, x) for x in same]
-
-
-def test_the_sequences_of_a_step_are_for_up_to_eight_ranks(script):
-    for preset in ("record", "pocket"):
-        cfg = script.parse_args(["--preset", preset])
-        assert cfg.sequences_per_step % 8 == 0
+    record = script.Hyperparameters()
+    assert cfg.sequences_per_step % 8 == record.sequences_per_step % 8 == 0
 
 
 def tokens_of_pocket(script):
@@ -71,8 +64,7 @@ def tokens_of_pocket(script):
 
 def test_the_pockets_of_one_table_of_stages_train_on_as_many_tokens():
     """From the first record whose batches grow in three stages to the last one before five."""
-    scripts = [load(record) for record in RECORDS]
-    in_stages = [x for x in scripts if hasattr(x.Hyperparameters, "extension")]
+    in_stages = [load(record) for record in having("extension")]
     three = [x for x in in_stages if len(x.Hyperparameters.stages) == 3]
     grow = [x for x in three if len({row.seq_len for row in x.Hyperparameters.stages}) == 3]
     assert len(grow) > 10
@@ -83,6 +75,7 @@ def test_the_pockets_of_one_table_of_stages_train_on_as_many_tokens():
     assert len({tokens_of_pocket(x) for x in in_stages if x not in three}) == 1
 
 
+@for_each(one_of_each_kind(RECORDS, "norm"))
 def test_the_norm_adds_the_epsilon_of_its_day(record, script):
     """To the mean square of bf16 2^-7, of fp32 2^-23; since #21 always that. #2 and #4: 1e-6."""
     generator = torch.Generator().manual_seed(0)
@@ -104,46 +97,17 @@ def test_the_norm_adds_the_epsilon_of_its_day(record, script):
         assert (error <= 1.01 * rounding * exact.abs()).all()
 
 
-def fp8_records():
-    return [record for record in RECORDS if hasattr(load(record), "FP8Product")]
-
-
-@pytest.mark.parametrize("record", fp8_records(), ids=lambda record: record.name)
-def test_the_heads_products_are_fp8_while_training(record, script, cfg):
-    """Casts to e4m3 by the script's scales, products exact; gradients are those of bf16, nearly."""
-    model = golden.make_model(script, cfg)
-    model.lm_head.use_fp8 = True
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, cfg.model_dim, generator=generator).bfloat16().requires_grad_()
-    w = model.lm_head.weight
-
-    def rounded(x, scale):
-        limited = (x.detach().float() * scale).clamp(-448, 448)
-        return limited.to(torch.float8_e4m3fn).double() / scale
-
-    found = script.FP8Product.apply(x, w)
-    products = rounded(x, script.FP8_X_SCALE) @ rounded(w, script.FP8_W_SCALE).T
-    assert ((found.double() - products).abs() <= BF16_STEP * products.abs() + 1e-6).all()
-    assert not torch.equal(model.logits(x), model.eval().logits(x))
-    # A gradient of the size that it has in training
-    grad = torch.randn(found.shape, generator=generator) / script.FP8_GRAD_SCALE
-    exact = F.linear(x.double(), w.double())
-    expected = torch.autograd.grad(exact, [x, w], grad.double())
-    grads = torch.autograd.grad(found, [x, w], grad.bfloat16())
-    for of_one, right in zip(grads, expected):
-        error = (of_one.double() - right.double()).norm() / right.double().norm()
-        assert 0 < error < 2.0**-3  # largest relative error of rounding to e5m2
-
-
+@for_each(one_of_each_kind(RECORDS, "prepare"))
 @pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["A100", "H100"])
-def test_fp8_is_for_cards_that_have_it(script, cfg, capability, monkeypatch):
+def test_fp8_is_for_cards_that_have_it(script, capability, monkeypatch):
     """A GPU that torch.cuda pretends to have."""
     properties = SimpleNamespace(shared_memory_per_block_optin=227 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: properties)
-    files = [name for name in ("prefix_file", "canonical_file") if name in vars(cfg)]
-    cfg = script.Hyperparameters(**dict.fromkeys(files, ""))
+    cfg = script.Hyperparameters()
+    files = {name: "" for name in ("prefix_file", "canonical_file") if name in vars(cfg)}
+    cfg = dataclasses.replace(cfg, **files)
     with torch.device("meta"):
         model = script.GPT(cfg)
     model.compile = lambda **kwargs: None
@@ -160,14 +124,16 @@ def strides_of(tensor):
     return [stride for size, stride in sizes if size > 1]
 
 
-@pytest.mark.parametrize("use_fp8", [False, True], ids=["fp32", "fp8"])
-def test_each_gradient_arrives_with_the_strides_of_its_view(script, cfg, use_fp8, monkeypatch):
+@pytest.mark.parametrize("record, use_fp8", [
+    *[pytest.param(record, False, id=record.name) for record in LAYER_KINDS],
+    *[pytest.param(record, True, id=f"{record.name}-fp8") for record in FP8_KINDS],
+])
+def test_each_gradient_arrives_with_the_strides_of_its_view(record, use_fp8, tmp_path):
     """In the buffer of its optimizer. Else the sum would be of unlike layouts, which is slow."""
-    if use_fp8 and not hasattr(script, "FP8Product"):
-        return
-    for name, size in (("BLOCK", golden.BLOCK), ("CHUNK", golden.BLOCK // 2)):  # of masks
-        if hasattr(script, name):
-            monkeypatch.setattr(script, name, size)
+    golden.write_tables(tmp_path)
+    script = golden.load(record)
+    golden.shrink_blocks(script)
+    cfg = golden.tiny(script, tmp_path)
     model = golden.make_model(script, cfg)
     if use_fp8:
         model.lm_head.use_fp8 = True

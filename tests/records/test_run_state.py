@@ -2,25 +2,18 @@
 rows of a table."""
 
 import dataclasses
-import functools
 import re
 from types import SimpleNamespace
 
 import golden
 import pytest
 import torch
-from record_folders import RECORDS, for_each, for_each_slowly
+from record_folders import for_each, for_each_slowly, having, load, one_of_each_kind
 
 BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significant bits
 FLAGS = """--preset pocket --device cpu --val_tokens 512 --val_seq_len 256 --num_iterations 6
     --extension_steps 2 --save_every 4 --sequences_per_step 2 --sequences_per_forward 2""".split()
-load = functools.cache(golden.load)
-
-
-def having(name):
-    """The records whose script, or whose settings, have this."""
-    return [record for record in RECORDS
-            if hasattr(load(record), name) or hasattr(load(record).Hyperparameters, name)]
+TABLES = for_each(one_of_each_kind(having("NgramTable"), "NgramTable"))
 
 
 @pytest.fixture
@@ -29,7 +22,8 @@ def script(record, tmp_path, monkeypatch, pocket_data):
     return load(record)
 
 
-@for_each_slowly(having("averages"))
+@for_each_slowly(
+    one_of_each_kind(having("averages"), "ShardedOptimizer", "NgramTable", "Place"))
 def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path, capsys):
     """Runs end with the same weights, averages, sweeps and rows, to the bit. One that is resumed
     where it has ended validates the same weights: averages are written once."""
@@ -52,21 +46,12 @@ def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path, capsys):
         assert other.pop("loss") == loss and other_place == place
         for name, x in cold.items():
             assert x.equal(other[name]), name
+    if hasattr(script, "first_sweeps"):  # they go on from step to step
+        sweeps = script.Place(*place).sweeps
+        assert len(sweeps) == 2 and sweeps != tuple(script.first_sweeps(272, 2))
 
 
-@for_each(having("candidates"))
-def test_sweeps_go_on_from_step_to_step(record, script, tmp_path):
-    assert script.main([*FLAGS, "--run_id=x", "--warmup_steps=0"]) == 0
-    state = script.load_checkpoint(tmp_path / "logs/x/step-000006.pt")
-    place = script.Place(*state["loader"])
-    assert len(place.sweeps) == 2 and place.sweeps != tuple(script.first_sweeps(272, 2))
-
-
-def with_signs():
-    return [record for record in RECORDS if hasattr(load(record).Hyperparameters, "sign_rows")]
-
-
-@for_each(with_signs())
+@for_each(one_of_each_kind(having("sign_rows"), "hash_signs"))
 def test_the_signs_that_were_drawn_are_saved(record, tmp_path):
     """A model that is given a checkpoint's weights draws none, as where it is to write text."""
     script = load(record)
@@ -79,7 +64,7 @@ def test_the_signs_that_were_drawn_are_saved(record, tmp_path):
     assert signs.unique().tolist() == [-1, 1] and getattr(again, name).equal(signs)
 
 
-@for_each(having("candidates"))
+@for_each(one_of_each_kind(having("candidates"), "candidates", "cut_rows"))
 def test_more_targets_than_classes_end_a_run(record, script, capsys, monkeypatch):
     rows = [dataclasses.replace(row, classes=16) for row in script.POCKET["stages"]]
     monkeypatch.setitem(script.POCKET, "stages", tuple(rows))
@@ -88,7 +73,7 @@ def test_more_targets_than_classes_end_a_run(record, script, capsys, monkeypatch
     assert "stages: 16 classes are fewer than the " in error and error.count("\n") == 1
 
 
-@for_each(having("NgramTable"))
+@TABLES
 @pytest.mark.parametrize("flag", [
     "--sweep_stride=34", "--ngram_rows=1000002", "--ngram_rows=9", "--init=a.pt"])
 def test_what_sweeps_and_table_cannot_have_is_refused(record, script, capsys, flag):
@@ -120,7 +105,7 @@ def stepped_rows(rows, grads, group, lr):
     return rows - change - group.decay * lr**2 * shrinking
 
 
-@for_each(having("NgramTable"))
+@TABLES
 def test_an_update_steps_more_rows_than_one_piece_has(record):
     """Of 400,000 rows 340,000, which it takes in pieces of 131,072."""
     script, step = load(record), 1
@@ -145,7 +130,7 @@ def test_an_update_steps_more_rows_than_one_piece_has(record):
     assert found[order[340_000:]].equal(rows[order[340_000:]])
 
 
-@for_each(having("NgramTable"))
+@TABLES
 def test_gradients_of_bf16_rows_are_summed_in_fp32(record, monkeypatch):
     """As on a GPU, whose rows are bf16: those of a pass, and those of the passes of an update.
 

@@ -18,7 +18,7 @@ from tiny_runs import to_argv
 import train_gpt
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["test_survival"])
+FORKS.set_forkserver_preload(["test_survival", "torch._dynamo"])  # a step imports the latter
 THREADS_LEFT = 70  # an exit code of these tests alone
 
 

@@ -188,15 +188,6 @@ def test_an_import_does_nothing_and_a_run_needs_no_utf8_and_no_home(data_flags, 
     assert larger.numel() and 100 < int(final_values(done.stdout)["peak_memory_mib"]) < 1024
 
 
-def test_a_run_without_standard_streams_trains_and_logs(data_flags, tmp_path):
-    """As a daemon begins. What it opens must not take their numbers."""
-    command = [sys.executable, train_gpt.SCRIPT, *to_argv(FLAGS | data_flags)]
-    code = 'exec "$@" <&- >&- 2>&-'
-    done = subprocess.run(["sh", "-c", code, "sh", *command], cwd=tmp_path)
-    log = (tmp_path / "logs" / "x" / "log.txt").read_text()
-    assert done.returncode == 0 and float(final_values(log)["val_loss"])
-
-
 ALONE = "each task would train alone; let one start torchrun"
 
 

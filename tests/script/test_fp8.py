@@ -1,8 +1,7 @@
-"""The FP8 head against float64, its factors rounded to the values of the formats' bits."""
+"""The FP8 head against float64, its factors rounded to the formats."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,24 +14,20 @@ FP32_SUM = 1e-5  # of a sum of some hundred fp32 products, in units of the sum o
 
 
 def rounded(x, scale, dtype):
-    """x · scale, an fp32, rounded to the nearest value of the format, ties to even, as float64."""
-    values = torch.arange(128, dtype=torch.uint8).view(dtype).double()
-    values = values[values.isfinite()].numpy()  # all that are not negative, in order
-    scaled = x.float().numpy() * np.float32(scale)
-    size = np.minimum(np.abs(scaled.astype(np.float64)), values[-1])
-    right = np.searchsorted(values, size).clip(1, len(values) - 1)
-    low, high = values[right - 1], values[right]
-    up = (size - low > high - size) | ((size - low == high - size) & (right % 2 == 0))
-    return torch.from_numpy(np.where(up, high, low) * np.sign(x.double().numpy()))
+    """x · scale in fp32, then the nearest value of the format, as float64."""
+    limit = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-limit, limit).to(dtype).double()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_the_cast_rounds_to_the_nearest_value_of_the_format_and_saturates(dtype):
-    scale, generator = 2.0**9, torch.Generator().manual_seed(0)
-    x = torch.randn(4000, generator=generator) * torch.logspace(-9, 2, 4000)
-    x[-3:] = torch.tensor([math.inf, -math.inf, 1.05 * torch.finfo(dtype).max / scale])
+def test_the_cast_scales_in_fp32_and_saturates(dtype):
+    x = torch.randn(4000, generator=torch.Generator().manual_seed(0))
+    x[-3:] = torch.tensor([math.inf, -math.inf, 1e5])
     for given in (x, x.bfloat16()):
-        assert torch.equal(to_fp8(given, scale, dtype).double(), rounded(given, scale, dtype))
+        found = to_fp8(given, 2.3, dtype).double()
+        assert found.equal(rounded(given, 2.3, dtype))
+        largest = torch.finfo(dtype).max
+        assert found[-3:].tolist() == [largest, -largest, largest]
 
 
 def test_head_and_gradients_are_products_of_the_rounded_factors(monkeypatch):

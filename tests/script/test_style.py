@@ -10,12 +10,17 @@ from conftest import REPO, SCRIPTS
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_lines_and_functions_fit_a_screen(script):
-    """The linter leaves out the records."""
+    """The linter leaves out the records. What is below their banner is the root's."""
     source = (REPO / script).read_text()
+    if script != SCRIPTS[0]:
+        source = source.partition("# ==== Harness")[0]
     assert max(map(len, source.splitlines())) <= 100
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 60, node.name
+    tree = ast.parse(source)
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for owner in (tree, *classes):
+        for node in owner.body:
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, node.name
 
 
 def test_it_imports_the_standard_library_and_the_requirements_with_torch_pinned():

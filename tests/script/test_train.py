@@ -78,8 +78,11 @@ def test_the_clock_stops_for_validation_and_checkpoints(run, monkeypatch):
     takes("accumulate_gradients", 1)
     takes("validate", 10_000)
     takes("write_checkpoint", 10_000)
-    monkeypatch.setattr(train_gpt, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    assert run(save_every=2).values["train_time_ms"] == str(1000 * STEPS)
+    clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0] / 2)
+    monkeypatch.setattr(train_gpt, "time", clock)
+    values = run(save_every=2).values
+    assert values["train_time_ms"] == str(1000 * STEPS)
+    assert values["process_time_ms"] == str(500 * STEPS)
 
 
 def test_on_cuda_a_step_is_logged_one_step_late_under_its_own_number(monkeypatch):
@@ -91,6 +94,7 @@ def test_on_cuda_a_step_is_logged_one_step_late_under_its_own_number(monkeypatch
     run.cfg, run.model, run.val_tokens = tiny(num_iterations=3), None, None
     run.told_at, run.pending, run.stopping, run.last, run.saved_step = None, [], False, 3, 0
     run.train_time_ms, run.started = 1000.0, 0.0
+    run.process_time_ms, run.process_started = 0.0, 0.0
     run.log_losses = lambda step, ms, **losses: lines.append((step, ms, *losses.values()))
     for step in range(3):
         run.check(step, torch.tensor([10.0 + step]))

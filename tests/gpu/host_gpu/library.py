@@ -14,7 +14,6 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("device.cpp")
 COMPILER = os.environ.get("CXX", "g++")
-# Without the path of the torch that it was built with: another one of that version may load it.
 FLAGS = ["-shared", "-fPIC", "-O1", "-std=c++20", "-lc10", "-ltorch_cpu"]
 TRITON = "3.7.1"  # what torch 2.13 pins for CUDA; constraints.txt has the same
 
@@ -47,15 +46,17 @@ def obstacle() -> str | None:
 
 def build() -> Path:
     """The library for this torch and this source, built where the cache has none (20 s)."""
-    torch_version = importlib.metadata.version("torch")
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
-    library = cache_folder() / f"device-{torch_version}-{key}.so"
+    torch = torch_folder()
+    version = importlib.metadata.version("torch")
+    words = f"{version} {torch} {FLAGS} {SOURCE.read_text()}"
+    key = hashlib.sha256(words.encode()).hexdigest()[:16]
+    library = cache_folder() / f"device-{version}-{key}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
-        torch = torch_folder()
         built = library.with_suffix(f".{os.getpid()}")
         includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
-        command = [COMPILER, *includes, SOURCE, "-o", built, f"-L{torch}/lib", *FLAGS]
+        folders = f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"
+        command = [COMPILER, *includes, SOURCE, "-o", built, *folders, *FLAGS]
         subprocess.run(command, check=True)
         built.replace(library)  # whole or not at all, whoever else builds it
     return library
@@ -65,6 +66,4 @@ def load() -> ctypes.CDLL:
     """The library, loaded. Raises RuntimeError where torch is there already: it asks once."""
     if "torch" in sys.modules:
         raise RuntimeError("the host GPU must be installed before torch is imported")
-    for name in "c10", "torch_cpu":  # those of this process's torch
-        ctypes.CDLL(str(torch_folder() / "lib" / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)

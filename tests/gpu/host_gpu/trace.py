@@ -377,7 +377,7 @@ class Tracer:
         now = self.script.schedule(cfg.num_iterations, cfg)
         self.model.set_stage(now)
         self.model.eval()
-        with torch.no_grad(), self.script.store_masks(self.device):
+        with torch.no_grad(), self.script.store_masks():
             self.note("validation", lambda: self.script.losses_of(self.model, batch, now))
         self.model.train()
 

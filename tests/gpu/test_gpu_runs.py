@@ -1,0 +1,107 @@
+"""Runs of the script on a GPU, or on the host in its place: steps, validations, checkpoints."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from golden import tokens_of
+from shards import write_shard
+from test_gpu import on_the_host, rows_of
+
+import train_gpt
+from train_gpt import Layer, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+RUN = """--preset pocket --model_dim 32 --head_dim 32 --num_iterations 3 --extension_steps 0
+    --sequences_per_step 1 --sequences_per_forward 1 --warmup_steps 1
+    --train_files train.bin --val_files val.bin
+    --val_seq_len 256 --val_tokens 256 --val_every 2 --save_every 2"""
+TABLES = rows_of(128, long_window=128, short_window=128, lr_factor=1.0, num_targets=1)
+TABLES["layers"] = Layer("L", table=0, skip=True, saved=True), Layer("S")
+
+
+def run_on(device, name, *flags):
+    """Run the script; the losses of its validations by their steps."""
+    words = [*RUN.split(), "--device", device, "--run_id", name, *flags]
+    assert train_gpt.main(words) == 0
+    text = Path("logs", name, "log.txt").read_text()
+    return dict(re.findall(r"^step:(\d+)/\d+ val_loss:([\d.]+)", text, re.MULTILINE))
+
+
+def train_without_waiting(run, cfg):
+    """The script's loop. In its steps the host may not wait for the GPU; nothing is compiled."""
+    next_step = run.loader.next_step
+    log_step = run.log_step
+
+    def begin_step(now):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        return next_step(now)
+
+    def end_step(*args, **options):
+        log_step(*args, **options)
+        torch.cuda.set_sync_debug_mode("default")
+
+    run.loader.next_step = begin_step
+    run.log_step = end_step
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            train(run, cfg)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run of three steps, each in another stage, and the losses of validations."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, size in dict(train=3000, val=300).items():
+        write_shard(folder / f"{name}.bin", tokens_of(name, size))
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "POCKET", train_gpt.POCKET | TABLES)
+        with pytest.MonkeyPatch.context() as at_first:
+            at_first.chdir(folder)
+            at_first.setattr(train_gpt, "train", train_without_waiting)
+            losses = run_on("cuda", "whole")
+        yield folder, losses
+
+
+def test_steps_after_the_warm_up_neither_wait_nor_compile(whole):
+    """From stage to stage, with validations between the steps."""
+    folder, losses = whole
+    assert list(losses) == ["0", "2", "3"]
+    text = Path(folder, "logs/whole/log.txt").read_text()
+    assert text.count(" train_loss:") == 3
+    header = text.split("\n" + "=" * 100 + "\n", 2)[1]
+    facts = dict(line.split(": ", 1) for line in header.splitlines())
+    assert facts["device"] == torch.cuda.get_device_name()
+    assert facts["gpus"] == str(torch.cuda.device_count())
+    assert {"cuda", "driver", "nccl", "triton"} < facts.keys()
+
+
+@on_the_host
+def test_a_checkpoint_is_resumed_to_the_bit_and_on_the_other_device(whole, monkeypatch):
+    """Validated where it is resumed, it has the loss that it had where it was saved."""
+    folder, losses = whole
+    monkeypatch.chdir(folder)
+
+    def go_on(device, name, checkpoint):
+        """A run that goes on from another run's checkpoint."""
+        Path("logs", name).mkdir()
+        shutil.copy(checkpoint, Path("logs", name))
+        return run_on(device, name, "--resume", "auto")
+
+    at_two = "logs/whole/step-000002.pt"
+    assert go_on("cuda", "again", at_two) == {step: losses[step] for step in "23"}
+    once, again = (
+        torch.load(f"logs/{name}/step-000003.pt", map_location="cpu")["model"]
+        for name in ("whole", "again"))
+    assert all(torch.equal(again[name], x) for name, x in once.items())
+    # bf16 rounds the embeddings and, in each layer, the activations: 0.4 % at most of each.
+    moved = go_on("cpu", "moved", at_two)
+    assert float(moved["2"]) == pytest.approx(float(losses["2"]), rel=2e-3)
+    back = go_on("cuda", "back", "logs/moved/step-000003.pt")
+    assert float(back["3"]) == pytest.approx(float(moved["3"]), rel=2e-3)

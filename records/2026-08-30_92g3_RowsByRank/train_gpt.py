@@ -2310,7 +2310,14 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
 
 
 # ---- Checkpoints ------------------------------------------------------------
-NEW_RUN = dict(step=0, settings=None, loader=(), data=None, train_time_ms=0.0)
+NEW_RUN = dict(
+    step=0,
+    settings=None,
+    loader=(),
+    data=None,
+    train_time_ms=0.0,
+    process_time_ms=0.0,
+)
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -2567,6 +2574,7 @@ class Run:
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
+        self.process_time_ms = state["process_time_ms"]  # of all threads; waiting does not count
         self.plan = plan(cfg)
         # Data are checked before the model is built.
         self.val_tokens = read_val_tokens(cfg)
@@ -2588,7 +2596,7 @@ class Run:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
                 signal.signal(number, self.on_signal)
-        self.started = time.perf_counter()  # the clock
+        self.start_clock()
 
     def open_log(self, may_exist):
         """Begin the log with the script, all settings and what machine it is."""
@@ -2668,15 +2676,21 @@ class Run:
             if self.ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # the GPU finishes what it was given
             self.log_step(step, wait=True)
-            self.train_time_ms = self.elapsed_ms()  # the clock stands until it is started again
+            # The clock stands until it is started again.
+            self.train_time_ms = self.elapsed_ms()
+            self.process_time_ms += 1000 * (time.process_time() - self.process_started)
             if validates:
                 now = schedule(step, self.cfg)
                 self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
                 self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
             if saves:
                 self.save_checkpoint(step)
-            self.started = time.perf_counter()
+            self.start_clock()
         return is_last or self.stopped
+
+    def start_clock(self):
+        self.started = time.perf_counter()
+        self.process_started = time.process_time()
 
     def elapsed_ms(self):
         """Time spent on training: what was counted before, and since the clock started."""
@@ -2731,6 +2745,7 @@ class Run:
             loader=tuple(self.loader.place),
             threads=torch.get_num_threads(),
             train_time_ms=self.train_time_ms,
+            process_time_ms=self.process_time_ms,
             model=self.model.state_dict(),
             optimizers={each.name: each.full_state() for each in self.optimizers},
         )
@@ -2745,6 +2760,7 @@ class Run:
         results = dict(
             val_loss=f"{self.val_loss:.6f}",
             train_time_ms=f"{self.train_time_ms:.0f}",
+            process_time_ms=f"{self.process_time_ms:.0f}",
             steps=self.last,
             tokens=self.plan.tokens[self.first_step] + given,
             peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0

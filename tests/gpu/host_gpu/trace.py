@@ -348,7 +348,7 @@ class Tracer:
         owned = [*self.model.parameters(), *self.model.buffers()]
         for optimizer in self.optimizers:
             owned += [*vars(optimizer).values(), *optimizer.state.values()]
-            owned += getattr(optimizer, "averages", {}).values()  # as of 92e
+            owned += dict(getattr(optimizer, "averages", {})).values()  # as of 92e
         for x in owned:
             if isinstance(x, torch.Tensor):
                 self.notes.allocated(x)

@@ -1774,7 +1774,7 @@ class NgramTable:
             mine = np.sort(mine[(mine >= 0) & (mine < self.my_rows)])
             asked.append(torch.from_numpy(mine[np.diff(mine, prepend=-1) > 0]))  # each once
         place = to_device(place, self.ranks.device)
-        return Reading(place, num_read, [*map(len, asked)], torch.cat(asked).long())
+        return Reading(place, num_read, [*map(len, asked)], torch.cat(asked))
 
     def plan_batch(self, batch):
         """The `Reading` of a training batch. All ranks have cut the sequences of all."""
@@ -1784,7 +1784,7 @@ class NgramTable:
 
     def take(self, reading):
         """The rows of a `Reading`, (…, D). All ranks have to take theirs at once."""
-        rows = self.state["rows"][to_device(reading.asked, self.ranks.device)]
+        rows = self.state["rows"][to_device(reading.asked, self.ranks.device).long()]
         rows = self.exchange(rows, reading.num_asked, reading.num_read)[reading.place]
         rows.requires_grad_(torch.is_grad_enabled())
         self.last_read = rows, reading
@@ -1829,7 +1829,7 @@ class NgramTable:
         rows, square = self.state.values()
         asked, parts = zip(*self.waiting)
         mine, place = torch.cat(asked).unique(return_inverse=True)  # on the host
-        mine, place = (to_device(x, rows.device) for x in (mine, place))
+        mine, place = (to_device(x, rows.device).long() for x in (mine, place))
         grads = torch.zeros(len(mine), rows.size(-1), device=rows.device)
         for some, part in zip(place.split([*map(len, asked)]), parts):
             grads.index_add_(0, some, part.float())

@@ -1781,7 +1781,7 @@ class NgramTable:
             mine = np.sort(mine[(mine >= 0) & (mine < self.my_rows)])
             asked.append(torch.from_numpy(mine[np.diff(mine, prepend=-1) > 0]))  # each once
         place = to_device(place, self.ranks.device)
-        return Reading(place, num_read, [*map(len, asked)], torch.cat(asked).long())
+        return Reading(place, num_read, [*map(len, asked)], torch.cat(asked))
 
     def plan_batch(self, batch):
         """The batch with its `Reading`. All ranks have cut the sequences of all."""
@@ -1791,7 +1791,7 @@ class NgramTable:
 
     def ask(self, reading):
         """Begin to fetch the rows of a `Reading`. All ranks have to ask at once."""
-        rows = self.state["rows"][to_device(reading.asked, self.ranks.device)]
+        rows = self.state["rows"][to_device(reading.asked, self.ranks.device).long()]
         reading.received = self.exchange(rows, reading.num_asked, reading.num_read)
 
     def take(self, reading):
@@ -1846,7 +1846,7 @@ class NgramTable:
         rows, square = self.state.values()
         asked = [asked for asked, _, _ in self.waiting]
         mine, place = torch.cat(asked).unique(return_inverse=True)  # on the host
-        mine, place = (to_device(x, rows.device) for x in (mine, place))
+        mine, place = (to_device(x, rows.device).long() for x in (mine, place))
         grads = torch.zeros(len(mine), rows.size(-1), device=rows.device)
         for some, (_, grad, handle) in zip(place.split([*map(len, asked)]), self.waiting):
             if handle:

@@ -908,6 +908,11 @@ def hash_trigrams(tokens_BT: Tensor, rows: int) -> Tensor:
     return F.pad(half + mixed % (half - 1), (2, 0), value=rows - 1)
 
 
+def hash_ngrams(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Each token's rows of the table, of two tokens and of three: (B, T, 2)."""
+    return torch.stack([hash_bigrams(tokens_BT, rows), hash_trigrams(tokens_BT, rows)], dim=-1)
+
+
 def hash_signs(tokens_BT: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """The rows of signs of the n-grams that end with each token, of two and of three: (B, T)."""
     tokens_BT = tokens_BT.long()
@@ -1227,9 +1232,7 @@ class GPT(nn.Module):
 
     def read_rows(self, inputs_BT):
         """The table's rows of the pair and of the three tokens that end here, (B, T, 2, D)."""
-        rows = self.cfg.ngram_rows
-        ids = torch.stack([hash_bigrams(inputs_BT, rows), hash_trigrams(inputs_BT, rows)], dim=-1)
-        return self.ngram_embed(ids)
+        return self.ngram_embed(hash_ngrams(inputs_BT, self.cfg.ngram_rows))
 
     def hidden(self, inputs_BT):
         """The normed output of the last layer, (B, T, D)."""
@@ -1304,24 +1307,24 @@ class GPT(nn.Module):
     def head_loss(self, x_SD, inputs_S, targets_SN, ids_V):
         """Cross-entropies with each position's N targets, summed over positions, (N,).
 
-        ids_V: of the softmax, ascending. Targets that are none of them do not count.
+        ids_V: of the softmax; None: all. Targets are places among them; negative ones do not count.
         Logits are capped, so their exponentials are summed without subtracting a maximum.
         """
         logits_SV = self.logits(x_SD, ids_V)
         if not self.training and self.is_masked and self.forbidden is not None:
             logits_SV = self.canonical(logits_SV, inputs_S)
         log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
-        place_SN = torch.searchsorted(ids_V, targets_SN.contiguous()).clamp_max(len(ids_V) - 1)
         if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not
+            place_V = torch.arange(logits_SV.size(-1), device=logits_SV.device)
             columns = []
             for target_S in targets_SN.unbind(-1):
-                is_target_SV = target_S[:, None] == ids_V
+                is_target_SV = target_S[:, None] == place_V
                 columns.append((logits_SV * is_target_SV).sum(-1))
             target_logits_SN = torch.stack(columns, dim=-1)
         else:
-            target_logits_SN = logits_SV.gather(-1, place_SN)
+            target_logits_SN = logits_SV.gather(-1, targets_SN.clamp_min(0))
         losses_SN = log_sum_S1 - target_logits_SN
-        return (losses_SN * (ids_V[place_SN] == targets_SN)).sum(0)
+        return (losses_SN * (targets_SN >= 0)).sum(0)
 
     def forward(self, batch: Batch, num_targets: int, with_prefix=False):
         """Summed cross-entropies of the next `num_targets` tokens, (num_targets,).
@@ -1339,12 +1342,15 @@ class GPT(nn.Module):
         if batch.classes is not None:
             rows = [each.split(batch.inputs.size(1)) for each in (x_SD, inputs_S, targets_SN)]
             return sum(map(self.row_losses, *rows, batch.classes))
-        ids_V = torch.arange(len(self.lm_head.weight), device=x_SD.device)
-        return self.row_losses(x_SD, inputs_S, targets_SN, ids_V)
+        return self.row_losses(x_SD, inputs_S, targets_SN)
 
-    def row_losses(self, x_SD, inputs_S, targets_SN, ids_V):
-        """`head_loss` of rows that have one softmax."""
+    def row_losses(self, x_SD, inputs_S, targets_SN, ids_V=None):
+        """`head_loss` of rows that have one softmax, of these ids, ascending, or of all."""
         size = self.tokens_per_chunk
+        # Before the chunks: reading ids in each would let the compiler join their passes.
+        if ids_V is not None:
+            place_SN = torch.searchsorted(ids_V, targets_SN.contiguous()).clamp_max(len(ids_V) - 1)
+            targets_SN = torch.where(ids_V[place_SN] == targets_SN, place_SN, -1)
         if len(x_SD) <= size:
             return self.head_loss(x_SD, inputs_S, targets_SN, ids_V)
         # In chunks, recomputed in the backward pass: the logits are never in memory all at once.
@@ -1850,15 +1856,19 @@ def prepare(model: GPT, cfg, device: torch.device):
     model.compile(dynamic=False)
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x, which is the host's, on the device. The host does not wait for the copy."""
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
 def to_batch(rows: Rows, device: torch.device) -> Batch:
     """The sequences of a forward pass, on the device."""
-    tokens = torch.from_numpy(rows.tokens.astype(np.int64))
-    if device.type == "cuda":
-        tokens = tokens.pin_memory()  # the host need not wait for the copy
-    tokens = tokens.to(device, non_blocking=True)
+    tokens = to_device(torch.from_numpy(rows.tokens.astype(np.int64)), device)
     classes = None
     if rows.classes is not None and rows.classes.size:
-        classes = torch.from_numpy(rows.classes).to(device)
+        classes = to_device(torch.from_numpy(rows.classes), device)
     return Batch(tokens[:, :-1].int(), tokens[:, 1:].contiguous(), classes)
 
 

@@ -6,7 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-08-30_92g_NgramTable
-Parent: 2026-08-30_92g2_RowAdam. Change: the table has 224 times the rows, and each rank a part.
+Parent: 2026-08-30_92g3_RowsByRank. Change: the table has 224 times the rows, and they are fetched
+a step ahead.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.
@@ -808,6 +809,8 @@ class Batch(NamedTuple):
     inputs: Tensor  # (B, T), int32
     targets: Tensor  # (B, T), int64: the token after each input, or -1 for none
     classes: Tensor | None = None  # (B, wanted), int64: the ids of each softmax; None: all
+    step: Tensor | None = None  # (N, T), on the host: inputs of the step, this pass's first
+    reading: object = None  # the planned `Reading` of the n-gram table, if any
     rows: Tensor | None = None  # (B, T, 2, D): of the n-gram table, two of each token
 
 
@@ -911,6 +914,11 @@ def hash_trigrams(tokens_BT: Tensor, rows: int) -> Tensor:
     mixed = 17351 * tokens_BT[:, 2:]
     mixed = mixed ^ (60961 * tokens_BT[:, 1:-1]) ^ (45259 * tokens_BT[:, :-2])
     return F.pad(half + mixed % (half - 1), (2, 0), value=rows - 1)
+
+
+def hash_ngrams(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Each token's rows of the table, of two tokens and of three: (B, T, 2)."""
+    return torch.stack([hash_bigrams(tokens_BT, rows), hash_trigrams(tokens_BT, rows)], dim=-1)
 
 
 def hash_signs(tokens_BT: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -1232,9 +1240,7 @@ class GPT(nn.Module):
 
     def read_rows(self, inputs_BT):
         """The table's rows of the pair and of the three tokens that end here, (B, T, 2, D)."""
-        rows = self.cfg.ngram_rows
-        ids = torch.stack([hash_bigrams(inputs_BT, rows), hash_trigrams(inputs_BT, rows)], dim=-1)
-        return self.ngram_table.read(ids)
+        return self.ngram_table.read(hash_ngrams(inputs_BT, self.cfg.ngram_rows))
 
     def hidden(self, inputs_BT, rows_BT2D=None):
         """The normed output of the last layer, (B, T, D). Rows that are not given are read."""
@@ -1313,24 +1319,24 @@ class GPT(nn.Module):
     def head_loss(self, x_SD, inputs_S, targets_SN, ids_V):
         """Cross-entropies with each position's N targets, summed over positions, (N,).
 
-        ids_V: of the softmax, ascending. Targets that are none of them do not count.
+        ids_V: of the softmax; None: all. Targets are places among them; negative ones do not count.
         Logits are capped, so their exponentials are summed without subtracting a maximum.
         """
         logits_SV = self.logits(x_SD, ids_V)
         if not self.training and self.is_masked and self.forbidden is not None:
             logits_SV = self.canonical(logits_SV, inputs_S)
         log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
-        place_SN = torch.searchsorted(ids_V, targets_SN.contiguous()).clamp_max(len(ids_V) - 1)
         if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not
+            place_V = torch.arange(logits_SV.size(-1), device=logits_SV.device)
             columns = []
             for target_S in targets_SN.unbind(-1):
-                is_target_SV = target_S[:, None] == ids_V
+                is_target_SV = target_S[:, None] == place_V
                 columns.append((logits_SV * is_target_SV).sum(-1))
             target_logits_SN = torch.stack(columns, dim=-1)
         else:
-            target_logits_SN = logits_SV.gather(-1, place_SN)
+            target_logits_SN = logits_SV.gather(-1, targets_SN.clamp_min(0))
         losses_SN = log_sum_S1 - target_logits_SN
-        return (losses_SN * (ids_V[place_SN] == targets_SN)).sum(0)
+        return (losses_SN * (targets_SN >= 0)).sum(0)
 
     def forward(self, batch: Batch, num_targets: int, with_prefix=False):
         """Summed cross-entropies of the next `num_targets` tokens, (num_targets,).
@@ -1348,12 +1354,15 @@ class GPT(nn.Module):
         if batch.classes is not None:
             rows = [each.split(batch.inputs.size(1)) for each in (x_SD, inputs_S, targets_SN)]
             return sum(map(self.row_losses, *rows, batch.classes))
-        ids_V = torch.arange(len(self.lm_head.weight), device=x_SD.device)
-        return self.row_losses(x_SD, inputs_S, targets_SN, ids_V)
+        return self.row_losses(x_SD, inputs_S, targets_SN)
 
-    def row_losses(self, x_SD, inputs_S, targets_SN, ids_V):
-        """`head_loss` of rows that have one softmax."""
+    def row_losses(self, x_SD, inputs_S, targets_SN, ids_V=None):
+        """`head_loss` of rows that have one softmax, of these ids, ascending, or of all."""
         size = self.tokens_per_chunk
+        # Before the chunks: reading ids in each would let the compiler join their passes.
+        if ids_V is not None:
+            place_SN = torch.searchsorted(ids_V, targets_SN.contiguous()).clamp_max(len(ids_V) - 1)
+            targets_SN = torch.where(ids_V[place_SN] == targets_SN, place_SN, -1)
         if len(x_SD) <= size:
             return self.head_loss(x_SD, inputs_S, targets_SN, ids_V)
         # In chunks, recomputed in the backward pass: the logits are never in memory all at once.
@@ -1708,6 +1717,20 @@ class Muon(ShardedOptimizer):
         )
 
 
+@dataclass
+class Reading:
+    """Which rows a forward pass of this rank reads, and which ones ranks read of its part.
+
+    All ranks cut the sequences of all, so each rank's host knows it without a message.
+    """
+
+    place: Tensor  # (…): of a row among those that are read, each of which comes once
+    num_read: list  # rows of each owner
+    num_asked: list  # rows of this rank, by the rank that reads them
+    asked: Tensor  # which ones, in the order of ranks
+    received: tuple | None = None  # the rows that are read, and a handle to wait for
+
+
 class NgramTable:
     """A table with a row for each hash, and its optimizer: @devenpzak, #92.
 
@@ -1733,39 +1756,72 @@ class NgramTable:
                             f"{self.my_rows} of them; 80 GB have for 21150720") from None
         self.state = dict(rows=rows, square=torch.zeros(self.my_rows, device=ranks.device))
         self.count = torch.zeros((), device=ranks.device)  # steps taken
-        self.waiting = []  # places of this rank's rows, and their gradients
+        self.waiting = []  # places of this rank's rows, their gradients, and a handle
+        self.next_reading = None  # asked for after the next update
 
     def tensors(self):
         return []  # so many that the warm-up leaves them as they are
 
     def exchange(self, x, sizes, new_sizes):
-        """Send as many rows of x to each rank as `sizes` says, and get `new_sizes` of them."""
-        if self.ranks.world_size == 1:
-            return x
-        received = x.new_empty(sum(new_sizes), *x.shape[1:])
-        dist.all_to_all_single(received, x, new_sizes, sizes)
-        return received
+        """Begin to send as many rows of x to each rank as `sizes` says, and get `new_sizes`.
 
-    def read(self, ids):
-        """The rows with these ids, (…) to (…, D). All ranks have to read at once."""
-        world_size = self.ranks.world_size
-        ids, place = ids.long().unique(return_inverse=True)  # ascending, so by owners
-        wanted = torch.bincount(ids // self.my_rows, minlength=world_size)
-        asked = self.exchange(wanted, [1] * world_size, [1] * world_size)
-        num_wanted, num_asked = wanted.tolist(), asked.tolist()  # of and by each rank
-        mine = self.exchange(ids, num_wanted, num_asked) - self.ranks.rank * self.my_rows
-        rows = self.exchange(self.state["rows"][mine], num_asked, num_wanted)[place]
+        Returns what comes, and a handle to wait for.
+        """
+        if self.ranks.world_size == 1:
+            return x, None
+        received = x.new_empty(sum(new_sizes), *x.shape[1:])
+        return received, dist.all_to_all_single(received, x, new_sizes, sizes, async_op=True)
+
+    def plan(self, ids):
+        """The `Reading` of rows with these ids, (ranks, …): what each rank reads, on the host."""
+        read, place = ids[self.ranks.rank].unique(return_inverse=True)  # ascending, so by owners
+        num_read = torch.bincount(read // self.my_rows, minlength=len(ids)).tolist()
+        asked = []
+        for mine in (ids - self.ranks.rank * self.my_rows).numpy():
+            mine = np.sort(mine[(mine >= 0) & (mine < self.my_rows)])
+            asked.append(torch.from_numpy(mine[np.diff(mine, prepend=-1) > 0]))  # each once
+        place = to_device(place, self.ranks.device)
+        return Reading(place, num_read, [*map(len, asked)], torch.cat(asked).long())
+
+    def plan_batch(self, batch):
+        """The batch with its `Reading`. All ranks have cut the sequences of all."""
+        ids = hash_ngrams(batch.step, self.num_rows).unflatten(0, (self.ranks.world_size, -1))
+        of_pass = ids[:, : len(batch.inputs)].roll(self.ranks.rank, dims=0)  # by ranks
+        return batch._replace(reading=self.plan(of_pass))
+
+    def ask(self, reading):
+        """Begin to fetch the rows of a `Reading`. All ranks have to ask at once."""
+        rows = self.state["rows"][to_device(reading.asked, self.ranks.device)]
+        reading.received = self.exchange(rows, reading.num_asked, reading.num_read)
+
+    def take(self, reading):
+        """The rows of a `Reading`, (…, D), which are asked for now if they were not before."""
+        if reading.received is None:
+            self.ask(reading)
+        received, handle = reading.received
+        reading.received = None  # it takes memory
+        if handle:
+            handle.wait()
+        rows = received[reading.place]
         rows.requires_grad_(torch.is_grad_enabled())
-        self.last_read = rows, place, num_wanted, num_asked, mine
+        self.last_read = rows, reading
         return rows
 
+    def read(self, ids):
+        """The rows with these ids, (…) to (…, D). All ranks tell each other theirs, and wait."""
+        of_ranks = ids[None]
+        if self.ranks.world_size > 1:
+            of_ranks = self.ranks.all_gather(ids.flatten()).view(-1, *ids.shape)
+        return self.take(self.plan(of_ranks.cpu()))
+
     def keep_gradients(self):
-        """Send the gradients of the rows that were read last to their owners, where they wait."""
-        rows, place, num_wanted, num_asked, mine = self.last_read
+        """Begin to send the gradients of the rows that were read last to their owners."""
+        rows, reading = self.last_read
         grads = rows.grad.float().flatten(0, -2)
-        summed = grads.new_zeros(sum(num_wanted), grads.size(-1))
-        summed.index_add_(0, place.flatten(), grads)
-        self.waiting.append((mine, self.exchange(summed.type_as(rows), num_wanted, num_asked)))
+        summed = grads.new_zeros(sum(reading.num_read), grads.size(-1))
+        summed.index_add_(0, reading.place.flatten(), grads)
+        exchanged = self.exchange(summed.type_as(rows), reading.num_read, reading.num_asked)
+        self.waiting.append((reading.asked, *exchanged))
 
     def is_due(self, now):
         return now.tables_step
@@ -1774,7 +1830,7 @@ class NgramTable:
         """Nothing: the gradients are with the owners."""
 
     def wait(self):
-        """Nothing: no exchange is asynchronous."""
+        """Nothing: `take` and `update` wait for what they need."""
 
     def clear(self):
         self.waiting.clear()
@@ -1788,10 +1844,14 @@ class NgramTable:
         beta2 = self.group.betas[1] ** now.table_power
         decay = now.table_power * self.group.decay * lr**2
         rows, square = self.state.values()
-        mine = torch.cat([mine for mine, _ in self.waiting]).unique()
+        asked = [asked for asked, _, _ in self.waiting]
+        mine, place = torch.cat(asked).unique(return_inverse=True)  # on the host
+        mine, place = (to_device(x, rows.device) for x in (mine, place))
         grads = torch.zeros(len(mine), rows.size(-1), device=rows.device)
-        for some, grad in self.waiting:
-            grads.index_add_(0, torch.searchsorted(mine, some), grad.float())
+        for some, (_, grad, handle) in zip(place.split([*map(len, asked)]), self.waiting):
+            if handle:
+                handle.wait()
+            grads.index_add_(0, some, grad.float())
         self.count += 1
         square.mul_(beta2)  # of all rows
         # In pieces, as the table leaves a GPU little memory
@@ -1802,6 +1862,16 @@ class NgramTable:
             old = rows[some].float()
             shrinking = torch.where(change * old > 0, old, 0)
             rows[some] = (old - change - decay * shrinking).type_as(rows)
+        if self.next_reading:
+            self.ask(self.next_reading)
+            self.next_reading = None
+
+    def ask_ahead(self, reading, now):
+        """Ask for rows of the next step as soon as this step no longer changes them."""
+        if now.tables_step:
+            self.next_reading = reading
+        else:
+            self.ask(reading)
 
     def full_state(self):
         """The state of all ranks, without padding. All ranks call it."""
@@ -1839,7 +1909,7 @@ def build_optimizers(model: GPT, cfg, ranks) -> list[Optimizer]:
         if members[name]:
             optimizers.append(kind(name, group, members[name], ranks))
     model.ngram_table = NgramTable("n-grams", groups["n-grams"], cfg, ranks)
-    return [*optimizers, model.ngram_table]
+    return [model.ngram_table, *optimizers]  # it steps first, as the next step reads it first
 
 
 def step_optimizers(optimizers, now, divisor):
@@ -1885,6 +1955,7 @@ class Rows(NamedTuple):
 
     tokens: np.ndarray  # (N, T + 1), uint16
     classes: np.ndarray | None = None  # (N, wanted): ids of each softmax; none: all
+    step: np.ndarray | None = None  # (N, N, T + 1): tokens of each sequence and those after it
 
 
 def cut_rows(tokens, documents, place: Place, now, cfg):
@@ -1916,7 +1987,9 @@ def cut_rows(tokens, documents, place: Place, now, cfg):
         if now.classes:
             ids, sweeps[index] = candidates(rows[-1][1:], sweeps[index], now.classes, vocab, cfg)
             classes.append(ids)
-    step = Rows(np.stack(rows), np.reshape(classes, (len(rows), -1)))
+    tokens = np.stack(rows)
+    all_tokens = np.stack([np.roll(tokens, -index, axis=0) for index in range(len(rows))])
+    step = Rows(tokens, np.reshape(classes, (len(rows), -1)), all_tokens)
     return step, place._replace(position=position, sweeps=tuple(sweeps))
 
 
@@ -1973,16 +2046,23 @@ def prepare(model: GPT, cfg, device: torch.device):
     model.compile(dynamic=False)
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x, which is the host's, on the device. The host does not wait for the copy."""
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
 def to_batch(rows: Rows, device: torch.device) -> Batch:
     """The sequences of a forward pass, on the device."""
-    tokens = torch.from_numpy(rows.tokens.astype(np.int64))
-    if device.type == "cuda":
-        tokens = tokens.pin_memory()  # the host need not wait for the copy
-    tokens = tokens.to(device, non_blocking=True)
+    tokens = to_device(torch.from_numpy(rows.tokens.astype(np.int64)), device)
     classes = None
     if rows.classes is not None and rows.classes.size:
-        classes = torch.from_numpy(rows.classes).to(device)
-    return Batch(tokens[:, :-1].int(), tokens[:, 1:].contiguous(), classes)
+        classes = to_device(torch.from_numpy(rows.classes), device)
+    batch = Batch(tokens[:, :-1].int(), tokens[:, 1:].contiguous(), classes)
+    if rows.step is None:
+        return batch
+    return batch._replace(step=torch.from_numpy(rows.step[0, :, :-1].astype(np.int32)))
 
 
 def losses_of(model, batch: Batch, now) -> Tensor:
@@ -1990,7 +2070,12 @@ def losses_of(model, batch: Batch, now) -> Tensor:
 
     Training, warm-up and validation all call it. In evaluation both are the next token's.
     """
-    batch = batch._replace(rows=model.read_rows(batch.inputs))  # outside the compiled graph
+    # Rows are read outside the compiled graph.
+    if batch.reading is None:
+        rows = model.read_rows(batch.inputs)
+    else:
+        rows = model.ngram_table.take(batch.reading)
+    batch = batch._replace(rows=rows, step=None, reading=None)
     target_weights = now.target_weights if model.training else [1.0]
     num_targets = now.num_targets if model.training else 1
     losses = model(batch, num_targets, with_prefix=len(target_weights) > num_targets)
@@ -2016,6 +2101,13 @@ def accumulate_gradients(model, batches, now) -> Tensor:
     return totals / tokens
 
 
+def next_batches(run, now):
+    """A step's batches, with what they read of the table of n-grams, and the place after them."""
+    table = run.model.ngram_table
+    batches = [table.plan_batch(batch) for batch in run.loader.next_step(now)]
+    return batches, run.loader.place
+
+
 def train(run, cfg):
     """The training loop. It ends after the last step, or after a save when a signal asks it to.
 
@@ -2024,6 +2116,7 @@ def train(run, cfg):
     """
     stage = None
     complete = True  # no gradients wait for the next step
+    ahead = None  # the next step's batches, and the place after them
     for step in range(run.first_step, cfg.num_iterations + 1):  # the last round only validates
         now = schedule(step, cfg)
         if now.stage != stage:
@@ -2039,9 +2132,16 @@ def train(run, cfg):
         if run.pause(step, complete):
             break
 
-        batches = run.loader.next_step(now)
+        batches, run.loader.place = ahead or next_batches(run, now)
         losses = accumulate_gradients(run.model, batches, now)
         run.check(step, losses)
+        # While the GPU computes, the host plans the next step. A checkpoint has the place before.
+        ahead = None
+        if step + 1 < cfg.num_iterations:
+            place = run.loader.place
+            ahead = next_batches(run, schedule(step + 1, cfg))
+            run.loader.place = place
+            run.model.ngram_table.ask_ahead(ahead[0][0].reading, now)
         update = step_tied if now.tied else step_optimizers
         update(run.optimizers, now, divisor=cfg.sequences_per_step)
         complete = now.tables_step

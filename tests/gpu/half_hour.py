@@ -35,7 +35,7 @@ say = functools.partial(print, flush=True)
 VALIDATION = r"^step:\d+/\d+ val_loss:[\d.]+ train_time:(\d+)ms"
 STAGE_STEPS = 10  # of each of a record's stages
 NOISE_SHARE = 12  # the noise has one id of so many: text, too, has few of them in a sequence
-NEWEST = "2026-08-30_92g_NgramTable"
+NEWEST = "2026-08-30_92h_Fp8Products"
 NEWEST_ROWS = "377280"  # of its n-gram table, which fit any card; the record's fit eight
 SMALL_CARD = 22.9 * 2**30  # bytes that a card of 24 GB has for torch
 GROUPS = (  # of kernels: the first whose pattern is in the name
@@ -174,8 +174,8 @@ def small_card(flags):
     steps([*flags, "--head_chunks", "8"])
 
 
-def newest(flags, stage_steps=STAGE_STEPS):
-    """Steps of the newest public record, without the tables that it would read from files."""
+def newest(flags, stage_steps=STAGE_STEPS, measure=None):
+    """Steps of the newest record, without the tables that it would read from files."""
     say(NEWEST)
     script = load_script(REPO / "records" / NEWEST / "train_gpt.py")
     for field in dataclasses.fields(script.Hyperparameters):
@@ -183,11 +183,53 @@ def newest(flags, stage_steps=STAGE_STEPS):
             flags = [*flags, f"--{field.name}", ""]
         if field.name == "ngram_rows":
             flags = [*flags, "--ngram_rows", NEWEST_ROWS]
-    steps(flags, script, stage_steps)
+    (measure or steps)(flags, script, stage_steps)
 
 
-PARTS = {  # with the seconds that each may take: 40 minutes at most, some 25 are likely
-    machine: 30, fp8: 60, attention: 240, steps: 600, kernels: 300, small_card: 420, newest: 720}
+def rows(flags, num_rows=1_000_000, tokens=49_152, repeats=10):
+    """Milliseconds of what a rank does in a step with its part of the n-gram table, but sending."""
+    script = load_script(REPO / "records" / NEWEST / "train_gpt.py")
+    cfg = script.parse_args([*flags, "--ngram_rows", str(num_rows)])
+    table = script.NgramTable("rows", script.parameter_groups(cfg)["n-grams"], cfg,
+                              script.Ranks(cfg))
+    now = script.schedule(1, cfg)
+    draw = np.random.default_rng(0)
+    times = Counter()
+
+    @contextlib.contextmanager
+    def timed(what):
+        began = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times[what] += 1000 * (time.perf_counter() - began) / repeats
+
+    for repeat in range(-1, repeats):
+        ids = torch.from_numpy(draw.integers(num_rows, size=(1, 1, tokens, 2), dtype=np.int32))
+        with timed("plan on the host, but for other ranks"):
+            reading = table.plan(ids)
+        with timed("fetch"):
+            read = table.take(reading)
+        read.grad = torch.ones_like(read)
+        with timed("gradients"):
+            table.keep_gradients()
+        with timed("step of the table"):
+            table.update(now, divisor=8)
+        table.clear()
+        if repeat < 0:  # the first time is of loading
+            times.clear()
+    for what, ms in times.items():
+        say(f"{ms:8.2f} ms  {what}")
+
+
+def newest_kernels(flags, stage_steps=STAGE_STEPS):
+    """The kernels of the newest record: FP8 products, softmax, table, one group each or more."""
+    newest(flags, stage_steps, measure=kernels)
+
+
+PARTS = {  # with the seconds that each may take: 47 minutes at most, some 30 are likely
+    machine: 30, fp8: 60, attention: 240, steps: 600, kernels: 300, small_card: 420, rows: 60,
+    newest: 720, newest_kernels: 400}
 
 
 # ---- Runs -------------------------------------------------------------------

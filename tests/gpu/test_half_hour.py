@@ -69,6 +69,13 @@ def test_the_newest_record_needs_no_files_and_one_gpu(monkeypatch):
     assert classes > cfg.eot_token // half_hour.NOISE_SHARE
 
 
+def test_the_parts_of_a_step_of_the_table_are_timed(capsys):
+    half_hour.rows(["--preset", "pocket", "--device", "cpu"], num_rows=512, tokens=64, repeats=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" ms  ")[2] for line in lines] == [
+        "plan on the host, but for other ranks", "fetch", "gradients", "step of the table"]
+
+
 def test_kernels_are_summed_by_group(capsys):
     times = {"triton_tem_fused_flex_attention_1": 3000, "nvjet_tst_128": 2000,
              "void at::native::x": 100, "sm90_xmma_gemm": 1000, "aten::mm": 0}

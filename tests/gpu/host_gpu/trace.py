@@ -345,10 +345,11 @@ class Tracer:
         self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks(1))
         if hasattr(self.model, "ngram_table"):  # how many rows differ is not known without tokens
             self.model.read_rows = self.some_rows
+            self.model.ngram_table.keep_gradients = lambda: None
         owned = [*self.model.parameters(), *self.model.buffers()]
         for optimizer in self.optimizers:
             owned += [*vars(optimizer).values(), *optimizer.state.values()]
-            owned += getattr(optimizer, "averages", {}).values()  # as of 92e
+            owned += dict(getattr(optimizer, "averages", {})).values()  # as of 92e
         for x in owned:
             if isinstance(x, torch.Tensor):
                 self.notes.allocated(x)
@@ -392,6 +393,9 @@ class Tracer:
             optimizers = self.script.build_optimizers(self.model, self.cfg, ranks)
         amid = self.steps[len(self.steps) // 2]
         first = amid - amid % self.optimizer_steps
+
+        # A table that has read no rows steps none.
+        optimizers = [x for x in optimizers if getattr(x, "waiting", None) != []]
 
         def some_steps():
             self.wire = []

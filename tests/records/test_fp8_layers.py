@@ -1,0 +1,89 @@
+"""FP8 products of attention and MLPs: their ranges, and that they are products of rounded factors.
+
+torch multiplies FP8 on a CPU as well, so what a GPU with FP8 would compute is computed here.
+"""
+
+import golden
+import pytest
+import torch
+from record_folders import RECORDS, for_each
+
+WITH_FP8_LAYERS = [record for record in RECORDS if hasattr(golden.load(record), "Fp8Scales")]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significant bits
+FP32_SUM = 1e-5  # of a sum of some hundred fp32 products, in units of the sum of their sizes
+LARGEST_INPUT = 768**0.5  # of a normed vector: 27.7
+
+
+@for_each(WITH_FP8_LAYERS)
+def test_ranges(record):
+    """Attention clips its inputs at 8. MLPs take all that a norm can give."""
+    script = golden.load(record)
+
+    def taken(x, scales):
+        return script.to_fp8(torch.tensor([x, -x]), scales.x, E4M3).float() / scales.x
+
+    assert taken(LARGEST_INPUT, script.QKV_SCALES).tolist() == [8, -8]
+    found = taken(LARGEST_INPUT, script.MLP_IN_SCALES)
+    assert found[0] == -found[1] == pytest.approx(LARGEST_INPUT, rel=2**-4)
+    assert taken(500.0, script.MLP_OUT_SCALES).tolist() == [448, -448]  # ReLU² of 22
+    gradient = torch.tensor([2.0, 1e3])
+    for scales, largest in (
+        (script.QKV_SCALES, [1, 1]),
+        (script.MLP_IN_SCALES, [2, 896]),
+        (script.MLP_OUT_SCALES, [2, 896]),
+    ):
+        cast = script.to_fp8(gradient, scales.grad, scales.grad_dtype).float()
+        assert (cast / scales.grad).tolist() == largest
+
+
+@for_each(WITH_FP8_LAYERS)
+@pytest.mark.parametrize("name", ["QKV_SCALES", "MLP_IN_SCALES", "MLP_OUT_SCALES"])
+def test_results_are_products_of_the_rounded_factors(record, name):
+    """Of a weight that is stored and of one that is transposed; forward, and both gradients."""
+    script = golden.load(record)
+    scales = getattr(script, name)
+    generator = torch.Generator().manual_seed(0)
+    x = (2 * torch.randn(2, 32, 64, generator=generator)).bfloat16()
+    stored = (0.1 * torch.randn(64, 48, generator=generator)).bfloat16()
+    grad = (0.1 * torch.randn(2, 32, 48, generator=generator)).bfloat16()
+    for w in (stored.T, stored.T.contiguous()):
+        leaves = [x.clone().requires_grad_(), w.detach().requires_grad_()]
+        out = script.fp8_linear(*leaves, scales)
+        grad_x, grad_w = torch.autograd.grad(out, leaves, grad)
+        w_scale = 448 / w.abs().max().float()
+
+        def rounded(x, scale, dtype=E4M3):
+            return script.to_fp8(x, scale, dtype).double().flatten(0, -2) / scale
+
+        rx, rw = rounded(x, scales.x), rounded(w, w_scale)
+        rg = rounded(grad, scales.grad, scales.grad_dtype)
+        for found, left, right in (
+            (out.detach(), rx, rw.T), (grad_x, rg, rw), (grad_w, rg.T, rx),
+        ):
+            exact, size = left @ right, left.abs() @ right.abs()
+            error = (found.double().flatten(0, -2) - exact).abs()
+            assert found.dtype == torch.bfloat16
+            assert (error <= BF16_STEP * exact.abs() + FP32_SUM * size).all()
+
+
+@for_each(WITH_FP8_LAYERS)
+def test_layers_differ_from_bf16_by_few_bits_while_training_alone(record, tmp_path):
+    """e4m3 keeps 4 significant bits: a product is off by 2⁻⁵ of its terms' size at random signs."""
+    script = golden.load(record)
+    golden.write_tables(tmp_path)
+    cfg = golden.tiny(script, tmp_path, head_dim=16, mlp_dim=128)
+    mlp = script.MLP(cfg)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in mlp.parameters():
+            param.normal_(std=cfg.model_dim**-0.5, generator=generator)
+    x = script.norm(torch.randn(4, 32, cfg.model_dim, generator=generator)).bfloat16()
+    mlp.use_fp8 = True
+    low = mlp(x)
+    mlp.eval()
+    reference = mlp(x)
+    mlp.use_fp8 = False
+    assert reference.equal(mlp(x)) and not low.equal(reference)
+    error = (low - reference).double().norm() / reference.double().norm()
+    assert error < 2**-4

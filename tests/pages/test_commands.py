@@ -91,7 +91,7 @@ def project(tmp_path, checkpoint, monkeypatch):
     (copy / "novel.txt").write_text("It was a night like any other. " * 2000)
     (copy / "dump.xz").write_bytes(lzma.compress(b"A line of a dump.\n" * 5000))
     copy_project(copy)
-    (copy / "logs" / "RUN").mkdir(parents=True)
+    shutil.copytree(checkpoint.parent, copy / "logs" / "RUN")
     shutil.copy(checkpoint, copy / "logs" / "RUN" / "step-000120.pt")
     monkeypatch.chdir(copy)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

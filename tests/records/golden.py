@@ -382,12 +382,15 @@ def in_float64():
 
 @contextlib.contextmanager
 def without_collections():
-    """Python looks for no cycles, which would take it through all modules of torch again."""
+    """Python looks for cycles in the end, and not through all modules of torch."""
+    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
+        gc.collect()
         gc.enable()
+        gc.unfreeze()
 
 
 # ---- Numbers ----------------------------------------------------------------

@@ -48,8 +48,11 @@ MEMORY = {
     "2026-08-30_92d_": (29.8, 14.1, 7.3),
     "2026-08-30_92e_": (31.1, 15.4, 8.6),
     "2026-08-30_92f_": (27.5, 32.0, 8.6),
-    "2026-08-30_92g_": (39.6, 44.7, 20.6),
+    "2026-08-30_92g3": (28.1, 13.0, 5.5),
+    "2026-08-30_92g_": (43.2, 28.1, 20.6),
+    "2026-08-30_92h_": (39.2, 28.1, 20.6),
 }
+TABLE_IN_PARTS = "2026-08-30_92g3"  # from here on a rank has its part; an eighth was counted
 SAVED_BY_CHUNKS = {1: 0.0, 2: 4.4, 4: 6.5, 8: 7.4}  # GiB of training's, by pieces of the head
 SPARE = 2.0  # GiB for CUDA, gaps between tensors and a screen
 PARTS = (1, 2, 4, 8)  # into which a sequence may be cut
@@ -92,8 +95,9 @@ def counted_memory(script, cfg, ranks: int) -> tuple[float, float, float]:
         before = min(MEMORY)
     training, validation, state = MEMORY[before]
     validation = state + (validation - state) * cfg.val_seq_len / 2**18
-    if before == newest:  # it was counted with an eighth of its table
-        more = (cfg.ngram_rows / ranks - 84_602_880 / 8) * 2 * cfg.model_dim / 2**30  # in bf16
+    if before >= TABLE_IN_PARTS:
+        counted = script.Hyperparameters().ngram_rows / 8
+        more = (cfg.ngram_rows / ranks - counted) * 2 * cfg.model_dim / 2**30  # in bf16
         return training + more, validation + more, state + more
     return training, validation, state
 

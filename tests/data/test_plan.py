@@ -92,6 +92,8 @@ def test_memory_is_that_of_the_page():
     ("2026-07-13_PrefixTargets", 39.4, "", ["prefixes.py", "fineweb.py 8"]),
     ("2026-07-13_PrefixTargets", 23.5, "--shorten 2", ["prefixes.py", "fineweb.py 8"]),
     ("2026-08-30_92f_SampledSoftmax", 23.5, "--shorten 2 --val_seq_len 131072",
+     ["prefixes.py", "canonical.py", "fineweb.py 8"]),
+    ("2026-08-30_92g3_RowsByRank", 23.5, "--shorten 2",
      ["prefixes.py", "canonical.py", "fineweb.py 8"])])
 def test_records_are_planned_with_their_data_and_memory(monkeypatch, tmp_path, record, gib, flags,
                                                         data):
@@ -109,13 +111,15 @@ def test_records_are_planned_with_their_data_and_memory(monkeypatch, tmp_path, r
     assert plan_tool.scripts_of_data(script, cfg) == data[-1:]
 
 
-def test_a_table_in_parts_needs_enough_gpus_or_fewer_rows():
-    script = script_module("records/2026-08-30_92g_NgramTable/train_gpt.py")
+@pytest.mark.parametrize("record", ["92g_NgramTable", "92h_Fp8Products"])
+def test_a_table_in_parts_needs_enough_gpus_or_fewer_rows(record):
+    script = script_module(f"records/2026-08-30_{record}/train_gpt.py")
 
-    def flags_that_fit(flags, ranks):
+    def flags_that_fit(flags, ranks, gib=79.1):
         cfg = script.parse_args(flags.split())
-        return plan_tool.flags_that_fit(script, cfg, int(79.1 * GIB), ranks)
+        return plan_tool.flags_that_fit(script, cfg, int(gib * GIB), ranks)
 
     assert flags_that_fit("", 8) == flags_that_fit("--ngram_rows 21150720", 1) == ""
-    with pytest.raises(machine.MachineError, match="92g_NgramTable.*fewer --ngram_rows"):
+    assert flags_that_fit("--ngram_rows 377280", 1, gib=23.5) == "--shorten 2"
+    with pytest.raises(machine.MachineError, match=f"{record}.*fewer --ngram_rows"):
         flags_that_fit("", 1)

@@ -285,7 +285,7 @@ def test_prefix_targets_and_composed_attention_in_fp32_are_those_of_the_cpu(tmp_
 
 
 @on_the_host
-def test_a_step_of_the_newest_record_in_fp32_is_that_of_the_cpu(tmp_path):
+def test_a_step_of_92_in_fp32_is_that_of_the_cpu(tmp_path):
     script, cfg = small_record("2026-08-30_92g_NgramTable", tmp_path)
     cpu = make_model(script, cfg)
     gpu = in_fp32(script, cfg)

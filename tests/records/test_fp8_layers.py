@@ -6,9 +6,9 @@ torch multiplies FP8 on a CPU as well, so what a GPU with FP8 would compute is c
 import golden
 import pytest
 import torch
-from record_folders import RECORDS, for_each
+from record_folders import for_each, having, load
 
-WITH_FP8_LAYERS = [record for record in RECORDS if hasattr(golden.load(record), "Fp8Scales")]
+WITH_FP8_LAYERS = having("Fp8Scales")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significant bits
 FP32_SUM = 1e-5  # of a sum of some hundred fp32 products, in units of the sum of their sizes
@@ -18,7 +18,7 @@ LARGEST_INPUT = 768**0.5  # of a normed vector: 27.7
 @for_each(WITH_FP8_LAYERS)
 def test_ranges(record):
     """Attention clips its inputs at 8. MLPs take all that a norm can give."""
-    script = golden.load(record)
+    script = load(record)
 
     def taken(x, scales):
         return script.to_fp8(torch.tensor([x, -x]), scales.x, E4M3).float() / scales.x
@@ -41,7 +41,7 @@ def test_ranges(record):
 @pytest.mark.parametrize("name", ["QKV_SCALES", "MLP_IN_SCALES", "MLP_OUT_SCALES"])
 def test_results_are_products_of_the_rounded_factors(record, name):
     """Of a weight that is stored and of one that is transposed; forward, and both gradients."""
-    script = golden.load(record)
+    script = load(record)
     scales = getattr(script, name)
     generator = torch.Generator().manual_seed(0)
     x = (2 * torch.randn(2, 32, 64, generator=generator)).bfloat16()
@@ -70,7 +70,7 @@ def test_results_are_products_of_the_rounded_factors(record, name):
 @for_each(WITH_FP8_LAYERS)
 def test_layers_differ_from_bf16_by_few_bits_while_training_alone(record, tmp_path):
     """e4m3 keeps 4 significant bits: a product is off by 2⁻⁵ of its terms' size at random signs."""
-    script = golden.load(record)
+    script = load(record)
     golden.write_tables(tmp_path)
     cfg = golden.tiny(script, tmp_path, head_dim=16, mlp_dim=128)
     mlp = script.MLP(cfg)

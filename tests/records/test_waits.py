@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import golden
-import numpy as np
 import pytest
 import torch
 from host_gpu.trace import few_layers_of
@@ -52,10 +51,8 @@ class Collectives:
         return lambda *args, **kwargs: SimpleNamespace(wait=lambda: None)
 
 
-class MetaRun:
-    """The harness's side of `train`, on the meta device. It is the loader, too."""
-
-    first_step = 0
+class MetaRun(golden.TinyRun):
+    """A rank's run on the meta device. It takes the first part of each step."""
 
     def __init__(self, script, cfg):
         self.script, self.cfg = script, cfg
@@ -66,14 +63,11 @@ class MetaRun:
         script.prepare(self.model, cfg, META)
         self.optimizers = script.build_optimizers(self.model, cfg, self.ranks)
         self.tokens = golden.tokens_of("training", 8000)
-        self.documents = np.flatnonzero(self.tokens == golden.EOT)
         self.place = script.Place()
         self.stages = set()  # that steps belonged to
         self.loader = self
 
-    def next_step(self, now):
-        rows, self.place = self.script.cut_rows(
-            self.tokens, self.documents, self.place, now, self.cfg)
+    def batches(self, rows):
         share = self.cfg.sequences_per_step // WORLD_SIZE
         part = [x if x is None else x[:share] for x in rows]
         return [self.script.to_batch(self.script.Rows(*part), META)]
@@ -85,9 +79,6 @@ class MetaRun:
     def check(self, step, losses):
         """What the harness does with the losses reads them a step later."""
 
-    def log_step(self, step):
-        pass
-
 
 def waits_of(record, folder):
     """The copies that a host would wait for in the first steps of a tiny run.
@@ -96,7 +87,7 @@ def waits_of(record, folder):
     """
     script = golden.load(record)
     golden.write_tables(folder)
-    script.BLOCK = golden.BLOCK
+    golden.shrink_blocks(script)
     cfg = golden.tiny(script, folder, layers=few_layers_of(script))
     dense_mask = script.dense_mask
 

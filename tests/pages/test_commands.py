@@ -71,12 +71,12 @@ def run(command, capfd):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, pocket_data):
-    """Of a run of two steps."""
+    """Of a run of two steps, in a folder and under a name that the pages have."""
     flags = f"--preset pocket --device cpu --run_id RUN {FEW} --save_every 2"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("trained"))
         assert train_gpt.main(flags.split()) == 0
-        return Path("logs/RUN/step-000002.pt").resolve()
+        return Path("logs/RUN/step-000002.pt").rename("logs/RUN/step-000120.pt").resolve()
 
 
 @pytest.fixture
@@ -92,7 +92,6 @@ def project(tmp_path, checkpoint, monkeypatch):
     (copy / "dump.xz").write_bytes(lzma.compress(b"A line of a dump.\n" * 5000))
     copy_project(copy)
     shutil.copytree(checkpoint.parent, copy / "logs" / "RUN")
-    shutil.copy(checkpoint, copy / "logs" / "RUN" / "step-000120.pt")
     monkeypatch.chdir(copy)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(copy / "home"))

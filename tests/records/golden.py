@@ -139,16 +139,21 @@ def full_size(script) -> dict:
     for name in (*SIZES, "num_iterations", "extension_steps", "bigram_width"):
         if hasattr(cfg, name) and name not in NO_SIZES:
             found[f"size {name}"] = [getattr(cfg, name)]
-    with torch.device("meta"):
-        params = script.GPT(cfg).parameters()
+    params = script.GPT(short(cfg)).parameters()
     found["size parameters"] = [sum(param.numel() for param in params)]
-    for step in range(cfg.num_iterations):
-        for name, value in schedule_fields(script.schedule(step, cfg)):
-            key = f"schedule {name}"
-            if key not in found:
-                found[key] = np.zeros(cfg.num_iterations)
-            found[key][step] = value
+    steps = range(cfg.num_iterations)
+    rows = [dict(schedule_fields(script.schedule(step, cfg))) for step in steps]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        found[f"schedule {name}"] = [row.get(name, 0.0) for row in rows]
     return found
+
+
+def short(cfg):
+    """The record with short sequences. Its parameters do not depend on them, its buffers do."""
+    changes = dict(seq_len=LENGTH, val_seq_len=LENGTH)
+    if hasattr(cfg, "stages"):
+        changes |= rows_of(cfg, lambda row, _: dataclasses.replace(row, seq_len=LENGTH), cfg)
+    return dataclasses.replace(cfg, **{k: v for k, v in changes.items() if hasattr(cfg, k)})
 
 
 def rotary_tables(script, cfg) -> dict:

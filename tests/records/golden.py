@@ -3,7 +3,7 @@
 
     python tests/records/golden.py                      # list what differs in any record
     python tests/records/golden.py 2025-01-04_SoftCap   # in this one
-    python tests/records/golden.py --write RECORD...    # add the numbers of new records
+    python tests/records/golden.py --write RECORD       # add the numbers of a new one
 
 The numbers in golden.toml are from the scripts of commit 9552d96. There every record was held in
 float64 against its published script or, where that could not be run, against a model and optimizers
@@ -11,7 +11,7 @@ written from its specification: losses agreed to 4e-16 of their size, weights to
 
 A number is written when a record is new: its author shows in the pull request that it is equal to
 what was published, or says that nothing like it was, and adds its numbers by `--write`. It is
-written anew when it was wrong, and then the file keeps the reason: `--replace --why "..."`. It is
+written anew when it was wrong, and then the file keeps the reason: `--write --why "..."`. It is
 never written anew to make a test pass. What changes the text of a record and not what it computes
 leaves all numbers as they are, but for the name of a parameter, which costs a line in RENAMED.
 
@@ -34,7 +34,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 import zlib
 from pathlib import Path
@@ -50,6 +49,7 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO / "data"))
 import shards  # noqa: E402
 
+RECORDS = sorted(path.parent.name for path in REPO.glob("records/20*/train_gpt.py"))
 FILE = Path(__file__).with_suffix(".toml")
 TOLERANCE = 1e-9  # of a number's size
 RENAMED = {}  # a number's name in today's scripts: in the file, by which weights are made, too
@@ -494,20 +494,9 @@ def write_file(entries: dict):
     FILE.write_text("\n".join(lines))
 
 
-def new_entry(numbers: dict, old: dict, commit: str, why: str) -> dict:
-    """What the file gets of a record: notes, then numbers. The reasons of before stay."""
-    entry = dict(commit=commit)
-    replaced = old.get("replaced", []) + [why] * bool(why)
-    if replaced:
-        entry["replaced"] = replaced
-    for name, found in numbers.items():
-        entry[name] = [number.value for number in found]
-    return entry
-
-
 # ---- Command line -----------------------------------------------------------
-def commit_of(repository: Path) -> str:
-    command = ["git", "-C", repository, "rev-parse", "--short", "HEAD"]
+def last_commit() -> str:
+    command = ["git", "-C", REPO, "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, text=True, capture_output=True)
     return done.stdout.strip() or "none"  # where there is no repository
 
@@ -515,34 +504,17 @@ def commit_of(repository: Path) -> str:
 def parse_args(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="*", help="folders in records/; none: all (or all new)")
+    parser.add_argument("records", nargs="*", help="folders in records/; none: all")
     parser.add_argument("--write", action="store_true", help="add the numbers of these records")
-    parser.add_argument("--replace", action="store_true", help="with --write: also of known ones")
-    parser.add_argument("--why", default="", help="with --replace: what was wrong; the file has it")
-    parser.add_argument("--root", type=Path, default=REPO, help="repository that has the records")
-    parser.error = one_line
+    parser.add_argument("--why", default="", help="what was wrong, to write known ones anew")
     args = parser.parse_args(argv)
-    has_numbers = read_file().keys()
-    known = sorted(path.parent.name for path in args.root.glob("records/20*/train_gpt.py"))
-    unknown = sorted(set(args.records) - set(known))
-    if unknown:
-        parser.error(f"{unknown[0]}: no such record; they are the folders of {args.root}/records")
-    replaces = args.write and args.replace and args.why and args.records
-    if (args.replace or args.why) and not replaces:
-        parser.error("--replace: needs --write, the records' names, and --why with what was wrong")
-    if args.write and not args.replace:
-        taken = sorted(has_numbers & set(args.records))
-        if taken:
-            parser.error(f"{taken[0]}: has its numbers; if they were wrong: --replace --why REASON")
-        known = [name for name in known if name not in has_numbers]
-    args.records = args.records or known
+    args.records = args.records or RECORDS
+    for record in args.records:
+        if record not in RECORDS:
+            parser.error(f"{record}: no such record; they are the folders of records/")
+        if args.write and record in read_file() and not args.why:
+            parser.error(f"{record}: has its numbers; if they were wrong: --why REASON")
     return args
-
-
-def one_line(message):
-    """End as a wrong flag does."""
-    print(f"golden.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def main(argv=None) -> int:
@@ -552,16 +524,18 @@ def main(argv=None) -> int:
     entries = read_file()
     status = 0
     for record in args.records:
-        start = time.perf_counter()
-        numbers = measure(args.root / "records" / record)
-        seconds = time.perf_counter() - start
+        numbers = measure(REPO / "records" / record)
         old = entries.get(record, {})
         if args.write:
-            entries[record] = new_entry(numbers, old, commit_of(args.root), args.why)
-            print(f"{record}: written, {seconds:.2f} s", flush=True)
+            entries[record] = dict(commit=last_commit())
+            if args.why:
+                entries[record]["replaced"] = [*old.get("replaced", []), args.why]
+            for name, found in numbers.items():
+                entries[record][name] = [number.value for number in found]
+            print(f"{record}: written", flush=True)
             continue
         lines = differences(numbers, numbers_of(old)) if old else ["has no numbers in the file"]
-        print(f"{record}: {len(lines)} differ, {seconds:.2f} s", *lines, sep="\n    ", flush=True)
+        print(f"{record}: {len(lines)} differ", *lines, sep="\n    ", flush=True)
         status |= bool(lines)
     if args.write:
         write_file(entries)

@@ -3,12 +3,11 @@
 import golden
 import pytest
 
-NAMES = sorted(path.parent.name for path in golden.REPO.glob("records/20*/train_gpt.py"))
 ENTRIES = golden.read_file()
-NEWEST = NAMES[-1]
+KNOWN, NEW = golden.RECORDS[:2]
 
 
-@pytest.mark.parametrize("record", NAMES)
+@pytest.mark.parametrize("record", golden.RECORDS)
 def test_a_record_computes_its_golden_numbers(record):
     assert record in ENTRIES, f"python tests/records/golden.py --write {record}"
     numbers = golden.measure(golden.REPO / "records" / record)
@@ -16,52 +15,39 @@ def test_a_record_computes_its_golden_numbers(record):
 
 
 def test_the_file_has_no_other_records():
-    assert ENTRIES.keys() <= set(NAMES)
+    assert ENTRIES.keys() <= set(golden.RECORDS)
 
 
 @pytest.fixture
-def file(tmp_path, monkeypatch):
-    """A file with one record's numbers; any record computes 1 and 2."""
-    found = {"loss 0": [golden.Number(1.0, 1.0)], "embed.weight": [golden.Number(2.0, 4.0)] * 2}
+def numbers(tmp_path, monkeypatch):
+    """What any record computes: 1 and 2, as a file has it of one record."""
+    numbers = {"loss 0": [golden.Number(1.0, 1.0)], "embed.weight": [golden.Number(2.0, 4.0)] * 2}
     monkeypatch.setattr(golden, "FILE", tmp_path / "golden.toml")
-    monkeypatch.setattr(golden, "measure", lambda path: found)
-    assert golden.main(["--write", NAMES[0]]) == 0
-    return golden.FILE
+    monkeypatch.setattr(golden, "measure", lambda path: numbers)
+    assert golden.main(["--write", KNOWN]) == 0
+    return numbers
 
 
-def test_what_is_written_is_read_again(file, capsys):
-    assert golden.main(["--write", NEWEST]) == 0
-    assert golden.main([NAMES[0], NEWEST]) == 0
-    assert golden.main([NAMES[1]]) == 1
+def test_numbers_are_written_once_or_with_a_reason_that_stays(numbers, capsys):
+    assert golden.main([KNOWN]) == 0
+    assert golden.main([NEW]) == 1
     assert "has no numbers" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("words", [[], ["--replace"], ["--why", "it was wrong"]])
-def test_numbers_are_not_replaced_without_a_reason(file, words):
-    before = file.read_text()
+    before = golden.FILE.read_text()
     with pytest.raises(SystemExit):
-        golden.main(["--write", *words, NAMES[0]])
-    assert file.read_text() == before
-
-
-def test_the_file_keeps_the_reasons(file):
+        golden.main(["--write", KNOWN])
+    assert golden.FILE.read_text() == before
     for why in ('a "wrong" rate', "another one"):
-        assert golden.main(["--write", "--replace", "--why", why, NAMES[0]]) == 0
-    assert golden.read_file()[NAMES[0]]["replaced"] == ['a "wrong" rate', "another one"]
+        assert golden.main(["--write", "--why", why, KNOWN]) == 0
+    assert golden.read_file()[KNOWN]["replaced"] == ['a "wrong" rate', "another one"]
 
 
-@pytest.mark.parametrize("value", [2.0 + 8e-9, 2.0 - 8e-9, float("nan")])
-def test_a_difference_beyond_the_tolerance_is_told(file, monkeypatch, value, capsys):
-    found = golden.measure(file) | {"embed.weight": [golden.Number(value, 4.0)] * 2}
-    monkeypatch.setattr(golden, "measure", lambda path: found)
-    assert golden.main([NAMES[0]]) == 1
-    assert capsys.readouterr().out.count("embed.weight") == 2
-
-
-def test_a_missing_and_an_unknown_parameter_are_told(file, monkeypatch, capsys):
-    found = golden.measure(file)
-    found["head.weight"] = found.pop("embed.weight")
-    monkeypatch.setattr(golden, "measure", lambda path: found)
-    assert golden.main([NAMES[0]]) == 1
-    printed = capsys.readouterr().out
-    assert "embed.weight" in printed and "head.weight" in printed
+@pytest.mark.parametrize(("name", "value"), [
+    ("embed.weight", 2 + 8e-9), ("embed.weight", 2 - 8e-9), ("embed.weight", float("nan")),
+    ("head.weight", 2)])
+def test_what_differs_is_told(numbers, name, value, capsys):
+    """Beyond the tolerance, or as it is missing, or unknown."""
+    del numbers["embed.weight"]
+    numbers[name] = [golden.Number(value, 4.0)] * 2
+    assert golden.main([KNOWN]) == 1
+    told = capsys.readouterr().out
+    assert name in told and told.count("embed.weight") == (1 if name == "head.weight" else 2)

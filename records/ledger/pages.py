@@ -25,11 +25,11 @@ OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Minutes")
 
 # ---- Cells and tables ----
 def table(heading: tuple, rows: list) -> str:
-    """Rows have their cells in order, or by the heading's names."""
-    lines = []
-    for row in (heading, ["---"] * len(heading), *rows):
-        cells = [row[name] for name in heading] if isinstance(row, dict) else row
-        lines.append("| " + " | ".join(cells) + " |")
+    """Rows have their cells in order, or by the heading's names: then no column is empty."""
+    if rows and isinstance(rows[0], dict):
+        heading = [name for name in heading if any(row[name] for row in rows)]
+        rows = [[row[name] for name in heading] for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in (heading, ["---"] * len(heading), *rows)]
     return "\n".join(lines)
 
 
@@ -49,6 +49,14 @@ def plain(text: str) -> str:
 def link(record: Record, above: str = "") -> str:
     """The record's name, which leads to its folder; `above` is the way there."""
     return f"[{record.name}]({above}{record.folder.name})"
+
+
+def place_of(record: Record) -> str:
+    """Where a record belongs that retells no public one by itself."""
+    if record.leads_to:
+        return f"step to #{record.leads_to}"
+    step = re.match(r"(\d+)[a-z]\d? ", record.name)  # it comes after what it is a part of
+    return f"part of #{step[1]}" if step else "own"
 
 
 def spread(losses: list) -> str:
@@ -99,7 +107,7 @@ def here(record: Record) -> str:
         if preset == "record":
             card = re.sub(r"NVIDIA |GeForce |AMD |Instinct | \d+GB.*| HBM.*", "", device)
             return f"{minutes or 'no'} min, {loss} on {ranks}×{card}"
-        if record.is_own:
+        if record.is_own and place_of(record) == "own":
             return f"{preset} {loss}, {difference or 'not run'} from its parent"
     return ""
 
@@ -109,7 +117,7 @@ def ladder_rows(records: list, pocket: tuple, above: str = "") -> list:
     """What is published of each record, and what our script gave, in the setting `pocket`."""
     rows = []
     for record in records:
-        minutes = record.minutes or (f"step to #{record.leads_to}" if record.leads_to else "own")
+        minutes = record.minutes or place_of(record)
         loss = equality = lines = ""
         if record.published.get("val_loss"):
             loss = "{val_loss:.4f} ({n})".format(**record.published)

@@ -1,5 +1,6 @@
 """What golden numbers in float64 leave out: names, pockets, types, FP8, and where gradients are."""
 
+import ast
 import dataclasses
 import functools
 import re
@@ -10,7 +11,7 @@ import golden
 import pytest
 import torch
 from conftest import REPO
-from record_folders import RECORDS, claim, for_each, having, load, one_of_each_kind
+from record_folders import RECORDS, for_each, having, load, one_of_each_kind, source
 
 BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significant bits
 FP32_EPS = 2.0**-23  # what the norm adds to the mean square of fp32
@@ -35,13 +36,14 @@ def test_each_place_of_a_docstrings_map_is_there(script):
             assert functools.reduce(getattr, place.split("."), script), row
 
 
-@for_each(RECORDS)
-def test_a_script_names_itself_and_its_parent(record, script):
-    assert f"\nRecord: {record.name}\n" in script.__doc__
-    parent = claim(record)["parent"]
-    if parent:
-        assert f"\nParent: {parent}. Change: " in script.__doc__
-        assert record.parent.joinpath(parent, "record.json").exists()
+@for_each([REPO, *RECORDS])
+def test_lines_and_functions_fit_a_screen(record):
+    """The linter leaves out the records, and counts no function's lines."""
+    text = source(record) if record in RECORDS else Path(record, "train_gpt.py").read_text()
+    assert max(map(len, text.splitlines())) <= 100
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, node.name
 
 
 @for_each(RECORDS)
@@ -55,24 +57,6 @@ def test_the_pockets_have_one_width_depth_and_target(script):
     assert [getattr(cfg, x) for x in same] == [getattr(root, x) for x in same]
     record = script.Hyperparameters()
     assert cfg.sequences_per_step % 8 == record.sequences_per_step % 8 == 0
-
-
-def tokens_of_pocket(script):
-    cfg = script.parse_args(["--preset", "pocket"])
-    return script.plan(cfg).tokens[-1]
-
-
-def test_the_pockets_of_one_table_of_stages_train_on_as_many_tokens():
-    """From the first record whose batches grow in three stages to the last one before five."""
-    in_stages = [load(record) for record in having("extension")]
-    three = [x for x in in_stages if len(x.Hyperparameters.stages) == 3]
-    grow = [x for x in three if len({row.seq_len for row in x.Hyperparameters.stages}) == 3]
-    assert len(grow) > 10
-    # From #70 on the borders of stages are rounded, which gives the last one two steps more.
-    rounded = [x for x in grow if Path(x.__file__).parent.name >= "2026-02-03"]
-    assert len({tokens_of_pocket(x) for x in grow if x not in rounded}) == 1
-    assert len({tokens_of_pocket(x) for x in rounded}) == 1
-    assert len({tokens_of_pocket(x) for x in in_stages if x not in three}) == 1
 
 
 @for_each(one_of_each_kind(RECORDS, "norm"))
@@ -138,18 +122,15 @@ def test_each_gradient_arrives_with_the_strides_of_its_view(record, use_fp8, tmp
     if use_fp8:
         model.lm_head.use_fp8 = True
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-    optimizers = script.build_optimizers(model, cfg, ranks)
-    buffers = [x.grads.untyped_storage().data_ptr() for x in optimizers if hasattr(x, "grads")]
-    views = {name: p.grad for name, p in model.named_parameters()}
-    arrived = {name: [] for name in views}
+    script.build_optimizers(model, cfg, ranks)  # whose buffers hold the gradients
+    arrived = []
     for name, p in model.named_parameters():
         # A hook sees the gradient before it is added to the buffer.
-        p.register_hook(lambda grad, name=name: arrived[name].append(strides_of(grad)))
+        p.register_hook(lambda grad, name=name, view=p.grad: arrived.append(
+            (name, strides_of(grad), strides_of(view))))
     tokens = golden.tokens_of("strides", 2 * 97).reshape(2, 97)
     batch = script.to_batch(script.Rows(tokens), torch.device("cpu"))
     script.accumulate_gradients(model, [batch], script.schedule(0, cfg))
-    for name, p in model.named_parameters():
-        assert p.grad is views[name] and p.grad.is_contiguous(), name
-        assert buffers.count(p.grad.untyped_storage().data_ptr()) == 1, name
-        assert all(strides == strides_of(p.grad) for strides in arrived[name]), name
-    assert any(arrived.values())
+    assert arrived
+    for name, found, expected in arrived:
+        assert found == expected, name

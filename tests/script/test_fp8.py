@@ -2,10 +2,9 @@
 
 import math
 
-import pytest
 import torch
 
-from train_gpt import FP8Product, to_fp8
+from train_gpt import FP8Product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = (448 / 100, 448 / 1.5, 448 / 0.75)  # of x, w and the gradient, as published
@@ -19,21 +18,11 @@ def rounded(x, scale, dtype):
     return (x.float() * scale).clamp(-limit, limit).to(dtype).double()
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_the_cast_scales_in_fp32_and_saturates(dtype):
-    x = torch.randn(4000, generator=torch.Generator().manual_seed(0))
-    x[-3:] = torch.tensor([math.inf, -math.inf, 1e5])
-    for given in (x, x.bfloat16()):
-        found = to_fp8(given, 2.3, dtype).double()
-        assert found.equal(rounded(given, 2.3, dtype))
-        largest = torch.finfo(dtype).max
-        assert found[-3:].tolist() == [largest, -largest, largest]
-
-
 def test_head_and_gradients_are_products_of_the_rounded_factors(monkeypatch):
     """Row-major times column-major, as the hardware takes them: a CPU takes anything.
 
-    Activations of norm one, small weights, and output gradients as a sum over tokens has.
+    Activations of norm one, small weights, and output gradients as a sum over tokens has. What is
+    out of a format's range becomes its largest number.
     """
     layouts, scaled_mm = [], torch._scaled_mm
 
@@ -47,6 +36,7 @@ def test_head_and_gradients_are_products_of_the_rounded_factors(monkeypatch):
     x = torch.randn(S, D, generator=generator).bfloat16()
     w = (0.1 * torch.randn(V, D, generator=generator)).bfloat16()
     g = (torch.randn(S, V, generator=generator) / 16).bfloat16()
+    x[0, 0], w[0, 0], g[0, 0] = 1e5, -9, math.inf
     leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
     out = FP8Product.apply(*leaves)
     assert [saved.dtype for saved in out.grad_fn.saved_tensors] == [E4M3, E4M3]  # a byte each

@@ -27,7 +27,6 @@ IDLE = 160  # hundredths of a second in 0.2 s, of eight cores
 @pytest.mark.parametrize(("idle", "cpus", "cores", "quotas", "threads"), [
     (0, 8, 4, {}, 1),
     (31, 8, 4, {}, 2),
-    (IDLE, 16, 4, {}, 4),
     (IDLE, 2, 4, {}, 2),
     (IDLE, 16, 0, {}, 8),  # where Linux does not tell the cores
     (IDLE, 8, 8, {"pod/cpu.max": "max 100000", "cpu.max": "265000 100000"}, 2),

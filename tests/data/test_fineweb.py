@@ -85,8 +85,9 @@ def test_shards_that_are_cut_or_no_shards_are_fetched_again_and_only_they(hub, f
     fineweb(3)
     (folder / TRAIN[0]).write_bytes(hub.files[TRAIN[0]][:-2])
     (folder / TRAIN[1]).write_bytes(b"")
+    (folder / TRAIN[2]).write_bytes(b"?" + hub.files[TRAIN[2]][1:])
     fineweb(3, online=False, refused=["ConnectionError: no route to it", "network", str(folder)])
-    assert fineweb(3)[1] == TRAIN[:2]
+    assert fineweb(3)[1] == TRAIN[:3]
     assert all((folder / name).read_bytes() == hub.files[name] for name in TRAIN[:3])
 
 

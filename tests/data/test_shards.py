@@ -26,17 +26,6 @@ def test_a_failed_write_leaves_the_earlier_shard(tmp_path, monkeypatch, write_sh
     assert path.read_bytes() == earlier and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("changes", "num_bytes"), [
-    ({"magic": 20240521}, 1044), ({"version": 2}, 1044), ({"count": 9}, 1044),
-    ({}, 0), ({}, 1043)])
-def test_a_wrong_header_and_a_cut_file_are_named(tmp_path, write_shard, changes, num_bytes):
-    assert shards.read_header(write_shard(tmp_path / "right.bin", range(10))) == 10
-    path = write_shard(tmp_path / "wrong.bin", range(10), **changes)
-    path.write_bytes(path.read_bytes()[:num_bytes])
-    with pytest.raises(shards.DataError, match="wrong.bin"):
-        shards.read_header(path)
-
-
 def test_who_stops_reading_ends_a_script_without_a_word():
     code = "import shards; shards.run(lambda: print(10**6 * 'many words '))"
     with subprocess.Popen([sys.executable, "-c", code], cwd=REPO / "data", stdout=subprocess.PIPE,

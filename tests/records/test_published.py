@@ -1,5 +1,5 @@
 """What the public scripts compute at full size, where golden numbers are of small ones: rows of
-hashes, ids of a softmax, and the steps of tables."""
+hashes, and ids of a softmax."""
 
 import numpy as np
 import pytest
@@ -20,27 +20,6 @@ def test_pairs_of_tokens_have_the_published_rows():
                              70649, 188566, 238680, 78264]
     seconds = [rows(7, second)[1] for second in (0, 1, 2, 198, 464, 50255)]
     assert seconds == [193815, 159838, 129737, 209144, 204580, 32011]
-
-
-def test_steps_of_tables_and_adam_in_92():
-    """Of value embeddings and of the n-gram table, and of embedding and head."""
-    script = load(NEWEST)
-    cfg = script.Hyperparameters()
-    schedules = [script.schedule(step, cfg) for step in range(cfg.num_iterations)]
-    groups = script.parameter_groups(cfg)
-    ranks = script.Ranks(script.Hyperparameters(device="cpu"))
-
-    def steps_of(group):
-        param = torch.nn.Parameter(torch.zeros(1))
-        optimizer = script.Adam(group, groups[group], [param], ranks)
-        return [step for step in range(1194) if optimizer.is_due(schedules[step])]
-
-    tables = steps_of("value embeds")
-    assert tables == [*range(1, 336, 2), *range(339, 1192, 4)] and len(tables) == 382
-    head = steps_of("head")
-    assert head == list(range(1, 1194, 2)) and len(head) == 597
-    tied = [step for step in head if schedules[step].tied]
-    assert tied == list(range(1, 1176, 2))
 
 
 def test_classes_of_a_softmax_in_92():

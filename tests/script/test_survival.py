@@ -158,6 +158,10 @@ def fill_disk(size, losses):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 # Together these resume from within a shard, from the end of one and from the middle of an epoch,
 # from the beginning of each stage and after it.
 
@@ -181,16 +185,15 @@ def test_a_run_that_is_killed_in_a_save_goes_on_to_the_bit(start, whole, moment,
 @pytest.mark.parametrize("nproc, fault, every, code, saved", [
     (1, signalled(3, signal.SIGINT), 100, 1, [4]),
     (2, signalled(4, signal.SIGTERM, rank=1), 100, 1, [6]),  # where no gradients are left over
-    (1, signalled(STEPS - 1, signal.SIGTERM), 100, 0, [STEPS]),
     (1, signalled(4, signal.SIGTERM), 0, 1, []),
     (1, partial(closed_terminal, 5, signal.SIG_DFL), 100, 1, [6]),
     (1, partial(closed_terminal, 5, signal.SIG_IGN), 100, 0, [STEPS]),
-    (1, closed_pipe, 100, 0, [STEPS]),
-    (1, closed_streams, 100, 0, [STEPS]),
-    (1, partial(signalled_at_the_end, 1), 100, 0, [STEPS]),
+    slow(1, closed_pipe, 100, 0, [STEPS]),
+    slow(1, closed_streams, 100, 0, [STEPS]),
+    slow(1, partial(signalled_at_the_end, 1), 100, 0, [STEPS]),
     (1, partial(signalled_at_the_end, 2), 100, -signal.SIGINT, []),
-], ids=["Ctrl-C", "a rank", "at the end", "without saves", "terminal", "nohup", "head",
-        "daemon", "last validation", "twice"])
+], ids=["Ctrl-C", "a rank", "without saves", "terminal", "nohup", "head", "daemon",
+        "last validation", "twice"])
 def test_a_signal_ends_a_run_at_a_save_from_which_it_goes_on(
     start, whole, nproc, fault, every, code, saved
 ):
@@ -243,7 +246,8 @@ def test_each_rank_says_its_own_error_and_one_what_all_would_say(start):
     assert run.err(1) == "" and run.saved() == [2, 4] and "---" not in run.log()
 
 
-@pytest.mark.parametrize("size, named", [(200_000, "step-000004.pt"), (90_000, "log.txt")])
+@pytest.mark.parametrize("size, named", [
+    (200_000, "step-000004.pt"), slow(90_000, "log.txt")])
 def test_a_run_goes_on_once_a_full_disk_has_room(start, whole, size, named):
     run = start(fault=partial(at_step, 3, 0, partial(fill_disk, size)), save_every=2)
     assert run.wait() == [2] and run.err().count("\n") == 1

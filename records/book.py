@@ -40,7 +40,7 @@ parent. A page has the idea, the reason, and the change beside the parent's line
 
 ![Published minutes on eight H100s of each public record](ladder.svg)
 
-## All public records
+<h2 id="public">All public records</h2>
 
 {public}
 """
@@ -49,6 +49,7 @@ PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>
 # What HtmlDiff's tables have beside lines; its numbers would be those of a section
 CLUTTER = re.compile(
     r'<td class="diff_(next|header)".*?</td>|<colgroup></colgroup>| (nowrap|rules)="\w+"')
+LONG = re.compile(r"[^\s<>&]{40,}")  # what a narrow page would break anywhere
 SHADES = {"#000000": "currentColor", "#e3e6e9": "#88888855", "#006ba4": "#3189c9"}  # in the dark
 SVG_STYLE = ("<style>svg { color: #1c2126; fill: currentColor } "
              "@media (prefers-color-scheme: dark) { svg { color: #dde2e6 } }</style></svg>")
@@ -98,7 +99,7 @@ def write_book(records: list, out: Path, source: str | None) -> list:
     if not records:
         raise LedgerError("no records there, so no pages; give a folder that has")
     out.mkdir(parents=True, exist_ok=True)
-    folder, home = records[0].folder.parent, '<a href="index.html">The ladder</a>'
+    folder = records[0].folder.parent
     draw_ladder(folder, records, out / "ladder.svg")
     drawn = read_text(out / "ladder.svg")
     for color, shade in SHADES.items():
@@ -109,24 +110,30 @@ def write_book(records: list, out: Path, source: str | None) -> list:
 
     blocks = pages.blocks(folder, records)[folder / "README.md"]
     text = INDEX.format(count=len(records), ladder=blocks[""], public=blocks[" public"])
-    first = f'<a href="{records[0].folder.name}.html">Next: {records[0].name}</a>'
-    site = {"index": (first, from_markdown(text, folder, None))}
-    for record in records:
-        name, links = record.folder.name, home
-        for other in records:
-            if other is record.parent or other.parent is record:
-                word = "Parent" if other is record.parent else "Next"
-                links += f'\n<a href="{other.folder.name}.html">{word}: {other.name}</a>'
+    links = ['<a href="#public">All public records</a>', link_to(records[0], "Next")]
+    site = {"index": ("The ladder", links, from_markdown(text, folder, None))}
+    for record, following in zip(records, [*records[1:], None]):
+        name, links = record.folder.name, ['<a href="index.html">The ladder</a>']
+        if record.parent:
+            links.append(link_to(record.parent, "Parent"))
+        if following:
+            links.append(link_to(following, "Next"))
+        else:
+            links.append('<a href="index.html#public">Next: all public records</a>')
         address = source and f"{source}/records/{name}/"
         text = read_text(record.folder / "README.md").replace(f"# {name}", f"# {record.name}", 1)
         place = PLACE.search(text)
         before = from_markdown(text[:place.start()], record.folder, address)
         after = from_markdown(text[place.end():], record.folder, address)
-        site[name] = (links, before + change_of(record) + after)
-    for name, (links, body) in site.items():
-        page = PAGE.format(title=name, links=links, body=body)
+        site[name] = (record.name, links, before + change_of(record) + after)
+    for name, (title, links, body) in site.items():
+        page = PAGE.format(title=title, links="\n".join(links), body=body)
         (out / f"{name}.html").write_text(page, encoding="utf-8")
     return list(site)
+
+
+def link_to(record: Record, word: str) -> str:
+    return f'<a href="{record.folder.name}.html">{word}: {record.name}</a>'
 
 
 def from_markdown(text: str, folder: Path, address: str | None) -> str:
@@ -167,7 +174,8 @@ def change_of(record: Record) -> str:
         parts.append(f"<h3>{title}</h3>")
         if record.parent:
             shown = difflib.HtmlDiff().make_table(old, new, context=True, numlines=3)
-            parts.append(CLUTTER.sub("", shown).replace("&nbsp;", " "))  # long lines may break
+            shown = CLUTTER.sub("", shown).replace("&nbsp;", " ")  # long lines may break
+            parts.append(LONG.sub(lambda word: re.sub(r"([(.])", r"\1<wbr>", word[0]), shown))
         else:
             code = escape("\n".join(new))
             parts.append(f'<pre tabindex="0">{code}</pre>')

@@ -179,7 +179,7 @@ def blocks(folder: Path, records: list) -> dict:
     if (folder.parent / "README.md").exists():
         found[folder.parent / "README.md"] = {
             "": table(FRONT, ladder_rows(kept, pocket, f"{folder.name}/")),
-            " gpus": f"**GPUs have run** {results}." if on_gpu else "**No GPU has run it yet.**"}
+            " gpus": f"**GPUs have run** {results}." if on_gpu else "**No GPU has run one of our scripts yet.**"}
     return found
 
 

@@ -73,7 +73,7 @@ def draw_ladder(folder: Path, records: list, path: Path):
         places = {one.number: float(one.minutes or 45) for one in scripts}
         axis.plot([*places], [*places.values()], "o", color="#006ba4", label="with a script here")
         axis.set(xlabel="number of the public record", ylabel="published minutes on 8×H100",
-                 yscale="log", xlim=(0, max([*public, *places, 1]) + 18))
+                 yscale="log", xlim=(0, max([*public, *places, 1]) + 22))
         axis.set_yticks([0.7, 1, 1.5, 2, 3, 5, 10, 20, 40])
         axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
@@ -81,7 +81,8 @@ def draw_ladder(folder: Path, records: list, path: Path):
         figure.draw_without_rendering()  # so that places in it are known
         taken = []
         for one in sorted(scripts, key=lambda one: one.number not in pages.MILESTONES):
-            name = axis.annotate(one.name, (one.number, places[one.number]), (4, 4),
+            label = f"{one.name}, {one.minutes} min"
+            name = axis.annotate(label, (one.number, places[one.number]), (4, 4),
                                  textcoords="offset points", fontsize=7)
             box = name.get_window_extent()
             if any(map(box.overlaps, taken)):

@@ -10,7 +10,7 @@ from ledger.scripts import count_changes, diff_sources
 
 PULL = "https://github.com/KellerJordan/modded-nanogpt/pull/"
 # The public records that the front page keeps, beside what GPUs have run, our own and the newest
-MILESTONES = (2, 4, 5, 9, 12, 14, 19, 21, 29, 42, 46, 53, 62, 81, 92)
+MILESTONES = (2, 4, 5, 12, 14, 19, 29, 42, 53, 62, 81, 92)
 FRONT = ("Record", "Idea", "Public record (min)", "Here", "Changed lines")
 LADDER = (*FRONT[:3], "Its loss (n)", "Here", "Pocket", "Float64", "Changed lines")
 RUNS = ("Record", "Machine", "Loss ± std (seeds)", "Below target", "Minutes", "From its parent")

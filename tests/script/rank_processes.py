@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import re
 import sys
 import time
 import uuid
@@ -61,15 +62,9 @@ class Run:
         """The log without the script's source and the list of hyperparameters that open it."""
         return (self.folder / "log.txt").read_text().rpartition("=" * 100)[2]
 
-    def losses(self, rank=0):
-        """(step, exact loss) of each step that came to its gradients."""
-        lines = (self.cwd / f"losses-{rank}").read_text().splitlines()
-        return [(int(step), float.fromhex(loss)) for step, loss in map(str.split, lines)]
-
-    def mean_losses(self):
-        """The mean over the ranks of each step's loss."""
-        ranks = [self.losses(rank) for rank in range(len(self.processes))]
-        return [sum(loss for _, loss in step) / len(ranks) for step in zip(*ranks, strict=True)]
+    def losses(self):
+        """Those of training, as the log has them."""
+        return [float(loss) for loss in re.findall(r" train_loss:(\S+) ", self.log())]
 
     def state(self, step):
         return torch.load(self.folder / f"step-{step:06d}.pt", weights_only=True)
@@ -89,7 +84,6 @@ def start_run(cwd, flags, nproc=1, fault=None):
     argv = to_argv(flags | dict(run_id="x"))
     run = Run(cwd)
     for rank in range(nproc):
-        (cwd / f"losses-{rank}").write_text("")
         process = FORKS.Process(target=run_rank, args=(rank, nproc, store, cwd, argv, fault))
         process.start()
         run.processes.append(process)
@@ -113,11 +107,6 @@ def run_rank(rank, nproc, store, cwd, argv, fault):
             torch.distributed.init_process_group, init_method=store, rank=rank, world_size=nproc)
     torch.set_num_threads(1)
 
-    def note_loss(step, losses):
-        with Path(f"losses-{rank}").open("a") as file:
-            file.write(f"{step} {losses[0].item().hex()}\n")
-
-    at_each_step(note_loss)
     if fault:
         fault(rank)
     code = train_gpt.main(argv)

@@ -14,6 +14,7 @@ MILESTONES = (2, 4, 5, 12, 14, 19, 29, 42, 53, 62, 81, 92)
 FRONT = ("Record", "Idea", "Public record (min)", "Here", "Changed lines")
 LADDER = (*FRONT[:3], "Its loss (n)", "Here", "Pocket", "Float64", "Changed lines")
 RUNS = ("Record", "Machine", "Loss ± std (seeds)", "Below target", "Minutes", "From its parent")
+NO_GPU = "**No GPU has run one of our scripts yet.**"
 PUBLIC = ("Record", "Date", "Minutes", "Idea", "By", "Script here")
 CONTEST = ("Contestant", "Loss ± std (seeds)", "Difference", "Shown from", "Time")
 CONTEST_LEGEND = """\
@@ -179,7 +180,7 @@ def blocks(folder: Path, records: list) -> dict:
     if (folder.parent / "README.md").exists():
         found[folder.parent / "README.md"] = {
             "": table(FRONT, ladder_rows(kept, pocket, f"{folder.name}/")),
-            " gpus": f"**GPUs have run** {results}." if on_gpu else "**No GPU has run one of our scripts yet.**"}
+            " gpus": f"**GPUs have run** {results}." if on_gpu else NO_GPU}
     return found
 
 

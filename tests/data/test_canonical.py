@@ -1,4 +1,4 @@
-"""data/canonical.py: the forbidden pairs of GPT-2's tokens, by the digest that its docstring has."""
+"""data/canonical.py: the forbidden pairs of GPT-2's tokens, by the digest in its docstring."""
 
 import hashlib
 import importlib

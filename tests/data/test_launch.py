@@ -70,24 +70,18 @@ def test_the_exit_code_is_that_of_the_ranks(launch, flag, code):
 
 @for_ranks
 @pytest.mark.slow
-def test_ranks_are_interrupted_without_a_traceback(launch):
-    run = launch(TWO_RANKS)
-    assert [run.stdout.readline() for _ in range(2)] == ["a rank waits\n"] * 2
-    run.send_signal(signal.SIGINT)
-    check_end(run, 130)
-
-
-@for_ranks
-@pytest.mark.slow
-def test_under_nohup_a_closed_terminal_does_not_end_the_ranks_and_sigterm_does(launch):
-    run = launch(TWO_RANKS, start=["nohup"])
+@pytest.mark.parametrize(("start", "number"), [([], signal.SIGINT), (["nohup"], signal.SIGTERM)])
+def test_ranks_are_interrupted_without_a_traceback(launch, start, number):
+    """Under nohup a closed terminal does not end them."""
+    run = launch(TWO_RANKS, start=start)
     try:
         assert [run.stdout.readline() for _ in range(2)] == ["a rank waits\n"] * 2
-        run.send_signal(signal.SIGHUP)
-        time.sleep(1.5)  # torchrun looks once a second
-        assert run.poll() is None
-        run.send_signal(signal.SIGTERM)
-        check_end(run, 128 + signal.SIGTERM)
+        if start:
+            run.send_signal(signal.SIGHUP)
+            time.sleep(1.5)  # torchrun looks once a second
+            assert run.poll() is None
+        run.send_signal(number)
+        check_end(run, 128 + number)
     finally:
         run.kill()
 

@@ -1,6 +1,7 @@
 """Runs of which each rank is a process, forked from a server that has imported torch once."""
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -106,6 +107,7 @@ def run_rank(rank, nproc, store, cwd, argv, fault):
         torch.distributed.init_process_group = partial(
             torch.distributed.init_process_group, init_method=store, rank=rank, world_size=nproc)
     torch.set_num_threads(1)
+    gc.freeze()  # the run's search for cycles leaves out what is imported
 
     if fault:
         fault(rank)

@@ -3,6 +3,7 @@
 Its tables are the pocket's. A test that needs other flags says by `tiny(...)` what differs.
 """
 
+import gc
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,7 @@ def run(data_flags, tmp_path, monkeypatch, capsys):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_gpt.Run, "check", checked)
             patch.setattr(train_gpt, "build", noted)
+            gc.freeze()  # the run's search for cycles leaves out what tests have imported
             result.code = train_gpt.main(argv or to_argv(FLAGS | data_flags | flags))
         result.out, result.err = capsys.readouterr()
         folder = re.search(r"chunk\(s\), (logs/.+)$", result.out, re.M)

@@ -4,7 +4,7 @@
     python tests/bench.py turns --script FILE           a step's time, FILE's beside train_gpt.py's
     python tests/bench.py gpu                           steps, kernels, memory on this GPU
     python tests/bench.py kernels [--card rtx4090]      the same modelled, without a GPU
-    python tests/bench.py memory [--script FILE]        memory and bytes sent, counted without one
+    python tests/bench.py memory [--script FILE]        memory, counted without one
 
 Any other flag goes to train_gpt.py or FILE. Numbers are medians, with (lowest-highest) beside them.
 
@@ -21,7 +21,6 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -43,15 +42,6 @@ def spread(values, digits=1):
     """'median (lowest-highest)' of numbers."""
     low, high = (f"{end:,.{digits}f}" for end in (min(values), max(values)))
     return f"{statistics.median(values):,.{digits}f} ({low}-{high})"
-
-
-def print_table(header, rows):
-    """Print rows of strings in columns, the first one to the left."""
-    rows = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-        say("   ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
 class RunFailed(Exception):
@@ -143,13 +133,14 @@ def gpu(args, flags):
 
 
 # ---- kernels and memory: what the compiler makes of the step, on a stand-in for a GPU ----
-def trace_here(script, *arguments):
-    """The script's trace for H100 and H200. Raises UserError where none can be made."""
+def trace_here(args, flags, **options):
+    """The trace of FILE for H100 and H200. Raises UserError where none can be made."""
     if reason := host_gpu.obstacle():
         raise train_gpt.UserError(reason)
-    if "long_window: " not in script.read_text():
-        raise train_gpt.UserError(f"--script {script}: it has no windows by stage")
-    return trace("sm_90", *arguments, script=script)
+    if "long_window: " not in args.script.read_text():
+        raise train_gpt.UserError(f"--script {args.script}: it has no windows by stage")
+    say(f"compiling {args.script} for a GPU that is not there: minutes ...")
+    return trace(args.script, flags, **options)
 
 
 def kernels(args, flags):
@@ -157,51 +148,38 @@ def kernels(args, flags):
 
     The kernels are the H100's on every card. A card without FP8 needs --fp8_head False.
     """
-    card = args.card or "h200"
-    say("compiling for a GPU that is not there: minutes for each stage ...")
-    counted = ["--phases", "train,optimizers", "--ranks", "8", "--binaries", "--instructions"]
-    last = trace_here(args.script, *counted, *flags)
-    traces = [trace_here(args.script, *counted, *flags, "--stage", str(stage))
-              for stage in range(last.facts["stage"])]
-    say("modelled from generated code, not measured\n"
-        f"{args.script}: forward and backward pass of {last.facts['tokens']:,} tokens in the "
-        f"last stage, on one {card.upper()}\n")
-    groups = cost.by_group(cost.price(last, cost.RATES[card]), ("forward", "backward"))
-    total = sum(groups.values(), Counter())
-    print_table(["group", "launches", "GB", "TFLOP", "ms", "share"], [
-        [name, f"{row['launches']:g}", f"{row['bytes'] / 1e9:.1f}", f"{row['flop'] / 1e12:.2f}",
-         f"{row['ms']:.1f}", f"{row['ms'] / total['ms']:.0%}"]
-        for name, row in [*groups.items(), ("sum", total)]])
-    for card, ranks in ((args.card, 1),) if args.card else (("h200", 1), ("h100", 8)):
-        rows, run_ms = [], 0
-        for traced in (*traces, last):
-            facts = traced.facts
-            pass_ms, passes, rest_ms = cost.step_ms(traced, cost.RATES[card], ranks)
+    phases = ["train", "optimizers", "optimizers of 8 ranks"]
+    traces = [trace_here(args, flags, phases=phases)]  # of the last stage
+    for stage in reversed(range(traces[0].facts["stage"])):
+        traces.insert(0, trace_here(args, flags, phases=phases, stage=stage))
+    say("modelled from generated code, not measured")
+    priced = [(each.facts, cost.price(each, cost.RATES[args.card])) for each in traces]
+    for ranks in (1, 8) if args.card in ("h100", "h200") else (1,):
+        say(f"\non {ranks} {args.card.upper()}")
+        run_ms = 0
+        for facts, launches in priced:
+            pass_ms, passes, rest_ms = cost.step_ms(launches, facts, ranks)
             step_ms = passes * pass_ms + rest_ms  # nothing overlaps
             steps = facts["stages"][facts["stage"]]
             run_ms += steps * step_ms
-            rows.append([f"{steps:,}", f"{facts['tokens']:,}", f"{facts['targets']}",
-                         f"{pass_ms:.1f}", f"{passes}", f"{rest_ms:.1f}", f"{step_ms:,.1f}"])
-        say(f"\non {ranks} {card.upper()}: a run in {run_ms / 60_000:.2f} minutes")
-        print_table(["steps", "tokens a pass", "targets", "ms a pass", "passes",
-                     "optimizers and wire, ms", "ms a step"], rows)
+            say(f"{steps:,} steps of {step_ms:,.1f} ms: {passes} passes of {facts['tokens']:,} "
+                f"tokens, {pass_ms:.1f} ms each, and {rest_ms:.1f} ms of optimizers and wire")
+        say(f"a run in {run_ms / 60_000:.2f} minutes")
+    say("\na pass of the last stage, ms:")
+    for name, row in cost.by_group(launches).items():
+        say(f"{row['ms']:8.1f}  {name}: {row['launches']} launches, {row['bytes'] / 1e9:.1f} GB, "
+            f"{row['flop'] / 1e12:.2f} TFLOP")
 
 
 def memory(args, flags):
-    """Count what the script holds at once in the last stage, and what a step sends."""
-    say("compiling for a GPU that is not there: minutes ...")
-    phases = "train,validation,optimizers"
-    found = trace_here(args.script, "--phases", phases, "--ranks", "8", *flags)
+    """Count what the script holds at once in the last stage."""
+    found = trace_here(args, flags, phases=["train", "validation"])
     gib = {name: size / 2**30 for name, size in found.memory.items()}
-    sent = [size / 1e9 for size in found.facts["wire"]]
     say("counted in generated code, not measured; without CUDA's own and gaps\n"
         f"on one GPU, head in {found.facts['head_chunks']} chunk(s), GiB at the peak: "
-        f"{gib['peak of backward']:.1f} of training, {gib['peak of validation']:.1f} of "
-        "validation, which --val_seq_len lowers\n"
-        f"of training's, GiB: {gib['state']:.1f} weights, gradients and the optimizers' state; "
-        f"{gib['kept']:.1f} kept by the forward for the backward pass, logits included\n"
-        f"on eight, GB that each hands to collectives: {sent[0]:.2f} in a step without Adam, "
-        f"{sent[-1]:.2f} in one with it")
+        f"{gib['train']:.1f} of training, {gib['validation']:.1f} of validation, which "
+        f"--val_seq_len lowers\nof these {gib['state']:.1f} are weights, gradients and the "
+        "optimizers' state")
 
 
 def main():
@@ -213,7 +191,7 @@ def main():
     parser.add_argument("--seeds", type=int, default=5, help="of turns, from 0 up")
     parser.add_argument("--script", type=Path, default=REPO / "train_gpt.py",
                         help="of turns, kernels, memory")
-    parser.add_argument("--card", choices=cost.RATES, help="of kernels: model one of these")
+    parser.add_argument("--card", choices=cost.RATES, default="h100", help="of kernels")
     args, flags = parser.parse_known_args()
     args.script = args.script.resolve()
     if args.seeds < 1:

@@ -1,9 +1,9 @@
 """Times of what a trace has counted, by a simple model: modelled from generated code, not measured.
 
-Each launch takes as long as the slowest of three would alone: the memory with its bytes, the matrix
-units with its FLOP, the schedulers with its instructions. There is nothing between two launches.
-`RATES` is all that is assumed; a read that does not go along the memory costs what another does. A
-launch's group comes from its name, which Inductor makes of the operators that it fuses.
+Each launch takes as long as the slower of two would alone: the memory with its bytes, or the matrix
+units with its FLOP. There is nothing between two launches. `RATES` is all that is assumed; a read
+that does not go along the memory costs what another does. A launch's group comes from its name,
+which Inductor makes of the operators that it fuses.
 """
 
 import dataclasses
@@ -23,34 +23,31 @@ class Rates:
     fp8: float  # FLOP of such in FP8
     newton_schulz: float  # FLOP of batches of small square products in bf16
     attention: float  # FLOP that FlexAttention's kernels execute
-    issue: float  # instructions of a warp
     bus: float  # bytes that a GPU sends to the others of its node, in a ring
 
 
-def by_data_sheet(bandwidth, bf16, fp8, multiprocessors, gigahertz) -> Rates:
+def by_data_sheet(bandwidth, bf16, fp8) -> Rates:
     """Rates that are the same shares of a card's data sheet as the H100's are of its own.
 
     Memory: 0.9, what copies reach. bf16: 0.68 of 989 TFLOP/s, as a large product reaches 0.8 within
     the power limit, and one of these shapes 0.85 of that. FP8: 1.6 of bf16, nanochat's log of
     2026-01-13 (this head: 16.95 to 10.31 ms). Newton-Schulz: an estimate. Attention:
     FlashAttention-3's paper has 273 to 378 TFLOP/s for Triton on an H100, head dimension 128,
-    causal. Instructions: four schedulers on each multiprocessor, one a cycle. Bus: rings in NCCL's
-    tests on eight H100.
+    causal. Bus: rings in NCCL's tests on eight H100.
     """
     share = bf16 / 989.4e12
     return Rates(bandwidth=bandwidth * 3.0 / 3.35, bf16=share * 672e12, fp8=fp8 / 1979e12 * 1075e12,
-                 newton_schulz=share * 400e12, attention=share * 330e12,
-                 issue=4 * multiprocessors * gigahertz * 1e9, bus=370e9)
+                 newton_schulz=share * 400e12, attention=share * 330e12, bus=370e9)
 
 
-# NVIDIA's data sheets: dense FLOP with sums in fp32, boost clocks. The A100 has no FP8.
+# NVIDIA's data sheets: dense FLOP with sums in fp32. The A100 has no FP8.
 RATES = {
-    "h100": by_data_sheet(3.35e12, 989.4e12, 1979e12, 132, 1.755),
-    "a100": by_data_sheet(1555e9, 312e12, 312e12, 108, 1.41),  # of 40 GB
-    "rtx4090": by_data_sheet(1008e9, 165.2e12, 330.3e12, 128, 2.52),
-    "rtx4060ti": by_data_sheet(288e9, 44.1e12, 88.3e12, 34, 2.535),
-    "rtx4070": by_data_sheet(504e9, 58.3e12, 116.6e12, 46, 2.475),
-    "rtx4060": by_data_sheet(272e9, 30.2e12, 60.5e12, 24, 2.46)}
+    "h100": by_data_sheet(3.35e12, 989.4e12, 1979e12),
+    "a100": by_data_sheet(1555e9, 312e12, 312e12),  # of 40 GB
+    "rtx4090": by_data_sheet(1008e9, 165.2e12, 330.3e12),
+    "rtx4060ti": by_data_sheet(288e9, 44.1e12, 88.3e12),
+    "rtx4070": by_data_sheet(504e9, 58.3e12, 116.6e12),
+    "rtx4060": by_data_sheet(272e9, 30.2e12, 60.5e12)}
 RATES["h200"] = dataclasses.replace(RATES["h100"], bandwidth=4.3e12)  # 0.9 of 4.8 TB/s
 
 GROUPS = (  # the first whose pattern is in the launch's name
@@ -74,26 +71,10 @@ def group_of(launch: dict, facts: dict) -> str:
         return launch["phase"]
     if not launch["flop"] and any(is_logits(x, facts) for x in launch["tensors"]):
         return "softcap, cross-entropy, FP8 copies"
-    name = launch["name"].partition(":")[2] or launch["name"]
-    return next((group for group, pattern in GROUPS if re.search(pattern, name)), "other")
-
-
-def instructions(launch: dict, binaries: list[dict]) -> float:
-    """Of all warps of a launch, in the configuration with the fewest; 0 where that is unknown.
-
-    A loop's instructions are taken once for each block of the reduced dimension.
-    """
-    counts = []
-    for binary in binaries:
-        config, sizes = binary["config"], launch["sizes"]
-        if "instructions" not in binary or "xnumel" not in sizes or "XBLOCK" not in config:
-            continue
-        grid = math.ceil(sizes["xnumel"] / config["XBLOCK"])
-        grid *= math.ceil(sizes.get("ynumel", 1) / config.get("YBLOCK", 1))
-        rounds = math.ceil(sizes["r0_numel"] / config["R0_BLOCK"]) if "R0_BLOCK" in config else 1
-        all_, looped = binary["instructions"]["all"], binary["instructions"]["in_loops"]
-        counts.append(grid * binary["warps"] * (all_ - looped + looped * max(rounds, 1)))
-    return min(counts, default=0.0)
+    for group, pattern in GROUPS:
+        if re.search(pattern, launch["name"]):
+            return group
+    return "other"
 
 
 def flop_of_attention(launch: dict, facts: dict, layers: int) -> float:
@@ -101,35 +82,31 @@ def flop_of_attention(launch: dict, facts: dict, layers: int) -> float:
     the scores and their gradients are computed for the keys' gradients and for the queries'."""
     products = 7 if "backward" in launch["name"] else 2
     pairs = facts["block_pairs"] / layers * 128**2
-    return 2.0 * products * facts["model_dim"] * pairs
+    return 2 * products * facts["model_dim"] * pairs
 
 
 def price(trace: Trace, rates: Rates) -> list[tuple[str, str, Counter]]:
-    """Of each launch but validation's the phase, the group and what it costs in a pass: launches,
-    bytes, flop and ms. An optimizer's are the mean of its steps."""
-    binaries = defaultdict(list)
-    for binary in trace.binaries:
-        binaries[binary["name"]].append(binary)
-    of_flex = [x for x in trace.launches if ":triton_tem" in x["name"]]
-    layers = sum(x["phase"] == "forward" for x in of_flex)
+    """Of each launch the phase, the group and what it costs in a pass: launches, bytes, flop and
+    ms. An optimizer's are the mean of its steps."""
+    facts = trace.facts
+    of_flex = [x["name"] for x in trace.launches
+               if x["phase"] == "train" and x["name"].startswith("triton_tem")]
+    layers = sum("backward" not in name for name in of_flex)
     priced = []
     for launch in trace.launches:
-        if launch["phase"] == "validation":
-            continue
-        flop, group = launch["flop"], group_of(launch, trace.facts)
+        group = group_of(launch, facts)
+        flop = launch["flop"]
         rate = rates.fp8 if "_scaled_mm" in launch["name"] else rates.bf16
         share = 1
-        if launch["phase"].startswith("optimizers"):
+        if group.startswith("optimizers"):
             rate = rates.newton_schulz
-            share = 1 / trace.facts["optimizer_steps"]
+        if launch["phase"].startswith("optimizers"):
+            share = 1 / facts["optimizer_steps"]
         if group == "attention":
             rate = rates.attention
-            if launch in of_flex:
-                flop = flop_of_attention(launch, trace.facts, layers)
+            if launch["name"] in of_flex:
+                flop = flop_of_attention(launch, facts, layers)
         seconds = max(launch["bytes"] / rates.bandwidth, flop / rate)
-        if launch["kind"] == "triton":
-            count = instructions(launch, binaries[launch["name"]])
-            seconds = max(seconds, count / rates.issue)
         if launch["kind"] == "wire":  # in a ring, which a sum goes round twice
             ranks = int(re.search(r"\d+", launch["phase"])[0])
             rounds = 2 if "all_reduce" in launch["name"] else 1
@@ -140,21 +117,21 @@ def price(trace: Trace, rates: Rates) -> list[tuple[str, str, Counter]]:
     return priced
 
 
-def by_group(priced: list, phases: tuple) -> dict[str, Counter]:
-    """The slowest first."""
+def by_group(priced: list) -> dict[str, Counter]:
+    """Of a forward and backward pass, the slowest group first."""
     groups = defaultdict(Counter)
     for phase, group, costs in priced:
-        if phase in phases:
+        if phase == "train":
             groups[group].update(costs)
     return dict(sorted(groups.items(), key=lambda item: -item[1]["ms"]))
 
 
-def step_ms(trace: Trace, rates: Rates, ranks: int) -> tuple[float, int, float]:
-    """Of a step of one rank of so many, whose optimizers the trace must have: milliseconds of a
-    pass, how many there are, and milliseconds of the optimizers and the wire."""
+def step_ms(priced: list, facts: dict, ranks: int) -> tuple[float, int, float]:
+    """Of a step of one rank of so many, whose optimizers were traced: milliseconds of a pass, how
+    many there are, and milliseconds of the optimizers and the wire."""
     optimizers = "optimizers" if ranks == 1 else f"optimizers of {ranks} ranks"
     times = Counter()
-    for phase, _, costs in price(trace, rates):
+    for phase, _, costs in priced:
         times[phase] += costs["ms"]
-    passes = trace.facts["step_tokens"] // trace.facts["tokens"] // ranks
-    return times["forward"] + times["backward"], passes, times[optimizers]
+    passes = facts["step_tokens"] // facts["tokens"] // ranks
+    return times["train"], passes, times[optimizers]

@@ -1,16 +1,13 @@
 """A script's step and validation at full size, compiled for a card and counted, without data.
 
-    trace(card, [--phases train,validation,optimizers,] [--stage, 0,] [--ranks, 8,]
-          [--binaries,] [--instructions,] [--FLAG_OF_THE_SCRIPT, VALUE, …,] script=FILE)
+    trace(script, flags, phases=["train", "validation", "optimizers", "optimizers of 8 ranks"])
 
 All tensors are fake, so that 48K tokens cost nothing. Inductor makes the graphs and the kernels.
-The wrapper code that it generates then runs, but what it would launch is noted, not launched. With
---binaries, Triton and ptxas make each kernel's machine code, whose instructions --instructions
-counts, in as much time again. Of a run in stages the last is noted, or that of --stage. FILE has
-windows by stage, as the records from 2025-09-10 on.
+The wrapper code that it generates then runs, but what it would launch is noted, not launched. Of a
+run in stages the last is noted, or `stage`. The script has windows by stage, as the records from
+2025-09-10 on.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -37,6 +34,7 @@ from shards import load_script  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 
 @dataclasses.dataclass
@@ -44,35 +42,32 @@ class Trace:
     """What a script does on one GPU of a card. Sizes in bytes.
 
     facts: stages, the number of steps in each; of the noted one head_tokens of a chunk of the head,
-        block_pairs that attention visits in a forward pass, the mean of the stage's steps, and
-        wire, the bytes that a rank hands to collectives in each step, the least first.
-    memory: state (weights, their gradients, the optimizers'), kept (from the forward for the
-        backward pass, and no state), and peak by phase, the state included.
-    launches: in order: phase (forward, backward, validation, optimizers, optimizers of N ranks),
-        kind (triton; aten, where a library has the kernel; wire, for collectives), name, bytes,
-        flop, tensors ([type, shape]) and sizes (of a triton kernel: its integers by name).
-    binaries: of each kernel in each configuration that it may run in: name, config, warps, shared
-        (bytes of a block) and, with --instructions, instructions (all, in_loops).
+        and block_pairs that attention visits in a forward pass, the mean of the stage's steps.
+    memory: state (weights, their gradients, the optimizers'), and the peak of each phase.
+    launches: in order: phase, kind (triton; aten, where a library has the kernel; wire, for
+        collectives), name, bytes, flop and tensors ([type, shape]).
+    shared: the shared memory that a block of each compiled kernel takes.
     """
 
     facts: dict
-    graphs: dict  # how many were compiled, by phase; backward ones are among forward's
+    graphs: dict  # how many Dynamo made, by phase
     breaks: list  # reasons
     memory: dict
     launches: list
-    binaries: list
+    shared: dict
 
 
-def trace(card: str, *arguments: str, script=REPO / "train_gpt.py") -> Trace:
-    """Trace the script in a process of its own. arguments: this file's and the script's."""
+def trace(script: Path, flags=(), **options) -> Trace:
+    """Trace the script in a process of its own. The options are those of `main`."""
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
         out = Path(folder) / "trace.json"
-        command = [sys.executable, __file__, out, card, script, *arguments]
+        given = json.dumps(dict(script=str(script), flags=list(flags), out=str(out), **options))
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         environment.pop("TORCHDYNAMO_DISABLE", None)
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        done = subprocess.run([sys.executable, __file__, given], capture_output=True, text=True,
+                              env=environment)
         if done.returncode:
-            raise RuntimeError(f"{command}:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
+            raise RuntimeError(f"{given}:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
         return Trace(**json.loads(out.read_text()))
 
 
@@ -82,14 +77,14 @@ def trace(card: str, *arguments: str, script=REPO / "train_gpt.py") -> Trace:
 class Notes:
     def __init__(self):
         self.phase = None  # of what is launched now; None: nothing is noted
-        self.launches, self.kernels, self.modules = [], {}, 0
+        self.launches, self.shared = [], {}
         self.storages, self.peak = {}, 0  # those alive, with their bytes; the most at once
 
-    def launch(self, kind: str, name: str, num_bytes: float, flop=0.0, tensors=(), **more) -> None:
+    def launch(self, kind: str, name: str, num_bytes: float, flop=0, tensors=()) -> None:
         if self.phase:
             described = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors]
             self.launches.append(dict(phase=self.phase, kind=kind, name=name, bytes=num_bytes,
-                                      flop=flop, tensors=described, **more))
+                                      flop=flop, tensors=described))
 
     def allocated(self, tensor) -> None:
         storage = tensor.untyped_storage()
@@ -107,58 +102,17 @@ def num_bytes(tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
-def bytes_of_kernel(kernel) -> int:
-    """What a kernel reads and what it writes, each element of a buffer once. Inductor's own
-    estimate counts the whole of a buffer that is sliced."""
-    from torch._inductor.codegen.common import RemovedArg
-    from torch._inductor.dependencies import MemoryDep, WeakDep
-    from torch._inductor.virtualized import V
-
-    names = set()
-    for buffers in (kernel.args.input_buffers, kernel.args.output_buffers):
-        names |= {name for name, x in buffers.items() if not isinstance(x, RemovedArg)}
-    for x in kernel.args.inplace_buffers.values():
-        if not isinstance(x, RemovedArg):
-            names |= set(x.other_names)
-    for handler in kernel, V.graph:  # what is never stored
-        names -= handler.removed_buffers | handler.inplaced_to_remove
-    # A buffer that is changed in place goes by another name from then on. Arguments have the first.
-    first_names = V.graph.scheduler.mutation_real_name
-    changed = {first_names.get(name, name) for name in kernel.features.get_mutations()}
-    total = 0
-    for name, accesses in kernel.features.buf_accesses().items():
-        first_name = first_names.get(name, name)
-        if first_name not in names:
-            continue
-        touched = {}  # elements, by the expression that indexes them
-        for access in accesses:
-            if isinstance(access, MemoryDep):
-                used = [n for variable, n in access.ranges.items()
-                        if access.is_indirect() or variable in access.index.free_symbols]
-                touched[access.index] = math.prod(map(int, used))
-            elif not isinstance(access, WeakDep) and first_name not in changed:
-                touched[None] = math.inf  # it may be all; the others only say what comes first
-        elements = min(int(V.graph.get_numel(first_name)), sum(touched.values()))
-        if any(getattr(access, "mode", None) == "atomic_add" for access in accesses):
-            elements *= 2  # it reads and writes
-        total += elements * V.graph.get_dtype(first_name).itemsize
-    return total
-
-
 class KernelStandIn:
     """In place of a compiled Triton kernel: notes that it would be launched."""
 
     def __init__(self, notes: Notes, name: str, source: str):
         self.notes, self.name = notes, name
-        found = re.search(r"'kernel_num_gb': ([\d.e-]+)", source)  # none in attention's
-        self.num_bytes = found and 1e9 * float(found[1])
-        self.parameters = re.search(r"\ndef \w+\(([^)]*)\)", source)[1].split(", ")
+        self.gigabytes = re.search(r"'kernel_num_gb': ([\d.e-]+)", source)  # none in attention's
 
     def run(self, *args, **kwargs):
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        sizes = {name: x for name, x in zip(self.parameters, args) if isinstance(x, int)}
-        moved = sum(map(num_bytes, tensors)) if self.num_bytes is None else self.num_bytes
-        self.notes.launch("triton", self.name, moved, 0.0, tensors, sizes=sizes)
+        moved = 1e9 * float(self.gigabytes[1]) if self.gigabytes else sum(map(num_bytes, tensors))
+        self.notes.launch("triton", self.name, moved, tensors=tensors)
 
 
 NO_KERNEL = re.compile(r"empty|detach|alias|_unsafe_view|prim\.")
@@ -190,17 +144,10 @@ class Recorder(TorchDispatchMode):
             for x in made:
                 self.notes.allocated(x)
         moved = given if "out" in kwargs or WRITES_ONLY.match(name) else given + made
-        flop = flop_of(name, given)
+        flop_of = flop_registry.get(getattr(func, "overloadpacket", None))
+        flop = flop_of(*args, **kwargs, out_val=result) if flop_of else 0
         self.notes.launch("aten", name, sum(map(num_bytes, moved)), flop, given)
         return result
-
-
-def flop_of(name: str, tensors: list) -> float:
-    """Of a matrix product, or a batch of them."""
-    if not name.startswith("aten.") or "mm" not in name:
-        return 0.0
-    a, b = tensors[1:3] if "add" in name else tensors[:2]
-    return 2.0 * math.prod(a.shape) * b.shape[-1]
 
 
 class Wire:
@@ -211,8 +158,7 @@ class Wire:
 
     def __getattr__(self, name: str):
         def collective(*tensors, **options):
-            largest = max(tensors, key=num_bytes)
-            self.notes.launch("wire", name, num_bytes(largest), 0.0, [largest])
+            self.notes.launch("wire", name, max(map(num_bytes, tensors)))
             return self
 
         return collective
@@ -224,30 +170,30 @@ class Wire:
 # ---- What has to stand in for what ------------------------------------------------------------
 
 
-def stand_in_for_launches(notes: Notes) -> None:
+def stand_in_for_launches(notes: Notes, binaries: bool) -> None:
     """Inductor's generated code runs on fake tensors, and notes instead of launching."""
-    from torch._inductor import async_compile, codecache, config
-    from torch._inductor.codegen.simd import SIMDKernel
+    from torch._inductor import async_compile, config
 
     torch.compiler.config.force_disable_caches = True
     config.benchmark_kernel = True  # writes the number of bytes into the kernel's source
     config.triton.autotune_at_compile_time = False
-    SIMDKernel.estimate_kernel_num_bytes = bytes_of_kernel
+    config.use_static_triton_launcher = False
 
     def triton(self, kernel_name, source_code, device_str="cuda"):
-        name = f"{notes.modules}:{kernel_name}"  # names repeat from one graph to the next
-        notes.kernels[name] = source_code
-        return KernelStandIn(notes, name, source_code)
+        if binaries:
+            notes.shared[kernel_name] = shared_memory(kernel_name, source_code)
+        return KernelStandIn(notes, kernel_name, source_code)
 
     async_compile.AsyncCompile.triton = triton
-    load = codecache.PyCodeCache.load_by_key_path.__func__
 
-    def load_by_key_path(cls, key, path, *args, **kwargs):
-        text = Path(path).read_text()
-        notes.modules += "def call(" in text or "class Runner" in text  # a graph's, not a kernel's
-        return load(cls, key, path, *args, **kwargs)
 
-    codecache.PyCodeCache.load_by_key_path = classmethod(load_by_key_path)
+def shared_memory(name: str, source: str) -> int:
+    """What a block of the kernel takes, compiled by Triton and ptxas in each configuration."""
+    from torch._inductor.codecache import PyCodeCache
+
+    autotuner = getattr(PyCodeCache.load(source), name)
+    binaries = [autotuner._precompile_config(choice).kernel for choice in autotuner.configs]
+    return max(binary.metadata.shared for binary in binaries)
 
 
 def stand_in_for_tensors(notes: Notes) -> None:
@@ -283,45 +229,48 @@ def cast_weights(model):
 class Tracer:
     """A script on fake tensors."""
 
-    def __init__(self, path: str, flags: list[str], stage: int, few_layers=False):
-        self.notes, self.graphs, self.memory, self.wire = Notes(), {}, {}, []
-        stand_in_for_launches(self.notes)
-        stand_in_for_tensors(self.notes)
-        self.script = load_script(Path(path))
+    def __init__(self, script, cfg, stage: int, notes: Notes):
+        self.script, self.cfg, self.notes = script, cfg, notes
+        self.graphs, self.memory = {}, {}
         self.device = torch.device("cuda", 0)
-        cfg = self.script.parse_args(flags)
-        chunks = cfg.head_chunks or self.script.default_head_chunks(self.device)
-        self.cfg = dataclasses.replace(cfg, head_chunks=chunks)
-        if few_layers:
-            self.cfg = dataclasses.replace(self.cfg, layers=few_layers_of(self.script))
-        self.stages = stages(self.script, self.cfg)
+        self.stages = stages(script, cfg)
         self.stage = stage % len(self.stages)
         self.steps = self.stages[self.stage]
-        self.first = self.script.schedule(self.steps[0], self.cfg)
+        self.first = script.schedule(self.steps[0], cfg)
         # After so many every optimizer has stepped. On the way to #92 tables step at one of four.
-        self.optimizer_steps = 4 if hasattr(self.cfg, "period_from") else 2
+        self.optimizer_steps = 4 if hasattr(cfg, "period_from") else 2
 
-    def note(self, phase: str, function):
+        with self.device:  # no weight has values
+            self.model = script.GPT(cfg)
+        cast_weights(self.model)
+        # Without the tables that it would read
+        files = dict.fromkeys({"prefix_file", "canonical_file"} & vars(cfg).keys(), "")
+        script.prepare(self.model, dataclasses.replace(cfg, **files), self.device)
+        self.optimizers = script.build_optimizers(self.model, cfg, self.ranks(1))
+        if hasattr(self.model, "ngram_table"):  # how many rows differ is not known without tokens
+            self.model.read_rows = self.some_rows
+            self.model.ngram_table.keep_gradients = lambda: None
+        owned = [*self.model.parameters(), *self.model.buffers()]
+        for optimizer in self.optimizers:
+            owned += [*vars(optimizer).values(), *optimizer.state.values()]
+            owned += dict(getattr(optimizer, "averages", {})).values()  # as of 92e
+        for x in owned:
+            if isinstance(x, torch.Tensor):
+                notes.allocated(x)
+        self.memory["state"] = notes.live_bytes()
+
+    def note(self, phase: str, function) -> None:
         """Run it once, which compiles it, and once more to be noted."""
-        before = self.notes.modules
+        from torch._dynamo.utils import counters
+
+        before = counters["stats"]["unique_graphs"]
         function()
-        self.graphs[phase] = self.notes.modules - before
-        self.begin(phase)
+        self.graphs[phase] = counters["stats"]["unique_graphs"] - before
+        self.notes.phase, self.notes.peak = phase, 0
         with Recorder(self.notes):
             function()
-        self.begin(None)
-
-    def begin(self, phase: str | None):
-        """Note for another phase; of the one before, the most memory that was in use."""
-        live = self.notes.live_bytes()
-        if self.notes.phase:
-            self.memory[f"peak of {self.notes.phase}"] = self.notes.peak
-        if phase == "forward":
-            self.memory["state"] = live
-        if phase == "backward":
-            self.memory["kept"] = live - self.memory["state"]
-        self.notes.phase = phase
-        self.notes.peak = live
+        self.notes.phase = None
+        self.memory[phase] = self.notes.peak
 
     def ranks(self, world_size: int):
         return types.SimpleNamespace(rank=0, world_size=world_size, device=self.device)
@@ -335,42 +284,23 @@ class Tracer:
         rows = self.model.ngram_table.state["rows"]
         return rows.new_zeros(*tokens.shape, 2, rows.size(-1)).requires_grad_(self.model.training)
 
-    def build(self):
-        with self.device:  # no weight has values
-            self.model = self.script.GPT(self.cfg)
-        cast_weights(self.model)
-        # Without the tables that it would read
-        files = dict.fromkeys({"prefix_file", "canonical_file"} & vars(self.cfg).keys(), "")
-        self.script.prepare(self.model, dataclasses.replace(self.cfg, **files), self.device)
-        self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks(1))
-        if hasattr(self.model, "ngram_table"):  # how many rows differ is not known without tokens
-            self.model.read_rows = self.some_rows
-            self.model.ngram_table.keep_gradients = lambda: None
-        owned = [*self.model.parameters(), *self.model.buffers()]
-        for optimizer in self.optimizers:
-            owned += [*vars(optimizer).values(), *optimizer.state.values()]
-            owned += dict(getattr(optimizer, "averages", {})).values()  # as of 92e
-        for x in owned:
-            if isinstance(x, torch.Tensor):
-                self.notes.allocated(x)
+    def do(self, phase: str) -> None:
+        if phase == "train":
+            self.train()
+        elif phase == "validation":
+            self.validate()
+        else:
+            self.update(phase)
 
-    def train(self):
-        backward = torch.Tensor.backward
-
-        def backward_as_a_phase(loss):
-            if self.notes.phase:
-                self.begin("backward")
-            backward(loss)
-
+    def train(self) -> None:
         def gradients():
             batch = self.batch(self.cfg.sequences_per_forward, self.first.seq_len)
             self.script.accumulate_gradients(self.model, [batch], self.first)
 
-        torch.Tensor.backward = backward_as_a_phase
         self.model.set_stage(self.first)
-        self.note("forward", gradients)
+        self.note("train", gradients)
 
-    def validate(self):
+    def validate(self) -> None:
         """As after the last step, with its windows."""
         cfg = self.cfg
         tokens = cfg.sequences_per_forward * max(row.seq_len for row in cfg.rows())
@@ -382,31 +312,24 @@ class Tracer:
             self.note("validation", lambda: self.script.losses_of(self.model, batch, now))
         self.model.train()
 
-    def update(self, world_size: int):
+    def update(self, phase: str) -> None:
         """Steps of the optimizers, after which each has stepped, as one rank of so many."""
-        phase = "optimizers"
         optimizers = self.optimizers
-        if world_size > 1:
-            phase = f"optimizers of {world_size} ranks"
+        if found := re.search(r"\d+", phase):
             self.script.dist = Wire(self.notes)
-            ranks = self.ranks(world_size)
+            ranks = self.ranks(int(found[0]))
             optimizers = self.script.build_optimizers(self.model, self.cfg, ranks)
+        # A table that has read no rows steps none.
+        optimizers = [x for x in optimizers if getattr(x, "waiting", None) != []]
         amid = self.steps[len(self.steps) // 2]
         first = amid - amid % self.optimizer_steps
 
-        # A table that has read no rows steps none.
-        optimizers = [x for x in optimizers if getattr(x, "waiting", None) != []]
-
         def some_steps():
-            self.wire = []
             for step in range(first, first + self.optimizer_steps):
-                before = len(self.notes.launches)
                 now = self.script.schedule(step, self.cfg)
                 tied = getattr(now, "tied", False)  # as of #53
                 update = self.script.step_tied if tied else self.script.step_optimizers
                 update(optimizers, now, divisor=1)
-                sent = [x["bytes"] for x in self.notes.launches[before:] if x["kind"] == "wire"]
-                self.wire.append(sum(sent))
 
         self.note(phase, some_steps)
 
@@ -420,7 +343,7 @@ class Tracer:
             stages=[len(each) for each in self.stages], stage=self.stage,
             targets=targets, tokens=tokens, head_tokens=min(model.tokens_per_chunk, tokens),
             step_tokens=cfg.sequences_per_step * length,
-            block_pairs=block_pairs(self.script, cfg, self.steps), wire=sorted(self.wire))
+            block_pairs=block_pairs(self.script, cfg, self.steps))
 
 
 def shapes(now) -> tuple[int, int, int]:
@@ -495,91 +418,32 @@ def block_pairs(script, cfg, steps: list[int]) -> float:
     return total / len(steps)
 
 
-# ---- Machine code -----------------------------------------------------------------------------
+def main(script, flags, out, phases, card="sm_90", stage=-1, few_layers=False, binaries=False):
+    """Trace these phases of a stage and write the trace into a file.
 
-
-def make_binaries(kernels: dict[str, str], instructions: bool) -> list[dict]:
-    """Each distinct kernel in each of its configurations, compiled for the card at hand."""
-    from torch._inductor import config
-    from torch._inductor.codecache import PyCodeCache
-
-    config.use_static_triton_launcher = False
-    rows, seen = [], {}
-    for key, source in kernels.items():
-        name = key.partition(":")[2]
-        body = source.replace(name, "kernel")
-        if body not in seen:
-            autotuner = getattr(PyCodeCache.load(source), name)
-            seen[body] = [binary_row(autotuner, x, instructions) for x in autotuner.configs]
-        rows += [row | dict(name=key) for row in seen[body]]
-    return rows
-
-
-def binary_row(autotuner, choice, instructions: bool) -> dict:
-    binary = autotuner._precompile_config(choice).kernel
-    row = dict(config=dict(choice.kwargs), warps=choice.num_warps, shared=binary.metadata.shared)
-    if instructions:
-        row["instructions"] = count_instructions(disassemble(binary.asm["cubin"]))
-    return row
-
-
-def disassemble(cubin: bytes) -> str:
-    """By NVIDIA's program, which comes with Triton."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.check_output([tool, "-c", file.name], text=True)
-
-
-def count_instructions(code: str) -> dict:
-    """Instructions of a disassembled kernel: all, and those between a label and a branch back."""
-    labels, total, looped = {}, 0, set()
-    for line in code.splitlines():
-        if found := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[found[1]] = total
-        elif re.search(r"/\*[0-9a-f]{4,}\*/", line):
-            total += 1
-            target = re.search(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)", line)
-            if target and labels.get(target[1], total) < total - 1:  # else it is the end's trap
-                looped.update(range(labels[target[1]], total))
-    return dict(all=total, in_loops=len(looped))
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name in "out", "card", "script":
-        parser.add_argument(name)
-    parser.add_argument("--phases", default="train,validation,optimizers")
-    parser.add_argument("--stage", type=int, default=-1)
-    parser.add_argument("--few_layers", action="store_true")
-    parser.add_argument("--binaries", action="store_true")
-    parser.add_argument("--instructions", action="store_true")
-    parser.add_argument("--ranks", type=int, default=1)
-    args, flags = parser.parse_known_args(argv)
-    host_gpu.use_card(args.card)
+    few_layers: with those of `few_layers_of`. binaries: kernels become machine code for the card.
+    """
     from torch._dynamo.utils import counters
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     torch.set_num_threads(1)
-    tracer = Tracer(args.script, flags, args.stage, args.few_layers)
+    host_gpu.use_card(card)
+    notes = Notes()
+    stand_in_for_launches(notes, binaries)
+    stand_in_for_tensors(notes)
+    script = load_script(Path(script))
+    cfg = script.shorten(script.parse_args(flags))
+    chunks = cfg.head_chunks or script.default_head_chunks(torch.device("cuda", 0))
+    layers = few_layers_of(script) if few_layers else cfg.layers
+    cfg = dataclasses.replace(cfg, head_chunks=chunks, layers=layers)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        tracer.build()
-        tracer.train()
-        if "validation" in args.phases:
-            tracer.validate()
-        if "optimizers" in args.phases:
-            for world_size in sorted({1, args.ranks}):
-                tracer.update(world_size)
-    notes = tracer.notes
-    kernels = notes.kernels if args.binaries else {}
-    found = Trace(
-        tracer.facts(), tracer.graphs, list(counters["graph_break"]), tracer.memory, notes.launches,
-        make_binaries(kernels, args.instructions))
-    Path(args.out).write_text(json.dumps(vars(found)))
+        tracer = Tracer(script, cfg, stage, notes)
+        for phase in phases:
+            tracer.do(phase)
+    found = Trace(tracer.facts(), tracer.graphs, list(counters["graph_break"]), tracer.memory,
+                  notes.launches, notes.shared)
+    Path(out).write_text(json.dumps(vars(found)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(**json.loads(sys.argv[1]))

@@ -10,6 +10,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import functools
+import gc
 import random
 import re
 import shutil
@@ -79,6 +80,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not sys.modules["torch"].cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=f"no CUDA device, {reason}"))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # Python searches no cycles among all that is imported by now
 
 
 @pytest.hookimpl(wrapper=True)

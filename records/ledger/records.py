@@ -93,8 +93,14 @@ def check(part: dict, kinds: dict):
 
 def read_claim(folder: Path) -> dict:
     """What a folder's record.json says. Raises LedgerError."""
+    def no_key_twice(pairs):
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a key stands in it twice")
+        return dict(pairs)
+
     try:
-        claim = json.loads(read_text(folder / "record.json"))
+        text = read_text(folder / "record.json")
+        claim = json.loads(text, object_pairs_hook=no_key_twice)
         check(claim, CLAIM)
         for name, kinds in PARTS.items():
             if claim.get(name):

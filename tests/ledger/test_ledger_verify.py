@@ -46,6 +46,7 @@ SPOILED = [[  # a file, what is replaced there, by what, what is said; a list fo
     (OWN, "import random", "import random:", f"{NEWEST}: invalid syntax"),
     ("../train_gpt.py", "0.8**step", "0.7**step", "has the bytes of no record")]]
 UNREADABLE = [
+    (CLAIM, '"change"', '"parent": null, "change"', "record.json: a key stands in it twice"),
     (CLAIM, "less loss", "less | loss", "record.json: change is 'less | loss'"),
     *((FIRST, "15.2,", f"{text},", f"{PARENT}/record.json: minutes is {words}") for text, words in (
         ('"15.2"', "'15.2'"), ("NaN", "nan"), ("0", "0"), ("-1", "-1"), ("true", "True"))),

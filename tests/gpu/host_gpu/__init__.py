@@ -8,8 +8,8 @@ card would get, and Triton's interpreter, made fit for them, executes these (int
 `install` comes before torch is imported and cannot be undone, so it lives in processes of its own,
 as those of `pytest -m gpu`.
 
-What it shows: that the path runs, what it computes, in which graphs and kernels, and where the host
-would wait. What it does not: any time, a GPU's rounding of matrix products, races, streams, shared
+What it shows: that the path runs, what it computes, in which graphs and kernels. What it does not:
+any time, where the host would wait, a GPU's rounding of matrix products, races, streams, shared
 memory, NCCL. Its name, "host standing in for NVIDIA H100", is in every log that is made on it.
 """
 

@@ -5,7 +5,6 @@ What it lacks, and what is put in its place:
 - bf16 is cut off instead of rounded, products of bf16 and FP8 multiply the bits: torch converts
   (other arithmetic on them is Inductor's in fp32, or it would be on the bits, too);
 - libdevice, the maths that Inductor calls, is empty: NumPy's functions;
-- a reduction with a combine function of its own goes element by element: by halves;
 - arguments are copied to the host and back, the language is patched at every launch: neither.
 """
 
@@ -37,7 +36,6 @@ def install() -> None:
     InterpreterBuilder.cast_impl = cast
     InterpreterBuilder.create_fp_to_fp = lambda self, x, type, rounding: cast(self, x, type)
     InterpreterBuilder.create_dot = dot
-    interpreter.ReduceOps.generic_reduce = reduce_by_halves
     executor = interpreter.GridExecutor
     executor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
     executor._restore_args_dev = lambda self, *args: None
@@ -97,23 +95,6 @@ def as_tensor(handle: TensorHandle) -> tl.tensor:
     if handle.data.ndim == 0:
         return tl.tensor(TensorHandle(handle.data.reshape(1), handle.dtype), handle.dtype)
     return tl.tensor(handle, tl.block_type(handle.dtype, list(handle.data.shape)))
-
-
-# ---- Reductions -------------------------------------------------------------
-
-
-def reduce_by_halves(self, inputs) -> list[tl.tensor]:
-    """Combine the first half with the second until one is left, as a GPU does."""
-    dtypes = [x.dtype.scalar for x in inputs]
-    arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
-    while (size := len(arrays[0])) > 1:
-        halves = [x[: size // 2] for x in arrays] + [x[size // 2 :] for x in arrays]
-        handles = (TensorHandle(np.ascontiguousarray(x), t) for x, t in zip(halves, 2 * dtypes))
-        combined = self.combine_fn.fn(*map(as_tensor, handles))  # on whole arrays at once
-        combined = combined if isinstance(combined, tuple) else (combined,)
-        arrays = [y.handle.data.astype(x.dtype) for x, y in zip(arrays, combined)]
-    arrays = [np.moveaxis(x, 0, self.axis) if self.keep_dims else x[0] for x in arrays]
-    return [as_tensor(TensorHandle(np.asarray(x), t)) for x, t in zip(arrays, dtypes)]
 
 
 # ---- Launches ---------------------------------------------------------------

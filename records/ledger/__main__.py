@@ -1,4 +1,4 @@
-"""The ledger of records: measure, file, list, compare and verify them.
+"""The ledger of records: measure, file, list, compare and verify them, and read others' logs.
 
 A and B are record folders, scripts or logs, of this project or of the public speedrun. P-values
 need scipy and pictures matplotlib (requirements-dev.txt). Exit status: 1 where a claim fails, 2
@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ledger import pages, run, scripts, verify
-from ledger.logs import LedgerError, read_text
+from ledger import logs, pages, run, scripts, verify
+from ledger.logs import LedgerError
 from ledger.records import RULES, find_records
 
 RECORDS = run.REPO / "records"
@@ -71,15 +71,18 @@ def list_verb(args) -> int:
         texts = [(path, pages.filled(path, parts))  # all are made before one is written
                  for path, parts in pages.blocks(folder, records).items()]
         for path, text in texts:
-            if text != read_text(path):
+            if text != logs.read_text(path):
                 path.write_text(text, encoding="utf-8", newline="")
                 print(f"wrote {path}")
         book.draw_ladder(folder, records, folder / "ladder.png")
-    elif not records:
-        raise LedgerError(f"{folder} has no records")
-    else:
+    elif records:
         shown = [record for record in records if only in (None, record.folder.name)]
         print(pages.plain(pages.runs_table(shown, tuple(RULES))))
+    else:
+        found = logs.read_folder(folder)  # of other people
+        if not found:
+            raise LedgerError(f"{folder} has no records and no logs; known are {logs.FORMS}")
+        print(pages.plain(pages.others(found, folder, args.target)))
     return 0
 
 
@@ -146,9 +149,10 @@ def make_parser() -> Parser:
     flag = add(file_verb, "put finished logs into the folders of the records they are of")
     flag("operands", nargs="+", metavar="LOG", help="logs/RUN/log.txt")
     flag("--folder", default=RECORDS, help="of records (default: records/)")
-    flag = add(list_verb, "the runs of records")
+    flag = add(list_verb, "the table of records, or of other people's logs, folder by folder")
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
     flag("--write", action="store_true", help="also make the READMEs' blocks and ladder.png anew")
+    flag("--target", type=float, default=3.28, help="of other people's losses (default: 3.28)")
     flag = add(diff_verb, "what changed between two sources, section by section")
     flag("a", metavar="A", help="folder, script or log")
     flag("b", metavar="B")

@@ -1,4 +1,4 @@
-"""Logs of this project, read to the digit. Of those of the public speedrun the source is read.
+"""Logs of this project and of the public speedrun, read to the digit.
 
 A log of ours: the script's source; a line of 100 `=`; a header of `key: value` lines; such a line
 again; a line for each step and validation; `---`; results.
@@ -18,6 +18,8 @@ SETTING = {  # what is equal where runs are compared, and the words for it
     "jobs": ", {} runs at once"}
 NEEDED = "preset device torch threads world_size seed target_loss val_digest".split()
 LONGEST_MS = 1e10  # four months
+ENDINGS = (".txt", ".log", ".out", ".stdout")  # of other people's logs
+FORMS = "logs of this project, of modded-nanogpt's three tracks, and llm.c's main.log"
 
 
 class LedgerError(Exception):
@@ -88,8 +90,10 @@ def read_log(path: Path, text: str | None = None) -> Log:
     else:  # a console's output
         log.source, log.body = None, text
 
-    # The last line may be cut, and a number that was cut looks like a whole one.
-    body = log.body.rpartition("\n")[0]
+    body = re.sub(r"^s:(\d+) tel:", r"step:\1 val_loss:", log.body, flags=re.M)  # the first logs
+    body, _, rest = body.rpartition("\n")
+    if re.fullmatch(r"step:.* step_avg:[\d.]+ms", rest):
+        body += "\n" + rest  # all else may be cut, and a number that was cut looks like a whole one
     headers = re.findall(rf"^{RULE}$(.*?)(?:^{RULE}$|\Z)", body, re.M | re.S)
     results = re.findall(r"^---((?:\n\w+: .*)*)$", body, re.M)
     for found, parts in ((log.header, headers[:1]), (log.final, results[-1:])):
@@ -101,7 +105,7 @@ def read_log(path: Path, text: str | None = None) -> Log:
         with contextlib.suppress(KeyError, ValueError):  # a line that cannot be read is left out
             read_step(log, dict(pair.partition(":")[::2] for pair in line.split()))
     if not log.val and not log.train:
-        raise LedgerError(f"{path} has no step that can be read; give a log of a run")
+        raise LedgerError(f"{path} has no step that can be read; known are {FORMS}")
     log.last_step = max(log.val | log.train)
     if log.val:
         loss, ms = log.val[max(log.val)]
@@ -121,8 +125,10 @@ def read_step(log: Log, found: dict):
     loss = None if loss is None else float(loss)
     val_loss = float(found.get("val_loss", "nan"))
     time = found.get("train_time")
-    if time:
-        time = float(time.rstrip("ms"))
+    if time:  # 943ms, or 739.639s in track 3
+        time = float(time.rstrip("ms")) * (1 if time.endswith("ms") else 1000)
+    if "nan" in found.get("step_avg", ""):  # warm-up steps, before the clock is set to zero
+        time = None if step else 0.0
     log.planned_steps = planned[0] if planned else log.planned_steps
     if math.isfinite(val_loss):
         log.val[step] = (val_loss, time)
@@ -163,3 +169,16 @@ def read_run(path: Path) -> Log:
     except (TypeError, ValueError) as error:
         raise LedgerError(f"{path} cannot be read: {error}") from None
     return log
+
+
+def read_folder(folder: Path) -> list:
+    """The logs with a validation below a folder."""
+    logs = []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in ENDINGS and path.is_file():
+            with contextlib.suppress(LedgerError, ValueError):  # other files are no logs
+                log = read_log(path)
+                log.body = ""  # a thousand of them are large
+                if math.isfinite(log.val_loss):
+                    logs.append(log)
+    return logs

@@ -21,6 +21,7 @@ CONTEST_LEGEND = """\
 Difference, Time (the ratio, and by seed the smallest and largest): from the parent, or else the
 first contestant; * where p < 0.01. Shown from: the smallest difference that would have it. Runs
 that waited for other programs, ran beside others or were resumed have no time."""
+OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Minutes")
 
 
 # ---- Cells and tables ----
@@ -219,3 +220,22 @@ def contest(contestants: list) -> str:
         difference = difference.replace("-", "−")
         rows.append([name, spread(losses_of(one.logs)), difference, shown_from, time])
     return f"{table(CONTEST, rows)}\n\n{CONTEST_LEGEND}"
+
+
+def others(logs: list, folder: Path, target: float) -> str:
+    """Other people's logs: a row for each folder, and of one folder alone for each of its logs."""
+    groups = {}
+    for log in logs:
+        groups.setdefault(log.path.parent, []).append(log)
+    if len(groups) == 1:
+        groups |= {log.path: [log] for log in logs}
+    rows = []
+    for path, some in groups.items():
+        name = re.sub(r"[|\[\]\x00-\x1f]", "?", path.relative_to(folder).as_posix())
+        whole = [log for log in some if log.finished]
+        steps = ", ".join(sorted({f"{log.last_step:,}" for log in whole or some}))
+        losses = [log.val_loss for log in whole or some]
+        rows.append([name, str(len(whole)), steps if whole else f"stopped at {steps}",
+                     spread(losses), below(losses, target),
+                     minutes_of([log.train_time_ms for log in whole])])
+    return table(OTHERS, rows)

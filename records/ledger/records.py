@@ -123,6 +123,8 @@ def read_public(folder: Path) -> dict:
 def find_records(folder: Path) -> list:
     """The records of a folder, oldest first, with their logs. Raises LedgerError."""
     found, public = {}, read_public(folder)
+    if not any(folder.glob("*/record.json")):
+        return []  # public folders have such names, too
     for home in sorted(folder.iterdir()):
         if not (home / "record.json").exists() and not FOLDER_NAME.fullmatch(home.name):
             continue

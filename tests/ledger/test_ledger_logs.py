@@ -1,4 +1,7 @@
-"""Logs are read to the digit; statistics are by the book."""
+"""Logs are read to the digit in every form; statistics are by the book.
+
+The public logs are small ones in their forms, written here.
+"""
 
 import re
 
@@ -6,9 +9,71 @@ import numpy as np
 import pytest
 from fake_records import PARENT, SCRIPT
 from ledger import logs, pages, records
+from ledger.__main__ import main
 from scipy import stats
 
 pytest_plugins = ["record_fixtures"]
+
+SOURCE = "import torch\n\nclass Hyperparameters:\n    batch_size = 8*64\n"
+RULE = "=" * 100
+# The clock is set to zero after ten steps, and the steps around it have no average.
+RESET = ("step:0/20 val_loss:10.8258 train_time:275ms step_avg:nanms\n"
+         "step:1/20 train_loss:7.7 train_time:22693ms step_avg:nanms\n"
+         "step:20/20 val_loss:3.2808 train_time:943ms step_avg:94.34ms\n")
+TIMED = ("step:0/20 val_loss:10.8258 train_time:0ms step_avg:0.03ms\n"
+         "step:1/20 train_time:94ms step_avg:94.00ms\n"
+         "step:20/20 val_loss:3.2808 train_time:943ms step_avg:47.15ms\n")
+SECONDS = ("step:0/20 val_loss:10.82580 train_time:0.000s step_avg:0.03ms\n"
+           "step:20/20 val_loss:3.28080 train_time:0.943s step_avg:47.15ms\n")
+FORMS = {
+    "untimed": "s:0 tel:10.8258\ns:0 trl:10.8 lr:0.000001 norm:15.37\ns:20 tel:3.2808\n",
+    "ruled": f"{RULE}\n{SOURCE}{RULE}\nRunning python 3.12\n{RULE}\n{RESET}",
+    "printed": f"{SOURCE}\n{RULE}\nRunning python 3.12\n\n{RULE}\n{TIMED}",
+    "console": f"Fetching 8 files: 100%\ncompile and warmup: 334.5s\n{TIMED.strip()}",
+    "track 3": f"{SOURCE}\n{RULE}\nRunning PyTorch 2.11.0\n{RULE}\n{SECONDS}"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_public_form_is_read_and_listed(form, tmp_path, capsys):
+    (tmp_path / "log.txt").write_text(FORMS[form])
+    log = logs.read_log(tmp_path / "log.txt")
+    timed = form != "untimed"
+    assert {step: loss for step, (loss, _) in log.val.items()} == {0: 10.8258, 20: 3.2808}
+    assert log.finished and (log.val_loss, log.last_step) == (3.2808, 20)
+    assert log.train_time_ms == (943 if timed else None)
+    assert log.val[0][1] == (0 if timed else None)  # the first validation is not training
+    assert log.source == (SOURCE if RULE in FORMS[form] else None)
+    assert main(["list", str(tmp_path)]) == 0
+    row = capsys.readouterr().out.splitlines()[3].split()
+    assert row == ["log.txt", "1", "20", "3.2808", "(1)", *(["0.016"] if timed else [])]
+
+
+def test_public_folders_are_listed_by_folder(tmp_path, capsys):
+    """They are called as ours are. A run that stopped counts in no mean."""
+    names = ["2025-12-22_MultiTokenPrediction", "2025-12-26_LogitRescale"]
+    losses = [3.2783, 3.2791, 3.2779]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train_gpt.py").write_text(SOURCE)
+        for seed, loss in enumerate(losses):
+            text = FORMS["printed"].replace("3.2808", str(loss))
+            (tmp_path / name / f"{seed}.txt").write_text(text)
+    (tmp_path / names[1] / "cut.txt").write_text(TIMED.replace("step:20/20 val", "step:12/20 val"))
+    (tmp_path / names[1] / "b.txt").write_text("step 500: train loss 3.1, val loss 3.2\n")
+    assert main(["list", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    p = stats.ttest_1samp(losses, 3.28, alternative="less").pvalue
+    spread = f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f} (3)"
+    rows = out.splitlines()[2:]
+    assert [re.split(" {2,}", row) for row in rows] == [
+        [name, "3", "20", spread, f"{p:.1g}", "0.016"] for name in names]
+    assert main(["list", str(tmp_path / names[1]), "--target", "3.2"]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) == 5 and f"{spread}  1 " in rows[0] and "stopped at 12" in rows[4]
+    assert main(["list", str(tmp_path / names[0])]) == 0
+    (tmp_path / "empty").mkdir()
+    assert main(["list", str(tmp_path / "empty")]) == 2
+    assert "has no records and no logs; known are" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -35,7 +100,7 @@ def test_a_log_is_read_back_exactly(whole):
     (0.89, "world_size: 1", "world_size: 2", True),  # ranks wait for each other
     (0.89, "\ndevice: Fake", "\ncuda: 13.0\ndevice: Fake", True),  # and processes for their GPU
     (1, "step:31/40", "resumed at step:30 from a.pt\nstep:31/40", False),
-    (1, f"{logs.RULE}\npreset", f"{logs.RULE}\njobs: 2\npreset", False)])
+    (1, f"{RULE}\npreset", f"{RULE}\njobs: 2\npreset", False)])
 def test_times_are_those_of_whole_runs_alone_on_their_machine(
         share, old, new, is_timed, whole, tmp_path):
     text = whole.read_text()

@@ -1,19 +1,93 @@
-"""What the public scripts compute at full size, where golden numbers are of small ones: rows of
-hashes, and ids of a softmax."""
+"""What the public records say of themselves, at full size: schedules, rows of hashes, ids of a
+softmax. published.toml has the figures of schedules."""
+
+import itertools
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from record_folders import RECORDS, load
+from record_folders import RECORDS, claim, load
 
+FIGURES, latest = {}, {}  # by number
+for number, own in tomllib.loads(Path(__file__).with_name("published.toml").read_text()).items():
+    latest = latest | own
+    FIGURES[int(number)] = latest
+
+
+def number_of(record):
+    published = claim(record)["published"]
+    return published and published["number"]
+
+
+NUMBERS = {number_of(record): record for record in RECORDS}
 NEWEST = RECORDS[-1]
-(WITH_BIGRAMS,) = [record for record in RECORDS if record.name == "2026-01-19_BigramTable"]
+
+
+def settings(record):
+    """The script, its settings, and the schedule of each step, the last validation's included."""
+    script = load(record)
+    cfg = script.Hyperparameters()
+    return script, cfg, [script.schedule(step, cfg) for step in range(cfg.num_iterations + 1)]
+
+
+def changes_of(values):
+    """(index, value) of each that is not the one before it."""
+    pairs = enumerate(itertools.pairwise(values), 1)
+    return [(index, after) for index, (before, after) in pairs if before != after]
+
+
+def windows_of(now):
+    """The long and the short one, in blocks."""
+    if "window" in vars(now):
+        return [now.window, max(1, now.window // 2)]
+    return [now.long_window // 128, now.short_window // 128]
+
+
+def figures(record, published):
+    script, cfg, schedules = settings(record)
+    steps, last = schedules[:-1], schedules[-1]
+    long = [windows_of(now)[0] for now in schedules]
+    if len(steps) not in published["windows"]:  # the last validation's, which some records count
+        long.pop()
+    factors = [now.lr_factor for now in steps]
+    changes = changes_of(factors)
+    falls = next(step for step, after in changes if after < factors[step - 1] - 1e-5)
+    found = dict(
+        steps=len(steps),
+        windows=[step for step, _ in changes_of(long)],
+        at_last=windows_of(last),
+        shorts=[[long, dict(map(windows_of, steps))[long]] for long, _ in published["shorts"]],
+        falls=falls,
+        jumps=[step for step, after in changes if after > factors[step - 1]],
+        plateaus=factors[:1] + [after for step, after in changes if step < falls],
+        last_rate=last.lr_factor,
+    )
+    if "tokens" in published:
+        decimals = len(str(published["tokens"]).partition(".")[2])
+        found["tokens"] = round(script.plan(cfg).tokens[-1] / 1e6, decimals)
+    if "multipliers" in published:
+        groups = script.parameter_groups(cfg)
+        attention, mlp = groups["attention"].factors, groups["mlp"].factors
+        found["multipliers"] = [attention[0], *mlp]
+    return found
+
+
+@pytest.mark.parametrize("number", [number for number in FIGURES if number in NUMBERS])
+def test_a_record_has_the_published_figures(number):
+    published = FIGURES[number]
+    found = figures(NUMBERS[number], published)
+    held = published.keys() & found.keys()
+    assert held >= {"windows", "shorts", "at_last"}
+    for name in held:
+        assert found[name] == pytest.approx(np.array(published[name]), rel=1e-9, abs=5.1e-7), name
 
 
 def test_pairs_of_tokens_have_the_published_rows():
     """A row a token; to the second one the token before is always the same, and overflows."""
     def rows(*tokens):
-        return load(WITH_BIGRAMS).hash_bigrams(torch.tensor([tokens]), 251_520)[0].tolist()
+        return load(NUMBERS[62]).hash_bigrams(torch.tensor([tokens]), 251_520)[0].tolist()
 
     tokens = 50256, 0, 1, 2, 50256, 50255, 50256, 50256, 262, 464, 11, 13, 198
     assert rows(*tokens) == [251519, 193815, 36313, 94597, 187029, 127707, 244156, 35060, 245243,
@@ -23,8 +97,7 @@ def test_pairs_of_tokens_have_the_published_rows():
 
 
 def test_classes_of_a_softmax_in_92():
-    script = load(NEWEST)
-    cfg = script.Hyperparameters()
+    script, cfg, _ = settings(NEWEST)
 
     def chosen(targets, offset, wanted):
         ids, offset = script.candidates(np.array(targets), offset, wanted, 50_304, cfg)

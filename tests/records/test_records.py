@@ -10,7 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import REPO
-from record_folders import RECORDS, for_each, for_each_slowly, load, one_of_each_kind, source
+from record_folders import (
+    RECORDS,
+    for_each,
+    for_each_slowly,
+    having,
+    load,
+    one_of_each_kind,
+    source,
+)
 
 BF16_STEP = 2.0**-8  # largest relative error of rounding to bf16's 8 significant bits
 FP32_EPS = 2.0**-23  # what the norm adds to the mean square of fp32
@@ -51,6 +59,24 @@ def test_the_pockets_have_one_width_depth_and_target(script):
     assert [getattr(cfg, x) for x in same] == [getattr(root, x) for x in same]
     record = script.Hyperparameters()
     assert cfg.sequences_per_step % 8 == record.sequences_per_step % 8 == 0
+
+
+def tokens_of_pocket(script):
+    cfg = script.parse_args(["--preset", "pocket"])
+    return script.plan(cfg).tokens[-1]
+
+
+def test_the_pockets_of_one_table_of_stages_train_on_as_many_tokens():
+    """From the first record whose batches grow in three stages to the last one before five."""
+    in_stages = [load(record) for record in having("extension")]
+    three = [x for x in in_stages if len(x.Hyperparameters.stages) == 3]
+    grow = [x for x in three if len({row.seq_len for row in x.Hyperparameters.stages}) == 3]
+    assert len(grow) > 10
+    # From #70 on the borders of stages are rounded, which gives the last one two steps more.
+    rounded = [x for x in grow if Path(x.__file__).parent.name >= "2026-02-03"]
+    assert len({tokens_of_pocket(x) for x in grow if x not in rounded}) == 1
+    assert len({tokens_of_pocket(x) for x in rounded}) == 1
+    assert len({tokens_of_pocket(x) for x in in_stages if x not in three}) == 1
 
 
 @for_each(one_of_each_kind(RECORDS, "norm"))

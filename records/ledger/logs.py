@@ -34,7 +34,7 @@ def read_text(path: Path) -> str:
 
 @dataclass
 class Log:
-    """A training log. Times are milliseconds, None where the log did not time the step."""
+    """A training log. Times are milliseconds."""
 
     path: Path
     source: str | None = None
@@ -107,27 +107,21 @@ def read_log(path: Path, text: str | None = None) -> Log:
         loss, ms = log.val[max(log.val)]
         log.val_loss = float(log.final.get("val_loss", loss))
         log.train_time_ms = float(log.final.get("train_time_ms", 0)) or ms
-        is_ours = "run_id" in log.header
-        log.finished = log.planned_steps in (None, *log.val) and (
-            "val_loss" in log.final or not is_ours)
+        log.finished = log.planned_steps in log.val and (
+            "val_loss" in log.final or "run_id" not in log.header)
     return log
 
 
 def read_step(log: Log, found: dict):
     """Read the pairs of a `step:1/10 val_loss:…` line. Raises KeyError, ValueError."""
-    step, *planned = map(int, found["step"].split("/"))
-    # Of several tokens ahead, the loss of the next
-    loss = found.get("next_token_loss", found.get("train_loss"))
-    loss = None if loss is None else float(loss)
-    val_loss = float(found.get("val_loss", "nan"))
-    time = found.get("train_time")
-    if time:
-        time = float(time.rstrip("ms"))
-    log.planned_steps = planned[0] if planned else log.planned_steps
-    if math.isfinite(val_loss):
-        log.val[step] = (val_loss, time)
-    if "val_loss" not in found or loss is not None:
-        log.train[step] = (loss, time)
+    step, planned = map(int, found["step"].split("/"))
+    time = float(found["train_time"].rstrip("ms"))
+    if "val_loss" in found:
+        log.val[step] = (float(found["val_loss"]), time)
+    else:  # of several tokens ahead, the loss of the next
+        loss = found.get("next_token_loss") or found["train_loss"]
+        log.train[step] = (float(loss), time)
+    log.planned_steps = planned
 
 
 def read_run(path: Path) -> Log:

@@ -65,17 +65,6 @@ def is_same(source: str, other: str) -> bool:
 
 
 @functools.cache
-def imports_of(source: str) -> frozenset:
-    """What a source imports, also within functions, as `from math import sin as f`."""
-    found = set()
-    for node in ast.walk(parse(source)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            start = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
-            found |= {f"{start}import {ast.unparse(alias)}" for alias in node.names}
-    return frozenset(found)
-
-
-@functools.cache
 def settings_of(source: str, preset: str) -> dict:
     """The settings of a script's preset that flags may change, by name, as headers show them."""
     found = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from ledger import pages
 from ledger.logs import SETTING, LedgerError, Log, read_run, read_text
 from ledger.records import CLAIM, CORPUS_TORCH, FLOOR, FOLDER_NAME, RULES, Record, find_records
-from ledger.scripts import above, below, commit, git, imports_of, is_same, settings_of
+from ledger.scripts import above, below, commit, git, is_same, settings_of
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
 # the script finds out itself.
@@ -137,13 +137,10 @@ def notes_on(known: list, root: Path):
     for record in known:
         if f"{record.folder.name}/record.json" in old:
             continue
-        claims, imports = "claims no public record", "no import"
+        claims = "no public record"
         if record.number:
-            claims = "claims #{number}, {minutes} min, of {source}".format(**record.published)
-        with contextlib.suppress(*UNREADABLE):  # which is a fault, and told as one
-            parent = record.parent.script if record.parent else ""
-            imports = ", ".join(sorted(imports_of(record.script) - imports_of(parent))) or imports
-        yield f"{record.folder.name} is new, {claims}; new in its script: {imports}"
+            claims = "#{number}, {minutes} min, of {source}".format(**record.published)
+        yield f"{record.folder.name} is new, claims {claims}"
 
 
 def verify(folder: Path, only: str | None):

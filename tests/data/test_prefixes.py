@@ -27,6 +27,7 @@ def test_without_the_vocabulary_one_line_says_how_to_get_it(tmp_path, monkeypatc
 
 def test_a_record_reads_prefixes_and_refuses_those_of_another_vocabulary(tmp_path):
     script = script_module("records/2026-07-13_PrefixTargets/train_gpt.py")
+    (tmp_path / "text.npy").write_text("text")
     np.save(tmp_path / "few.npy", np.array([1, 2], np.int32))
     np.save(tmp_path / "high.npy", np.array([300] * 257, np.int32))
     np.save(tmp_path / "right.npy", np.arange(-1, 256, dtype=np.int32))
@@ -36,7 +37,7 @@ def test_a_record_reads_prefixes_and_refuses_those_of_another_vocabulary(tmp_pat
         cfg = script.parse_args(["--preset", "pocket", "--prefix_file", file])
         return script.read_prefixes(cfg).tolist()
 
-    for name in ("missing", "few", "high"):
+    for name in ("missing", "text", "few", "high"):
         with pytest.raises(script.UserError, match="257 tokens; make them: python data/prefixes"):
             read(name)
     assert read("right") == [*range(-1, 256)]

@@ -31,7 +31,7 @@ def run_on(device, name, *flags):
 
 
 def train_without_waiting(run, cfg):
-    """The script's loop. In its steps the host may not wait for the GPU; nothing is compiled."""
+    """The script's loop. In its steps a GPU's host may not wait, and nothing is compiled."""
     next_step = run.loader.next_step
     log_step = run.log_step
 
@@ -75,11 +75,9 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(whole):
     assert list(losses) == ["0", "2", "3"]
     text = Path(folder, "logs/whole/log.txt").read_text()
     assert text.count(" train_loss:") == 3
-    header = text.split("\n" + "=" * 100 + "\n", 2)[1]
-    facts = dict(line.split(": ", 1) for line in header.splitlines())
+    facts = dict(re.findall(r"^(\w+): (.*)$", text, re.MULTILINE))
     assert facts["device"] == torch.cuda.get_device_name()
-    assert facts["gpus"] == str(torch.cuda.device_count())
-    assert {"cuda", "driver", "nccl", "triton"} < facts.keys()
+    assert {"gpus", "cuda", "driver", "nccl", "triton"} < facts.keys()
 
 
 @on_the_host
@@ -87,21 +85,15 @@ def test_a_checkpoint_is_resumed_to_the_bit_and_on_the_other_device(whole, monke
     """Validated where it is resumed, it has the loss that it had where it was saved."""
     folder, losses = whole
     monkeypatch.chdir(folder)
-
-    def go_on(device, name, checkpoint):
-        """A run that goes on from another run's checkpoint."""
+    for name in ("again", "moved"):
         Path("logs", name).mkdir()
-        shutil.copy(checkpoint, Path("logs", name))
-        return run_on(device, name, "--resume", "auto")
-
-    at_two = "logs/whole/step-000002.pt"
-    assert go_on("cuda", "again", at_two) == {step: losses[step] for step in "23"}
+        shutil.copy("logs/whole/step-000002.pt", Path("logs", name))
+    resumed = "--resume", "auto"
+    assert run_on("cuda", "again", *resumed) == {step: losses[step] for step in "23"}
     once, again = (
         torch.load(f"logs/{name}/step-000003.pt", map_location="cpu")["model"]
         for name in ("whole", "again"))
     assert all(torch.equal(again[name], x) for name, x in once.items())
     # bf16 rounds the embeddings and, in each layer, the activations: 0.4 % at most of each.
-    moved = go_on("cpu", "moved", at_two)
+    moved = run_on("cpu", "moved", *resumed)
     assert float(moved["2"]) == pytest.approx(float(losses["2"]), rel=2e-3)
-    back = go_on("cuda", "back", "logs/moved/step-000003.pt")
-    assert float(back["3"]) == pytest.approx(float(moved["3"]), rel=2e-3)

@@ -191,7 +191,7 @@ def test_diff_goes_by_section_and_sums_up(tmp_path, capsys):
     (tmp_path / "a.py").write_text(SCRIPT)
     rule = "=" * 100 + "\n"
     for log in (f"{new}\n{rule}", f"{rule}{new}{rule}"):  # as public ones begin
-        (tmp_path / "b.txt").write_text(f"{log}s:0 tel:10.9\nstep:1/1 val_loss:3.2 time:9.3s\n")
+        (tmp_path / "b.txt").write_text(f"{log}step:1/1 val_loss:3.2 train_time:9.3s\n")
         assert main(["diff", str(tmp_path / "a.py"), str(tmp_path / "b.txt")]) == 0
         out = capsys.readouterr().out
         assert "\n-import random\n" in out and "\n+    a: int = 1\n" in out

@@ -193,14 +193,11 @@ def test_git_knows_old_harnesses_and_new_records(measured, records, tmp_path, ca
     third = records / "2026-03-03_Third"
     shutil.copytree(records / PARENT, third, ignore=shutil.ignore_patterns("logs"))
     edit(third / "record.json", "15.2", "0.3")
-    edit(third / "train_gpt.py", "import random", "import gzip\nimport random")
     main(["verify", str(records)])
     err = capsys.readouterr().err
     assert f"no runs yet of {third.name}\n" in err
-    assert f"{third.name} is new, claims #5, 0.3 min, of https://example.org/log; new in" in err
-    assert "import gzip, " in err and NEWEST not in err
-    edit(third / "train_gpt.py", "import gzip", "import gzip:")
-    assert f"{third.name}: invalid syntax" in "".join(findings(records, capsys))
+    assert f"{third.name} is new, claims #5, 0.3 min, of https://example.org/log\n" in err
+    assert NEWEST not in err
     shutil.rmtree(third)
     for old, new in (("return loss", "return 0.99 * loss"), ("import sys\n", "import cheat\n")):
         log = log_of(measured / "out", NEWEST, 1).read_text()

@@ -87,7 +87,9 @@ def test_a_file_system_without_locks_is_trained_on_and_named(run, monkeypatch):
 
 def test_runs_without_a_name_that_begin_in_one_second_have_logs_of_their_own(run):
     for _ in range(2):
-        assert run(run_id="", num_iterations=1, warmup_steps=0).code == 0
+        done = run(run_id="", num_iterations=1, warmup_steps=0, head_chunks=2, target_loss=9)
+        assert done.code == 0 and "\ntarget loss 9.0: reached\n---\n" in done.out
+    assert " in 2 chunk(s), logs/" in done.out
     assert len(list(Path("logs").iterdir())) == 2
 
 
@@ -215,14 +217,6 @@ def test_a_smaller_card_takes_the_head_in_chunks(monkeypatch):
         properties = SimpleNamespace(total_memory=int(memory_gb * 1e9))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
         assert train_gpt.default_head_chunks(torch.device("cuda", 0)) == chunks
-
-
-def test_a_commit_that_git_does_not_tell_has_the_reason(monkeypatch):
-    """As in a folder of another owner."""
-    refusal = "fatal: detected dubious ownership in repository at '/x'\nTo add an exception"
-    monkeypatch.setattr(train_gpt.collect_env, "run", lambda command: (128, "", refusal))
-    facts = train_gpt.machine_facts(torch.device("cpu"))
-    assert facts["commit"] == "fatal: detected dubious ownership in repository at '/x'"
 
 
 def test_ctrl_c_before_the_first_step_is_one_line_and_nothing_stays_behind(run, monkeypatch):

@@ -153,17 +153,6 @@ def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     assert "\ntarget loss 0.1: not reached\n---\n" in result.out
 
 
-def test_the_console_shows_each_tenth_of_the_run_and_the_validations(run):
-    result = run(num_iterations=25, val_every=10, head_chunks=2, run_id="", target_loss=9)
-    shown = re.findall(r"^step:(\d+)/25 (?:train|val)_loss.* left:\d+s$", result.out, re.M)
-    # The first step with a tenth more behind it, and twice those with a validation
-    expected = [0, 3, 5, 8, 10, 10, 13, 15, 18, 20, 20, 23, 25, 25]
-    assert sorted(map(int, shown)) == expected
-    summary = r"^.+ \(.+\), 1 thread\(s\), 1 rank\(s\), [\d,]+ parameters, .* in 2 chunk\(s\), "
-    assert re.search(summary + r"logs/\d{8}-\d{6}-\d{6}\n", result.out, re.M)  # as none is given
-    assert "\ntarget loss 9.0: reached\n---\n" in result.out
-
-
 def test_a_finished_run_is_evaluated_without_training_data(run, tmp_path, tiny_shards):
     """By a path, which makes a new log, or by run_id, with no other flag; or on other data."""
     first, path = run(save_every=4), "logs/x/step-000006.pt"

@@ -148,10 +148,9 @@ def kernels(args, flags):
 
     The kernels are the H100's on every card. A card without FP8 needs --fp8_head False.
     """
-    phases = ["train", "optimizers", "optimizers of 8 ranks"]
-    traces = [trace_here(args, flags, phases=phases)]  # of the last stage
+    traces = [trace_here(args, flags, ranks=[1, 8])]  # of the last stage
     for stage in reversed(range(traces[0].facts["stage"])):
-        traces.insert(0, trace_here(args, flags, phases=phases, stage=stage))
+        traces.insert(0, trace_here(args, flags, ranks=[1, 8], stage=stage))
     say("modelled from generated code, not measured")
     priced = [(each.facts, cost.price(each, cost.RATES[args.card])) for each in traces]
     for ranks in (1, 8) if args.card in ("h100", "h200") else (1,):
@@ -173,7 +172,7 @@ def kernels(args, flags):
 
 def memory(args, flags):
     """Count what the script holds at once in the last stage."""
-    found = trace_here(args, flags, phases=["train", "validation"])
+    found = trace_here(args, flags, validation=True)
     gib = {name: size / 2**30 for name, size in found.memory.items()}
     say("counted in generated code, not measured; without CUDA's own and gaps\n"
         f"on one GPU, head in {found.facts['head_chunks']} chunk(s), GiB at the peak: "

@@ -16,7 +16,7 @@ EACH = []
 for path in RECORDS:
     mark = pytest.mark.slow if path == RECORDS[-1] else pytest.mark.cards
     EACH.append(pytest.param(path, id=path.name, marks=mark))
-FLAGS = """--preset pocket --device cpu --num_iterations 20 --extension_steps 2 --warmup_steps 4
+FLAGS = """--preset pocket --device cpu --num_iterations 20 --warmup_steps 4
     --sequences_per_step 1 --sequences_per_forward 1 --val_tokens 256 --val_seq_len 256""".split()
 
 
@@ -30,20 +30,21 @@ def nothing_compiled():
 @pytest.mark.filterwarnings("ignore:CUDA is not available")  # autocast's
 @pytest.mark.parametrize("path", EACH)
 def test_nothing_is_compiled_after_the_warm_up(path, pocket_data, tmp_path, monkeypatch):
-    """Zeros take the place of a mask that is not compiled, and loss and rates change at each step."""
+    """Zeros take the place of a mask that is not compiled."""
     script = load(path)
+    by_stage = hasattr(script.GPT, "set_stage")  # before, windows are part of the graph
     options = dict(backend="eager", dynamic=False)
     build, train = script.build, script.train
     trained = []
 
     def build_compiled(cfg, ranks):
         model, optimizers = build(cfg, ranks)
-        if hasattr(model, "set_stage"):  # before, windows are part of the graph
+        if by_stage:
             model.compile(**options)
         return model, optimizers
 
     def train_without_compiling(run, cfg):
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
         with torch.compiler.set_stance("fail_on_recompile"):
             train(run, cfg)
         trained.append(run)
@@ -53,8 +54,9 @@ def test_nothing_is_compiled_after_the_warm_up(path, pocket_data, tmp_path, monk
     monkeypatch.setattr(script, "train", train_without_compiling)
     monkeypatch.setattr(script, "compile_on_gpu", lambda rule, _: torch.compile(
         rule, fullgraph=True, **options))
-    monkeypatch.setattr(script, "dense_mask", lambda docs_BT, reach: torch.zeros(
-        docs_BT.numel() // 32, 1, 32, 32))
+    if by_stage:
+        monkeypatch.setattr(script, "dense_mask", lambda docs_BT, reach: torch.zeros(
+            docs_BT.numel() // 32, 1, 32, 32))
     files = [f"--train_files={pocket_data}/pocket_train_*.bin",
              f"--val_files={pocket_data}/pocket_val_*.bin"]
     with dynamo_config.patch(fail_on_recompile_limit_hit=True):

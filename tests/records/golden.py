@@ -28,7 +28,6 @@ for each step.
 import argparse
 import contextlib
 import dataclasses
-import gc
 import json
 import os
 import subprocess
@@ -396,19 +395,6 @@ def in_float64():
         torch.set_default_dtype(before)
 
 
-@contextlib.contextmanager
-def without_collections():
-    """Python looks for cycles in the end, and not through all modules of torch."""
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.collect()
-        gc.enable()
-        gc.unfreeze()
-
-
 # ---- Numbers ----------------------------------------------------------------
 class Number(NamedTuple):
     value: float
@@ -425,7 +411,7 @@ def sums(x) -> list[Number]:
 def measure(path: Path) -> dict:
     """The numbers of a record's folder, each a list of one or two `Number`s, by what they are."""
     numbers = {}
-    with tempfile.TemporaryDirectory() as folder, in_float64(), without_collections():
+    with tempfile.TemporaryDirectory() as folder, in_float64():
         script = load(path)
         for name, values in full_size(script).items():
             is_single = name.startswith("size")

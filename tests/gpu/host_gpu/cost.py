@@ -129,9 +129,8 @@ def by_group(priced: list) -> dict[str, Counter]:
 def step_ms(priced: list, facts: dict, ranks: int) -> tuple[float, int, float]:
     """Of a step of one rank of so many, whose optimizers were traced: milliseconds of a pass, how
     many there are, and milliseconds of the optimizers and the wire."""
-    optimizers = "optimizers" if ranks == 1 else f"optimizers of {ranks} ranks"
     times = Counter()
     for phase, _, costs in priced:
         times[phase] += costs["ms"]
     passes = facts["step_tokens"] // facts["tokens"] // ranks
-    return times["train"], passes, times[optimizers]
+    return times["train"], passes, times[f"optimizers of {ranks}"]

@@ -14,15 +14,12 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
-#include <atomic>
-#include <string>
 #include <utility>
 #include <vector>
 
 namespace {
 
 const c10::Device gpu(c10::DeviceType::CUDA, 0);
-std::atomic<bool> waits_are_errors{false};
 
 // ---- What torch asks of a device: which one is current, on which stream, how many there are ----
 
@@ -51,17 +48,11 @@ struct CUDAHooks : at::CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex current_device() const override { return 0; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
-  void deviceSynchronize(c10::DeviceIndex) const override {}
   // The CPU's random numbers, so that a seed gives both devices the same weights.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
-  }
-  at::Generator getNewGenerator(c10::DeviceIndex) const override {
-    return at::detail::createCPUGenerator();
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
 };
@@ -147,14 +138,6 @@ class Call {
   std::vector<std::pair<c10::Storage, c10::Storage>> storages_;  // the same
 };
 
-// Whether a GPU's host would wait here: for a value, for a number of elements, or for a copy.
-bool host_would_wait(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
-  if (name == "aten::_local_scalar_dense" || name == "aten::nonzero") return true;
-  return name == "aten::copy_" &&
-         arguments[0].toTensor().is_cuda() != arguments[1].toTensor().is_cuda() &&
-         !arguments[2].toBool();
-}
-
 // Puts convert(tensor) in the place of a tensor, or of each in a list.
 template <class Convert>
 void convert_tensors(c10::IValue& value, Convert convert) {
@@ -175,10 +158,6 @@ void convert_tensors(c10::IValue& value, Convert convert) {
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
-  TORCH_CHECK(
-      !waits_are_errors ||
-          !host_would_wait(schema.name(), torch::jit::last(*stack, schema.arguments().size())),
-      "called a synchronizing CUDA operation: ", schema.name());
   Call call;
   bool result_on_cpu = false;
   for (size_t i = first; i < stack->size(); ++i) {
@@ -211,6 +190,3 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(host_kernel()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("copy_", host_kernel());  // its one kernel for all devices asks for CUDA's stub
 }
-
-// For ctypes: torch.cuda.set_sync_debug_mode("error").
-extern "C" void host_gpu_make_waits_errors(int errors) { waits_are_errors = errors != 0; }

@@ -62,8 +62,8 @@ def build() -> Path:
     return library
 
 
-def load() -> ctypes.CDLL:
-    """The library, loaded. Raises RuntimeError where torch is there already: it asks once."""
+def load() -> None:
+    """Load the library. Raises RuntimeError where torch is there already: it asks once."""
     if "torch" in sys.modules:
         raise RuntimeError("the host GPU must be installed before torch is imported")
-    return ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)

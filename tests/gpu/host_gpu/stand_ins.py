@@ -23,8 +23,8 @@ def install(name: str = "sm_90", execute: bool = True) -> None:
     os.environ["TRITON_INTERPRET"] = "1" if execute else "0"  # read when Triton is imported
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(library.cache_folder() / "inductor"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool's processes have no GPU
-    device = library.load()
-    stand_in_for_torch_cuda(device)
+    library.load()
+    stand_in_for_torch_cuda()
     stand_in_for_c_functions()
     use_card(name)
     stand_in_for_triton_driver()
@@ -88,16 +88,13 @@ class Event:
         pass
 
 
-def stand_in_for_torch_cuda(device) -> None:
-    """What the script, torch's own Python and Inductor ask of torch.cuda. device: device.cpp's."""
+def stand_in_for_torch_cuda() -> None:
+    """What the script, torch's own Python and Inductor ask of torch.cuda."""
     import torch
     from torch.utils import collect_env
 
     def nothing():  # a new function each time: Dynamo wants to tell them apart
         return lambda *args, **kwargs: None
-
-    def set_sync_debug_mode(mode):
-        device.host_gpu_make_waits_errors(int(mode == "error"))
 
     stream, cuda = Stream(), torch.cuda
     stream.device = torch.device("cuda", 0)
@@ -125,7 +122,7 @@ def stand_in_for_torch_cuda(device) -> None:
     cuda.Stream, cuda.Event = Stream, Event
     cuda.current_stream = lambda device=None: stream
     cuda.synchronize = nothing()
-    cuda.set_sync_debug_mode = set_sync_debug_mode
+    cuda.set_sync_debug_mode = nothing()
     # Random numbers are the CPU's (device.cpp), which torch saves, restores and seeds by itself.
     cuda.manual_seed_all = nothing()
     cuda.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)

@@ -1,6 +1,6 @@
 """A script's step and validation at full size, compiled for a card and counted, without data.
 
-    trace(script, flags, phases=["train", "validation", "optimizers", "optimizers of 8 ranks"])
+    trace(script, flags, validation=True, ranks=[1, 8])
 
 All tensors are fake, so that 48K tokens cost nothing. Inductor makes the graphs and the kernels.
 The wrapper code that it generates then runs, but what it would launch is noted, not launched. Of a
@@ -44,8 +44,8 @@ class Trace:
     facts: stages, the number of steps in each; of the noted one head_tokens of a chunk of the head,
         and block_pairs that attention visits in a forward pass, the mean of the stage's steps.
     memory: state (weights, their gradients, the optimizers'), and the peak of each phase.
-    launches: in order: phase, kind (triton; aten, where a library has the kernel; wire, for
-        collectives), name, bytes, flop and tensors ([type, shape]).
+    launches: in order: phase (train, validation, optimizers of N), kind (triton; aten, where a
+        library has the kernel; wire, for collectives), name, bytes, flop, tensors ([type, shape]).
     shared: the shared memory that a block of each compiled kernel takes.
     """
 
@@ -284,14 +284,6 @@ class Tracer:
         rows = self.model.ngram_table.state["rows"]
         return rows.new_zeros(*tokens.shape, 2, rows.size(-1)).requires_grad_(self.model.training)
 
-    def do(self, phase: str) -> None:
-        if phase == "train":
-            self.train()
-        elif phase == "validation":
-            self.validate()
-        else:
-            self.update(phase)
-
     def train(self) -> None:
         def gradients():
             batch = self.batch(self.cfg.sequences_per_forward, self.first.seq_len)
@@ -312,12 +304,12 @@ class Tracer:
             self.note("validation", lambda: self.script.losses_of(self.model, batch, now))
         self.model.train()
 
-    def update(self, phase: str) -> None:
+    def update(self, world_size: int) -> None:
         """Steps of the optimizers, after which each has stepped, as one rank of so many."""
         optimizers = self.optimizers
-        if found := re.search(r"\d+", phase):
+        if world_size > 1:
             self.script.dist = Wire(self.notes)
-            ranks = self.ranks(int(found[0]))
+            ranks = self.ranks(world_size)
             optimizers = self.script.build_optimizers(self.model, self.cfg, ranks)
         # A table that has read no rows steps none.
         optimizers = [x for x in optimizers if getattr(x, "waiting", None) != []]
@@ -331,7 +323,7 @@ class Tracer:
                 update = self.script.step_tied if tied else self.script.step_optimizers
                 update(optimizers, now, divisor=1)
 
-        self.note(phase, some_steps)
+        self.note(f"optimizers of {world_size}", some_steps)
 
     def facts(self) -> dict:
         model, cfg = self.model, self.cfg
@@ -418,10 +410,12 @@ def block_pairs(script, cfg, steps: list[int]) -> float:
     return total / len(steps)
 
 
-def main(script, flags, out, phases, card="sm_90", stage=-1, few_layers=False, binaries=False):
-    """Trace these phases of a stage and write the trace into a file.
+def main(script, flags, out, validation=False, ranks=(), card="sm_90", stage=-1, few_layers=False,
+         binaries=False):
+    """Trace training in a stage, validation, and the optimizers of a rank of so many each.
 
-    few_layers: with those of `few_layers_of`. binaries: kernels become machine code for the card.
+    out: the file that the trace goes to. few_layers: with those of `few_layers_of`. binaries:
+    kernels become machine code for the card.
     """
     from torch._dynamo.utils import counters
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -438,8 +432,11 @@ def main(script, flags, out, phases, card="sm_90", stage=-1, few_layers=False, b
     cfg = dataclasses.replace(cfg, head_chunks=chunks, layers=layers)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tracer = Tracer(script, cfg, stage, notes)
-        for phase in phases:
-            tracer.do(phase)
+        tracer.train()
+        if validation:
+            tracer.validate()
+        for world_size in ranks:
+            tracer.update(world_size)
     found = Trace(tracer.facts(), tracer.graphs, list(counters["graph_break"]), tracer.memory,
                   notes.launches, notes.shared)
     Path(out).write_text(json.dumps(vars(found)))

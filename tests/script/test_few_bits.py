@@ -1,10 +1,10 @@
-"""The FP8 head against float64, its factors rounded to the formats."""
+"""What golden numbers in float64 leave out: the FP8 head, and Adam on bf16 weights."""
 
 import math
 
 import torch
 
-from train_gpt import FP8Product
+from train_gpt import FP8Product, adam_update
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = (448 / 100, 448 / 1.5, 448 / 0.75)  # of x, w and the gradient, as published
@@ -54,3 +54,20 @@ def test_head_and_gradients_are_products_of_the_rounded_factors(monkeypatch):
         exact, size = unscale * left @ right, unscale * left.abs() @ right.abs()
         assert found.dtype == torch.bfloat16
         assert ((found.double() - exact).abs() <= BF16_STEP * exact.abs() + FP32_SUM * size).all()
+
+
+def test_adam_on_bf16_weights_computes_in_fp32_and_rounds_once():
+    generator = torch.Generator().manual_seed(0)
+    weight, grad, mean = (torch.randn(500, generator=generator).bfloat16() for _ in range(3))
+    square = torch.rand(500, generator=generator).bfloat16()
+    m = 0.65 * mean.double() + 0.35 * grad.double()
+    v = 0.95 * square.double() + 0.05 * grad.double() ** 2
+    rate = 0.6 * (1 - 0.95**4) ** 0.5 / (1 - 0.65**4)
+    change = rate * m / (v.sqrt() + 1e-8)
+    shrunk = change * weight.double() > 0
+    expected = weight.double() - change - torch.where(shrunk, 0.6**2 * 0.3 * weight.double(), 0)
+    numbers = dict(lr=torch.tensor(0.6), betas=(0.65, 0.95), decay=0.6**2 * 0.3)
+    adam_update(weight, grad, mean, square, torch.tensor(3.0), **numbers)
+    for found, exact in ((weight, expected), (mean, m), (square, v)):
+        bound = BF16_STEP * exact.abs() + 1e-5  # one rounding to bf16, and fp32's own
+        assert ((found.double() - exact).abs() <= bound).all()

@@ -1715,6 +1715,23 @@ class Muon(ShardedOptimizer):
         )
 
 
+def row_adam_update(rows, square, count, grads, numbers):
+    """A step of Adam in place: no first moment, and one second moment a row.
+
+    rows: (N, D). square: (N,). count: steps taken. grads: (N, D), fp32. numbers: the learning rate,
+    the second beta, decay, and what gradients are divided by; a tensor, so that one graph serves.
+    """
+    count += 1
+    lr, beta2, decay, divisor = numbers
+    grads = grads / divisor
+    square.lerp_(grads.square().mean(-1), 1 - beta2)
+    step_size = lr * (1 - beta2**count).sqrt() / (square.sqrt() + 1e-10)
+    change = step_size[:, None] * grads
+    old = rows.float()
+    shrinking = torch.where(change * old > 0, old, 0)
+    rows.copy_(old - change - decay * shrinking)
+
+
 class NgramTable:
     """A table with a row for each hash, and its optimizer: @devenpzak, #92.
 
@@ -1738,6 +1755,11 @@ class NgramTable:
                             "so many") from None
         self.state = dict(rows=rows, square=torch.zeros(cfg.ngram_rows, device=ranks.device))
         self.count = torch.zeros((), device=ranks.device)  # steps taken
+        # The warm-up leaves the table as it is. So its step is compiled here, where no row moves.
+        self.step_fn = compile_on_gpu(row_adam_update, ranks.device)
+        numbers = torch.ones(4, device=ranks.device)
+        self.step_fn(**self.state, count=self.count, grads=self.grads, numbers=numbers)
+        self.count.zero_()
 
     def tensors(self):
         return []  # so many that the warm-up leaves them as they are
@@ -1775,16 +1797,8 @@ class NgramTable:
         lr = self.group.lr * now.lr_factor
         beta2 = self.group.betas[1] ** now.table_power
         decay = now.table_power * self.group.decay * lr**2
-        rows, square = self.state.values()
-        self.count += 1
-        grads = self.grads.div_(divisor)
-        square.mul_(beta2)
-        square += (1 - beta2) * grads.square().mean(-1)
-        step_size = lr * (1 - beta2**self.count).sqrt() / (square.sqrt() + 1e-10)
-        change = step_size[:, None] * grads
-        old = rows.float()
-        shrinking = torch.where(change * old > 0, old, 0)
-        rows.copy_(old - change - decay * shrinking)
+        numbers = to_device(torch.tensor([lr, beta2, decay, divisor]), self.count.device)
+        self.step_fn(**self.state, count=self.count, grads=self.grads, numbers=numbers)
 
     def full_state(self):
         """The state, which is that of each rank."""

@@ -1766,6 +1766,26 @@ class Reading:
     received: tuple | None = None  # the rows that are read, and a handle to wait for
 
 
+def row_adam_update(rows, square, count, ids, grads, numbers):
+    """A step of Adam in place for some rows: no first moment, and one second moment a row.
+
+    rows: (N, D). square: (N,). count: steps taken. ids: (n,), of the rows that step. grads: (n, D),
+    fp32. numbers: the learning rate, the second beta, decay, and what gradients are divided by; a
+    tensor, so that one graph serves.
+    """
+    count += 1
+    lr, beta2, decay, divisor = numbers
+    grads = grads / divisor
+    square.mul_(beta2)  # of all rows
+    moment = square[ids] + (1 - beta2) * grads.square().mean(-1)
+    square[ids] = moment
+    step_size = lr * (1 - beta2**count).sqrt() / (moment.sqrt() + 1e-10)
+    change = step_size[:, None] * grads
+    old = rows[ids].float()
+    shrinking = torch.where(change * old > 0, old, 0)
+    rows[ids] = (old - change - decay * shrinking).type_as(rows)
+
+
 class NgramTable:
     """A table with a row for each hash, and its optimizer: @devenpzak, #92.
 
@@ -1791,6 +1811,12 @@ class NgramTable:
                             f"{self.my_rows} of them; 80 GB have for 21150720") from None
         self.state = dict(rows=rows, square=torch.zeros(self.my_rows, device=ranks.device))
         self.count = torch.zeros((), device=ranks.device)  # steps taken
+        # The warm-up leaves the table as it is. So its step is compiled here, where no row moves.
+        self.step_fn = compile_on_gpu(row_adam_update, ranks.device)
+        some = torch.arange(2, device=ranks.device)
+        numbers = torch.ones(4, device=ranks.device)
+        self.step_rows(some, torch.zeros_like(rows[some]).float(), numbers)
+        self.count.zero_()
         self.waiting = []  # places of this rank's rows, their gradients, and a handle
         self.next_reading = None  # asked for after the next update
 
@@ -1873,12 +1899,18 @@ class NgramTable:
     def average(self, now):
         """Nothing: no average is taken of so many rows."""
 
+    def step_rows(self, ids, grads, numbers):
+        """Step the rows with these ids. One compiled graph serves any number of them."""
+        for x in (ids, grads):
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        self.step_fn(**self.state, count=self.count, ids=ids, grads=grads, numbers=numbers)
+
     def update(self, now, divisor):
         """Step the rows that were read since the last step, by gradients / divisor."""
         lr = self.group.lr * now.lr_factor
         beta2 = self.group.betas[1] ** now.table_power
         decay = now.table_power * self.group.decay * lr**2
-        rows, square = self.state.values()
+        rows = self.state["rows"]
         asked = [asked for asked, _, _ in self.waiting]
         mine, place = torch.cat(asked).unique(return_inverse=True)  # on the host
         mine, place = (to_device(x, rows.device).long() for x in (mine, place))
@@ -1887,16 +1919,8 @@ class NgramTable:
             if handle:
                 handle.wait()
             grads.index_add_(0, some, grad.float())
-        self.count += 1
-        square.mul_(beta2)  # of all rows
-        # In pieces, as the table leaves a GPU little memory
-        for some, grad in zip(mine.split(2**17), grads.div_(divisor).split(2**17)):
-            square[some] += (1 - beta2) * grad.square().mean(-1)
-            step_size = lr * (1 - beta2**self.count).sqrt() / (square[some].sqrt() + 1e-10)
-            change = step_size[:, None] * grad
-            old = rows[some].float()
-            shrinking = torch.where(change * old > 0, old, 0)
-            rows[some] = (old - change - decay * shrinking).type_as(rows)
+        numbers = to_device(torch.tensor([lr, beta2, decay, divisor]), grads.device)
+        self.step_rows(mine, grads, numbers)
         if self.next_reading:
             self.ask(self.next_reading)
             self.next_reading = None
@@ -2023,7 +2047,9 @@ def cut_rows(tokens, documents, place: Place, now, cfg):
             ids, sweeps[index] = candidates(rows[-1][1:], sweeps[index], now.classes, vocab, cfg)
             classes.append(ids)
     tokens = np.stack(rows)
-    all_tokens = np.stack([np.roll(tokens, -index, axis=0) for index in range(len(rows))])
+    # A view: the sequences in a circle, from each one on
+    twice = np.concatenate([tokens, tokens[:-1]])
+    all_tokens = np.lib.stride_tricks.sliding_window_view(twice, len(rows), axis=0).swapaxes(1, 2)
     step = Rows(tokens, np.reshape(classes, (len(rows), -1)), all_tokens)
     return step, place._replace(position=position, sweeps=tuple(sweeps))
 
@@ -2171,15 +2197,18 @@ def train(run, cfg):
             break
 
         batches, run.loader.place = ahead or next_batches(run, now)
+        place = run.loader.place
+        # The thread that reads ahead plans the next step.
+        is_next = step + 1 < cfg.num_iterations
+        if is_next:
+            planned = run.loader.reader.submit(next_batches, run, schedule(step + 1, cfg))
         losses = accumulate_gradients(run.model, batches, now)
         run.check(step, losses)
-        # While the GPU computes, the host plans the next step. A checkpoint has the place before.
         ahead = None
-        if step + 1 < cfg.num_iterations:
-            place = run.loader.place
-            ahead = next_batches(run, schedule(step + 1, cfg))
-            run.loader.place = place
+        if is_next:
+            ahead = planned.result()
             run.model.ngram_table.ask_ahead(ahead[0][0].reading, now)
+        run.loader.place = place  # a checkpoint has this, not where the next step ends
         update = step_tied if now.tied else step_optimizers
         update(run.optimizers, now, divisor=cfg.sequences_per_step)
         complete = now.tables_step

@@ -99,15 +99,16 @@ def kernels(script, flags):
         print(f"\nstep {profile.step_num - 1}\n{table}")
 
     def train_profiled(run, cfg):
-        next_step = run.loader.next_step
+        pause = run.pause
 
-        def next_step_profiled(now):
+        def pause_profiled(step, complete):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            profile.step()
-            return next_step(now)
+            if step < cfg.num_iterations:
+                profile.step()
+            return pause(step, complete)
 
-        run.loader.next_step = next_step_profiled  # after the warm-up, whose steps ask for it, too
+        run.pause = pause_profiled  # before each step
         with torch.profiler.profile(
                 schedule=once_a_stage, on_trace_ready=print_kernels) as profile:
             train(run, cfg)

@@ -66,6 +66,7 @@ class MetaRun(golden.TinyRun):
         self.place = script.Place()
         self.stages = set()  # that steps belonged to
         self.loader = self
+        self.reader = golden.AtOnce()
 
     def batches(self, rows):
         share = self.cfg.sequences_per_step // WORLD_SIZE

@@ -2142,6 +2142,7 @@ def train(run, cfg):
     """
     stage = None
     complete = True  # no gradients wait for the next step
+    planner = ThreadPoolExecutor(1)  # plans the next step, and may wait for the loader's thread
     ahead = None  # the next step's batches, and the place after them
     for step in range(run.first_step, cfg.num_iterations + 1):  # the last round only validates
         now = schedule(step, cfg)
@@ -2160,10 +2161,9 @@ def train(run, cfg):
 
         batches, run.loader.place = ahead or next_batches(run, now)
         place = run.loader.place
-        # The thread that reads ahead plans the next step.
         is_next = step + 1 < cfg.num_iterations
         if is_next:
-            planned = run.loader.reader.submit(next_batches, run, schedule(step + 1, cfg))
+            planned = planner.submit(next_batches, run, schedule(step + 1, cfg))
         losses = accumulate_gradients(run.model, batches, now)
         run.check(step, losses)
         ahead = None

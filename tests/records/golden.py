@@ -35,7 +35,6 @@ import sys
 import tempfile
 import tomllib
 import zlib
-from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -261,15 +260,6 @@ def write_tables(folder: Path):
     )
 
 
-class AtOnce(Executor):
-    """Stands in for the thread that reads ahead."""
-
-    def submit(self, function, *args):
-        future = Future()
-        future.set_result(function(*args))
-        return future
-
-
 class TinyRun:
     """The harness's side of a record's `train`. It is the loader, too."""
 
@@ -294,7 +284,6 @@ class TinyRun:
         self.step = 0
         self.losses, self.validations = [], []
         self.loader = self
-        self.reader = AtOnce()
 
     def tables(self):
         """The optimizer of a table that is no parameter."""

@@ -6,6 +6,9 @@ for which the host would wait are noted. Two ranks are assumed, of which one run
 optimizer steps, and a stage ends.
 """
 
+import subprocess
+import sys
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,6 +18,7 @@ import pytest
 import torch
 from host_gpu.trace import few_layers_of
 from record_folders import RECORDS, for_each_slowly
+from shards import write_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FIRST = "2025-12-22"  # the date of #53
@@ -51,6 +55,18 @@ class Collectives:
         return lambda *args, **kwargs: SimpleNamespace(wait=lambda: None)
 
 
+class AtOnce(Executor):
+    """Stands in for a thread, whose copies `Waits` would not see."""
+
+    def __init__(self, threads):
+        pass
+
+    def submit(self, function, *args):
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+
 class MetaRun(golden.TinyRun):
     """A rank's run on the meta device. It takes the first part of each step."""
 
@@ -66,7 +82,6 @@ class MetaRun(golden.TinyRun):
         self.place = script.Place()
         self.stages = set()  # that steps belonged to
         self.loader = self
-        self.reader = golden.AtOnce()
 
     def batches(self, rows):
         share = self.cfg.sequences_per_step // WORLD_SIZE
@@ -96,7 +111,8 @@ def waits_of(record, folder):
         return dense_mask(docs, 16)
 
     run = MetaRun(script, cfg)
-    stand_ins = dict(dist=Collectives(), dense_mask=mask_of_some_reach)
+    stand_ins = dict(
+        dist=Collectives(), dense_mask=mask_of_some_reach, ThreadPoolExecutor=AtOnce)
     with mock.patch.multiple(script, **stand_ins), Waits() as waits:
         script.train(run, cfg)
     assert len(run.stages) > 1
@@ -129,3 +145,18 @@ def test_a_step_that_waits_is_found(wait, tmp_path, monkeypatch):
     except (RuntimeError, NotImplementedError):
         return
     assert len(found) > 1
+
+
+@pytest.mark.slow
+def test_a_step_may_skip_several_shards(tmp_path, pocket_data):
+    """The thread that plans a step waits for each shard, which another thread reads."""
+    for index, size in enumerate([9000, 300, 300, 9000]):
+        write_shard(tmp_path / f"train_{index}.bin", golden.tokens_of(f"shard {index}", size))
+    flags = """--preset pocket --device cpu --num_iterations 12 --extension_steps 1 --warmup_steps 0
+        --val_tokens 256 --val_seq_len 256 --train_files train_*.bin""".split()
+    flags.append(f"--val_files={pocket_data}/pocket_val_*.bin")
+    script = [sys.executable, RECORDS[-1] / "train_gpt.py"]
+    done = subprocess.run(
+        [*script, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "the training data begin again" in done.stdout

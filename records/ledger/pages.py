@@ -21,6 +21,7 @@ CONTEST_LEGEND = """\
 Difference, Time (the ratio, and by seed the smallest and largest): from the parent, or else the
 first contestant; * where p < 0.01. Shown from: the smallest difference that would have it. Runs
 that waited for other programs, ran beside others or were resumed have no time."""
+ELSEWHERE = " †"
 OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Minutes")
 
 
@@ -113,6 +114,15 @@ def here(record: Record) -> str:
     return ""
 
 
+def pocket_cell(record: Record, pocket: tuple) -> str:
+    """The record's losses of the pocket, with a mark where it ran in another setting alone."""
+    runs = {setting: logs for setting, logs in record.runs().items() if setting[0] == "pocket"}
+    if not runs:
+        return ""
+    setting = pocket if pocket in runs else next(iter(runs))
+    return spread(losses_of(runs[setting])) + ELSEWHERE * (setting != pocket)
+
+
 # ---- Parts of pages ----
 def ladder_rows(records: list, pocket: tuple, above: str = "") -> list:
     """What is published of each record, and what our script gave, in the setting `pocket`."""
@@ -127,9 +137,8 @@ def ladder_rows(records: list, pocket: tuple, above: str = "") -> list:
         if record.parent:
             found = diff_sources(record.parent.script, record.script)
             lines = count_changes(*found.values())
-        runs = record.runs().get(pocket)
         cells = [link(record, above), record.claim["change"], minutes, loss, here(record),
-                 spread(losses_of(runs)) if runs else "", equality, lines]
+                 pocket_cell(record, pocket), equality, lines]
         rows.append(dict(zip(LADDER, cells)))
     return rows
 
@@ -170,8 +179,11 @@ def blocks(folder: Path, records: list) -> dict:
     pockets = [setting for setting in settings if setting[0] == "pocket"]
     pocket = max(pockets, key=pockets.count, default=())  # in which most records were run
     machine = machine_words(pocket).removeprefix("Preset pocket on ") or "no machine yet"
-    parts = [table(LADDER, ladder_rows(records, pocket)), f"Pocket: on {machine}.",
-             runs_table(records, ("record",))]
+    ladder = table(LADDER, ladder_rows(records, pocket))
+    legend = f"Pocket: on {machine}."
+    if ELSEWHERE in ladder:
+        legend += f"{ELSEWHERE}: on another machine, which the record's page names."
+    parts = [ladder, legend, runs_table(records, ("record",))]
     found[folder / "README.md"] = {
         "": "\n\n".join(parts), " public": public_table(folder, records)}
 

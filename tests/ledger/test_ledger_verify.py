@@ -287,6 +287,14 @@ def test_gpus_of_several_people_are_rows_of_one_table(records, tmp_path, capsys)
     assert "No GPU" not in (records / NEWEST / "README.md").read_text()
 
 
+def test_a_pocket_of_another_machine_is_marked(records):
+    for log in (records / NEWEST / "logs").iterdir():
+        edit(log, "\ndevice: Fake 1", "\ndevice: Fake 2")
+    assert main(["list", str(records), "--write"]) == 0
+    page = (records / "README.md").read_text()
+    assert page.count("(10) †") == 1 and "torch 2.13.0+cpu. †: on another machine" in page
+
+
 def test_the_pages_tell_what_is_here_and_what_it_gave(records, capsys):
     """A record of our own has its result; a step names the public record it leads to."""
     page = (records / "README.md").read_text()

@@ -89,7 +89,7 @@ def test_memory_is_that_of_the_page():
     ("2024-10-14_ModernArch", 15.6, "--sequences_per_forward 32", ["fineweb.py 27"]),
     ("2025-01-13_Fp8LmHead", 15.6, "--shorten 2", ["fineweb.py 8"]),
     ("2026-07-13_PrefixTargets", 23.5, "--shorten 2", ["prefixes.py", "fineweb.py 8"]),
-    ("2026-08-30_92f_SampledSoftmax", 23.5, "--shorten 2 --val_seq_len 131072",
+    ("2026-08-30_92f_SampledSoftmax", 23.5, "--shorten 2",
      ["prefixes.py", "canonical.py", "fineweb.py 8"])])
 def test_records_are_planned_with_their_data_and_memory(monkeypatch, tmp_path, record, gib, flags,
                                                         data):

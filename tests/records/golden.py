@@ -140,11 +140,21 @@ def full_size(script) -> dict:
             found[f"size {name}"] = [getattr(cfg, name)]
     params = script.GPT(short(cfg)).parameters()
     found["size parameters"] = [sum(param.numel() for param in params)]
-    steps = range(cfg.num_iterations)
-    rows = [dict(schedule_fields(script.schedule(step, cfg))) for step in steps]
-    for name in dict.fromkeys(name for row in rows for name in row):
-        found[f"schedule {name}"] = [row.get(name, 0.0) for row in rows]
+    rows = [vars(script.schedule(step, cfg)) for step in range(cfg.num_iterations)]
+    for name in rows[0]:
+        if name not in NO_SCHEDULES:
+            for part, values in parts_of([row[name] for row in rows]).items():
+                found[f"schedule {name}{part}"] = values
     return found
+
+
+def parts_of(values: list) -> dict:
+    """What a field of the schedule has over the steps: numbers, or those of each key or place."""
+    if not isinstance(values[0], list | dict):
+        return {"": values}
+    tables = [row if isinstance(row, dict) else dict(enumerate(row)) for row in values]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    return {f" {key}": [table.get(key, 0.0) for table in tables] for key in keys}
 
 
 def short(cfg):
@@ -175,19 +185,6 @@ def rotary_tables(script, cfg) -> dict:
         if last is None or not table.equal(last):
             found[f"rotary from step {step}"] = last = table
     return found
-
-
-def schedule_fields(now):
-    """The numbers of a step's schedule, with their names."""
-    for name, value in vars(now).items():
-        if name == "target_weights":
-            for ahead, target_weight in enumerate(value):
-                yield f"{name} {ahead}", target_weight
-        elif name == "average_rates":
-            for average, rate in value.items():
-                yield f"{name} {average}", rate
-        elif name not in NO_SCHEDULES:
-            yield name, value
 
 
 def tiny(script, folder: Path, **changes):

@@ -4,6 +4,7 @@ import re
 import sys
 
 import half_hour
+import pytest
 
 import train_gpt
 
@@ -31,6 +32,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other_and_is_told_in_the_file(tmp_p
     assert text.index("==== endless") < text.index("==== last")
 
 
+@pytest.mark.slow
 def test_each_stage_is_timed_and_profiled(capsys, monkeypatch):
     monkeypatch.setattr(half_hour, "STAGE_STEPS", 2)
     half_hour.steps(train_gpt, TINY)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import REPO
 from golden import load
-from torch._dynamo import config as dynamo_config
 
 RECORDS = sorted(REPO.glob("records/20*/"))
 EACH = []
@@ -59,6 +58,6 @@ def test_nothing_is_compiled_after_the_warm_up(path, pocket_data, tmp_path, monk
             docs_BT.numel() // 32, 1, 32, 32))
     files = [f"--train_files={pocket_data}/pocket_train_*.bin",
              f"--val_files={pocket_data}/pocket_val_*.bin"]
-    with dynamo_config.patch(fail_on_recompile_limit_hit=True):
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         assert script.main(FLAGS + files) == 0
     assert trained

@@ -58,6 +58,7 @@ def drawn(monkeypatch):
     monkeypatch.setattr(book, "draw_ladder", draw_ladder)  # no stand-in of another file
 
 
+@pytest.mark.slow
 def test_the_book_of_some_records_is_whole(drawn, tmp_path):
     """Their pages have no script and no dead link, and each changed line."""
     for record in records.find_records(REPO / "records")[-4:]:
@@ -125,6 +126,7 @@ def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(drawn, 
     assert "https://example.org/main/docs/x.md#y" in page.links
 
 
+@pytest.mark.slow
 def test_the_picture_has_names_only_where_there_is_room(tmp_path):
     """Of all public numbers, as if each had a script here."""
     shutil.copy(REPO / "records/public.toml", tmp_path)

@@ -7,10 +7,10 @@ import re
 
 import numpy as np
 import pytest
+import scipy
 from fake_records import PARENT, SCRIPT
 from ledger import logs, pages, records
 from ledger.__main__ import main
-from scipy import stats
 
 pytest_plugins = ["record_fixtures"]
 
@@ -62,7 +62,7 @@ def test_public_folders_are_listed_by_folder(tmp_path, capsys):
     (tmp_path / names[1] / "b.txt").write_text("step 500: train loss 3.1, val loss 3.2\n")
     assert main(["list", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    p = stats.ttest_1samp(losses, 3.28, alternative="less").pvalue
+    p = scipy.stats.ttest_1samp(losses, 3.28, alternative="less").pvalue
     spread = f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f} (3)"
     rows = out.splitlines()[2:]
     assert [re.split(" {2,}", row) for row in rows] == [
@@ -143,7 +143,7 @@ def test_runs_are_compared_in_pairs_of_seeds_each_of_which_counts_once():
     found = records.compare([*ours, *runs([9.9], seeds=[77])], theirs[::-1])
     assert found.difference == pytest.approx(b.mean() - a.mean())
     p, smallest = found.test()
-    assert p == pytest.approx(stats.ttest_rel(b, a).pvalue)
+    assert p == pytest.approx(scipy.stats.ttest_rel(b, a).pvalue)
     assert (found.time, found.ratios) == (0.75, 10 * [0.75])
     # A difference as large as the smallest that is shown has p = 0.01.
     moved = records.compare(runs(b - found.difference + smallest), theirs)

@@ -8,12 +8,12 @@ import sys
 import time
 
 import pytest
+import scipy
 from conftest import REPO
 from fake_records import CHILD, NEWEST, PARENT, SCRIPT, SEEDS, edit, make_records
 from ledger import logs
 from ledger.__main__ import main
 from ledger.scripts import count_changes, diff_sources, meaning, settings_of
-from scipy import stats
 
 pytest_plugins = ["record_fixtures"]
 
@@ -33,7 +33,7 @@ def test_runs_go_in_turns_and_results_are_those_of_the_logs(measured, capsys):
     assert names == [f"{name} {seed}" for seed in range(SEEDS) for name in (PARENT, NEWEST)]
     losses = [logs.read_log(path).val_loss for path in order]
     parent, newest = losses[::2], losses[1::2]
-    p = stats.ttest_rel(newest, parent).pvalue
+    p = scipy.stats.ttest_rel(newest, parent).pvalue
     records = measured / "records"
     assert run(records / PARENT, records / NEWEST, "--out", measured / "out") == 0  # all are kept
     out, err = capsys.readouterr()
@@ -116,6 +116,7 @@ def test_a_failing_run_is_named(line, words, tmp_path, capsys):
     assert "what is done is kept in" in err
 
 
+@pytest.mark.slow
 def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     wait = "if cfg.seed and not Path('go').exists(): __import__('time').sleep(60)"
     (tmp_path / "slow.py").write_text(SCRIPT)

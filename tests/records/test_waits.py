@@ -124,7 +124,8 @@ def test_no_step_waits(record, tmp_path):
     assert waits_of(record, Path(tmp_path)) == []
 
 
-@pytest.mark.parametrize("wait", ["item", "unique", "copy"])
+@pytest.mark.parametrize("wait", [
+    "item", "unique", pytest.param("copy", marks=pytest.mark.slow)])
 def test_a_step_that_waits_is_found(wait, tmp_path, monkeypatch):
     """Planted into the newest record, behind its backward pass."""
     script = golden.load(RECORDS[-1])

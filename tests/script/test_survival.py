@@ -164,7 +164,8 @@ def slow(*values):
 # from the beginning of each stage and after it.
 
 
-@pytest.mark.parametrize("moment, step", [("half-written", 4), ("after rename", 8)])
+@pytest.mark.parametrize("moment, step", [
+    ("half-written", 4), slow("after rename", 8)])
 def test_a_run_that_is_killed_in_a_save_goes_on_to_the_bit(start, whole, moment, step):
     """What the killed save leaves behind does no harm; the checkpoint before it is used. The log
     goes on, and the clock."""
@@ -185,7 +186,7 @@ def test_a_run_that_is_killed_in_a_save_goes_on_to_the_bit(start, whole, moment,
     (2, signalled(4, signal.SIGTERM, rank=1), 100, 1, [6]),  # where no gradients are left over
     (1, signalled(4, signal.SIGTERM), 0, 1, []),
     (1, partial(closed_terminal, 5, signal.SIG_DFL), 100, 1, [6]),
-    (1, partial(closed_terminal, 5, signal.SIG_IGN), 100, 0, [STEPS]),
+    slow(1, partial(closed_terminal, 5, signal.SIG_IGN), 100, 0, [STEPS]),
     slow(1, closed_pipe, 100, 0, [STEPS]),
     slow(1, closed_streams, 100, 0, [STEPS]),
     slow(1, partial(signalled_at_the_end, 1), 100, 0, [STEPS]),
@@ -243,8 +244,8 @@ def test_each_rank_says_its_own_error_and_one_what_all_would_say(start):
     assert run.err(1) == "" and run.saved() == [2, 4] and "---" not in run.log()
 
 
-@pytest.mark.parametrize("size, named", [
-    (200_000, "step-000004.pt"), slow(90_000, "log.txt")])
+@pytest.mark.slow
+@pytest.mark.parametrize("size, named", [(200_000, "step-000004.pt"), (90_000, "log.txt")])
 def test_a_run_goes_on_once_a_full_disk_has_room(start, whole, size, named):
     run = start(fault=partial(at_step, 3, 0, partial(fill_disk, size)), save_every=2)
     assert run.wait() == [2] and run.err().count("\n") == 1

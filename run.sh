@@ -102,8 +102,8 @@ case ${1-} in
     --record)
         script=$(cd "$repo/records" && ls -d -- "${2-}" *_"${2-}" 2>/dev/null) || true
         script=$repo/records/$script/train_gpt.py
-        [ -f "$script" ] || die "--record ${2:-NAME}: name one of" \
-            "$(cd "$repo/records" && echo [0-9]*_*)"
+        [ -f "$script" ] || die "--record ${2:-NAME}: give the end of one folder's name," \
+            "such as DenseConnections; ls records/ shows all"
         shift 2 ;;
     [!-]*) die "$1: give test, sample, or flags of train_gpt.py; --help lists them" ;;
 esac

@@ -46,12 +46,10 @@ def for_each(records):
 
 
 def for_each_slowly(records):
-    """The same of a test that takes seconds: it is `slow` but for the root's record and the newest,
-    which has most of what the others have."""
-    root = (REPO / "train_gpt.py").read_text()
+    """The same of a test that takes seconds: it is `slow` but for the newest record, which has most
+    of what the others have."""
     params = []
     for record in records:
-        is_quick = record == RECORDS[-1] or (record / "train_gpt.py").read_text() == root
-        marks = [] if is_quick else [pytest.mark.slow]
+        marks = [] if record == RECORDS[-1] else [pytest.mark.slow]
         params.append(pytest.param(record, id=record.name, marks=marks))
     return pytest.mark.parametrize("record", params)

@@ -128,6 +128,7 @@ def test_a_run_tells_its_threads_and_a_resumed_one_takes_its_checkpoints(run, mo
     assert chosen == [2, 1, 2], "a new run obeys the environment and sets nothing"
 
 
+@pytest.mark.slow
 def test_init_takes_weights_trains_on_other_data_and_can_be_resumed(run, tiny_shards):
     """Moments and schedules begin anew, and an untied head stays untied. With --resume auto, it
     begins with the weights where there is nothing yet to go on from."""

@@ -39,6 +39,7 @@ def loaded(path):
     return model
 
 
+@pytest.mark.slow
 def test_warm_up_leaves_no_trace_in_a_run_which_its_seed_decides(run, monkeypatch):
     """Losses, weights and state are equal to the bit. Each stage is warmed up by its first steps,
     so that what is compiled is what it runs."""

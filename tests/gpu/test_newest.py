@@ -7,27 +7,14 @@ import golden
 import pytest
 import torch
 from conftest import REPO
-from golden import load, make_model
-from test_gpu import (
-    build_optimizers,
-    nothing_compiled,  # noqa: F401 (a fixture)
-    relative_error,
-    small,
-)
+from golden import load
+from test_gpu import nothing_compiled, relative_error  # noqa: F401 (a fixture)
+from test_run_state import table_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 RECORD = REPO / "records" / "2026-08-30_92h_Fp8Products"
-SIZES = dict(
-    classes=240, model_dim=64, mlp_dim=96, channel_groups=4, ngram_rows=98, sweep_stride=7,
-    sweep_margin=0, period_from=10, head_chunks=1,
-)
 # FP8 keeps 4 bits of a weight or activation, and 3 of a gradient: 3 to 6 % a rounding.
 FP8_ERROR = 0.15  # of some three roundings
-
-
-def rows_of_table(cfg):
-    first = torch.zeros(cfg.ngram_rows, cfg.model_dim)
-    return golden.weights_of(golden.TABLE, first).bfloat16()
 
 
 def test_fp8_products_are_as_near_to_bf16s_as_the_cpus(tmp_path):
@@ -35,8 +22,8 @@ def test_fp8_products_are_as_near_to_bf16s_as_the_cpus(tmp_path):
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this card has no FP8")
     script = load(RECORD)
-    cfg = small(script, tmp_path, **SIZES)
-    width = cfg.model_dim
+    width = 64
+    cfg = golden.tiny(script, tmp_path, model_dim=width, mlp_dim=96)
     generator = torch.Generator().manual_seed(0)
     mlp = script.MLP(cfg).bfloat16()
     with torch.no_grad():
@@ -69,20 +56,18 @@ def test_fp8_products_are_as_near_to_bf16s_as_the_cpus(tmp_path):
         assert relative_error(found, parent) < 1.1 * error
 
 
-def test_rows_are_planned_read_and_stepped_as_on_the_cpu(tmp_path):
+def test_rows_are_planned_read_and_stepped_as_on_the_cpu():
     """Of any number, without compiling anew. The table is bf16 on both."""
     script = load(RECORD)
-    cfg = small(script, tmp_path, **SIZES)
-    now = script.schedule(1, cfg)
+    now = script.schedule(1, script.Hyperparameters())
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(256, (1, length), generator=generator).int() for length in (30, 70, 50)]
-    noise = torch.randn(70, 2, cfg.model_dim, generator=generator)
+    noise = torch.randn(70, 2, 64, generator=generator)
+    first = torch.randn(98, 64, generator=generator).bfloat16()
     rows = {}
     for device in "cpu", "cuda":
-        model = make_model(script, cfg).to(device)
-        build_optimizers(script, model)
-        table = model.ngram_table
-        table.state["rows"] = rows_of_table(cfg).to(device, copy=True)
+        table = table_of(script, len(first), 64, device)
+        table.state["rows"] = first.to(device, copy=True)
         with torch.compiler.set_stance("fail_on_recompile"):
             for inputs in tokens:
                 batch = table.plan_batch(script.Batch(inputs.to(device), None, step=inputs))

@@ -87,9 +87,9 @@ def test_what_sweeps_and_table_cannot_have_is_refused(record, script, capsys, fl
 # ---- The table of n-grams, which is no parameter
 
 
-def table_of(script, rows, width):
+def table_of(script, rows, width, device="cpu"):
     """The optimizer of a table on one rank, its rows and moments zero."""
-    cfg, size = script.Hyperparameters(device="cpu"), dict(ngram_rows=rows, model_dim=width)
+    cfg, size = script.Hyperparameters(device=device), dict(ngram_rows=rows, model_dim=width)
     group = script.parameter_groups(cfg)["n-grams"]
     return script.NgramTable("n-grams", group, SimpleNamespace(**size), script.Ranks(cfg))
 

@@ -953,7 +953,7 @@ class MuonGroup:
     """A row of the table: how Muon updates the matrices of a group."""
 
     lr: float  # about the spectral norm of a step, before `factors`
-    decay: float  # of weights in a step, in units of the rate, before `factors`
+    decay: float  # of weights in a step, in units of the rate's square, before `factors`
     factors: tuple  # of the rate, matrices in turn
 
 
@@ -1363,6 +1363,8 @@ from torch.utils import collect_env
 
 SCRIPT = Path(__file__).resolve()
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Fewer tokens at once. --head_chunks helps where the logits alone are too large.
+OUT_OF_MEMORY = "out of memory; shorten the sequences or lower --sequences_per_forward"
 
 
 class UserError(Exception):
@@ -1459,9 +1461,18 @@ class TokenLoader:
                         "lower --sequences_per_step")
 
 
+def planned_tokens(cfg) -> list[int]:
+    """How many tokens a run trains on before each step, and in all."""
+    tokens = [0]
+    for step in range(cfg.num_iterations):
+        length = schedule(step, cfg).seq_len
+        tokens.append(tokens[-1] + cfg.sequences_per_step * length)
+    return tokens
+
+
 def count_shards(cfg, sizes) -> int:
     """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
-    behind = plan(cfg).tokens
+    behind = planned_tokens(cfg)
     shards = left = 0
     for before, after in zip(behind, behind[1:]):
         tokens = after - before
@@ -1477,7 +1488,8 @@ def check_data(cfg, loader, digest):
     files = f"--train_files {cfg.train_files}"
     if digest and digest != loader.digest:
         raise UserError(f"{files}: not the data of {cfg.resume}")
-    if set(loader.files) & set(find_shards(cfg.val_files)):
+    held_out = {path.resolve() for path in find_shards(cfg.val_files)}
+    if held_out & {path.resolve() for path in loader.files}:
         raise UserError(f"{files}: --val_files has a file of these, too")
     found, read = len(loader.sizes), count_shards(cfg, loader.sizes)
     if read > found and cfg.preset == "record" and not cfg.repeat_data:
@@ -1595,7 +1607,8 @@ def find_checkpoint(resume: str, run_id: str):
             try:
                 return str(path), load_checkpoint(path)
             except UserError as error:
-                print(f"skipped {error}", file=sys.stderr)
+                if os.environ.get("LOCAL_RANK", "0") == "0":  # one of each machine is enough
+                    print(f"skipped {error}", file=sys.stderr)
     elif resume:
         state = load_checkpoint(Path(resume))
         if run_id and Path(resume).resolve().parent != folder.resolve():
@@ -1726,9 +1739,11 @@ class Log:
             raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
         except OSError as error:  # as on some network file systems
             print(f"{self.path}: no lock ({error}); start no other run there", file=sys.stderr)
-        if self.path.stat().st_size and not may_exist:
-            raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with its "
-                            "run by --resume auto, or name another --run_id")
+        written = self.path.read_bytes()
+        is_over = b"\n---\n" in written  # it has results
+        if written and (not may_exist or (is_over and not cfg.resume)):
+            raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
+                            "what it saved by --resume auto, or name another --run_id")
         if not cfg.resume:
             self.file.truncate(0)  # of what a run wrote that was killed before it saved
         if not self.path.stat().st_size:
@@ -1751,6 +1766,12 @@ class Log:
 # ---- The run ----------------------------------------------------------------
 def build(cfg, ranks):
     """Model and optimizers of a new run. Raises UserError where --init does not fit."""
+    if ranks.device.type == "cuda":
+        # The tuner copies arguments on the GPU as long as these do not raise the peak of memory.
+        # Beyond it they would go through the host's memory, and be timed with it.
+        free, _ = torch.cuda.mem_get_info(ranks.device)
+        torch.empty(free * 9 // 10, dtype=torch.uint8, device=ranks.device)
+        torch.cuda.empty_cache()
     # Drawn on the CPU, so that a seed means the same weights on every device
     model = GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(cfg.seed))
@@ -1771,23 +1792,6 @@ def load_state(model, optimizers, state, path):
         raise UserError(f"{path}: does not fit ({error}); name another checkpoint") from None
 
 
-class Plan(NamedTuple):
-    """What a run's schedule comes to."""
-
-    first_steps: dict  # of each stage
-    tokens: list  # that it trains on before each step, and in all
-
-
-def plan(cfg) -> Plan:
-    first_steps = {}
-    tokens = [0]
-    for step in range(cfg.num_iterations):
-        now = schedule(step, cfg)
-        first_steps.setdefault(now.stage, step)
-        tokens.append(tokens[-1] + cfg.sequences_per_step * now.seq_len)
-    return Plan(first_steps, tokens)
-
-
 class Run:
     """All that the training loop works with. Logs and checkpoints keep the settings."""
 
@@ -1800,7 +1804,7 @@ class Run:
         self.first_step = self.saved_step = state["step"]
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
         self.process_time_ms = state["process_time_ms"]  # of all threads; waiting does not count
-        self.plan = plan(cfg)
+        self.tokens_before = planned_tokens(cfg)  # each step
         # Data are checked before the model is built.
         self.val_tokens = read_val_tokens(cfg)
         self.loader = None  # evaluation needs no training data
@@ -1832,7 +1836,7 @@ class Run:
             parameters=sum(optimizer.numel for optimizer in self.optimizers),
             val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
         )
-        values = vars(self.settings) | self.facts | dict(planned_tokens=self.plan.tokens[-1])
+        values = vars(self.settings) | self.facts | dict(planned_tokens=self.tokens_before[-1])
         values["train_digest"] = self.loader.digest if self.loader else ""
         rule = "=" * 100  # the end of the source
         lines = [f"{key}: {value}" for key, value in values.items()]
@@ -1856,28 +1860,26 @@ class Run:
         device = self.ranks.device
         if device.type == "cuda":
             self.log("warming up; a GPU compiles for some 5 minutes the first time ...")
-            # Blocks that were in use once leave room for the tuner's copies of its arguments,
-            # which would else go through the host's memory and be timed with it.
-            free, _ = torch.cuda.mem_get_info(device)
-            torch.empty(free // 2, dtype=torch.uint8, device=device)
         place = vars(self.loader).copy()
         self.loader.log = lambda text: None
         optimizers = [optimizer for optimizer in self.optimizers if optimizer.tensors()]
         tensors = [x for optimizer in optimizers for x in optimizer.tensors()]
         before = [x.to("cpu", copy=True) for x in tensors]  # a GPU may have no room for a copy
-        for first in self.plan.first_steps.values():  # shapes differ between stages
+        stages = [schedule(step, self.cfg).stage for step in range(self.last)]
+        for stage in dict.fromkeys(stages):  # shapes differ between them
+            first = stages.index(stage)
             for step in range(first, first + self.cfg.warmup_steps):
                 now = schedule(step, self.cfg)
                 accumulate_gradients(self.model, self.loader.next_step(now)[:1], now)
                 step_optimizers(optimizers, now, self.cfg.sequences_per_step)
+                for optimizer in self.optimizers:
+                    optimizer.clear()
         # A validation sequence for each rank
         tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
         validate(self.model, tokens, schedule(self.last, self.cfg), self.cfg, self.ranks)
         vars(self.loader).update(place)
         for tensor, value in zip(tensors, before):
             tensor.copy_(value)  # in place, since kernels and views keep their addresses
-        for optimizer in self.optimizers:
-            optimizer.clear()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)  # the tuner's copies do not count
         # No search among all that the compiler has left, which takes a second, in the steps.
@@ -1953,7 +1955,7 @@ class Run:
             if not math.isfinite(loss):
                 raise UserError(f"{text}; lower the learning rates")
         text += f" train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
-        text += f" tokens_per_s:{1000 * self.plan.tokens[step] / max(1, ms):.0f}"
+        text += f" tokens_per_s:{1000 * self.tokens_before[step] / max(1, ms):.0f}"
         left = f" left:{average * (self.last - step) / 1000:.0f}s"
         # The first step with another tenth of the run behind it
         is_tenth = step * 10 % self.last < 10
@@ -1987,7 +1989,7 @@ class Run:
             train_time_ms=f"{self.train_time_ms:.0f}",
             process_time_ms=f"{self.process_time_ms:.0f}",
             steps=self.last,
-            tokens=self.plan.tokens[self.first_step] + given,
+            tokens=self.tokens_before[self.first_step] + given,
             peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0
             **self.facts)
         self.log("---")  # programs read what follows
@@ -1997,7 +1999,7 @@ class Run:
 
 # ---- Command line -----------------------------------------------------------
 # Flags that may differ from the checkpoint of a resumed run
-MAY_CHANGE = """num_iterations train_files val_files val_tokens val_every device
+MAY_CHANGE = """num_iterations train_files repeat_data val_files val_tokens val_every device
     sequences_per_forward head_chunks run_id save_every resume""".split()
 # Whole numbers of all records that may not be 0
 ABOVE_ZERO = """vocab_size vocab_multiple model_dim head_dim num_iterations sequences_per_step
@@ -2093,7 +2095,7 @@ def run_script(argv) -> int:
         if cfg.preset == "record" and ranks.device.type != "cuda" and step < cfg.num_iterations:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
-        run = Run(cfg, ranks, state, may_exist="resume" in given)
+        run = Run(cfg, ranks, state, may_exist=bool(given.get("resume")))
         train(run, run.cfg)
         if not run.stopped:
             run.finish()
@@ -2125,12 +2127,14 @@ def main(argv=None) -> int:
     except (OSError, dist.DistError) as error:
         message = str(error)  # names the file or the flag
     except (MemoryError, torch.OutOfMemoryError):
-        # Fewer tokens at once; --head_chunks helps where the logits alone are too large.
-        message = "out of memory; shorten the sequences or lower --sequences_per_forward"
+        message = OUT_OF_MEMORY
     except RuntimeError as error:
-        if "gloo" not in str(error):
+        if "DefaultCPUAllocator" in str(error):
+            message = OUT_OF_MEMORY
+        elif "gloo" in str(error):
+            message = f"another rank has ended, and says why ({error})"
+        else:
             raise
-        message = f"another rank has ended, and says why ({error})"
     finally:
         gc.unfreeze()  # else libraries that look for leaks find some
         for number, handler in handlers.items():

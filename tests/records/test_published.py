@@ -66,7 +66,7 @@ def figures(record, published):
     )
     if "tokens" in published:
         decimals = len(str(published["tokens"]).partition(".")[2])
-        found["tokens"] = round(script.plan(cfg).tokens[-1] / 1e6, decimals)
+        found["tokens"] = round(script.planned_tokens(cfg)[-1] / 1e6, decimals)
     if "multipliers" in published:
         groups = script.parameter_groups(cfg)
         attention, mlp = groups["attention"].factors, groups["mlp"].factors

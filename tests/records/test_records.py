@@ -63,7 +63,7 @@ def test_the_pockets_have_one_width_depth_and_target(script):
 
 def tokens_of_pocket(script):
     cfg = script.parse_args(["--preset", "pocket"])
-    return script.plan(cfg).tokens[-1]
+    return script.planned_tokens(cfg)[-1]
 
 
 def test_the_pockets_of_one_table_of_stages_train_on_as_many_tokens():

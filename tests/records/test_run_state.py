@@ -84,6 +84,15 @@ def test_what_sweeps_and_table_cannot_have_is_refused(record, script, capsys, fl
     assert flag[2:].partition("=")[0] in error and " must " in error and error.count("\n") == 1
 
 
+@TABLES
+def test_a_longer_run_that_was_resumed_can_be_resumed_again(record):
+    """Where it was back in an earlier stage, it began as one with --init does."""
+    script = load(record)
+    longer = dataclasses.replace(script.parse_args(FLAGS), resume="a.pt", init="a.pt")
+    cfg = script.hyperparameters(dict(resume="b.pt"), dataclasses.asdict(longer))
+    assert (cfg.resume, cfg.init) == ("b.pt", "a.pt")
+
+
 # ---- The table of n-grams, which is no parameter
 
 
@@ -92,6 +101,16 @@ def table_of(script, rows, width, device="cpu"):
     cfg, size = script.Hyperparameters(device=device), dict(ngram_rows=rows, model_dim=width)
     group = script.parameter_groups(cfg)["n-grams"]
     return script.NgramTable("n-grams", group, SimpleNamespace(**size), script.Ranks(cfg))
+
+
+@TABLES
+def test_a_rank_may_have_a_single_row(record):
+    script = load(record)
+    cfg = SimpleNamespace(ngram_rows=4, model_dim=2)
+    group = script.parameter_groups(script.Hyperparameters())["n-grams"]
+    ranks = SimpleNamespace(rank=3, world_size=4, device=torch.device("cpu"))
+    table = script.NgramTable("n-grams", group, cfg, ranks)
+    assert not table.state["rows"].any() and table.count == 0
 
 
 def stepped_rows(rows, grads, group, lr):

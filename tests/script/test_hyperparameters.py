@@ -115,7 +115,7 @@ def test_a_run_of_any_length_goes_through_its_stages(preset, changes, stages):
 def test_shorten_cuts_sequences_and_keeps_a_steps_tokens_and_windows(parts):
     cfg = parse_args(["--shorten", str(parts)])
     short = train_gpt.shorten(cfg)
-    assert train_gpt.plan(short) == train_gpt.plan(cfg)
+    assert train_gpt.planned_tokens(short) == train_gpt.planned_tokens(cfg)
     for row, other in zip(cfg.rows(), short.rows(), strict=True):
         assert other == dataclasses.replace(row, seq_len=row.seq_len // parts)
     assert train_gpt.shorten(parse_args([])) == parse_args([])

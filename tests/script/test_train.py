@@ -135,7 +135,7 @@ def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     assert [f"{kind} {step}" for step, kind, *_ in found] == [
         "val 0", "train 1", "train 2", "train 3", "val 3", "train 4", "train 5", "train 6", "val 6"]
     assert float(found[0][2]) == pytest.approx(math.log(384), abs=0.01)
-    behind = train_gpt.plan(tiny()).tokens
+    behind = train_gpt.planned_tokens(tiny())
     for step, *_, ms, average, rate in found[1:]:
         assert abs(float(average) * int(step) - int(ms)) <= 0.5 + 0.005 * int(step)
         assert abs(int(rate) * int(ms) / 1000 / behind[int(step)] - 1) < 0.5 / int(ms) + 1e-3

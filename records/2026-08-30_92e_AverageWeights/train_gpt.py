@@ -2112,12 +2112,15 @@ def find_checkpoint(resume: str, run_id: str):
     """Path and state of what --resume names, or those of a new run. Raises UserError."""
     folder = Path("logs", run_id)
     if resume == "auto" and run_id:
-        for path in sorted(folder.glob("step-*.pt"), reverse=True):  # names sort by step
+        saved = sorted(folder.glob("step-*.pt"), reverse=True)  # names sort by step
+        for path in saved:
             try:
                 return str(path), load_checkpoint(path)
             except UserError as error:
                 if os.environ.get("LOCAL_RANK", "0") == "0":  # one of each machine is enough
                     print(f"skipped {error}", file=sys.stderr)
+        if saved:
+            raise UserError(f"--resume auto: {folder} has no other; name another --run_id")
     elif resume:
         state = load_checkpoint(Path(resume))
         if run_id and Path(resume).resolve().parent != folder.resolve():
@@ -2236,25 +2239,31 @@ class Log:
         self.folder = Path("logs", cfg.run_id or f"{datetime.now():%Y%m%d-%H%M%S-%f}")
         if not self.enabled:
             return
+        self.path = self.folder / "log.txt"
         try:
             self.folder.mkdir(parents=True, exist_ok=bool(cfg.run_id))
+            self.file = self.path.open("ab", buffering=0)  # nothing is left to write after an error
         except FileExistsError as error:
             raise UserError(f"{error.filename}: a file, or a link to nowhere; remove it") from None
-        self.path = self.folder / "log.txt"
-        self.file = self.path.open("ab", buffering=0)  # nothing is left to write after an error
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be written ({error.strerror}); start it in "
+                            "another folder") from None
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
         except BlockingIOError:
             raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
         except OSError as error:  # as on some network file systems
             print(f"{self.path}: no lock ({error}); start no other run there", file=sys.stderr)
-        written = self.path.read_bytes()
-        is_over = b"\n---\n" in written  # it has results
-        if written and (not may_exist or (is_over and not cfg.resume)):
-            raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; go on with "
-                            "what it saved by --resume auto, or name another --run_id")
         if not cfg.resume:
-            self.file.truncate(0)  # of what a run wrote that was killed before it saved
+            written = self.path.read_bytes()
+            # A run of this script that was killed before it saved may be begun anew.
+            is_unsaved = written.startswith(SCRIPT.read_bytes()) and b"\n---\n" not in written
+            if written and not (may_exist and is_unsaved):
+                remedy = "name another --run_id"
+                if any(self.folder.glob("step-*.pt")):
+                    remedy += ", or go on with its run by --resume auto"
+                raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
+            self.file.truncate(0)
         if not self.path.stat().st_size:
             self(header, console=False)
 
@@ -2298,7 +2307,8 @@ def load_state(model, optimizers, state, path):
         for optimizer in optimizers:
             optimizer.load_full_state(state["optimizers"][optimizer.name])
     except (KeyError, RuntimeError) as error:
-        raise UserError(f"{path}: does not fit ({error}); name another checkpoint") from None
+        cause = " ".join(str(error).split("\n")[:2])  # of all that does not fit the first
+        raise UserError(f"{path}: does not fit ({cause}); name another checkpoint") from None
 
 
 class Run:
@@ -2415,12 +2425,12 @@ class Run:
             # The clock stands until it is started again.
             self.train_time_ms = self.elapsed_ms()
             self.process_time_ms += 1000 * (time.process_time() - self.process_started)
+            if saves:  # first, as a validation takes long enough to be stopped
+                self.save_checkpoint(step)
             if validates:
                 now = schedule(step, self.cfg)
                 self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
                 self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
-            if saves:
-                self.save_checkpoint(step)
             self.start_clock()
         return is_last or self.stopped
 
@@ -2516,7 +2526,9 @@ ABOVE_ZERO = """vocab_size vocab_multiple model_dim head_dim num_iterations sequ
 
 
 def true_or_false(text: str) -> bool:
-    return ["false", "true"].index(text.lower()) == 1
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text} is not true or false")
+    return text.lower() == "true"
 
 
 def parse_flags(argv) -> dict:
@@ -2609,8 +2621,10 @@ def run_script(argv) -> int:
         if not run.stopped:
             run.finish()
             return 0
-        run.log("stopped by a signal; what --save_every saved goes on by "
-                f"--run_id {run.log.folder.name} --resume auto")
+        how = f"go on by --run_id {run.log.folder.name} --resume auto"
+        if not cfg.save_every:
+            how = "nothing was saved, as --save_every is 0"
+        run.log(f"stopped by a signal; {how}")
         return 1
 
 

@@ -65,9 +65,10 @@ def test_a_bad_run_leaves_the_log_of_a_good_one_alone(run, tmp_path):
 
     run(save_every=2)
     before = files()
-    taken = "--run_id x: logs/x/log.txt is there already; go on with what it saved by --resume"
-    assert taken in one_error(run(save_every=2))
-    assert taken in one_error(run(save_every=2, resume=""))
+    taken = "--run_id x: logs/x/log.txt is there already; name another --run_id"
+    for more in dict(), dict(resume=""):
+        line = one_error(run(save_every=2, **more))
+        assert f"{taken}, or go on with its run by --resume auto" in line
     again = dict(save_every=2, resume="auto")
     assert "--val_tokens must be below the 702 of" in one_error(run(val_tokens=702, **again))
     with open("logs/x/log.txt", "a") as log:
@@ -77,8 +78,12 @@ def test_a_bad_run_leaves_the_log_of_a_good_one_alone(run, tmp_path):
     for path in Path("logs/x").glob("*.pt"):
         path.unlink()
     log = Path("logs/x/log.txt")
-    assert taken in one_error(run(**again))  # what is over and saved nothing
-    log.write_text(log.read_text().partition("\n---\n")[0])  # as if it had been killed
+    whole = log.read_text()
+    unfinished = whole.partition("\n---\n")[0]
+    for written in whole, f"# another script\n{unfinished}":
+        log.write_text(written)
+        assert f"{taken}\n" in one_error(run(**again)) and log.read_text() == written
+    log.write_text(unfinished)  # as if it had been killed before it saved
     anew = run(**again)
     assert anew.code == 0 and anew.log.count(f"\nstep:1/{STEPS} ") == 1
     assert anew.log.startswith(train_gpt.SCRIPT.read_text())

@@ -62,7 +62,9 @@ def test_damaged_files_are_skipped(state, capsys):
         assert_skipped(capsys)
     for path in FOLDER.glob("*.pt"):
         path.write_bytes(b"")
-    assert find_checkpoint("auto", "x") == ("", train_gpt.NEW_RUN)
+    with pytest.raises(UserError, match="--resume auto: logs/x has no other; name another --run"):
+        find_checkpoint("auto", "x")
+    assert find_checkpoint("auto", "y") == ("", train_gpt.NEW_RUN)
 
 
 class Malice:

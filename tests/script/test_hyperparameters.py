@@ -24,7 +24,7 @@ BAD = {  # flags, and the words that the line has
     "--seed -1": "--seed must be at least 0",
     f"--seed {2**70}": "--seed must be at least 0, and below 2147483648; here it is",
     "--muon_lr nan": "--muon_lr must be at least 0",
-    "--repeat_data 1": "argument --repeat_data: invalid true_or_false value: '1'",
+    "--repeat_data 1": "argument --repeat_data: 1 is not true or false",
     "--val_seq_len 100": "--val_seq_len must be a multiple of 128; here it is 100",
     "--eot_token 257": "--eot_token must be below vocab_size; here it is 257",
     "--shorten 3": "--shorten must be 1, 2, 4 or 8; here it is 3",

@@ -13,6 +13,7 @@ case ${BASH_VERSION:+$SHELLOPTS} in '' | *posix*)
     exec bash "$0" "$@" ;;
 esac
 set -euo pipefail  # in bash 3.2, so that it runs on macOS as it is
+trap 'exit 130' INT  # else it would go on where a program that it asks was interrupted
 self=${BASH_SOURCE[0]}
 for stream in 1 2; do  # a daemon's are closed, and the first such may be this file by now
     [ -e /dev/fd/$stream ] && [ ! /dev/fd/$stream -ef "$self" ] || eval "exec $stream>/dev/null"
@@ -58,21 +59,20 @@ install() {
     { [ ! -e "$venv/unfinished" ] && is_new "$venv/bin/python" &&
         "$venv/bin/python" -m pip --version; } >/dev/null 2>&1 ||
         said=$("$python" -m venv --clear "$venv" 2>&1) || case $said in
-            *ensurepip* | *"No module named venv"*)
+            *"ensurepip is not"* | *"No module named venv"*)
                 die "$python cannot make $venv: install its venv module (Debian: python3-venv)" ;;
             *) die "$python cannot make $venv: ${said##*$'\n'}" ;;
         esac
     python=$venv/bin/python
     touch "$venv/unfinished"
-    trap 'exit 130' INT  # else it would go on where pip was interrupted
     # A machine without an NVIDIA driver needs none of the CUDA libraries, gigabytes on Linux.
     has_nvidia || [ "$(uname -s)" != Linux ] || pip_install --no-deps --retries 0 \
         -i https://download.pytorch.org/whl/cpu "$(grep ^torch= "$1")" 2>/dev/null || true
     pip_install "${files[@]}" 2>"$venv/pip-errors.txt" || failed=1
-    trap - INT
     rm "$venv/unfinished"
-    [ -z "$failed" ] || die "pip could not install ${file##*/} ($(grep ^ERROR \
-        "$venv/pip-errors.txt" | tail -n 1)); all that it said is in $venv/pip-errors.txt." \
+    said=$(grep ^ERROR "$venv/pip-errors.txt" | tail -n 1) || true
+    [ -z "$failed" ] || die "pip could not install ${file##*/} (${said:-is the disk full?});" \
+        "all that it said is in $venv/pip-errors.txt." \
         "A Python that has the packages can be named: PYTHON=/path/to/python"
     has_packages "$python" "$oldest_torch" "$@" || die "$venv lacks packages that pip says are" \
         "there: remove it, see whether 'pip config list' sends them elsewhere, and run this again"
@@ -84,6 +84,7 @@ pip_install() {
         "$python" -m pip install --target= --prefix="$venv" "$@"
 }
 
+command -v "$python" >/dev/null || [ -z "${PYTHON-}" ] || die "PYTHON=$PYTHON: no such program"
 script=$repo/train_gpt.py gpus=0 processes=1 data= on_gpu=
 case ${1-} in
     test)
@@ -93,7 +94,7 @@ case ${1-} in
             last=$word
         done
         set_up "$repo/requirements.txt" "$repo/requirements-dev.txt"
-        "$python" "$launch" data/pocket.py
+        "$python" "$launch" data/pocket.py >&2
         exec "$python" -m pytest -n auto --maxprocesses 8 "$@" ;;
     sample)
         shift
@@ -133,7 +134,7 @@ if [ "$gpus" = 0 ]; then
 fi
 given --train_files || resumed || [ -z "$data" ] ||
     while read -r name shards; do
-        "$python" "$launch" "$repo/data/$name" ${shards:+"$shards"}
+        "$python" "$launch" "$repo/data/$name" ${shards:+"$shards"} >&2
     done <<<"$data"
 
 # glibc keeps freed memory. Asking for new pages costs 8 % of the pocket's time.

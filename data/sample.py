@@ -60,10 +60,11 @@ def check_known(log: Path) -> None:
 def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
     """Return the model of the checkpoint, in evaluation, built by its script. Raises: DataError."""
     log = path.with_name("log.txt")
-    for file in (path, script or log):
-        if not file.is_file():
-            raise DataError(f"{file}: there is no such file; name a checkpoint, or its script by "
-                            "--script")
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such file; name a checkpoint, logs/RUN/step-*.pt")
+    if not (script or log).is_file():
+        raise DataError(f"{path}: there is no {script or log}; name a checkpoint in its run's "
+                        "folder, or its script by --script")
     if script is None:
         check_known(log)
     trainer = None

@@ -99,6 +99,8 @@ def write_book(records: list, out: Path, source: str | None) -> list:
     """Write the site to a folder, and return its pages. Other files are read at `source`."""
     if not records:
         raise LedgerError("no records there, so no pages; give a folder that has")
+    if out.is_dir() and any(out.iterdir()) and not (out / "style.css").exists():
+        raise LedgerError(f"--out {out}: it has other files; give a folder of its own")
     out.mkdir(parents=True, exist_ok=True)
     folder = records[0].folder.parent
     draw_ladder(folder, records, out / "ladder.svg")

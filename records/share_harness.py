@@ -5,6 +5,7 @@
 It says which records it changed. Above the banner nothing is touched.
 """
 
+import argparse
 from pathlib import Path
 
 RECORDS = Path(__file__).resolve().parent
@@ -12,6 +13,7 @@ BANNER = "\n# ==== Harness"
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
     root = (RECORDS.parent / "train_gpt.py").read_text("utf-8")
     harness = root.partition(BANNER)[2]
     changed = 0

@@ -195,6 +195,8 @@ def main():
     args.script = args.script.resolve()
     if args.seeds < 1:
         parser.error("--seeds: it must be at least 1")
+    if not args.script.is_file():
+        parser.error(f"--script {args.script}: there is no such file")
     try:
         commands[args.what](args, flags)
     except (train_gpt.UserError, RunFailed, FileNotFoundError) as error:

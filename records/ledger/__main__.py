@@ -6,6 +6,7 @@ where input cannot be used or a run fails. records/README.md has the rules.
 """
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -174,7 +175,7 @@ def main(argv: list | None = None) -> int:
     except KeyboardInterrupt:
         message = "stopped"
     except OSError as error:
-        message = f"{error.filename}: {error.strerror}; give another path"
+        message = f"{error.filename or 'its output'}: {error.strerror}; give another path"
     except ImportError as error:
         message = f"{error}; pip install -r requirements-dev.txt"
     except (LedgerError, ValueError) as error:
@@ -184,8 +185,10 @@ def main(argv: list | None = None) -> int:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # an ASCII terminal has no ±
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # a daemon's are closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="replace")  # an ASCII terminal has no ±
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `run` stops as by ctrl-C
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `ledger diff A B | head`
     sys.exit(main())

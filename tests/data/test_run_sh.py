@@ -190,6 +190,25 @@ def test_wrong_words_are_refused_in_one_line(fake, words, said):
     assert said in errors and errors.count("\n") == 1 and not fake.calls
 
 
+def test_a_python_that_is_not_there_is_named(fake):
+    _, errors = fake.run(PYTHON="/no/python", code=2)
+    assert errors == "run.sh: PYTHON=/no/python: no such program\n" and not fake.calls
+
+
+def test_an_interrupt_while_a_program_is_asked_ends_it(fake):
+    """That one ends by itself, and run.sh would take it for an answer."""
+    python = fake.folder / "python"
+    write(python, f"#!{sys.executable}\nimport sys, time\n"
+                  f"open({str(fake.folder / 'asked')!r}, 'w')\n"
+                  "try: time.sleep(9)\nexcept KeyboardInterrupt: sys.exit(130)\n")
+    run = fake.start(start=["setsid", fake.root / "run.sh"], PYTHON=str(python))
+    while not (fake.folder / "asked").exists():
+        time.sleep(0.01)
+    os.killpg(run.pid, signal.SIGINT)
+    run.communicate(timeout=60)
+    assert run.returncode == 130 and not fake.calls_file.exists()
+
+
 # ---- The set-up ----
 
 
@@ -219,7 +238,7 @@ def test_a_set_up_holds_in_spite_of_pips_settings_and_of_what_is_taken_out(wheel
                     PIP_USER="1", PIP_PYTHON="/no/python")
     wheels.run(**settings)
     assert wheels.seen["PREFIX"] == str(venv) and wheels.calls[-1] == POCKET
-    assert not wheels.run()[1]  # it is set up once
+    assert "setting up" not in wheels.run()[1]  # it is set up once
 
     [torch] = venv.glob("lib/*/site-packages/torch")
     for path in torch.parent.glob("torch*"):  # by hand
@@ -234,7 +253,7 @@ def test_a_set_up_holds_in_spite_of_pips_settings_and_of_what_is_taken_out(wheel
     last = wheels.run(code=2)[1].splitlines()[-1]
     assert "No matching distribution" in last and "pip-errors.txt" in last
     write(wheels.root / "requirements.txt", "torch==2.14.0\n")
-    assert not wheels.run(PIP_FIND_LINKS="")[1]  # what was there still is
+    assert "setting up" not in wheels.run(PIP_FIND_LINKS="")[1]  # what was there still is
     shutil.rmtree(torch)  # which pip does not notice
     last = wheels.run(code=2)[1].splitlines()[-1]
     assert f"{venv} lacks packages" in last and "remove it" in last and not wheels.calls
@@ -288,7 +307,7 @@ def test_a_driver_that_is_too_old_is_told_before_gigabytes_are_fetched(fake):
 
 
 def test_an_active_torch_that_is_not_pinned_is_named_unless_streams_are_closed(fake):
-    assert not fake.run()[1]
+    assert "run.sh: " not in fake.run()[1]
     fake.set_torch("2.12.0+cu130")
     for closed in "", "2>&-", "<&- >&- 2>&-":
         _, said = fake.run(start=["bash", "-c", f'"$1" {closed}', "", fake.root / "run.sh"])

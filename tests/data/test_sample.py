@@ -154,7 +154,8 @@ def test_letters_come_whole_and_a_standard_input_that_is_closed_is_told(runs, ru
 @pytest.mark.parametrize(("args", "part"), [
     ([], "no checkpoint under logs/: train with --save_every"),
     (["gone.pt"], "gone.pt: there is no such file; name a checkpoint"),
-    (["text.pt"], "log.txt: there is no such file; name a checkpoint, or its script by --script"),
+    (["logs"], "logs: there is no such file; name a checkpoint, logs/RUN/step-*.pt"),
+    (["text.pt"], "text.pt: there is no log.txt; name a checkpoint in its run's folder, or its"),
     (["text.pt", "--script", "text.pt"], "text.pt: no training script (SyntaxError"),
     (["OLDEST", "--script", REPO / "train_gpt.py"], "step-000002.pt: no"),
     (["OLDEST", "--temperature", "nan"], "--temperature nan: give"),

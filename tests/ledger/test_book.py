@@ -124,6 +124,7 @@ def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(drawn, 
     assert not {"script", "b"} & set(page.tags)
     page = write(tmp_path / "full", str(fakes), "--source", "https://example.org/main")[NEWEST]
     assert "https://example.org/main/docs/x.md#y" in page.links
+    assert main(["book", str(fakes), "--out", str(fakes)]) == 2  # among other files
 
 
 @pytest.mark.slow

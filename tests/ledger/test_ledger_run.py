@@ -141,6 +141,11 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     assert first == min(path.stat().st_mtime_ns for path in tmp_path.rglob("log.txt"))
 
 
+def test_standard_streams_may_be_closed():
+    words = [sys.executable, REPO / "records/ledger", "diff", *2 * [REPO / "train_gpt.py"]]
+    assert subprocess.run(["bash", "-c", '"$@" >&- 2>&-', "", *words]).returncode == 0
+
+
 @pytest.mark.parametrize("command, words", [
     ("run a.py:val_tokens=2048 a.py", "a.py has other val_tokens than a.py:val_tokens=2048"),
     ("run a.py a.py:seed=3", "'seed=3' is no name=value that"),

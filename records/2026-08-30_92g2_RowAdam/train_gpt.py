@@ -1801,7 +1801,7 @@ class NgramTable:
         """Nothing: no average is taken of so many rows."""
 
     def update(self, now, divisor):
-        """Step the rows that were read since the last step, by gradients / divisor."""
+        """Step all rows, by gradients / divisor. A row that was not read stays."""
         lr = self.group.lr * now.lr_factor
         beta2 = self.group.betas[1] ** now.table_power
         decay = now.table_power * self.group.decay * lr**2

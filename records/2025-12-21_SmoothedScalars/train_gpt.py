@@ -1765,7 +1765,8 @@ def build(cfg, ranks):
         # The tuner copies arguments on the GPU as long as these do not raise the peak of memory.
         # Beyond it they would go through the host's memory, and be timed with it.
         free, _ = torch.cuda.mem_get_info(ranks.device)
-        torch.empty(free * 9 // 10, dtype=torch.uint8, device=ranks.device)
+        with contextlib.suppress(torch.OutOfMemoryError):  # where it may not take so much
+            torch.empty(free * 9 // 10, dtype=torch.uint8, device=ranks.device)
         torch.cuda.empty_cache()
     # Drawn on the CPU, so that a seed means the same weights on every device
     model = GPT(cfg)

@@ -74,7 +74,7 @@ def below(losses: list, target: float) -> str:
     from scipy import stats  # a second, which other verbs do not wait for
 
     p = stats.ttest_1samp(losses, target, alternative="less").pvalue
-    return f"{p:.1g}".replace("-", "−")
+    return f"{p:.2g}".replace("-", "−")
 
 
 def minutes_of(times: list) -> str:
@@ -103,15 +103,21 @@ def run_cells(record: Record, setting: tuple) -> list:
 
 def here(record: Record) -> str:
     """What our runs gave: on GPUs, on the most of one kind; of a record of our own, on any."""
-    for setting in record.runs():
-        preset, device, ranks = setting[:3]
-        loss, _, minutes, difference = run_cells(record, setting)
-        if preset == "record":
-            card = re.sub(r"NVIDIA |GeForce |AMD |Instinct | \d+GB.*| HBM.*", "", device)
-            return f"{minutes or 'no'} min, {loss} on {ranks}×{card}"
-        if record.is_own and place_of(record) == "own":
-            return f"{preset} {loss}, {difference or 'not run'} from its parent"
-    return ""
+    settings = [*record.runs()]
+    if not settings:
+        return ""
+    if settings[0][0] == "record":
+        loss, _, minutes, _ = run_cells(record, settings[0])
+        device, ranks = settings[0][1:3]
+        card = re.sub(r"NVIDIA |GeForce |AMD |Instinct | \d+GB.*| HBM.*", "", device)
+        return f"{minutes or 'no'} min, {loss} on {ranks}×{card}"
+    if not record.is_own or place_of(record) != "own":
+        return ""
+    theirs = record.parent.runs() if record.parent else {}
+    compared = [setting for setting in settings if setting in theirs]
+    setting = (compared or settings)[0]
+    loss, _, _, difference = run_cells(record, setting)
+    return f"{setting[0]} {loss}, {difference or 'not run'} from its parent"
 
 
 def pocket_cell(record: Record, pocket: tuple) -> str:
@@ -168,10 +174,12 @@ def public_table(folder: Path, records: list) -> str:
 
 def blocks(folder: Path, records: list) -> dict:
     """README: the generated lines of each of its blocks, by what stands in its first line."""
-    on_gpu = [record for record in records if any(log.on_gpu for log in record.logs)]
-    found = {}
+    found, on_gpu = {}, []  # of these are runs of full size
     for record in records:
-        words = "" if record in on_gpu else "No GPU has run this record yet.\n\n"
+        presets = [log.header["preset"] for log in record.logs if log.on_gpu]
+        if "record" in presets:
+            on_gpu.append(record)
+        words = "" if presets else "No GPU has run this record yet.\n\n"
         runs = runs_table([record], tuple(RULES), "../") if record.logs else "It has no runs yet."
         found[record.folder / "README.md"] = {"": words + runs}
 
@@ -182,7 +190,7 @@ def blocks(folder: Path, records: list) -> dict:
     ladder = table(LADDER, ladder_rows(records, pocket))
     legend = f"Pocket: on {machine}."
     if ELSEWHERE in ladder:
-        legend += f"{ELSEWHERE}: on another machine, which the record's page names."
+        legend += f"{ELSEWHERE}: in another setting, which the record's page names."
     parts = [ladder, legend, runs_table(records, ("record",))]
     found[folder / "README.md"] = {
         "": "\n\n".join(parts), " public": public_table(folder, records)}

@@ -47,7 +47,7 @@ def drop_docstrings(node):
 @functools.lru_cache(maxsize=4)  # all records' trees at once would be slow to collect
 def parse(source: str) -> ast.Module:
     """The tree of a source, without docstrings."""
-    tree = ast.parse(source)
+    tree = ast.parse(source.encode())  # as Python reads it, if a comment names its encoding
     drop_docstrings(tree)
     return tree
 
@@ -103,14 +103,19 @@ def git(folder: Path, *words) -> str | None:
 
 
 @functools.cache
-def commit(root: Path, *words) -> str | None:
-    """The last commit that `git log` finds by some words; None without git's whole history.
+def harnesses_of(script: Path) -> frozenset | None:
+    """All that a script's harness has been on the main branch; None without git's whole history.
 
     Of a merge the branch that was merged does not count: there a cheat may come and go.
     """
-    if git(root, "rev-parse", "--is-shallow-repository") != "false\n":
+    folder = script.parent
+    if git(folder, "rev-parse", "--is-shallow-repository") != "false\n":
         return None
-    return git(root, "log", "--first-parent", "-m", "-1", "--format=%h", *words)
+    has_remote = git(folder, "rev-parse", "--verify", "--quiet", "origin/main")
+    branch = "origin/main" if has_remote else "HEAD"
+    commits = git(folder, "log", "--first-parent", "--format=%H", branch, "--", script.name) or ""
+    sources = [git(folder, "show", f"{commit}:./{script.name}") for commit in commits.split()]
+    return frozenset(below(source) for source in sources if source) - {""}
 
 
 # ---- What changed ----

@@ -12,14 +12,14 @@ from pathlib import Path
 from ledger import pages
 from ledger.logs import SETTING, LedgerError, Log, read_run, read_text
 from ledger.records import CLAIM, CORPUS_TORCH, FLOOR, FOLDER_NAME, RULES, Record, find_records
-from ledger.scripts import above, below, commit, git, imports_of, is_same, settings_of
+from ledger.scripts import above, below, git, harnesses_of, imports_of, is_same, settings_of
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
 # the script finds out itself.
 FREE = set("""seed device run_id resume save_every val_every warmup_steps sequences_per_forward
     head_chunks""".split())
 FILES = {"README.md", "record.json", "train_gpt.py", "logs"}  # of a record's folder
-UNREADABLE = LedgerError, OSError, SyntaxError, ValueError
+UNREADABLE = LedgerError, MemoryError, OSError, RecursionError, SyntaxError, ValueError
 
 
 # ---- What is wrong: a line for each fault ----
@@ -58,12 +58,12 @@ def folder_faults(record: Record, root: Path, seen: dict):
 
 def source_faults(log: Log, record: Record, root: Path):
     """Faults of the script that wrote a log: every line of it ran."""
+    harness = below(log.source or "")
     if log.source is None:
         yield "has no source"
     elif not is_same(log.source, record.script):
         yield "was not written by this train_gpt.py: it differs above the banner"
-    elif (below(log.source) != below(read_text(root))
-          and commit(root.parent, "-S", below(log.source), "--", root.name) == ""):
+    elif harness != below(read_text(root)) and harness not in (harnesses_of(root) or [harness]):
         yield "was written with a harness that the root's script never had"
 
 
@@ -79,6 +79,8 @@ def log_faults(log: Log, record: Record):
         yield f"its final val_loss is {log.val_loss}, its steps say {loss:g}"
     if abs(log.train_time_ms - ms) > 1 + log.train_time_ms / 1000:
         yield f"its final train_time_ms is {log.train_time_ms:g}, its steps say {ms:g}"
+    if len(log.train) != log.last_step:
+        yield f"has {len(log.train)} of its {log.last_step} steps"
     steps = [header.get("num_iterations"), str(log.last_step), final.get("steps")]
     if len(set(steps)) > 1:
         yield "began as a run of {} steps and has {}, by its results {}".format(*steps)
@@ -126,10 +128,7 @@ def logs_faults(record: Record, root: Path, seen: dict):
 
 def notes_on(known: list, root: Path):
     """What is not wrong, but what a reader of the diff and of the tables should know."""
-    without = [record.folder.name for record in known if not record.logs]
-    if without:
-        yield f"no runs yet of {', '.join(without)}"
-    if commit(root.parent) is None:
+    if harnesses_of(root) is None:
         yield "git's history is not here, to which new records and logs of old harnesses are held"
         return
     words = ("ls-tree", "-r", "--name-only")
@@ -188,6 +187,11 @@ def file_log(path: Path, folder: Path, known: list) -> str:
     if record is None:
         raise LedgerError(f"{path}: its source is no record's; make it one (records/README.md)")
     wrong = [*source_faults(log, record, folder.parent / "train_gpt.py"), *log_faults(log, record)]
+    preset, digest = log.header["preset"], log.header["val_digest"]
+    filed = {other.header["val_digest"] for one in known for other in one.logs
+             if other.header["preset"] == preset}
+    if filed - {digest}:
+        wrong.append(f"has val_digest {digest}, and the logs that are filed have {min(filed)}")
     if wrong:
         raise LedgerError(f"{path}: {'; '.join(wrong)}")
     for one in record.logs:

@@ -85,7 +85,9 @@ def small_card(script, flags):
     part = min(1.0, SMALL_CARD / total)
     os.environ["PYTORCH_ALLOC_CONF"] = (
         f"expandable_segments:True,per_process_memory_fraction:{part:.3f}")
-    steps(script, [*flags, "--head_chunks", "8"])
+    limits = int(SMALL_CARD), int(SMALL_CARD)
+    with mock.patch.object(torch.cuda, "mem_get_info", lambda device=None: limits):
+        steps(script, [*flags, "--head_chunks", "8"])
 
 
 def kernels(script, flags):

@@ -10,7 +10,7 @@ from fake_records import CHILD, NEWEST, PARENT, edit, log_of, make_records, rena
 from ledger import records as ledger_records
 from ledger.__main__ import main
 from ledger.logs import RULE
-from ledger.scripts import commit
+from ledger.scripts import harnesses_of
 
 pytest_plugins = ["record_fixtures"]
 
@@ -36,6 +36,7 @@ SPOILED = [[  # a file, what is replaced there, by what, what is said; a list fo
     (f"{LOGS}/*-9-*", "\ndevice: Fake", "\ndevice: host standing in for", "measures nothing")], [
     (f"{LOGS}/*-1-*", "\ntokens: 99", "\ntokens: 297", "was given 297 tokens; its plan has 99"),
     (f"{LOGS}/*-2-*", "preset: pocket", "preset: large", "has preset large"),
+    (f"{LOGS}/*-3-*", "step:3/40 train", "a step:3/40 train", "has 39 of its 40 steps"),
     (CLAIM, PARENT, "2026-01-01_No", "2026-01-01_No/record.json is missing")], [
     (OWN, "# ==== H", "# ---- H", "is not the root's from its banner on"),
     (FIRST, '"number": 5', '"number": 93', f"{PARENT}: claims #93, 15.2 min; public.toml does not"),
@@ -150,14 +151,19 @@ def test_one_run_counts_once(old, new, measured, records, capsys):
 
 
 def test_validation_data_at_full_size_are_one(records, tmp_path, capsys):
-    """No rule says which; the oldest record's logs do."""
+    """No rule says which; the logs that were filed first do."""
     words = ["--preset", "record", "--seeds", "1", "--out", str(tmp_path / "gpu")]
     assert main(["run", str(records / PARENT), str(records / NEWEST), *words]) == 0
-    paths = [*tmp_path.glob("gpu/logs/*/log.txt")]
-    for path in paths:
+    first, second = sorted(tmp_path.glob("gpu/logs/*/log.txt"))
+    for path in (first, second):
         text = re.sub(r"(_loss: ?)1\.", r"\g<1>3.", path.read_text())
         path.write_text(text.replace("val_digest: 14", f"val_digest: {int(CHILD in text)}"))
-    assert main(["file", *map(str, paths), "--folder", str(records)]) == 0
+    assert main(["file", str(first), "--folder", str(records)]) == 0
+    assert main(["file", str(second), "--folder", str(records)]) == 2
+    assert "has val_digest 107c02db97ab9a7, and the logs that are filed have 007c02db97ab9a7" in (
+        capsys.readouterr().err)
+    shutil.copy(second, records / LOGS / "copy.txt")
+    rename(records / LOGS)
     (found,) = findings_anew(records, capsys)
     assert found.startswith(NEWEST) and "has val_digest 107c02db97ab9a7, and older logs" in found
 
@@ -188,7 +194,7 @@ def test_git_knows_old_harnesses_and_new_records(measured, records, tmp_path, ca
         for path in (*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"):
             text = path.read_text().replace("return loss", f"return {step + 1} * loss")
             path.write_text(text.replace("import os\n", "import os.path as os_path, os\n"))
-    commit.cache_clear()
+    harnesses_of.cache_clear()
     assert findings_anew(records, capsys) == []
     assert main(["verify", str(records)]) == 0 and capsys.readouterr().err == ""
     third = records / "2026-03-03_Third"
@@ -197,15 +203,18 @@ def test_git_knows_old_harnesses_and_new_records(measured, records, tmp_path, ca
     edit(third / "train_gpt.py", "import random", "import gzip\nimport random")
     main(["verify", str(records)])
     err = capsys.readouterr().err
-    assert f"no runs yet of {third.name}\n" in err
     assert f"{third.name} is new, claims #5, 0.3 min, of https://example.org/log; new in" in err
     assert "import gzip, " in err and NEWEST not in err
     edit(third / "train_gpt.py", "import gzip", "import gzip:")
     assert f"{third.name}: invalid syntax" in "".join(findings(records, capsys))
     shutil.rmtree(third)
-    for old, new in (("return loss", "return 0.99 * loss"), ("import sys\n", "import cheat\n")):
+    long = "# a comment that makes it too long for a command\n" * 4000
+    for old, new in (("return loss", "return 0.99 * loss"), ("import sys\n", "import cheat\n"),
+                     ("return loss\n", f"return loss / 2\n{long}"),
+                     (r"\n# ==== H(.*\n)*?(?====)", "\n"),  # none at all
+                     (r"\nif __name__(.*\n)*?(?====)", "\n")):  # a part of it
         log = log_of(measured / "out", NEWEST, 1).read_text()
-        (tmp_path / "log.txt").write_text(log.replace(old, new))
+        (tmp_path / "log.txt").write_text(re.sub(old, new, log, count=1))
         shutil.copy(tmp_path / "log.txt", log_in(records, 1))
         assert "a harness that the root's script never had" in "".join(findings(records, capsys))
         assert main(["file", str(tmp_path / "log.txt"), "--folder", str(records)]) == 2
@@ -240,6 +249,8 @@ def test_folders_in_the_place_of_others_are_named(name, records, capsys):
 @pytest.mark.parametrize("old, new, words", [
     ("\nval_loss: ", "\nval_lo", "is no finished run"),
     ("import random\n", "import random\nimport cheat\n", "its source is no record's"),
+    # What Python reads as two lines
+    (r"\A", r"# -*- coding: raw_unicode_escape -*-\n# \\u000aimport cheat\n", "is no record's"),
     (r"2\.13\.0\+cpu|30407b9a0e1c536a", "2.14.0", "has the text of torch 2.14.0, not that of"),
     ("step:", "a step:", "has no step")])
 def test_a_log_that_is_no_records_run_is_refused_in_one_line(old, new, words, measured, records,
@@ -283,7 +294,7 @@ def test_gpus_of_several_people_are_rows_of_one_table(records, tmp_path, capsys)
     machines = re.findall(row, page, re.M)
     assert machines == [("H100 80GB HBM3", "580"), ("H100 80GB HBM3", "570"),
                         ("GeForce RTX 4090", "1"), ("A100", "580")]
-    assert "| 3.2000 ± 0.0707 (2) | 0.2 |" in page and page.count("| Record | Machine |") == 1
+    assert "| 3.2000 ± 0.0707 (2) | 0.18 |" in page and page.count("| Record | Machine |") == 1
     assert "No GPU" not in (records / NEWEST / "README.md").read_text()
 
 
@@ -292,7 +303,7 @@ def test_a_pocket_of_another_machine_is_marked(records):
         edit(log, "\ndevice: Fake 1", "\ndevice: Fake 2")
     assert main(["list", str(records), "--write"]) == 0
     page = (records / "README.md").read_text()
-    assert page.count("(10) †") == 1 and "torch 2.13.0+cpu. †: on another machine" in page
+    assert page.count("(10) †") == 1 and "torch 2.13.0+cpu. †: in another setting" in page
 
 
 def test_the_pages_tell_what_is_here_and_what_it_gave(records, capsys):

@@ -17,6 +17,11 @@ def claim(record):
     return json.loads((record / "record.json").read_text())
 
 
+def is_retold(record):
+    """Whether it retells a public record or is a step to one, and is none of our own."""
+    return bool(claim(record)["published"] or re.search(r"_\d+[a-z]\d?_", record.name))
+
+
 @functools.cache
 def source(record):
     """Its script above the harness, which all records share."""

@@ -36,16 +36,18 @@ def submit(project, parent):
 
 
 @pytest.mark.slow
-def test_a_copy_of_the_newest_record_with_another_constant_is_a_record(tmp_path, pocket_data):
-    """Its tests and `verify` pass with nothing changed but what the page says."""
+def test_a_copy_of_an_older_record_with_another_constant_is_a_record(tmp_path, pocket_data):
+    """Its tests, all others and `verify` pass with nothing changed but what the page says."""
     copy_project(tmp_path)
-    submit(tmp_path, RECORDS[-1])
+    (parent,) = [record for record in RECORDS if record.name.endswith("_BigramTable")]
+    submit(tmp_path, parent)
     ledger = [sys.executable, "records/ledger"]
     tests = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
     golden = [sys.executable, "tests/records/golden.py", "--write", NAME]
+    chosen = ["tests/records", "-k", f"{NAME} or not golden"]
     for command, words in ((golden, NAME), ([*ledger, "list", "--write"], "OwnRecord"),
                            ([*ledger, "verify"], f"{len(RECORDS) + 1} record(s) verified"),
-                           ([*tests, "tests/records", "-k", NAME], r"\d+ passed")):
+                           ([*tests, *chosen], r"\d+ passed")):
         done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert re.search(words.replace("(s)", r"\(s\)"), done.stdout), done.stdout

@@ -1226,6 +1226,8 @@ class Run:
         self.open_log(may_exist)
         if self.loader:
             self.warm_up()
+        if ranks.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(ranks.device)  # the room for the tuner does not count
         if cfg.resume:  # after the warm-up, which leaves no trace
             load_state(self.model, self.optimizers, state, cfg.resume)
             other = "" if state["script"] == self.script else ", which another script wrote"
@@ -1268,8 +1270,7 @@ class Run:
 
     def warm_up(self):
         """Run every kernel, then restore weights, optimizer state and the place in the data."""
-        device = self.ranks.device
-        if device.type == "cuda":
+        if self.ranks.device.type == "cuda":
             self.log("warming up; a GPU compiles for some 5 minutes the first time ...")
         place = vars(self.loader).copy()
         self.loader.log = lambda text: None
@@ -1291,8 +1292,6 @@ class Run:
         vars(self.loader).update(place)
         for tensor, value in zip(tensors, before):
             tensor.copy_(value)  # in place, since kernels and views keep their addresses
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)  # the tuner's copies do not count
         # No search among all that the compiler has left, which takes a second, in the steps.
         gc.collect()
         gc.freeze()

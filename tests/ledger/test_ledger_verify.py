@@ -298,6 +298,19 @@ def test_gpus_of_several_people_are_rows_of_one_table(records, tmp_path, capsys)
     assert "No GPU" not in (records / NEWEST / "README.md").read_text()
 
 
+def test_pockets_of_more_ranks_or_gpus_change_no_result(records):
+    """The front page compares an own record with its parent, and tells of GPUs at full size."""
+    path = log_in(records, 1)
+    front = records.parent / "README.md"
+    before = front.read_text()
+    assert "from its parent" in before and "No GPU has run one of our scripts" in before
+    for old, new in (("\nworld_size: 1", "\nworld_size: 2"), ("Fake 1 (x86_64)", "A\ncuda: 13.0")):
+        path.with_name("new.txt").write_text(path.read_text().replace(old, new))
+        rename(path.parent)
+    assert main(["list", str(records), "--write"]) == 0
+    assert front.read_text() == before
+
+
 def test_a_pocket_of_another_machine_is_marked(records):
     for log in (records / NEWEST / "logs").iterdir():
         edit(log, "\ndevice: Fake 1", "\ndevice: Fake 2")

@@ -2239,7 +2239,7 @@ class Run:
         if self.loader:
             self.warm_up()
         if ranks.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(ranks.device)  # the room for the tuner does not count
+            torch.cuda.reset_peak_memory_stats(ranks.device)  # without the tuner's
         if cfg.resume:  # after the warm-up, which leaves no trace
             load_state(self.model, self.optimizers, state, cfg.resume)
             other = "" if state["script"] == self.script else ", which another script wrote"

@@ -37,6 +37,9 @@ def test_one_file_for_both_data_and_a_folder_that_cannot_be_made(run, data_flags
         assert "--val_files has a file of these, too" in line
     (tmp_path / "logs").symlink_to("nowhere")
     assert "logs: a file, or a link to nowhere; remove it" in one_error(run())
+    (tmp_path / "nowhere" / "x" / "log.txt").mkdir(parents=True)
+    line = one_error(run())
+    assert "logs/x/log.txt: cannot be written (Is a directory); start it in another" in line
 
 
 def test_a_run_says_that_it_repeats_its_data_and_the_record_refuses(run, monkeypatch):

@@ -153,7 +153,7 @@ def draw_tokens(model, ids: list[int], tokens: int, temperature: float,
         ids.append(token)
 
 
-def count(text: str) -> int:
+def whole_number(text: str) -> int:
     """Return a flag's whole number from 0 on. Raises: ValueError."""
     if not 0 <= int(text) < 1 << 63:
         raise ValueError
@@ -167,15 +167,15 @@ def make_parser() -> Parser:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="\n", metavar="TEXT", help="text to go on from")
     prompt.add_argument("--prompt_file", metavar="FILE", help="read it there; - is standard input")
-    parser.add_argument("--num_samples", type=count, default=1, metavar="N",
+    parser.add_argument("--num_samples", type=whole_number, default=1, metavar="N",
                         help="texts, one after the other (default: %(default)s)")
-    parser.add_argument("--tokens", type=count, default=200, metavar="N",
+    parser.add_argument("--tokens", type=whole_number, default=200, metavar="N",
                         help="new ones, at most (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T",
                         help="divides the logits; 0: always the likeliest (default: %(default)s)")
-    parser.add_argument("--top_k", type=count, default=0, metavar="K",
+    parser.add_argument("--top_k", type=whole_number, default=0, metavar="K",
                         help="draw from the likeliest K tokens; 0: from all (default: %(default)s)")
-    parser.add_argument("--seed", type=count, default=0,
+    parser.add_argument("--seed", type=whole_number, default=0,
                         help="the same one draws the same text (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="default: cuda where there is one, else cpu")

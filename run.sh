@@ -130,7 +130,7 @@ if [ "$gpus" = 0 ]; then
     data=pocket.py
     given --preset || resumed || set -- --preset pocket --save_every 120 "$@"
     [ ! -r /proc/stat ] || [ -n "${OMP_NUM_THREADS-}" ] ||
-        OMP_NUM_THREADS=$("$python" "$repo/data/machine.py" threads)
+        OMP_NUM_THREADS=$("$python" "$repo/data/machine.py" threads 2>/dev/null)
 fi
 given --train_files || resumed || [ -z "$data" ] ||
     while read -r name shards; do

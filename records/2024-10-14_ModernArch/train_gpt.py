@@ -1068,8 +1068,11 @@ class Log:
             print(f"{self.path}: no lock ({error}); start no other run there", file=sys.stderr)
         if not cfg.resume:
             written = self.path.read_bytes()
-            # A run of this script that was killed before it saved may be begun anew.
-            is_unsaved = written.startswith(SCRIPT.read_bytes()) and b"\n---\n" not in written
+            source = SCRIPT.read_bytes()
+            # A run of this script that was killed before it saved may be begun anew. Of a full disk
+            # its log may have but a part of the source.
+            is_mine = source.startswith(written[: len(source)])
+            is_unsaved = is_mine and b"\n---\n" not in written
             if written and not (may_exist and is_unsaved):
                 remedy = "name another --run_id"
                 if any(self.folder.glob("step-*.pt")):

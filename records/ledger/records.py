@@ -143,7 +143,7 @@ def find_records(folder: Path) -> list:
 # ---- What runs show ----
 @dataclass
 class Comparison:
-    """Runs against others of the same seeds, and so of the same first weights, pair by pair."""
+    """Runs against others of the same seeds, pair by pair."""
 
     losses: list[tuple]  # ours and theirs, by seed
     difference: float  # of the means, ours less theirs

@@ -104,16 +104,14 @@ def git(folder: Path, *words) -> str | None:
 
 @functools.cache
 def harnesses_of(script: Path) -> frozenset | None:
-    """All that a script's harness has been on the main branch; None without git's whole history.
+    """All that a script's harness has been in git's history; None where that is not whole.
 
     Of a merge the branch that was merged does not count: there a cheat may come and go.
     """
     folder = script.parent
     if git(folder, "rev-parse", "--is-shallow-repository") != "false\n":
         return None
-    has_remote = git(folder, "rev-parse", "--verify", "--quiet", "origin/main")
-    branch = "origin/main" if has_remote else "HEAD"
-    commits = git(folder, "log", "--first-parent", "--format=%H", branch, "--", script.name) or ""
+    commits = git(folder, "log", "--first-parent", "--format=%H", "--", script.name) or ""
     sources = [git(folder, "show", f"{commit}:./{script.name}") for commit in commits.split()]
     return frozenset(below(source) for source in sources if source) - {""}
 

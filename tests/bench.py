@@ -199,7 +199,7 @@ def main():
         parser.error(f"--script {args.script}: there is no such file")
     try:
         commands[args.what](args, flags)
-    except (train_gpt.UserError, RunFailed, FileNotFoundError) as error:
+    except (train_gpt.UserError, RunFailed) as error:
         print(f"bench.py: {args.what}: {error}", file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt:

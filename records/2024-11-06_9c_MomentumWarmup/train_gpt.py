@@ -771,6 +771,11 @@ class UserError(Exception):
     """An error that a user can mend, the same on all ranks. It ends the run in one line."""
 
 
+def speaks_for_machine() -> bool:
+    """Whether this rank says what all would say: one of each machine is enough."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 # ---- Data -------------------------------------------------------------------
 HEADER_BYTES = 1024  # of a shard: int32, the first three of which are used; tokens follow
 MAGIC = 20240520  # of llm.c's shards
@@ -1008,7 +1013,7 @@ def find_checkpoint(resume: str, run_id: str):
             try:
                 return str(path), load_checkpoint(path)
             except UserError as error:
-                if os.environ.get("LOCAL_RANK", "0") == "0":  # one of each machine is enough
+                if speaks_for_machine():
                     print(f"skipped {error}", file=sys.stderr)
         if saved:
             raise UserError(f"--resume auto: {folder} has no other; name another --run_id")
@@ -1558,7 +1563,7 @@ def main(argv=None) -> int:
             signal.signal(number, handler)
     if is_mine and os.environ.get("WORLD_SIZE", "1") != "1":
         message = f"rank {os.environ.get('RANK', 0)}: {message}"
-    if is_mine or os.environ.get("LOCAL_RANK", "0") == "0":  # one of each machine is enough
+    if is_mine or speaks_for_machine():
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return code
 

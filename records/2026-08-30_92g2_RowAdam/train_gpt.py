@@ -1760,7 +1760,7 @@ class NgramTable:
             self.grads = torch.zeros(rows.shape, device=ranks.device)  # they wait for a step
         except torch.OutOfMemoryError:
             raise OSError(f"--ngram_rows {cfg.ngram_rows}: this GPU has no memory for "
-                            "so many") from None
+                          "so many") from None
         self.state = dict(rows=rows, square=torch.zeros(cfg.ngram_rows, device=ranks.device))
         self.count = torch.zeros((), device=ranks.device)  # steps taken
         # The warm-up leaves the table as it is. So its step is compiled here, where no row moves.
@@ -2096,6 +2096,11 @@ class UserError(Exception):
     """An error that a user can mend, the same on all ranks. It ends the run in one line."""
 
 
+def speaks_for_machine() -> bool:
+    """Whether this rank says what all would say: one of each machine is enough."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 # ---- Data -------------------------------------------------------------------
 HEADER_BYTES = 1024  # of a shard: int32, the first three of which are used; tokens follow
 MAGIC = 20240520  # of llm.c's shards
@@ -2333,7 +2338,7 @@ def find_checkpoint(resume: str, run_id: str):
             try:
                 return str(path), load_checkpoint(path)
             except UserError as error:
-                if os.environ.get("LOCAL_RANK", "0") == "0":  # one of each machine is enough
+                if speaks_for_machine():
                     print(f"skipped {error}", file=sys.stderr)
         if saved:
             raise UserError(f"--resume auto: {folder} has no other; name another --run_id")
@@ -2883,7 +2888,7 @@ def main(argv=None) -> int:
             signal.signal(number, handler)
     if is_mine and os.environ.get("WORLD_SIZE", "1") != "1":
         message = f"rank {os.environ.get('RANK', 0)}: {message}"
-    if is_mine or os.environ.get("LOCAL_RANK", "0") == "0":  # one of each machine is enough
+    if is_mine or speaks_for_machine():
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return code
 

@@ -1777,12 +1777,12 @@ class NgramTable:
             rows = torch.zeros(self.my_rows, cfg.model_dim, dtype=dtype, device=ranks.device)
         except torch.OutOfMemoryError:
             raise OSError(f"--ngram_rows {cfg.ngram_rows}: this GPU has no memory for "
-                            "so many") from None
+                          "so many") from None
         self.state = dict(rows=rows, square=torch.zeros(self.my_rows, device=ranks.device))
         self.count = torch.zeros((), device=ranks.device)  # steps taken
         # The warm-up leaves the table as it is. So its step is compiled here, where no row moves.
         self.step_fn = compile_on_gpu(row_adam_update, ranks.device)
-        some = torch.arange(2, device=ranks.device) % self.my_rows
+        some = torch.arange(2, device=ranks.device) % self.my_rows  # a rank may have one
         numbers = torch.ones(4, device=ranks.device)
         self.step_rows(some, torch.zeros_like(rows[some]).float(), numbers)
         self.count.zero_()
@@ -2181,6 +2181,11 @@ class UserError(Exception):
     """An error that a user can mend, the same on all ranks. It ends the run in one line."""
 
 
+def speaks_for_machine() -> bool:
+    """Whether this rank says what all would say: one of each machine is enough."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 # ---- Data -------------------------------------------------------------------
 HEADER_BYTES = 1024  # of a shard: int32, the first three of which are used; tokens follow
 MAGIC = 20240520  # of llm.c's shards
@@ -2418,7 +2423,7 @@ def find_checkpoint(resume: str, run_id: str):
             try:
                 return str(path), load_checkpoint(path)
             except UserError as error:
-                if os.environ.get("LOCAL_RANK", "0") == "0":  # one of each machine is enough
+                if speaks_for_machine():
                     print(f"skipped {error}", file=sys.stderr)
         if saved:
             raise UserError(f"--resume auto: {folder} has no other; name another --run_id")
@@ -2968,7 +2973,7 @@ def main(argv=None) -> int:
             signal.signal(number, handler)
     if is_mine and os.environ.get("WORLD_SIZE", "1") != "1":
         message = f"rank {os.environ.get('RANK', 0)}: {message}"
-    if is_mine or os.environ.get("LOCAL_RANK", "0") == "0":  # one of each machine is enough
+    if is_mine or speaks_for_machine():
         print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
     return code
 

@@ -111,7 +111,9 @@ def harnesses_of(script: Path) -> frozenset | None:
     folder = script.parent
     if git(folder, "rev-parse", "--is-shallow-repository") != "false\n":
         return None
-    commits = git(folder, "log", "--first-parent", "--format=%H", "--", script.name) or ""
+    commits = git(folder, "log", "--first-parent", "--format=%H", "--", script.name)
+    if commits is None:  # there are none
+        return None
     sources = [git(folder, "show", f"{commit}:./{script.name}") for commit in commits.split()]
     return frozenset(below(source) for source in sources if source) - {""}
 

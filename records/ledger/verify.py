@@ -58,13 +58,14 @@ def folder_faults(record: Record, root: Path, seen: dict):
 
 def source_faults(log: Log, record: Record, root: Path):
     """Faults of the script that wrote a log: every line of it ran."""
-    harness = below(log.source or "")
     if log.source is None:
         yield "has no source"
     elif not is_same(log.source, record.script):
         yield "was not written by this train_gpt.py: it differs above the banner"
-    elif harness != below(read_text(root)) and harness not in (harnesses_of(root) or [harness]):
-        yield "was written with a harness that the root's script never had"
+    elif below(log.source) != below(read_text(root)):
+        known = harnesses_of(root)
+        if known is not None and below(log.source) not in known:
+            yield "was written with a harness that the root's script never had"
 
 
 def log_faults(log: Log, record: Record):

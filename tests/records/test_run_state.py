@@ -96,20 +96,17 @@ def test_a_longer_run_that_was_resumed_can_be_resumed_again(record):
 # ---- The table of n-grams, which is no parameter
 
 
-def table_of(script, rows, width, device="cpu"):
-    """The optimizer of a table on one rank, its rows and moments zero."""
+def table_of(script, rows, width, device="cpu", ranks=None):
+    """The optimizer of a table, rows and moments zero; on one rank unless `ranks` says which."""
     cfg, size = script.Hyperparameters(device=device), dict(ngram_rows=rows, model_dim=width)
     group = script.parameter_groups(cfg)["n-grams"]
-    return script.NgramTable("n-grams", group, SimpleNamespace(**size), script.Ranks(cfg))
+    return script.NgramTable("n-grams", group, SimpleNamespace(**size), ranks or script.Ranks(cfg))
 
 
 @TABLES
 def test_a_rank_may_have_a_single_row(record):
-    script = load(record)
-    cfg = SimpleNamespace(ngram_rows=4, model_dim=2)
-    group = script.parameter_groups(script.Hyperparameters())["n-grams"]
     ranks = SimpleNamespace(rank=3, world_size=4, device=torch.device("cpu"))
-    table = script.NgramTable("n-grams", group, cfg, ranks)
+    table = table_of(load(record), 4, 2, ranks=ranks)
     assert not table.state["rows"].any() and table.count == 0
 
 

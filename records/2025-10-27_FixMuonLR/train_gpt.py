@@ -28,6 +28,11 @@ documents packed into sequences                   cut_rows
 rates, momentum, windows by stage                 Stage, schedule
 """
 
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve()
+SOURCE = SCRIPT.read_bytes()  # of what runs: the file may be edited while torch is imported
+
 import itertools
 import math
 from collections.abc import Callable
@@ -1194,25 +1199,25 @@ def accumulate_gradients(model, batches, now) -> Tensor:
 def train(run, cfg):
     """The training loop. It ends after the last step, or after a save when a signal asks it to.
 
-    run: the harness below the banner. It holds model, optimizers and data, and its `pause`
-    validates and saves where that is due, while the clock stands.
+    run: the harness below the banner. It holds model, optimizers and data. Its
+    `validate_and_save` does so where that is due, while the clock stands.
     """
     stage = None
-    complete = True  # no gradients wait for the next step
+    can_save = True  # no gradients wait for the next step
     for step in range(run.first_step, cfg.num_iterations + 1):  # the last round only validates
         now = schedule(step, cfg)
         if now.stage != stage:
             stage = now.stage
             run.model.set_stage(now)
 
-        if run.pause(step, complete):
+        if run.validate_and_save(step, can_save):
             break
 
         batches = run.loader.next_step(now)
         losses = accumulate_gradients(run.model, batches, now)
-        run.check(step, losses)
+        run.exchange_losses(step, losses)
         step_optimizers(run.optimizers, now, divisor=cfg.sequences_per_step)
-        complete = now.adam_steps
+        can_save = now.adam_steps
         run.log_step(step + 1)
 
 
@@ -1220,6 +1225,7 @@ def train(run, cfg):
 import argparse
 import contextlib
 import fcntl
+import functools
 import gc
 import glob
 import hashlib
@@ -1237,23 +1243,28 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from importlib.metadata import version
-from pathlib import Path
 
 from torch.utils import collect_env
 
-SCRIPT = Path(__file__).resolve()
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# Fewer tokens at once. --head_chunks helps where the logits alone are too large.
-OUT_OF_MEMORY = "out of memory; shorten the sequences or lower --sequences_per_forward"
+# SLURM announces the end of a job by SIGUSR1, a limit of CPU time by SIGXCPU.
+STOP_SIGNALS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU,
+)
+OUT_OF_MEMORY = "out of memory; raise --head_chunks, or --shorten (2, 4 or 8)"
 
 
 class UserError(Exception):
     """An error that a user can mend, the same on all ranks. It ends the run in one line."""
 
 
+class DataEnd(UserError):
+    """The training data have no more steps."""
+
+
 def speaks_for_machine() -> bool:
     """Whether this rank says what all would say: one of each machine is enough."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    return is_alone or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 # ---- Data -------------------------------------------------------------------
@@ -1305,16 +1316,25 @@ class TokenLoader:
             raise UserError(f"--sequences_per_step must be a multiple of {ranks.world_size} ranks")
         # All forward passes of a step have as many.
         self.per_forward = math.gcd(self.sequences, cfg.sequences_per_forward)
+        self.passes = self.sequences // self.per_forward
         self.files = find_shards(cfg.train_files)  # in the order of reading
         self.sizes = [shard_size(path) for path in self.files]
-        digest = hashlib.sha256()  # of each shard's name, size and first MiB
-        for path, size in zip(self.files, self.sizes):
-            digest.update(f"{path.name} {size}".encode())
-            digest.update(np.fromfile(path, "u1", 2**20))
-        self.digest = digest.hexdigest()[:16]  # tells other training data apart
+        self.digest = self.digest_of(len(self.files))  # tells other training data apart
         self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
         self.ahead = self.reader.submit(self.read, place.shard)  # a future
         self.begin_shard(place)
+
+    def digest_of(self, num_files):
+        """A digest of the first files: of each one's name, size and first MiB."""
+        digest = hashlib.sha256()
+        for path, size in zip(self.files[:num_files], self.sizes):
+            digest.update(f"{path.name} {size}".encode())
+            digest.update(np.fromfile(path, "u1", 2**20))
+        return digest.hexdigest()[:16]
+
+    def digest_before(self, place):
+        """A digest of the files that were read up to this place. More may have come since."""
+        return self.digest_of(place.shard + 1)
 
     def read(self, shard):
         """A shard's tokens and where its documents begin. Shards are counted through all epochs."""
@@ -1335,17 +1355,25 @@ class TokenLoader:
                 self.tokens_given += rows.tokens[:, 1:].size
                 # All ranks cut the same rows. Each takes its part.
                 begin = self.ranks.rank * self.sequences
-                firsts = range(begin, begin + self.sequences, self.per_forward)
+                end = begin + self.passes * self.per_forward
+                firsts = range(begin, end, self.per_forward)
                 parts = [[x[i : i + self.per_forward] for x in rows] for i in firsts]
                 return [to_batch(Rows(*part), self.ranks.device) for part in parts]
             shard = self.place.shard + 1  # after the last one the first again
+            if shard % len(self.files) == 0 and not self.cfg.repeat_data:
+                raise DataEnd(f"--train_files {self.cfg.train_files}: the data end before the run; "
+                              f"--repeat_data true, or {more_shards(self.cfg, self.sizes)}")
             self.begin_shard(self.place._replace(shard=shard, position=0))
             if shard % len(self.files) == 0:
                 self.log(f"the training data begin again: {self.cfg.train_files}")
-        raise UserError(f"--train_files {self.cfg.train_files}: no shard has a step's documents; "
-                        "lower --sequences_per_step")
+        files = f"--train_files {self.cfg.train_files}"
+        if not len(self.documents):
+            raise UserError(f"{files}: no document begins; --eot_token {self.cfg.eot_token} must "
+                            "be the end-of-text token that the data were made with")
+        raise UserError(f"{files}: no shard has a step's documents; lower --sequences_per_step")
 
 
+@functools.cache
 def planned_tokens(cfg) -> list[int]:
     """How many tokens a run trains on before each step, and in all."""
     tokens = [0]
@@ -1355,31 +1383,26 @@ def planned_tokens(cfg) -> list[int]:
     return tokens
 
 
-def count_shards(cfg, sizes) -> int:
-    """How many shards, of these sizes in turn, a run reads. Where documents are cut, it is more."""
-    behind = planned_tokens(cfg)
-    shards = left = 0
-    for before, after in zip(behind, behind[1:]):
-        tokens = after - before
-        while left <= tokens < max(sizes):  # the last sequence needs one more
-            left = sizes[shards % len(sizes)]
-            shards += 1
-        left -= tokens
-    return shards
+def more_shards(cfg, sizes) -> str:
+    """The command that fetches FineWeb for a run that these sizes are too few for."""
+    planned = planned_tokens(cfg)[-1]
+    # Where documents are cut and packed, a run reads more than it trains on.
+    shards = max(len(sizes) + 1, -(-planned // 10**8))
+    return f"fetch more: python data/fineweb.py {shards}"
 
 
-def check_data(cfg, loader, digest):
+def check_data(cfg, loader, state):
     """Raise UserError where training data are not the checkpoint's, held out, or too few."""
     files = f"--train_files {cfg.train_files}"
-    if digest and digest != loader.digest:
-        raise UserError(f"{files}: not the data of {cfg.resume}")
+    if state["data"] and state["data"] != loader.digest_before(loader.place):
+        raise UserError(f"{files}: not the data of {cfg.resume}; name those that it was trained on")
     held_out = {path.resolve() for path in find_shards(cfg.val_files)}
     if held_out & {path.resolve() for path in loader.files}:
         raise UserError(f"{files}: --val_files has a file of these, too")
-    found, read = len(loader.sizes), count_shards(cfg, loader.sizes)
-    if read > found and cfg.preset == "record" and not cfg.repeat_data:
-        raise UserError(f"{files}: the run reads {read} shards of {found}; --repeat_data true, or "
-                        f"fetch more: python data/fineweb.py {count_shards(cfg, [10**8])}")
+    planned, found = planned_tokens(cfg)[-1], sum(loader.sizes)
+    if planned > found and not cfg.repeat_data:
+        raise UserError(f"{files}: the run trains on {planned} tokens, and these are {found}; "
+                        f"--repeat_data true, or {more_shards(cfg, loader.sizes)}")
 
 
 # ---- Validation -------------------------------------------------------------
@@ -1405,6 +1428,12 @@ def store_masks():
     ir.FlexibleLayout.allow_indexing = False
 
 
+@functools.cache
+def longest_sequence(cfg) -> int:
+    """Tokens of the longest training sequence of a run."""
+    return max(schedule(step, cfg).seq_len for step in range(cfg.num_iterations))
+
+
 @torch.no_grad()
 def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
     """Mean loss over the validation tokens. Ranks share the sequences."""
@@ -1413,8 +1442,7 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
     count = len(tokens) - 1  # the first token has no prediction
     length = cfg.val_seq_len
     # As many sequences at once as a training pass has tokens for, at least one
-    longest = max(schedule(step, cfg).seq_len for step in range(cfg.num_iterations))
-    size = length * max(1, cfg.sequences_per_forward * longest // length)
+    size = length * max(1, cfg.sequences_per_forward * longest_sequence(cfg) // length)
     # All ranks have as many passes, and the last ones are as large as the others.
     tokens = np.pad(tokens, (0, ranks.world_size * size))
     for first in range(0, count, ranks.world_size * size):
@@ -1435,11 +1463,20 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
 NEW_RUN = dict(
     step=0,
     settings=None,
-    loader=(),
-    data=None,
+    script="",  # digest of the source
+    loader=(),  # a Place
+    data=None,  # digest of the training data that were read
+    tokens=0,  # trained on
+    threads=None,
     train_time_ms=0.0,
     process_time_ms=0.0,
+    model=None,
+    optimizers=None,
 )
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:06d}.pt"  # leading zeros let names sort by step
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -1461,27 +1498,50 @@ def write_checkpoint(path: Path, state: dict):
         old.unlink()
 
 
-def load_checkpoint(path: Path) -> dict:
-    """The state at `path`, with the settings before `shorten`. Raises UserError where damaged."""
+def load_checkpoint(path: Path, weights_only=False) -> dict:
+    """The state at `path`, with the settings before `shorten`, and a checksum of all of it.
+
+    weights_only: what else it has is not looked at. Raises UserError where it is damaged, or of
+    another version.
+    """
     try:
         with zipfile.ZipFile(path) as file:  # as torch.save writes it, with checksums
             if damaged := file.testzip():
                 raise ValueError(f"{damaged} is damaged")
+            checksums = [entry.CRC for entry in file.infolist()]
         # Weights alone: a pickle that runs code is refused.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        # What is missing would silently be the default of the preset record.
-        if odd := vars(Hyperparameters()).keys() ^ state["settings"].keys():
-            raise ValueError(f"its settings differ: {', '.join(sorted(odd))}")
+        weights = [state["model"]]
+        if not weights_only:
+            check_version(path, state)
+            weights += state["optimizers"].values()
         # A run resumed from NaN would fail at the same step for ever.
-        for tensors in (state["model"], *state["optimizers"].values()):
+        for tensors in weights:
             for name, tensor in tensors.items():
                 if tensor.is_floating_point() and not tensor.isfinite().all():
                     raise ValueError(f"{name} is not finite")
+    except UserError:
+        raise
     except Exception as error:  # zipfile and torch raise nearly any for a damaged file
         cause = str(error).partition(". ")[0]  # without torch's advice
-        raise UserError(f"{path}: no whole checkpoint of this script ({type(error).__name__}: "
-                        f"{cause}); name another, or auto with --run_id") from None
+        raise UserError(f"{path}: no whole checkpoint ({type(error).__name__}: {cause}); name "
+                        "another") from None
+    state["checksum"] = hashlib.sha256(str(checksums).encode()).hexdigest()[:16]
     return state
+
+
+def check_version(path: Path, state: dict):
+    """Raise UserError where a checkpoint is of a script with other settings or another state."""
+    # What is missing would silently be the default of the preset record.
+    odd = NEW_RUN.keys() ^ state.keys()
+    if not odd:
+        odd = vars(Hyperparameters()).keys() ^ state["settings"].keys()
+    if odd:
+        log = path.with_name("log.txt")
+        found = log.exists() and re.search("^commit: (.+)$", log.read_text("utf-8", "replace"), re.M)
+        commit = f", of commit {found[1]}" if found else ""
+        raise UserError(f"{path}: of another version of the script{commit}; differing are "
+                        f"{', '.join(sorted(odd))}; resume it with that version")
 
 
 def find_checkpoint(resume: str, run_id: str):
@@ -1502,7 +1562,7 @@ def find_checkpoint(resume: str, run_id: str):
         if run_id and Path(resume).resolve().parent != folder.resolve():
             raise UserError(f"--resume {resume}: not of --run_id {run_id}; leave --run_id out")
         return resume, state
-    return "", NEW_RUN
+    return "", NEW_RUN | dict(checksum="")
 
 
 # ---- The machine ------------------------------------------------------------
@@ -1566,8 +1626,9 @@ class Ranks:
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if "WORLD_SIZE" not in os.environ and os.environ.get(name, "") not in ("", "1"):
                 raise UserError(f"{name}: each task would train alone; let one start torchrun")
-        if self.rank >= self.world_size:
-            raise UserError(f"RANK {self.rank} of WORLD_SIZE {self.world_size}: unset both")
+        if not 0 <= self.rank < self.world_size or local_rank < 0:
+            raise UserError(f"RANK {self.rank}, LOCAL_RANK {local_rank}: with WORLD_SIZE "
+                            f"{self.world_size} there is none such; unset all three")
         gpus = torch.cuda.device_count() if cfg.device != "cpu" else 0
         if local_rank >= gpus and (gpus or cfg.device == "cuda"):
             raise OSError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
@@ -1596,10 +1657,22 @@ class Ranks:
 
     def all_gather(self, x):
         """(N,) of every rank, as (ranks, N)."""
-        rows = x.repeat(self.world_size, 1)
+        of_ranks = x.repeat(self.world_size, 1)
         if self.world_size > 1:
-            dist.all_gather_into_tensor(rows.view(-1), x)
-        return rows
+            dist.all_gather_into_tensor(of_ranks.view(-1), x)
+        return of_ranks
+
+    def agree(self, facts: dict):
+        """Raise UserError where a fact, text by name, is not the same on all ranks."""
+        if self.world_size == 1:
+            return
+        of_ranks = [None] * self.world_size
+        dist.all_gather_object(of_ranks, facts)
+        for rank, others in enumerate(of_ranks):
+            for name, value in of_ranks[0].items():
+                if others[name] != value:
+                    raise UserError(f"ranks differ in {name}: rank 0 has {value or 'none'}, rank "
+                                    f"{rank} has {others[name] or 'none'}; give all the same")
 
 
 class Log:
@@ -1630,21 +1703,38 @@ class Log:
             raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
         except OSError as error:  # as on some network file systems
             print(f"{self.path}: no lock ({error}); start no other run there", file=sys.stderr)
-        if not cfg.resume:
-            written = self.path.read_bytes()
-            source = SCRIPT.read_bytes()
-            # A run of this script that was killed before it saved may be begun anew. Of a full disk
-            # its log may have but a part of the source.
-            is_mine = source.startswith(written[: len(source)])
-            is_unsaved = is_mine and b"\n---\n" not in written
-            if written and not (may_exist and is_unsaved):
+        written = self.path.read_bytes()
+        if written and not cfg.resume:
+            if not may_exist or b"\n---\n" in written:  # of a run that has ended
                 remedy = "name another --run_id"
                 if any(self.folder.glob("step-*.pt")):
                     remedy += ", or go on with its run by --resume auto"
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
+            # --resume auto, of a run that ended before it saved: it begins anew, the log is kept.
+            kept = self.path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
+            kept.write_bytes(written)
             self.file.truncate(0)
-        if not self.path.stat().st_size:
             self(header, console=False)
+            self(f"nothing was saved, so the run begins anew; its log is now {kept}")
+        elif not written:
+            self(header, console=False)
+        elif not written.endswith(b"\n"):  # as of a full disk
+            self("", console=False)
+
+    def close(self):
+        if self.file:
+            self.file.close()
+            self.file = None
+
+    def leave_later(self, step):
+        """Rename checkpoints of later steps: the run that goes on is another branch."""
+        if not self.enabled:
+            return
+        for path in sorted(self.folder.glob("step-*.pt")):  # names sort by step
+            if path.name > checkpoint_name(step):
+                left = path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-{path.name}")
+                path.rename(left)
+                self(f"{path.name} is later than step {step}: it is now {left}")
 
     def __call__(self, text, more="", console=True):
         """Write the text to the log; print it to the console, with more. Raises UserError."""
@@ -1674,7 +1764,8 @@ def build(cfg, ranks):
     model = GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(cfg.seed))
     if cfg.init and not cfg.resume:
-        load_state(model, [], load_checkpoint(Path(cfg.init)), cfg.init)
+        state = load_checkpoint(Path(cfg.init), weights_only=True)
+        load_state(model, [], state, cfg.init)
     model.to(ranks.device)
     prepare(model, cfg, ranks.device)
     return model, build_optimizers(model, cfg, ranks)
@@ -1703,13 +1794,19 @@ class Run:
         self.first_step = self.saved_step = state["step"]
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
         self.process_time_ms = state["process_time_ms"]  # of all threads; waiting does not count
-        self.tokens_before = planned_tokens(cfg)  # each step
+        # Tokens trained on before each step. A run that was made longer had another plan.
+        planned = planned_tokens(cfg)
+        earlier = state["tokens"] - planned[self.first_step]
+        self.tokens_before = [earlier + tokens for tokens in planned]
         # Data are checked before the model is built.
         self.val_tokens = read_val_tokens(cfg)
         self.loader = None  # evaluation needs no training data
         if self.first_step < self.last:
             self.loader = TokenLoader(cfg, ranks, Place(*state["loader"]), self.log)
-            check_data(cfg, self.loader, state["data"])
+            check_data(cfg, self.loader, state)
+        self.script = hashlib.sha256(SOURCE).hexdigest()
+        self.val_digest = hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16]
+        self.check_ranks(state)
         self.model, self.optimizers = build(cfg, ranks)
         self.open_log(may_exist)
         if self.loader:
@@ -1720,28 +1817,41 @@ class Run:
             load_state(self.model, self.optimizers, state, cfg.resume)
             other = "" if state["script"] == self.script else ", which another script wrote"
             self.log(f"resumed at step:{self.first_step} from {cfg.resume}{other}")
-        self.pending = []  # losses not read yet: step, rows of all ranks, CUDA event
-        self.told_at = None  # when a signal told this rank to stop
-        self.stopping = False  # whether any rank was told to
+            self.log.leave_later(self.first_step)
+        self.pending = []  # losses not read yet: step, those of all ranks, CUDA event
+        self.signalled_at = None  # when a signal told this rank to stop
+        self.stop = False  # whether any rank was told to
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
                 signal.signal(number, self.on_signal)
         self.start_clock()
 
+    def check_ranks(self, state):
+        """Raise UserError where ranks would train different runs together."""
+        facts = {"script": self.script[:16]}
+        for name, value in vars(self.settings).items():
+            if isinstance(value, int | float | str):
+                facts[f"--{name}"] = str(value)
+        facts["the checkpoint's step"] = str(state["step"])
+        facts["the checkpoint"] = state["checksum"]
+        facts["the training data"] = self.loader.digest if self.loader else ""
+        facts["the validation data"] = self.val_digest
+        facts["torch"] = torch.__version__
+        self.ranks.agree(facts)
+
     def open_log(self, may_exist):
         """Begin the log with the script, all settings and what machine it is."""
-        self.script = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
         self.facts = machine_facts(self.ranks.device) | dict(
             seed=self.cfg.seed,
             world_size=self.ranks.world_size,
             parameters=sum(optimizer.numel for optimizer in self.optimizers),
-            val_digest=hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16],
+            val_digest=self.val_digest,
         )
-        values = vars(self.settings) | self.facts | dict(planned_tokens=self.tokens_before[-1])
+        values = vars(self.settings) | self.facts | dict(planned_tokens=planned_tokens(self.cfg)[-1])
         values["train_digest"] = self.loader.digest if self.loader else ""
         rule = "=" * 100  # the end of the source
         lines = [f"{key}: {value}" for key, value in values.items()]
-        header = "\n".join([SCRIPT.read_text("utf-8"), rule, *lines, rule])
+        header = "\n".join([SOURCE.decode(), rule, *lines, rule])
         self.log.open(self.cfg, may_exist, header)
         self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
                  "head in {head_chunks} chunk(s), ".format(**values) + str(self.log.folder))
@@ -1749,69 +1859,92 @@ class Run:
     def on_signal(self, number, frame):
         """Stop all ranks after this step. A second signal ends the process."""
         now = time.perf_counter()
-        if self.told_at is None:
-            self.told_at = now
+        if self.signalled_at is None:
+            self.signalled_at = now
         # SLURM and systemd tell each process, and torchrun tells its own once more.
-        elif number == signal.SIGINT or now - self.told_at > 1:
+        elif number == signal.SIGINT or now - self.signalled_at > 1:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
     def warm_up(self):
-        """Run every kernel, then restore weights, optimizer state and the place in the data."""
-        if self.ranks.device.type == "cuda":
-            self.log("warming up; a GPU compiles for some 5 minutes the first time ...")
-        place = vars(self.loader).copy()
-        self.loader.log = lambda text: None
-        optimizers = [optimizer for optimizer in self.optimizers if optimizer.tensors()]
-        tensors = [x for optimizer in optimizers for x in optimizer.tensors()]
+        """Run every kernel, then restore weights, optimizer state and the place in the data.
+
+        The record's own loop runs, on some steps of each stage and on the last ones.
+        """
+        on_gpu = self.ranks.device.type == "cuda"
+        loader_before = vars(self.loader).copy()
+        model_before = vars(self.model).copy()
+        groups = [optimizer.group for optimizer in self.optimizers]
+        tensors = [x for optimizer in self.optimizers for x in optimizer.tensors()]
         before = [x.to("cpu", copy=True) for x in tensors]  # a GPU may have no room for a copy
+        for optimizer in self.optimizers:  # no row moves of a table that is too large for a copy
+            optimizer.group = replace(optimizer.group, lr=0.0)
+        self.loader.log = lambda text: None
+        self.loader.passes = 1
+
         stages = [schedule(step, self.cfg).stage for step in range(self.last)]
-        for stage in dict.fromkeys(stages):  # shapes differ between them
-            first = stages.index(stage)
-            for step in range(first, first + self.cfg.warmup_steps):
-                now = schedule(step, self.cfg)
-                accumulate_gradients(self.model, self.loader.next_step(now)[:1], now)
-                step_optimizers(optimizers, now, self.cfg.sequences_per_step)
-                for optimizer in self.optimizers:
-                    optimizer.clear()
-        # A validation sequence for each rank
-        tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
-        validate(self.model, tokens, schedule(self.last, self.cfg), self.cfg, self.ranks)
-        vars(self.loader).update(place)
+        firsts = [stages.index(stage) for stage in dict.fromkeys(stages[self.first_step :])]
+        for index, first in enumerate(firsts):  # shapes differ between stages
+            if on_gpu:
+                self.log(f"warming up: stage {index + 1} of {len(firsts)}; the first start "
+                         "compiles for minutes")
+            WarmUp(self, first, first + self.cfg.warmup_steps).run()
+        if on_gpu:
+            self.log("warming up: the last steps and the validation")
+        WarmUp(self, max(0, self.last - self.cfg.warmup_steps), self.last).run()
+
+        vars(self.loader).update(loader_before)
+        vars(self.model).update(model_before)
+        for optimizer, group in zip(self.optimizers, groups):
+            optimizer.group = group
+            optimizer.clear()
         for tensor, value in zip(tensors, before):
             tensor.copy_(value)  # in place, since kernels and views keep their addresses
         # No search among all that the compiler has left, which takes a second, in the steps.
         gc.collect()
         gc.freeze()
 
-    def pause(self, step, complete) -> bool:
+    def validate_and_save(self, step, can_save) -> bool:
         """Validate and save before a step, where that is due. Returns whether the run ends here.
 
-        complete: no gradients are waiting for the next step, so nothing is lost by a save.
+        can_save: no gradients are waiting for the next step, so nothing is lost by a save.
         """
         every = self.cfg.save_every
         is_last = step == self.last
-        stops = self.stopping and not is_last
+        stops = self.stop and not is_last
         validates = is_last or (self.cfg.val_every and step % self.cfg.val_every == 0)
         # Whether a multiple of save_every lies between, as not every step can be saved
         passed = every and step // every > self.saved_step // every
-        saves = every and step > self.saved_step and (is_last or complete and (passed or stops))
+        self.unsaved = None  # step and place in the data, where there is something to save
+        if every and step > self.saved_step and (can_save or is_last):
+            self.unsaved = step, self.loader.place
+        saves = self.unsaved and (is_last or passed or stops)
         self.stopped = stops and (saves or not every)
         if validates or saves or self.stopped:
-            if self.ranks.device.type == "cuda":
-                torch.cuda.synchronize()  # the GPU finishes what it was given
-            self.log_step(step, wait=True)
-            # The clock stands until it is started again.
-            self.train_time_ms = self.elapsed_ms()
-            self.process_time_ms += 1000 * (time.process_time() - self.process_started)
+            self.stop_clock(step)
             if saves:  # first, as a validation takes long enough to be stopped
-                self.save_checkpoint(step)
+                self.save_checkpoint()
             if validates:
                 now = schedule(step, self.cfg)
                 self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
                 self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
             self.start_clock()
         return is_last or self.stopped
+
+    def save_unsaved(self):
+        """Save what was trained on, where the run can go no further."""
+        if self.unsaved:
+            self.stop_clock(self.unsaved[0])
+            self.save_checkpoint()
+
+    def stop_clock(self, step):
+        """Log the steps before this one, and count the time up to now."""
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize()  # the GPU finishes what it was given
+        self.log_step(step, wait=True)
+        # The clock stands until it is started again.
+        self.train_time_ms = self.elapsed_ms()
+        self.process_time_ms += 1000 * (time.process_time() - self.process_started)
 
     def start_clock(self):
         self.started = time.perf_counter()
@@ -1821,25 +1954,25 @@ class Run:
         """Time spent on training: what was counted before, and since the clock started."""
         return self.train_time_ms + 1000 * (time.perf_counter() - self.started)
 
-    def check(self, step, losses):
+    def exchange_losses(self, step, losses):
         """Exchange a step's losses, and whether a signal came. `log_step` reads them."""
-        told = torch.full_like(losses[:1], self.told_at is not None)
-        rows = self.ranks.all_gather(torch.cat([losses, told]).float())
-        rows = rows.to("cpu", non_blocking=True)
+        stop = torch.full_like(losses[:1], self.signalled_at is not None)
+        of_ranks = self.ranks.all_gather(torch.cat([losses, stop]).float())
+        of_ranks = of_ranks.to("cpu", non_blocking=True)
         # Recorded after the copy above
         event = torch.cuda.current_stream().record_event() if losses.is_cuda else None
-        self.pending.append((step + 1, rows, event))
+        self.pending.append((step + 1, of_ranks, event))
 
     def log_step(self, step, wait=False):
         """Log a step; on CUDA the one before it, so that the host need not wait for the GPU."""
         if self.ranks.device.type == "cuda" and not wait:
             step -= 1
         while self.pending and self.pending[0][0] <= step:
-            done, rows, event = self.pending.pop(0)
+            done, of_ranks, event = self.pending.pop(0)
             if event:
                 event.synchronize()
-            *losses, told = rows.mean(0).tolist()  # all ranks have as many tokens
-            self.stopping = told > 0
+            *losses, stop = of_ranks.mean(0).tolist()  # all ranks have as many tokens
+            self.stop = stop > 0
             # What is minimised and, where a record has it, the next token's
             names = dict(zip(("train_loss", "next_token_loss"), losses))
             self.log_losses(done, self.elapsed_ms(), **names)
@@ -1859,23 +1992,26 @@ class Run:
         is_tenth = step * 10 % self.last < 10
         self.log(text, left, console=is_tenth or "val_loss" in losses)
 
-    def save_checkpoint(self, step):
+    def save_checkpoint(self):
         """Save all that a resumed run needs: on a CPU it is equal to the bit. Raises UserError."""
+        step, place = self.unsaved
         self.saved_step = step
+        self.unsaved = None
         state = dict(
             step=step,
             settings=asdict(self.settings),
             script=self.script,
-            data=self.loader.digest,
-            loader=tuple(self.loader.place),
+            data=self.loader.digest_before(place),
+            loader=tuple(place),
+            tokens=self.tokens_before[step],
             threads=torch.get_num_threads(),
             train_time_ms=self.train_time_ms,
             process_time_ms=self.process_time_ms,
             model=self.model.state_dict(),
             optimizers={each.name: each.full_state() for each in self.optimizers},
         )
-        if self.ranks.rank == 0:  # leading zeros let names sort by step
-            write_checkpoint(self.log.folder / f"step-{step:06d}.pt", state)
+        if self.ranks.rank == 0:
+            write_checkpoint(self.log.folder / checkpoint_name(step), state)
 
     def finish(self):
         """Log the results."""
@@ -1890,9 +2026,35 @@ class Run:
             tokens=self.tokens_before[self.first_step] + given,
             peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0
             **self.facts)
-        self.log("---")  # programs read what follows
+        self.log("---", console=False)  # programs read what follows
         for key, value in results.items():
-            self.log(f"{key}: {value}")
+            self.log(f"{key}: {value}", console=False)
+
+
+class WarmUp(Run):
+    """Some steps of a run before it begins: `train` takes it in the run's place. Nothing stays."""
+
+    def __init__(self, run, first_step, end):
+        vars(self).update(vars(run))
+        self.first_step = first_step
+        self.end = end
+        self.pending = []
+        self.signalled_at = None
+        self.log = lambda text: None
+        # A validation sequence for each rank
+        self.val_tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
+
+    def run(self):
+        train(self, self.cfg)
+
+    def validate_and_save(self, step, can_save):
+        if step == self.last:
+            now = schedule(step, self.cfg)
+            validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
+        return step >= self.end
+
+    def log_step(self, step):
+        self.pending.clear()
 
 
 # ---- Command line -----------------------------------------------------------
@@ -1923,7 +2085,7 @@ def parse_flags(argv) -> dict:
     )
     parser.error = error  # one line, as all errors
     # The comments of the table: `name: type = default  # meaning`
-    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SCRIPT.read_text("utf-8"), re.M))
+    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SOURCE.decode(), re.M))
     for name, default in vars(Hyperparameters()).items():
         kind = type(default)
         if kind in (int, float, bool, str):  # tables are edited in the file
@@ -1996,7 +2158,11 @@ def run_script(argv) -> int:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
         run = Run(cfg, ranks, state, may_exist=bool(given.get("resume")))
-        train(run, run.cfg)
+        try:
+            train(run, run.cfg)
+        except DataEnd:
+            run.save_unsaved()
+            raise
         if not run.stopped:
             run.finish()
             return 0
@@ -2034,7 +2200,8 @@ def main(argv=None) -> int:
         if "DefaultCPUAllocator" in str(error):
             message = OUT_OF_MEMORY
         elif "gloo" in str(error):
-            message = f"another rank has ended, and says why ({error})"
+            message = (f"another rank has ended, and says why unless it was killed ({error}); "
+                       "--resume auto goes on from what was saved")
         else:
             raise
     finally:

@@ -297,7 +297,7 @@ class TinyRun:
         with mock.patch.object(self.script, "validate", noted):
             self.script.train(self, self.cfg)
 
-    def pause(self, step, complete):
+    def validate_and_save(self, step, can_save):
         self.step = step
         is_last = step == self.cfg.num_iterations
         if is_last or step == VALIDATED:
@@ -316,7 +316,7 @@ class TinyRun:
         parts = zip(*(np.split(array, passes) for array in rows))
         return [self.script.to_batch(type(rows)(*part), self.ranks.device) for part in parts]
 
-    def check(self, step, losses):
+    def exchange_losses(self, step, losses):
         self.losses.append(losses.tolist())
 
     def log_step(self, step):

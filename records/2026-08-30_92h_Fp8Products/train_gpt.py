@@ -2265,7 +2265,9 @@ from torch.utils import collect_env
 STOP_SIGNALS = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU,
 )
-OUT_OF_MEMORY = "out of memory; raise --head_chunks, or --shorten (2, 4 or 8)"
+OUT_OF_MEMORY = (
+    "out of memory; raise --head_chunks or --shorten, or lower --sequences_per_forward"
+)
 
 
 class UserError(Exception):
@@ -2377,7 +2379,7 @@ class TokenLoader:
             shard = self.place.shard + 1  # after the last one the first again
             if shard % len(self.files) == 0 and not self.cfg.repeat_data:
                 raise DataEnd(f"--train_files {self.cfg.train_files}: the data end before the run; "
-                              f"--repeat_data true, or {more_shards(self.cfg, self.sizes)}")
+                              + more_data(self.cfg, self.sizes))
             self.begin_shard(self.place._replace(shard=shard, position=0))
             if shard % len(self.files) == 0:
                 self.log(f"the training data begin again: {self.cfg.train_files}")
@@ -2398,12 +2400,13 @@ def planned_tokens(cfg) -> list[int]:
     return tokens
 
 
-def more_shards(cfg, sizes) -> str:
-    """The command that fetches FineWeb for a run that these sizes are too few for."""
-    planned = planned_tokens(cfg)[-1]
+def more_data(cfg, sizes) -> str:
+    """What helps where shards of these sizes are too few."""
+    if cfg.preset != "record":
+        return "--repeat_data true, or fewer --num_iterations"
     # Where documents are cut and packed, a run reads more than it trains on.
-    shards = max(len(sizes) + 1, -(-planned // 10**8))
-    return f"fetch more: python data/fineweb.py {shards}"
+    shards = max(len(sizes) + 1, planned_tokens(cfg)[-1] // 10**8 + 1)
+    return f"--repeat_data true, or fetch more: python data/fineweb.py {shards}"
 
 
 def check_data(cfg, loader, state):
@@ -2417,7 +2420,7 @@ def check_data(cfg, loader, state):
     planned, found = planned_tokens(cfg)[-1], sum(loader.sizes)
     if planned > found and not cfg.repeat_data:
         raise UserError(f"{files}: the run trains on {planned} tokens, and these are {found}; "
-                        f"--repeat_data true, or {more_shards(cfg, loader.sizes)}")
+                        + more_data(cfg, loader.sizes))
 
 
 # ---- Validation -------------------------------------------------------------
@@ -2553,7 +2556,8 @@ def check_version(path: Path, state: dict):
         odd = vars(Hyperparameters()).keys() ^ state["settings"].keys()
     if odd:
         log = path.with_name("log.txt")
-        found = log.exists() and re.search("^commit: (.+)$", log.read_text("utf-8", "replace"), re.M)
+        text = log.read_text("utf-8", "replace") if log.exists() else ""
+        found = re.search("^commit: (.+)$", text, re.M)
         commit = f", of commit {found[1]}" if found else ""
         raise UserError(f"{path}: of another version of the script{commit}; differing are "
                         f"{', '.join(sorted(odd))}; resume it with that version")
@@ -2577,7 +2581,7 @@ def find_checkpoint(resume: str, run_id: str):
         if run_id and Path(resume).resolve().parent != folder.resolve():
             raise UserError(f"--resume {resume}: not of --run_id {run_id}; leave --run_id out")
         return resume, state
-    return "", NEW_RUN | dict(checksum="")
+    return "", NEW_RUN
 
 
 # ---- The machine ------------------------------------------------------------
@@ -2848,7 +2852,7 @@ class Run:
             if isinstance(value, int | float | str):
                 facts[f"--{name}"] = str(value)
         facts["the checkpoint's step"] = str(state["step"])
-        facts["the checkpoint"] = state["checksum"]
+        facts["the checkpoint"] = state.get("checksum", "")
         facts["the training data"] = self.loader.digest if self.loader else ""
         facts["the validation data"] = self.val_digest
         facts["torch"] = torch.__version__
@@ -2862,7 +2866,8 @@ class Run:
             parameters=sum(optimizer.numel for optimizer in self.optimizers),
             val_digest=self.val_digest,
         )
-        values = vars(self.settings) | self.facts | dict(planned_tokens=planned_tokens(self.cfg)[-1])
+        values = vars(self.settings) | self.facts
+        values["planned_tokens"] = planned_tokens(self.cfg)[-1]
         values["train_digest"] = self.loader.digest if self.loader else ""
         rule = "=" * 100  # the end of the source
         lines = [f"{key}: {value}" for key, value in values.items()]

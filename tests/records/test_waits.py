@@ -88,11 +88,11 @@ class MetaRun(golden.TinyRun):
         part = [x if x is None else x[:share] for x in rows]
         return [self.script.to_batch(self.script.Rows(*part), META)]
 
-    def pause(self, step, complete):
+    def validate_and_save(self, step, can_save):
         self.stages.add(self.script.schedule(step, self.cfg).stage)
         return step == STEPS
 
-    def check(self, step, losses):
+    def exchange_losses(self, step, losses):
         """What the harness does with the losses reads them a step later."""
 
 

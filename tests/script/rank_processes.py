@@ -121,10 +121,11 @@ def run_rank(rank, nproc, store, cwd, argv, fault):
 
 def at_each_step(action):
     """Call `action(step, losses)` once a step's gradients are there, before its update."""
-    check = train_gpt.Run.check
+    exchange = train_gpt.Run.exchange_losses
 
-    def check_after_action(run, step, losses):
-        action(step, losses)
-        return check(run, step, losses)
+    def exchange_after_action(run, step, losses):
+        if not isinstance(run, train_gpt.WarmUp):
+            action(step, losses)
+        return exchange(run, step, losses)
 
-    train_gpt.Run.check = check_after_action
+    train_gpt.Run.exchange_losses = exchange_after_action

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,9 @@ def assert_skipped(capsys):
     """`auto` names the newest one, skips it and takes the one before; its path is an error."""
     path, state = find_checkpoint("auto", "x")
     assert path == str(OLDER) and state["step"] == 4
-    said = f"skipped {NEWEST}: no whole checkpoint of this script ("
-    assert capsys.readouterr().err.startswith(said)
-    with pytest.raises(UserError, match="step-000006.pt: no whole checkpoint"):
+    said = f"skipped {NEWEST}: (no whole checkpoint|of another version of the script)"
+    assert re.match(said, capsys.readouterr().err)
+    with pytest.raises(UserError, match="step-000006.pt: (no whole|of another version)"):
         load_checkpoint(NEWEST)
 
 
@@ -124,9 +125,7 @@ def test_a_run_that_another_script_resumes_says_so(run, tmp_path, monkeypatch):
     assert f"\nresumed at step:4 from {OLDER}\n" in whole.log
     line = one_error(run(["--resume", str(OLDER), "--run_id", "y"]))
     assert f"--resume {OLDER}: not of --run_id y; leave --run_id out" in line
-    other = tmp_path / "train_gpt.py"
-    other.write_text(train_gpt.SCRIPT.read_text() + "# changed\n")
-    monkeypatch.setattr(train_gpt, "SCRIPT", other)
+    monkeypatch.setattr(train_gpt, "SOURCE", train_gpt.SOURCE + b"# changed\n")
     mixed = run(["--resume", str(OLDER), "--run_id", "x"])
     assert f"\nresumed at step:4 from {OLDER}, which another script wrote\n" in mixed.log
 

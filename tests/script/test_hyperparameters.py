@@ -30,7 +30,7 @@ BAD = {  # flags, and the words that the line has
     "--shorten 3": "--shorten must be 1, 2, 4 or 8; here it is 3",
     "--shorten 2": "--shorten must leave multiples of 128; here it is 2",
     "--model_dim 100": "--model_dim must be a multiple of head_dim; here it is 100",
-    "--resume auto": "auto: no whole checkpoint of this script (FileNotFoundError: ",
+    "--resume auto": "auto: no whole checkpoint (FileNotFoundError: ",
     "--run_id ..": "--run_id must be of letters, digits, _ . + -, and not begin with .",
     "--preset small": "--preset must be record or pocket; here it is small",
     "--device gpu": "--device must be auto, cuda or cpu; here it is gpu",

@@ -22,7 +22,7 @@ VOCAB = 257
 EOT = VOCAB - 1
 TINY = dataclasses.replace(
     Hyperparameters(), vocab_size=VOCAB, eot_token=EOT, sequences_per_step=8,
-    sequences_per_forward=2, max_document_tokens=0)
+    sequences_per_forward=2, max_document_tokens=0, repeat_data=True)
 
 
 def make_loaders(train_files, world_size=1, place=(), **changes):

@@ -239,7 +239,7 @@ def test_a_rank_told_to_stop_because_another_died_does_not_hang(start):
 def test_each_rank_says_its_own_error_and_one_what_all_would_say(start):
     run = start(2, partial(at_step, 5, 1, out_of_memory))
     assert run.wait() == [2, 2]
-    assert run.err(1).startswith("train_gpt.py: error: rank 1: out of memory; shorten the")
+    assert run.err(1).startswith("train_gpt.py: error: rank 1: out of memory; raise --head")
     assert "rank 0: another rank has ended" in run.err(0) and run.err(0).count("\n") == 1
     run = start(2, partial(at_step, 5, 1, minus_infinity), save_every=2)
     assert run.wait() == [2, 2]

@@ -93,16 +93,16 @@ def test_on_cuda_a_step_is_logged_one_step_late_under_its_own_number(monkeypatch
     run, lines = object.__new__(train_gpt.Run), []
     run.ranks = SimpleNamespace(device=torch.device("cuda"), all_gather=lambda x: x[None])
     run.cfg, run.model, run.val_tokens = tiny(num_iterations=3), None, None
-    run.told_at, run.pending, run.stopping, run.last, run.saved_step = None, [], False, 3, 0
+    run.signalled_at, run.pending, run.stop, run.last, run.saved_step = None, [], False, 3, 0
     run.train_time_ms, run.started = 1000.0, 0.0
     run.process_time_ms, run.process_started = 0.0, 0.0
     run.log_losses = lambda step, ms, **losses: lines.append((step, ms, *losses.values()))
     for step in range(3):
-        run.check(step, torch.tensor([10.0 + step]))
+        run.exchange_losses(step, torch.tensor([10.0 + step]))
         monkeypatch.setattr(train_gpt.time, "perf_counter", lambda step=step: step + 1.0)
         run.log_step(step + 1)
     assert lines == [(1, 3000, 10), (2, 4000, 11)]
-    assert run.pause(3, complete=True)
+    assert run.validate_and_save(3, can_save=True)
     assert lines[2:] == [(3, 4000, 12), (3, 4000, 9)]
 
 
@@ -151,7 +151,7 @@ def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     same = {name: facts[name] for name in ("parameters", "world_size", "torch", "seed", "threads")}
     same |= dict(steps=str(STEPS), tokens=str(TOKENS))
     assert same.items() <= values.items()
-    assert "\ntarget loss 0.1: not reached\n---\n" in result.out
+    assert "\ntarget loss 0.1: not reached\n" in result.out
 
 
 def test_a_finished_run_is_evaluated_without_training_data(run, tmp_path, tiny_shards):

@@ -105,14 +105,8 @@ def waits_of(record, folder):
     golden.write_tables(folder)
     golden.shrink_blocks(script)
     cfg = golden.tiny(script, folder, layers=few_layers_of(script))
-    dense_mask = script.dense_mask
-
-    def mask_of_some_reach(docs, reach):  # a GPU has FlexAttention's, which asks for no number
-        return dense_mask(docs, 16)
-
     run = MetaRun(script, cfg)
-    stand_ins = dict(
-        dist=Collectives(), dense_mask=mask_of_some_reach, ThreadPoolExecutor=AtOnce)
+    stand_ins = dict(dist=Collectives(), ThreadPoolExecutor=AtOnce)
     with mock.patch.multiple(script, **stand_ins), Waits() as waits:
         script.train(run, cfg)
     assert len(run.stages) > 1
@@ -156,7 +150,7 @@ def test_a_step_may_skip_several_shards(tmp_path, pocket_data):
         tokens[tokens < 256] %= 64  # no more than a sequence has classes
         write_shard(tmp_path / f"train_{index}.bin", tokens)
     flags = """--preset pocket --device cpu --num_iterations 12 --extension_steps 1 --warmup_steps 0
-        --val_tokens 256 --val_seq_len 256 --train_files train_*.bin""".split()
+        --val_tokens 256 --val_seq_len 256 --repeat_data true --train_files train_*.bin""".split()
     flags.append(f"--val_files={pocket_data}/pocket_val_*.bin")
     script = [sys.executable, RECORDS[-1] / "train_gpt.py"]
     done = subprocess.run(

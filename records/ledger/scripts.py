@@ -103,8 +103,8 @@ def git(folder: Path, *words) -> str | None:
 
 
 @functools.cache
-def harnesses_of(script: Path) -> frozenset | None:
-    """All that a script's harness has been in git's history; None where that is not whole.
+def versions_of(script: Path) -> tuple | None:
+    """All that a script has been, newest first, by git's history; None where that is not whole.
 
     Of a merge the branch that was merged does not count: there a cheat may come and go.
     """
@@ -115,7 +115,22 @@ def harnesses_of(script: Path) -> frozenset | None:
     if commits is None:  # there are none
         return None
     sources = [git(folder, "show", f"{commit}:./{script.name}") for commit in commits.split()]
-    return frozenset(below(source) for source in sources if source) - {""}
+    return tuple(source for source in sources if source)
+
+
+@functools.cache
+def harnesses_of(script: Path) -> frozenset | None:
+    """All that a script's harness has been in git's history; None where that is not whole."""
+    versions = versions_of(script)
+    if versions is None:
+        return None
+    return frozenset(below(source) for source in versions) - {""}
+
+
+def was_version(source: str, script: Path) -> bool:
+    """Whether a script was once this source, above the banner. True where history is missing."""
+    versions = versions_of(script)
+    return versions is None or any(is_same(source, version) for version in versions)
 
 
 # ---- What changed ----

@@ -12,7 +12,9 @@ from pathlib import Path
 from ledger import pages
 from ledger.logs import SETTING, LedgerError, Log, read_run, read_text
 from ledger.records import CLAIM, CORPUS_TORCH, FLOOR, FOLDER_NAME, RULES, Record, find_records
-from ledger.scripts import above, below, git, harnesses_of, imports_of, is_same, settings_of
+from ledger.scripts import (
+    above, below, git, harnesses_of, imports_of, is_same, settings_of, was_version,
+)
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
 # the script finds out itself.
@@ -57,11 +59,14 @@ def folder_faults(record: Record, root: Path, seen: dict):
 
 
 def source_faults(log: Log, record: Record, root: Path):
-    """Faults of the script that wrote a log: every line of it ran."""
+    """Faults of the script that wrote a log: every line of it ran.
+
+    It may be an earlier version of the record's. Golden numbers hold all versions equal.
+    """
     if log.source is None:
         yield "has no source"
-    elif not is_same(log.source, record.script):
-        yield "was not written by this train_gpt.py: it differs above the banner"
+    elif not (is_same(log.source, record.script) or was_version(log.source, record.path)):
+        yield "was not written by this train_gpt.py, nor by an earlier version of it"
     elif below(log.source) != below(read_text(root)):
         known = harnesses_of(root)
         if known is not None and below(log.source) not in known:

@@ -103,8 +103,8 @@ def git(folder: Path, *words) -> str | None:
 
 
 @functools.cache
-def versions_of(script: Path) -> tuple | None:
-    """All that a script has been, newest first, by git's history; None where that is not whole.
+def commits_of(script: Path) -> list | None:
+    """The commits that changed a script, newest first; None where git's history is not whole.
 
     Of a merge the branch that was merged does not count: there a cheat may come and go.
     """
@@ -112,25 +112,30 @@ def versions_of(script: Path) -> tuple | None:
     if git(folder, "rev-parse", "--is-shallow-repository") != "false\n":
         return None
     commits = git(folder, "log", "--first-parent", "--format=%H", "--", script.name)
-    if commits is None:  # there are none
-        return None
-    sources = [git(folder, "show", f"{commit}:./{script.name}") for commit in commits.split()]
-    return tuple(source for source in sources if source)
+    return None if commits is None else commits.split()
+
+
+@functools.cache
+def version_of(script: Path, commit: str) -> str:
+    """What a script was at a commit; empty where it was not there."""
+    return git(script.parent, "show", f"{commit}:./{script.name}") or ""
 
 
 @functools.cache
 def harnesses_of(script: Path) -> frozenset | None:
     """All that a script's harness has been in git's history; None where that is not whole."""
-    versions = versions_of(script)
-    if versions is None:
+    commits = commits_of(script)
+    if commits is None:
         return None
-    return frozenset(below(source) for source in versions) - {""}
+    return frozenset(below(version_of(script, commit)) for commit in commits) - {""}
 
 
 def was_version(source: str, script: Path) -> bool:
     """Whether a script was once this source, above the banner. True where history is missing."""
-    versions = versions_of(script)
-    return versions is None or any(is_same(source, version) for version in versions)
+    commits = commits_of(script)
+    if commits is None:
+        return True
+    return any(is_same(source, version_of(script, commit)) for commit in commits)
 
 
 # ---- What changed ----

@@ -13,7 +13,14 @@ from ledger import pages
 from ledger.logs import SETTING, LedgerError, Log, read_run, read_text
 from ledger.records import CLAIM, CORPUS_TORCH, FLOOR, FOLDER_NAME, RULES, Record, find_records
 from ledger.scripts import (
-    above, below, git, harnesses_of, imports_of, is_same, settings_of, was_version,
+    above,
+    below,
+    git,
+    harnesses_of,
+    imports_of,
+    is_same,
+    settings_of,
+    was_version,
 )
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
@@ -135,7 +142,7 @@ def logs_faults(record: Record, root: Path, seen: dict):
 def notes_on(known: list, root: Path):
     """What is not wrong, but what a reader of the diff and of the tables should know."""
     if harnesses_of(root) is None:
-        yield "git's history is not here, to which new records and logs of old harnesses are held"
+        yield "git's history is not here, to which new records and logs of old versions are held"
         return
     words = ("ls-tree", "-r", "--name-only")
     old = git(root.parent, *words, "origin/main") or git(root.parent, *words, "HEAD^") or ""

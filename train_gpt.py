@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-12-22_MultiTokenPrediction
-Parent: 2025-12-21_SmoothedScalars. Change: up to three tokens ahead are predicted; the head
-and the embedding part after two thirds.
+Parent: 2025-12-21_SmoothedScalars. Change: predicts up to three tokens ahead; embedding
+and head are untied after two thirds.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

@@ -6,7 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2024-10-10_Muon
-Parent: 2024-06-06_AdamW. Change: Muon trains the matrices of the layers, without warm-up and decay.
+Parent: 2024-06-06_AdamW. Change: Muon for the hidden matrices, Adam for embedding and head;
+no warm-up, no decay.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2024-10-14_ModernArch
-Parent: 2024-10-10_Muon. Change: ReLU², QK-norm, wide heads, output projections that begin at zero,
-a padded vocabulary.
+Parent: 2024-10-10_Muon. Change: ReLU², QK-norm, wide heads, zero-initialised output
+projections, a padded vocabulary.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

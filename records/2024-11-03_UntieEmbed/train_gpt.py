@@ -7,7 +7,7 @@
 
 Record: 2024-11-03_UntieEmbed
 Parent: 2024-10-14_ModernArch. Change: embedding and head are untied, each with rates of its own;
-the embedding is normed, the head begins at zero.
+the embedding is normed, the head zero-initialised.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

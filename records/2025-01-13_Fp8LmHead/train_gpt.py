@@ -6,7 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-01-13_Fp8LmHead
-Parent: 2025-01-04_SoftCap. Change: the head's products in FP8, logits softcapped by a sigmoid,
+Parent: 2025-01-04_SoftCap. Change: the head's matmuls in FP8, logits softcapped by a sigmoid,
 rates that fall to a tenth, smaller initial weights.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness

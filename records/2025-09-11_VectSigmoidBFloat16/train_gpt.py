@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-09-11_VectSigmoidBFloat16
-Parent: 2025-09-10_Yarn. Change: the factor of each skip is a sigmoid,
-small at first; small maps are bf16 on a GPU.
+Parent: 2025-09-10_Yarn. Change: the weight of each skip is a sigmoid,
+initialised small; small maps are bf16 on a GPU.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

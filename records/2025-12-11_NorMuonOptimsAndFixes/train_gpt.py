@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-12-11_NorMuonOptimsAndFixes
-Parent: 2025-11-29_BatchSizeSchedule. Change: lambdas are factors of the weights of
-attention; NorMuon normalises by row, and has other factors of its rates.
+Parent: 2025-11-29_BatchSizeSchedule. Change: lambdas multiply the weights of attention;
+NorMuon normalises by row, and its rates have new factors.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

@@ -7,7 +7,7 @@
 
 Record: 2025-12-14_PartialKeyOffset
 Parent: 2025-12-11_NorMuonOptimsAndFixes. Change: half of each key is that of the token before,
-in layers with long windows; value embeddings begin at zero.
+in layers with long windows; value embeddings are zero-initialised.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

@@ -6,7 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-12-19_RetieLMHead
-Parent: 2025-12-18_CautiousWDAdam. Change: the head is also the embedding.
+Parent: 2025-12-18_CautiousWDAdam. Change: embedding and head are tied again.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

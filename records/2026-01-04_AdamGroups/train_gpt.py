@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-01-04_AdamGroups
-Parent: 2025-12-29_VeSkipGates. Change: each group has betas of its own, gates are Adam's too, and
-Adam keeps its state in fp32.
+Parent: 2025-12-29_VeSkipGates. Change: each group has its own betas; Adam trains the gates, too,
+and keeps its state in fp32.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

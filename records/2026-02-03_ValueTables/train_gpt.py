@@ -7,7 +7,7 @@
 
 Record: 2026-02-03_ValueTables
 Parent: 2026-01-19_BigramTable. Change: five value tables, no two layers share one; their gates see
-them; first values of tables and of attention; all schedules change with the stage.
+them; new initialisation of tables and attention; all schedules change with the stage.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

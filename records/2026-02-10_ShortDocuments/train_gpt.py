@@ -6,7 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-02-10_ShortDocuments
-Parent: 2026-02-03_ValueTables. Change: documents are shorter at first; rates fall to 0.15.
+Parent: 2026-02-03_ValueTables. Change: documents are shorter early; rates decay to 0.15.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

@@ -6,7 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-08-30_92c_AnvilMuon
-Parent: 2026-08-30_92b_DenseMix. Change: Muon steps by a fast and a slow mean of gradients.
+Parent: 2026-08-30_92b_DenseMix. Change: Muon steps by a fast and a slow average of gradients.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

@@ -6,7 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-08-30_92g1_Trigrams
-Parent: 2026-08-30_92f_SampledSoftmax. Change: the table has rows for threes of tokens, too.
+Parent: 2026-08-30_92f_SampledSoftmax. Change: the table has rows for trigrams, too.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-08-30_92g2_RowAdam
-Parent: 2026-08-30_92g1_Trigrams. Change: the n-gram table has an optimizer of its own, Adam
-without a first moment and with one second moment a row.
+Parent: 2026-08-30_92g1_Trigrams. Change: the n-gram table has its own optimizer, Adam
+without a first moment and with one second moment per row.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

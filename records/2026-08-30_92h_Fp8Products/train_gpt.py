@@ -6,7 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-08-30_92h_Fp8Products
-Parent: 2026-08-30_92g_NgramTable. Change: products of attention and MLPs are FP8, too.
+Parent: 2026-08-30_92g_NgramTable. Change: FP8 matmuls in attention and MLPs, too.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

@@ -138,7 +138,7 @@ def make_parser() -> Parser:
         verb.set_defaults(action=action)
         return verb.add_argument
 
-    flag = add(run_verb, "train scripts on this machine, in turns, and compare them")
+    flag = add(run_verb, "train scripts on this machine, interleaved, and compare them")
     flag("operands", nargs="+", metavar="A", help="record folder or script, also with flags: "
          "A:name=value,name=value; a folder of records stands for all of them")
     flag("--preset", default="pocket", choices=RULES, help="of every run (default: pocket)")

@@ -12,7 +12,8 @@ PULL = "https://github.com/KellerJordan/modded-nanogpt/pull/"
 # The public records that the front page keeps, beside what GPUs have run, our own and the newest
 MILESTONES = (2, 4, 5, 12, 14, 19, 29, 42, 53, 62, 81, 92)
 FRONT = ("Record", "Idea", "Public record (min)", "Here", "Changed lines")
-LADDER = (*FRONT[:3], "Its loss (n)", "Here", "Pocket", "Float64", "Changed lines")
+LADDER = (*FRONT[:3], "Published loss (runs)", "Here",
+          "Small model, CPU", "Largest difference (float64)", "Changed lines")
 RUNS = ("Record", "Machine", "Loss ± std (seeds)", "Below target", "Minutes", "From its parent")
 NO_GPU = "**No GPU has run one of our scripts yet.**"
 PUBLIC = ("Record", "Date", "Minutes", "Idea", "By", "Script here")
@@ -188,7 +189,7 @@ def blocks(folder: Path, records: list) -> dict:
     pocket = max(pockets, key=pockets.count, default=())  # in which most records were run
     machine = machine_words(pocket).removeprefix("Preset pocket on ") or "no machine yet"
     ladder = table(LADDER, ladder_rows(records, pocket))
-    legend = f"Pocket: on {machine}."
+    legend = f"Small model (the preset pocket): on {machine}."
     if ELSEWHERE in ladder:
         legend += f"{ELSEWHERE}: in another setting, which the record's page names."
     parts = [ladder, legend, runs_table(records, ("record",))]

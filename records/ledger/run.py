@@ -1,4 +1,4 @@
-"""Runs: scripts trained in turns, and a record's seeds run again, their models judged."""
+"""Runs: scripts trained interleaved, and a record's seeds run again, their models judged."""
 
 import contextlib
 import glob
@@ -79,7 +79,7 @@ def contestants_of(operands: list, preset: str) -> list:
     return found
 
 
-# ---- Training in turns ----
+# ---- Interleaved training ----
 def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str) -> Log:
     """Run a script in `folder`, in a process of its own; its log. Raises LedgerError."""
     source = read_text(script)

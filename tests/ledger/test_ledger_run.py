@@ -1,4 +1,4 @@
-"""Scripts are measured in turns; what is finished is kept; what fails is named."""
+"""Scripts are measured interleaved; what is finished is kept; what fails is named."""
 
 import os
 import re

@@ -339,7 +339,8 @@ def test_the_pages_tell_what_is_here_and_what_it_gave(records, capsys):
     result = r"pocket 1.5\S+ ± 0.\S+ \(10\), −0.1\S+ ×\S+ from its parent"
     assert re.fullmatch(result, cells[4])
     assert f"| [#5 First]({PARENT}) | the first | 15.20 | 3.2741 (1) |  | 1.60" in page
-    assert "Pocket: on Fake 1 (x86_64), 1 rank(s), 1 thread(s), torch 2.13.0+cpu." in page
+    machine = "Fake 1 (x86_64), 1 rank(s), 1 thread(s), torch 2.13.0+cpu"
+    assert f"Small model (the preset pocket): on {machine}." in page
     pulls = "https://github.com/KellerJordan/modded-nanogpt/pull/7"
     assert (f"| [#5]({pulls}) | 2024-10-14 | 15.20 | the first | @a | [#5 First]({PARENT}) |\n"
             f"| #6 | 2024-10-15 | 15.1 | a twin | @b | [#5 First]({PARENT}) |\n"

@@ -11,7 +11,7 @@ Any other flag goes to train_gpt.py or FILE. Numbers are medians, with (lowest-h
 `kernels --keep NAME` also keeps what it finds in tests/gpu/modelled.json, from which `tables` makes
 those of the page.
 
-`gpu` takes half an hour and needs no data (tests/gpu/half_hour.py). All that it finds is in one
+`gpu` takes up to an hour and needs no data (tests/gpu/half_hour.py). All that it finds is in one
 file under logs/.
 """
 
@@ -79,9 +79,6 @@ def time_steps(argv, my_turn, other_turn, times):
 
     try:
         script = load_script(Path(argv[0]))
-        if hasattr(script, "next_batches"):
-            raise DataError(f"turns: {argv[0]} plans a step while the one before runs, so its steps "
-                            "cannot take turns")
         train = script.train
         script.train = train_in_turns
         with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())):
@@ -97,6 +94,9 @@ def time_steps(argv, my_turn, other_turn, times):
 
 def turns(args, flags):
     """Time the steps of train_gpt.py and of FILE in turns, so that both meet the same machine."""
+    if "def next_batches(" in args.script.read_text():
+        raise train_gpt.UserError(f"--script {args.script}: it plans each step beside the one "
+                                  "before, so they cannot take turns; time whole runs")
     # Left to themselves, scripts that start side by side would find their cores taken.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     context = multiprocessing.get_context("spawn")
@@ -126,14 +126,14 @@ def turns(args, flags):
     say(f"a step of FILE takes {spread(ratios, 3)} times as long; {len(ratios)} seed(s)")
 
 
-# ---- gpu: half an hour of one ----
+# ---- gpu: an hour of one ----
 def gpu(args, flags):
     """Measure the record on this GPU. It is measured where its steps were, whatever else fails."""
     if not torch.cuda.is_available():
         raise train_gpt.UserError("torch finds no CUDA device; `kernels` models one")
     file = REPO / "logs" / time.strftime("gpu-%Y%m%d-%H%M%S.txt")
     file.parent.mkdir(exist_ok=True)
-    say(f"half an hour; all that is found is in {file}")
+    say(f"an hour at most; all that is found is in {file}")
     measured = half_hour.run_parts(file, flags)
     say(f"measured: {', '.join(measured) or 'nothing'}; please send {file}")
     if "steps" not in measured:
@@ -172,15 +172,17 @@ def kernels(args, flags):
 def modelled(found) -> dict:
     """What pages need of a trace: an H100's steps, all cards' runs, GiB at the peaks."""
     stages = []
-    for each in cost.price(found, cost.RATES["h100"], 8):
-        rounded = {name: round(ms, 2) for name, ms in each.groups.items()}
-        stages.append(vars(each) | dict(groups=rounded, pass_ms=each.pass_ms, step_ms=each.step_ms))
+    alone = cost.price(found, cost.RATES["h100"], 1)
+    for each, of_one in zip(cost.price(found, cost.RATES["h100"], 8), alone):
+        stages.append(vars(each) | dict(pass_ms=each.pass_ms, step_ms=each.step_ms,
+                                        passes_of_one=of_one.passes, update_of_one=of_one.update_ms))
     minutes = {f"1 {card}": cost.run_ms(found, rates, 1) / 60_000
                for card, rates in cost.RATES.items()}
     minutes["8 h100"] = cost.run_ms(found, cost.RATES["h100"], 8) / 60_000
     gib = {name: size / 2**30 for name, size in found.memory.items()}
     training = max(size for name, size in gib.items() if name.startswith("pass"))
     return dict(head_chunks=found.facts["head_chunks"], stages=stages, minutes=minutes,
+                kernels=cost.groups_by_name(found),
                 averages_ms=cost.averages_ms(found, cost.RATES["h100"], 8),
                 gib=dict(training=training, validation=gib["validation"], state=gib["state"]))
 

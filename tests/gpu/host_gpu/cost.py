@@ -53,10 +53,10 @@ FLOOR = 2e-6  # seconds of a kernel that has almost nothing to do: an estimate, 
 RATES["h200"] = dataclasses.replace(RATES["h100"], bandwidth=4.3e12)  # 0.9 of 4.8 TB/s
 
 GROUPS = (  # the first whose pattern is in the launch's name
-    ("the script's own operators, unseen within", r"^(?!aten\.|triton_)"),
     ("attention", r"^triton_tem"),
-    ("FP8 products", r"aten\._scaled_mm"),
-    ("bf16 products", r"aten\.(badd)?b?mm"),
+    ("FP8 products", r"aten(\.|::)_scaled_mm"),
+    ("bf16 products", r"aten(\.|::)(badd|add)?b?mm"),
+    ("wire", r"nccl"),
     ("attention", r"flex_attention"),  # sums that its backward pass begins with
 )
 
@@ -70,11 +70,26 @@ def is_logits(tensor: list, stage: dict) -> bool:
 
 def group_of(launch: dict, stage: dict) -> str:
     if not launch["flop"] and any(is_logits(x, stage) for x in launch["tensors"]):
-        return "softcap, cross-entropy, FP8 copies"
-    for group, pattern in GROUPS:
-        if re.search(pattern, launch["name"]):
-            return group
-    return "other"
+        return "loss"
+    if launch["kind"] == "triton" and any(dtype.startswith("float8")
+                                          for dtype, _ in launch["tensors"]):
+        return "FP8 copies"
+    return group_of_name(launch["name"])
+
+
+def group_of_name(name: str) -> str:
+    return next((group for group, pattern in GROUPS if re.search(pattern, name)), "other")
+
+
+def groups_by_name(trace: Trace) -> dict:
+    """Groups of the kernels whose names do not tell them, for a profile of a GPU."""
+    found = {}
+    for name, facts in trace.facts["stages"].items():
+        for launch in trace.launches:
+            group = group_of(launch, facts)
+            if launch["phase"] == f"pass of {name}" and group in ("loss", "FP8 copies"):
+                found[launch["name"]] = group
+    return found
 
 
 def flop_of_attention(launch: dict, model_dim: int, pairs: float) -> float:

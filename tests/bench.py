@@ -174,17 +174,19 @@ def modelled(found) -> dict:
     stages = []
     alone = cost.price(found, cost.RATES["h100"], 1)
     for each, of_one in zip(cost.price(found, cost.RATES["h100"], 8), alone):
-        stages.append(vars(each) | dict(pass_ms=each.pass_ms, step_ms=each.step_ms,
-                                        passes_of_one=of_one.passes, update_of_one=of_one.update_ms))
+        stages.append(vars(each) | dict(
+            pass_ms=each.pass_ms, step_ms=each.step_ms, passes_of_one=of_one.passes,
+            update_of_one=of_one.update_ms))
     minutes = {f"1 {card}": cost.run_ms(found, rates, 1) / 60_000
                for card, rates in cost.RATES.items()}
     minutes["8 h100"] = cost.run_ms(found, cost.RATES["h100"], 8) / 60_000
     gib = {name: size / 2**30 for name, size in found.memory.items()}
     training = max(size for name, size in gib.items() if name.startswith("pass"))
-    return dict(head_chunks=found.facts["head_chunks"], stages=stages, minutes=minutes,
-                kernels=cost.groups_by_name(found),
+    made = dict(head_chunks=found.facts["head_chunks"], stages=stages, minutes=minutes,
                 averages_ms=cost.averages_ms(found, cost.RATES["h100"], 8),
-                gib=dict(training=training, validation=gib["validation"], state=gib["state"]))
+                gib=dict(training=training, validation=gib["validation"], state=gib["state"]),
+                kernels=cost.groups_by_name(found))
+    return json.loads(json.dumps(made), parse_float=lambda digits: round(float(digits), 3))
 
 
 def tables(args, flags):

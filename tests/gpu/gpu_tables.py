@@ -1,4 +1,4 @@
-"""The tables of docs/gpus.md, from modelled.json. `python tests/bench.py tables --write` writes them.
+"""The tables of docs/gpus.md, from modelled.json: `python tests/bench.py tables --write`.
 
 A table stands between `<!-- bench: begin NAME -->` and `<!-- bench: end NAME -->`.
 """
@@ -16,8 +16,8 @@ PAGE = REPO / "docs" / "gpus.md"
 RECORDS = REPO / "records" / "README.md"
 KEPT = Path(__file__).with_name("modelled.json")
 
-# ms of a step, by stage: two public logs of #92, each of eight H100s
-PUBLISHED_STAGES = (17.0, 30.3, 45.0, 47.9, 46.6, 22.6)
+# ms of a step, by stage, on eight H100s: #53's log, and the mean of two logs of #92
+PUBLISHED_STAGES = {"53": (34.4, 62.4, 88.6), "92h": (17.0, 30.3, 45.0, 47.9, 46.6, 22.6)}
 PUBLISHED_MINUTES = {"53": 1.988, "62": 1.655, "88": 1.243, "92g": 0.665}
 NAMES = {"53": "#53 MultiTokenPrediction", "62": "#62 BigramTable", "88": "#88 PrefixTargets",
          "92a": "92a MlpsByLayer", "92b": "92b DenseMix", "92c": "92c AnvilMuon",
@@ -27,14 +27,16 @@ ABLATIONS = (  # seconds of a run by #92's author, and the scripts without and w
     ("sampled softmax", 8.80, "92e", "92f"), ("FP8 in MLP and attention", 5.02, "92g", "92h"),
     ("n-gram table", -1.19, "92f", "92g"), ("mix of ten sources", -0.51, "92a", "92b"),
     ("ANVIL's rule", -0.47, "92b", "92c"))
-CARDS = (  # GB, for example, of RATES; the kept numbers of a run of the root with the card's flags
-    (8, "RTX 4060", "rtx4060", "53-8"), (12, "RTX 4070", "rtx4070", "53-4"),
-    (16, "RTX 4060 Ti", "rtx4060ti", "53-2"), (24, "RTX 4090", "rtx4090", "53-chunks8"),
-    (40, "A100", "a100", "53-chunks8"), (80, "H100", "h100", "53"))
+CARDS = (  # GB, an example of the card, its name in RATES
+    (8, "RTX 4060", "rtx4060"), (12, "RTX 4070", "rtx4070"), (16, "RTX 4060 Ti", "rtx4060ti"),
+    (24, "RTX 4090", "rtx4090"), (40, "A100", "a100"), (80, "H100", "h100"))
 # Records whose memory differs much
-PLANNED = ("2025-09-10_Yarn", "2025-12-22_MultiTokenPrediction", "2026-01-19_BigramTable",
-           "2026-07-13_PrefixTargets", "2026-08-30_92f_SampledSoftmax",
-           "2026-08-30_92h_Fp8Products")
+FEW_ROWS = "--ngram_rows 377280"
+PLANNED = (
+    ("2025-09-10_Yarn", ""), ("2025-12-22_MultiTokenPrediction", ""),
+    ("2026-01-19_BigramTable", ""), ("2026-07-13_PrefixTargets", ""),
+    ("2026-08-30_92f_SampledSoftmax", ""), ("2026-08-30_92h_Fp8Products", ""),
+    ("2026-08-30_92h_Fp8Products", FEW_ROWS))
 
 
 def table(header: str, rows) -> str:
@@ -44,16 +46,15 @@ def table(header: str, rows) -> str:
 
 
 def stages(kept) -> str:
-    """92h's, beside what #92's logs say."""
-    found = kept["92h"]["stages"]
-    rows = [
-        ["steps", *(each["steps"] for each in found)],
-        ["tokens a GPU", *(f"{each['tokens']:,}" for each in found)],
-        ["published, ms a step", *(f"{ms:.1f}" for ms in PUBLISHED_STAGES)],
-        ["92h, modelled", *(f"{each['step_ms']:.0f}" for each in found)],
-        ["quotient", *(f"{each['step_ms'] / ms:.2f}"
-                       for each, ms in zip(found, PUBLISHED_STAGES, strict=True))]]
-    return table(["Stage", *range(len(found))], rows)
+    """Modelled steps beside those of the public logs. 92h has the most of #92's system work."""
+    rows = []
+    for name, published in PUBLISHED_STAGES.items():
+        title = NAMES[name].split()[0]
+        for index, (row, ms) in enumerate(zip(kept[name]["stages"], published, strict=True)):
+            rows.append([title, index, row["steps"], f"{row['tokens']:,}", f"{row['step_ms']:.0f}",
+                         f"{ms:.0f}", f"{row['step_ms'] / ms:.2f}"])
+    return table(["Record", "Stage", "Steps", "Tokens a GPU", "Modelled, ms a step", "Published",
+                  "Quotient"], rows)
 
 
 def ablations(kept) -> str:
@@ -74,10 +75,12 @@ def records(kept) -> str:
         steps = sum(each["steps"] for each in kept[name]["stages"])
         minutes = kept[name]["minutes"]["8 h100"]
         published = PUBLISHED_MINUTES.get(name)
-        rows.append([title, f"{steps:,}", f"{60_000 * minutes / steps:.0f}", f"{minutes:.2g}"
-                     if minutes < 1 else f"{minutes:.1f}", published or "–",
-                     f"{minutes / published:.1f}" if published else "–"])
-    return table(["Record", "Steps", "ms a step", "Minutes", "Published", "Quotient"], rows)
+        digits = 2 if minutes < 1 else 1
+        rows.append([title, f"{minutes:.{digits}f}", published or "–",
+                     f"{minutes / published:.1f}" if published else "–", f"{steps:,}",
+                     f"{60_000 * minutes / steps:.0f}"])
+    return table(["Record", "Minutes, modelled", "Published", "Quotient", "Steps", "ms a step"],
+                 rows)
 
 
 def groups(kept) -> str:
@@ -96,43 +99,39 @@ def groups(kept) -> str:
     return table(["Milliseconds of a mean step", "#92", "92h"], rows)
 
 
+def flags_for(script, gigabytes: int, given="") -> str:
+    """What data/plan.py adds on one GPU, of which programs get a little less than it has."""
+    try:
+        memory = int(0.98 * gigabytes * 2**30)
+        return plan.flags_that_fit(script, script.parse_args(given.split()), memory, 1)
+    except machine.MachineError:
+        return "too small"
+
+
 def cards(kept) -> str:
+    """The root on one GPU. A run with longer sequences takes less than one with shorter ones."""
+    script = load_script(REPO / "train_gpt.py")
+    of_flags = {" ".join(x["flags"]): x for x in kept.values() if x["script"] == "train_gpt.py"}
     rows = []
-    for size, example, card, name in CARDS:
-        minutes = kept[name]["minutes"][f"1 {card}"]
+    for gigabytes, example, card in CARDS:
+        flags = flags_for(script, gigabytes)
+        minutes = of_flags.get(flags, kept["53"])["minutes"][f"1 {card}"]
         time = f"{minutes / 60:.1f} hours" if minutes > 90 else f"{minutes:.0f} minutes"
-        flags = " ".join(word for word in kept[name]["flags"])
-        gib = max(kept[name]["gib"].values())
-        rows.append([f"{size} GB", example, f"`{flags}`" if "shorten" in flags else "none",
-                     f"{gib:.1f} GiB", time])
-    return table(["Card", "For example", "Flags of `train_gpt.py`", "Memory, counted",
-                  "One card, modelled"], rows)
-
-
-def chunks(kept) -> str:
-    found = {kept[name]["head_chunks"]: kept[name]["gib"]["training"]
-             for name in ("53", "53-chunks8")}
-    return table(["`--head_chunks`", *found],
-                 [["GiB at the peak, counted", *(f"{gib:.1f}" for gib in found.values())]])
+        rows.append([f"{gigabytes} GB", example, f"`{flags}`" if flags else "none",
+                     time if flags in of_flags else f"over {time}"])
+    return table(["Card", "For example", "Flags of `train_gpt.py`", "One card, modelled"], rows)
 
 
 def planned(kept) -> str:
     """What data/plan.py chooses for each record and memory, on one GPU."""
-    sizes = [size for size, *_ in CARDS]
     rows = []
-    for record in PLANNED:
+    for record, given in PLANNED:
         script = load_script(REPO / "records" / record / "train_gpt.py")
-        row = [record.partition("_")[2]]
-        for size in sizes:
-            try:
-                # What is left of so many GB for programs
-                flags = plan.flags_that_fit(script, script.parse_args([]), int(0.98 * size * 2**30),
-                                            1)
-            except machine.MachineError:
-                flags = "too small"
-            row.append(f"`{flags}`" if flags.startswith("--") else flags or "as it is")
-        rows.append(row)
-    return table(["Record", *(f"{size} GB" for size in sizes)], rows)
+        chosen = [flags_for(script, gigabytes, given) for gigabytes, *_ in CARDS]
+        title = record.partition("_")[2] + (f", `{given}`" if given else "")
+        rows.append([title, *(f"`{flags}`" if flags.startswith("--") else
+                                                 flags or "as it is" for flags in chosen)])
+    return table(["Record", *(f"{gigabytes} GB" for gigabytes, *_ in CARDS)], rows)
 
 
 def memory(kept) -> str:
@@ -152,7 +151,7 @@ def filled(page: str) -> str:
     """The page with all of its tables made anew."""
     kept = json.loads(KEPT.read_text())
     makers = {each.__name__: each for each in (
-        stages, ablations, records, groups, cards, chunks, planned, memory)}
+        stages, ablations, records, groups, cards, planned, memory)}
 
     def made(found):
         return f"{found[1]}\n{makers[found[2]](kept)}\n{found[3]}"

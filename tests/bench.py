@@ -3,12 +3,15 @@
 
     python tests/bench.py turns --script FILE           a step's time, FILE's beside train_gpt.py's
     python tests/bench.py gpu                           steps, kernels, memory on this GPU
-    python tests/bench.py kernels [--card rtx4090]      the same modelled, without a GPU
-    python tests/bench.py memory [--script FILE]        memory, counted without one
+    python tests/bench.py kernels [--script FILE]       steps, kernels, memory, modelled without one
+    python tests/bench.py tables [--write]              the tables of docs/gpus.md, or are they so?
 
 Any other flag goes to train_gpt.py or FILE. Numbers are medians, with (lowest-highest) beside them.
 
-`gpu` takes half an hour and needs no data (tests/gpu/half_hour.py). All that it finds is in one
+`kernels --keep NAME` also keeps what it finds in tests/gpu/modelled.json, from which `tables` makes
+those of the page.
+
+`gpu` takes up to an hour and needs no data (tests/gpu/half_hour.py). All that it finds is in one
 file under logs/.
 """
 
@@ -16,6 +19,7 @@ import argparse
 import contextlib
 import functools
 import io
+import json
 import multiprocessing
 import os
 import statistics
@@ -27,6 +31,7 @@ import torch
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
+import gpu_tables  # noqa: E402
 import half_hour  # noqa: E402
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
@@ -89,6 +94,9 @@ def time_steps(argv, my_turn, other_turn, times):
 
 def turns(args, flags):
     """Time the steps of train_gpt.py and of FILE in turns, so that both meet the same machine."""
+    if "def next_batches(" in args.script.read_text():
+        raise train_gpt.UserError(f"--script {args.script}: it plans each step beside the one "
+                                  "before, so they cannot take turns; time whole runs")
     # Left to themselves, scripts that start side by side would find their cores taken.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     context = multiprocessing.get_context("spawn")
@@ -118,79 +126,92 @@ def turns(args, flags):
     say(f"a step of FILE takes {spread(ratios, 3)} times as long; {len(ratios)} seed(s)")
 
 
-# ---- gpu: half an hour of one ----
+# ---- gpu: an hour of one ----
 def gpu(args, flags):
     """Measure the record on this GPU. It is measured where its steps were, whatever else fails."""
     if not torch.cuda.is_available():
-        raise train_gpt.UserError("torch finds no CUDA device; `kernels` and `memory` model one")
+        raise train_gpt.UserError("torch finds no CUDA device; `kernels` models one")
     file = REPO / "logs" / time.strftime("gpu-%Y%m%d-%H%M%S.txt")
     file.parent.mkdir(exist_ok=True)
-    say(f"half an hour; all that is found is in {file}")
+    say(f"an hour at most; all that is found is in {file}")
     measured = half_hour.run_parts(file, flags)
     say(f"measured: {', '.join(measured) or 'nothing'}; please send {file}")
     if "steps" not in measured:
         raise RunFailed(f"no step was timed; {file} has the reasons")
 
 
-# ---- kernels and memory: what the compiler makes of the step, on a stand-in for a GPU ----
-def trace_here(args, flags, **options):
-    """The trace of FILE for H100 and H200. Raises UserError where none can be made."""
+# ---- kernels: what the compiler makes of the step, on a stand-in for a GPU ----
+def kernels(args, flags):
+    """Model the script's steps, a run and its memory, by what it launches in all stages.
+
+    The kernels are the H100's on every card. A card without FP8 needs --fp8_head False.
+    """
     if reason := host_gpu.obstacle():
         raise train_gpt.UserError(reason)
     if "long_window: " not in args.script.read_text():
         raise train_gpt.UserError(f"--script {args.script}: it has no windows by stage")
-    say(f"compiling {args.script} for a GPU that is not there: minutes ...")
-    return trace(args.script, flags, **options)
+    say(f"compiling {args.script} for a GPU that is not there: minutes a stage ...")
+    found = modelled(trace(args.script, flags, ranks=[1, 8], validation=True))
+    found = dict(script=str(args.script.relative_to(REPO)), flags=flags) | found
+    say("modelled from generated code, not measured; milliseconds, on an H100")
+    for stage in found["stages"]:
+        say(f"{stage['steps']:,} steps on 8: a pass of {stage['tokens']:,} tokens "
+            f"{stage['pass_ms']:.1f}, optimizers {stage['update_ms']:.1f}, wire "
+            f"{stage['wire_ms']:.1f}")
+        for name, ms in stage["groups"].items():
+            say(f"{ms:8.1f}  {name}")
+    for where, minutes in found["minutes"].items():
+        say(f"a run on {where}: {minutes:.2f} minutes")
+    say(f"GiB on one GPU, head in {found['head_chunks']} chunk(s), without CUDA's own and gaps: "
+        + ", ".join(f"{name} {gib:.1f}" for name, gib in found["gib"].items()))
+    if args.keep:
+        kept = json.loads(gpu_tables.KEPT.read_text()) if gpu_tables.KEPT.exists() else {}
+        gpu_tables.KEPT.write_text(json.dumps(kept | {args.keep: found}, indent=1) + "\n")
 
 
-def kernels(args, flags):
-    """Model the script's step on a GPU in each stage, and a run, by its launches.
-
-    The kernels are the H100's on every card. A card without FP8 needs --fp8_head False.
-    """
-    traces = [trace_here(args, flags, ranks=[1, 8])]  # of the last stage
-    for stage in reversed(range(traces[0].facts["stage"])):
-        traces.insert(0, trace_here(args, flags, ranks=[1, 8], stage=stage))
-    say("modelled from generated code, not measured")
-    priced = [(each.facts, cost.price(each, cost.RATES[args.card])) for each in traces]
-    for ranks in (1, 8) if args.card in ("h100", "h200") else (1,):
-        say(f"\non {ranks} {args.card.upper()}")
-        run_ms = 0
-        for facts, launches in priced:
-            pass_ms, passes, rest_ms = cost.step_ms(launches, facts, ranks)
-            step_ms = passes * pass_ms + rest_ms  # nothing overlaps
-            steps = facts["stages"][facts["stage"]]
-            run_ms += steps * step_ms
-            say(f"{steps:,} steps of {step_ms:,.1f} ms: {passes} passes of {facts['tokens']:,} "
-                f"tokens, {pass_ms:.1f} ms each, and {rest_ms:.1f} ms of optimizers and wire")
-        say(f"a run in {run_ms / 60_000:.2f} minutes")
-    say("\na pass of the last stage, ms:")
-    for name, row in cost.by_group(launches).items():
-        say(f"{row['ms']:8.1f}  {name}: {row['launches']} launches, {row['bytes'] / 1e9:.1f} GB, "
-            f"{row['flop'] / 1e12:.2f} TFLOP")
-
-
-def memory(args, flags):
-    """Count what the script holds at once in the last stage."""
-    found = trace_here(args, flags, validation=True)
+def modelled(found) -> dict:
+    """What pages need of a trace: an H100's steps, all cards' runs, GiB at the peaks."""
+    stages = []
+    alone = cost.price(found, cost.RATES["h100"], 1)
+    for each, of_one in zip(cost.price(found, cost.RATES["h100"], 8), alone):
+        stages.append(vars(each) | dict(
+            pass_ms=each.pass_ms, step_ms=each.step_ms, passes_of_one=of_one.passes,
+            update_of_one=of_one.update_ms))
+    minutes = {f"1 {card}": cost.run_ms(found, rates, 1) / 60_000
+               for card, rates in cost.RATES.items()}
+    minutes["8 h100"] = cost.run_ms(found, cost.RATES["h100"], 8) / 60_000
     gib = {name: size / 2**30 for name, size in found.memory.items()}
-    say("counted in generated code, not measured; without CUDA's own and gaps\n"
-        f"on one GPU, head in {found.facts['head_chunks']} chunk(s), GiB at the peak: "
-        f"{gib['train']:.1f} of training, {gib['validation']:.1f} of validation, which "
-        f"--val_seq_len lowers\nof these {gib['state']:.1f} are weights, gradients and the "
-        "optimizers' state")
+    training = max(size for name, size in gib.items() if name.startswith("pass"))
+    made = dict(head_chunks=found.facts["head_chunks"], stages=stages, minutes=minutes,
+                averages_ms=cost.averages_ms(found, cost.RATES["h100"], 8),
+                gib=dict(training=training, validation=gib["validation"], state=gib["state"]),
+                kernels=cost.groups_by_name(found))
+    return json.loads(json.dumps(made), parse_float=lambda digits: round(float(digits), 3))
+
+
+def tables(args, flags):
+    """Write the tables of the page, or tell whether they are what the kept numbers make."""
+    if flags:
+        raise train_gpt.UserError(f"{' '.join(flags)}: tables take no flags")
+    before = gpu_tables.PAGE.read_text()
+    after = gpu_tables.filled(before)
+    if args.write:
+        gpu_tables.PAGE.write_text(after)
+    elif before != after:
+        raise RunFailed("docs/gpus.md differs from its numbers; tables --write mends it")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    all_commands = turns, gpu, kernels, memory
+    all_commands = turns, gpu, kernels, tables
     commands = {command.__name__: command for command in all_commands}
     parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, default=5, help="of turns, from 0 up")
     parser.add_argument("--script", type=Path, default=REPO / "train_gpt.py",
-                        help="of turns, kernels, memory")
-    parser.add_argument("--card", choices=cost.RATES, default="h100", help="of kernels")
+                        help="of turns, kernels")
+    parser.add_argument("--keep", metavar="NAME", help="of kernels: keep them for the page")
+    parser.add_argument("--write", action="store_true", help="of tables: write the page")
     args, flags = parser.parse_known_args()
     args.script = args.script.resolve()
     if args.seeds < 1:

@@ -1,10 +1,12 @@
-"""The half hour of bench.py gpu: its order and its one file, and what it measures, on a CPU."""
+"""The hour of bench.py gpu: its order and its one file, and what it measures, on a CPU."""
 
 import re
 import sys
+from types import SimpleNamespace
 
 import half_hour
 import pytest
+import torch
 
 import train_gpt
 
@@ -39,7 +41,38 @@ def test_each_stage_is_timed_and_profiled(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[-3:]] == ["stage 0", "stage 1", "stage 2"]
     half_hour.kernels(train_gpt, TINY)
-    assert re.findall(r"\nstep (\d+)\n", capsys.readouterr().out) == ["1", "3", "5"]
+    text = capsys.readouterr().out
+    assert re.findall(r"\nstep (\d+)\n", text) == ["1", "3", "5"]
+    assert re.findall(r"\nstage (\d), ms of the step", text) == ["0", "1", "2"]
+
+
+def event(name, start, end, on_gpu=True):
+    """Of a profile, in microseconds: a kernel, or an operator and the time of its kernels."""
+    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    return SimpleNamespace(name=name, device_type=kind, self_device_time_total=end - start,
+                           time_range=SimpleNamespace(start=start, end=end))
+
+
+def test_groups_of_a_profile_and_its_gaps():
+    events = [
+        event("triton_tem_fused_flex_attention_3", 0, 1000),
+        event("aten::_scaled_mm", 0, 2000, on_gpu=False), event("nvjet_qqtst", 1000, 3000),
+        event("triton_poi_fused_clone_7", 4000, 4500), event("triton_red_fused_norm_1", 4500, 5000),
+        event("ncclDevKernel_ReduceScatter", 5000, 6000)]
+    found = half_hour.measured_groups(SimpleNamespace(events=lambda: events),
+                                      {"triton_poi_fused_clone_7": "FP8 copies"})
+    assert found == {"attention": 1, "FP8 products": 2, "bf16 products": 0, "FP8 copies": 0.5,
+                     "other": 0.5, "wire": 1, "loss": 0, "gaps between kernels": 1}
+
+
+def test_the_first_hour_has_the_models_times_beside_its_own():
+    """Of every stage of the root and of the newest record, on one GPU."""
+    for path in (half_hour.ROOT, half_hour.NEWEST[0]):
+        script = half_hour.load_with_equal_stages(path)
+        expected = half_hour.modelled(script)
+        for stage in range(len(script.Hyperparameters().stages)):
+            times = half_hour.expected_ms(expected, stage)
+            assert {"attention", "loss", "FP8 products", "other"} <= times.keys()
 
 
 def test_the_newest_record_needs_no_files_and_one_gpu():

@@ -1,9 +1,9 @@
 """Times of what a trace has counted, by a simple model: modelled from generated code, not measured.
 
-Each launch takes as long as the slower of two would alone: the memory with its bytes, or the matrix
-units with its FLOP. There is nothing between two launches. `RATES` is all that is assumed; a read
-that does not go along the memory costs what another does. A launch's group comes from its name,
-which Inductor makes of the operators that it fuses.
+Each launch takes as long as the slowest of three would alone: the memory with its bytes, the matrix
+units with its FLOP, a launch of a tiny kernel. There is nothing between two launches. `RATES` is
+all that is assumed; a read that does not go along the memory costs what another does. A launch's
+group comes from its name, which Inductor makes of the operators that it fuses.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter, defaultdict
 
-from host_gpu.trace import Trace
+from host_gpu.trace import EXACT_SUMS, Trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,89 +48,132 @@ RATES = {
     "rtx4060ti": by_data_sheet(288e9, 44.1e12, 88.3e12),
     "rtx4070": by_data_sheet(504e9, 58.3e12, 116.6e12),
     "rtx4060": by_data_sheet(272e9, 30.2e12, 60.5e12)}
+SLOW_SUMS = 1.15  # FP8 products with exact sums take so much longer, 1.1 to 1.2: pytorch/ao, 2377
+FLOOR = 2e-6  # seconds of a kernel that has almost nothing to do: an estimate, for all cards
 RATES["h200"] = dataclasses.replace(RATES["h100"], bandwidth=4.3e12)  # 0.9 of 4.8 TB/s
 
 GROUPS = (  # the first whose pattern is in the launch's name
-    ("the script's own operators, unseen within", r"^(?!aten\.|triton_)"),
     ("attention", r"^triton_tem"),
-    ("FP8 products", r"aten\._scaled_mm"),
-    ("bf16 products", r"aten\.(badd)?b?mm"),
+    ("FP8 products", r"aten(\.|::)_scaled_mm"),
+    ("bf16 products", r"aten(\.|::)(badd|add)?b?mm"),
+    ("wire", r"nccl"),
     ("attention", r"flex_attention"),  # sums that its backward pass begins with
 )
 
 
-def is_logits(tensor: list, facts: dict) -> bool:
+def is_logits(tensor: list, stage: dict) -> bool:
     """Whether a [type, shape] has the size of a chunk's logits. A gradient of the head has not."""
-    return math.prod(tensor[1]) >= facts["head_tokens"] * facts["padded_vocab"]
+    shape = tensor[1]
+    return math.prod(shape) >= stage["head_tokens"] * stage["width"] and (
+        stage["width"] in shape or len(shape) == 1)
 
 
-def group_of(launch: dict, facts: dict) -> str:
-    if launch["kind"] == "wire":
-        return "on the wire"
-    if launch["phase"].startswith("optimizers"):
-        return launch["phase"]
-    if not launch["flop"] and any(is_logits(x, facts) for x in launch["tensors"]):
-        return "softcap, cross-entropy, FP8 copies"
-    for group, pattern in GROUPS:
-        if re.search(pattern, launch["name"]):
-            return group
-    return "other"
+def group_of(launch: dict, stage: dict) -> str:
+    if not launch["flop"] and any(is_logits(x, stage) for x in launch["tensors"]):
+        return "loss"
+    if launch["kind"] == "triton" and any(dtype.startswith("float8")
+                                          for dtype, _ in launch["tensors"]):
+        return "FP8 copies"
+    return group_of_name(launch["name"])
 
 
-def flop_of_attention(launch: dict, facts: dict, layers: int) -> float:
-    """Of a FlexAttention kernel, for a layer of mean size: 2 products forward, and 7 backward, as
-    the scores and their gradients are computed for the keys' gradients and for the queries'."""
+def group_of_name(name: str) -> str:
+    return next((group for group, pattern in GROUPS if re.search(pattern, name)), "other")
+
+
+def groups_by_name(trace: Trace) -> dict:
+    """Groups of the kernels whose names do not tell them, for a profile of a GPU."""
+    found = {}
+    for name, facts in trace.facts["stages"].items():
+        for launch in trace.launches:
+            group = group_of(launch, facts)
+            if launch["phase"] == f"pass of {name}" and group in ("loss", "FP8 copies"):
+                found[launch["name"]] = group
+    return found
+
+
+def flop_of_attention(launch: dict, model_dim: int, pairs: float) -> float:
+    """Of a FlexAttention kernel, for a layer of mean size, in pairs of blocks: 2 products forward,
+    and 7 backward, as the scores and their gradients are computed for the keys' gradients and for
+    the queries'."""
     products = 7 if "backward" in launch["name"] else 2
-    pairs = facts["block_pairs"] / layers * 128**2
-    return 2 * products * facts["model_dim"] * pairs
+    return 2 * products * model_dim * pairs * 128**2
 
 
-def price(trace: Trace, rates: Rates) -> list[tuple[str, str, Counter]]:
-    """Of each launch the phase, the group and what it costs in a pass: launches, bytes, flop and
-    ms. An optimizer's are the mean of its steps."""
-    facts = trace.facts
-    of_flex = [x["name"] for x in trace.launches
-               if x["phase"] == "train" and x["name"].startswith("triton_tem")]
-    layers = sum("backward" not in name for name in of_flex)
-    priced = []
+@dataclasses.dataclass
+class Stage:
+    """What a stage's steps cost, in ms: a pass by groups, and what follows the passes of a step."""
+
+    steps: int
+    tokens: int  # of a pass
+    passes: int  # of a step on this rank
+    groups: dict  # of a pass, the slowest first
+    update_ms: float  # optimizers, on a mean step
+    wire_ms: float
+
+    @property
+    def pass_ms(self) -> float:
+        return sum(self.groups.values())
+
+    @property
+    def step_ms(self) -> float:
+        return self.passes * self.pass_ms + self.update_ms + self.wire_ms  # nothing overlaps
+
+
+def milliseconds(launch: dict, rates: Rates, flop=None, rate=None) -> float:
+    """Of one launch, with the FLOP and the rate of its group where they are not its own."""
+    if launch["kind"] == "wire":  # in a ring, which a sum goes round twice
+        ranks = int(launch["phase"].split()[-1])
+        rounds = 2 if "all_reduce" in launch["name"] else 1
+        return 1000 * rounds * (ranks - 1) / ranks * launch["bytes"] / rates.bus
+    flop = launch["flop"] if flop is None else flop
+    flop *= SLOW_SUMS if launch["name"].endswith(EXACT_SUMS) else 1
+    rate = rate or (rates.fp8 if "_scaled_mm" in launch["name"] else rates.bf16)
+    return 1000 * max(launch["bytes"] / rates.bandwidth, flop / rate, FLOOR)
+
+
+def price(trace: Trace, rates: Rates, ranks: int) -> list[Stage]:
+    """What the noted stages cost one rank of so many, whose steps were traced."""
+    by_phase = defaultdict(list)
     for launch in trace.launches:
-        group = group_of(launch, facts)
-        flop = launch["flop"]
-        rate = rates.fp8 if "_scaled_mm" in launch["name"] else rates.bf16
-        share = 1
-        if group.startswith("optimizers"):
-            rate = rates.newton_schulz
-        if launch["phase"].startswith("optimizers"):
-            share = 1 / facts["optimizer_steps"]
-        if group == "attention":
-            rate = rates.attention
-            if launch["name"] in of_flex:
-                flop = flop_of_attention(launch, facts, layers)
-        seconds = max(launch["bytes"] / rates.bandwidth, flop / rate)
-        if launch["kind"] == "wire":  # in a ring, which a sum goes round twice
-            ranks = int(re.search(r"\d+", launch["phase"])[0])
-            rounds = 2 if "all_reduce" in launch["name"] else 1
-            seconds = rounds * (ranks - 1) / ranks * launch["bytes"] / rates.bus
-        costs = dict(launches=1, bytes=launch["bytes"], flop=flop, ms=1000 * seconds)
-        costs = Counter({name: share * x for name, x in costs.items()})
-        priced.append((launch["phase"], group, costs))
-    return priced
+        by_phase[launch["phase"]].append(launch)
+    found = []
+    for name, facts in trace.facts["stages"].items():
+        launches = by_phase[f"pass of {name}"]
+        of_flex = [x["name"].startswith("triton_tem") for x in launches]
+        layers = sum(is_flex and "backward" not in x["name"]
+                     for is_flex, x in zip(of_flex, launches))
+        groups = Counter()
+        for is_flex, launch in zip(of_flex, launches):
+            flop, rate, group = None, None, group_of(launch, facts)
+            if group == "attention":
+                rate = rates.attention
+            if is_flex:
+                flop = flop_of_attention(launch, trace.facts["model_dim"],
+                                         facts["block_pairs"] / layers)
+            groups[group] += milliseconds(launch, rates, flop, rate)
+        times = Counter()  # of a mean step, by the kind of launch
+        for launch in by_phase[f"update of {name} on {ranks}"]:
+            kind = "wire" if launch["kind"] == "wire" else "update"
+            times[kind] += milliseconds(launch, rates, rate=rates.newton_schulz)
+        found.append(Stage(
+            facts["steps"], facts["tokens"], facts["step_tokens"] // facts["tokens"] // ranks,
+            dict(groups.most_common()), times["update"] / trace.facts["period"],
+            times["wire"] / trace.facts["period"]))
+    return found
 
 
-def by_group(priced: list) -> dict[str, Counter]:
-    """Of a forward and backward pass, the slowest group first."""
-    groups = defaultdict(Counter)
-    for phase, group, costs in priced:
-        if phase == "train":
-            groups[group].update(costs)
-    return dict(sorted(groups.items(), key=lambda item: -item[1]["ms"]))
+def averages_ms(trace: Trace, rates: Rates, ranks: int) -> float:
+    """Of all averages that a run takes."""
+    total = 0.0
+    for launch in trace.launches:
+        for name, steps in trace.facts["averages"].items():
+            if launch["phase"] == f"average {name} on {ranks}":
+                total += steps * milliseconds(launch, rates)
+    return total
 
 
-def step_ms(priced: list, facts: dict, ranks: int) -> tuple[float, int, float]:
-    """Of a step of one rank of so many, whose optimizers were traced: milliseconds of a pass, how
-    many there are, and milliseconds of the optimizers and the wire."""
-    times = Counter()
-    for phase, _, costs in priced:
-        times[phase] += costs["ms"]
-    passes = facts["step_tokens"] // facts["tokens"] // ranks
-    return times["train"], passes, times[f"optimizers of {ranks}"]
+def run_ms(trace: Trace, rates: Rates, ranks: int) -> float:
+    """Of a run whose stages were all traced."""
+    steps = sum(each.steps * each.step_ms for each in price(trace, rates, ranks))
+    return steps + averages_ms(trace, rates, ranks)

@@ -3,9 +3,9 @@
     trace(script, flags, validation=True, ranks=[1, 8])
 
 All tensors are fake, so that 48K tokens cost nothing. Inductor makes the graphs and the kernels.
-The wrapper code that it generates then runs, but what it would launch is noted, not launched. Of a
-run in stages the last is noted, or `stage`. The script has windows by stage, as the records from
-2025-09-10 on.
+The wrapper code that it generates then runs, but what it would launch is noted, not launched. All
+stages of a run are noted, or those asked for. The script has windows by stage, as the records from
+2025-09-10 on. A pass reads as many candidates as its stage has, and rows of a table of n-grams.
 """
 
 import dataclasses
@@ -41,11 +41,13 @@ from torch.utils.flop_counter import flop_registry  # noqa: E402
 class Trace:
     """What a script does on one GPU of a card. Sizes in bytes.
 
-    facts: stages, the number of steps in each; of the noted one head_tokens of a chunk of the head,
-        and block_pairs that attention visits in a forward pass, the mean of the stage's steps.
+    facts: of the run, and of each noted `stages`: steps, tokens of a pass and of a step, width of
+        its softmax, block_pairs that attention visits in a forward pass, the mean of its steps;
+        `averages`: how many steps take each.
     memory: state (weights, their gradients, the optimizers'), and the peak of each phase.
-    launches: in order: phase (train, validation, optimizers of N), kind (triton; aten, where a
-        library has the kernel; wire, for collectives), name, bytes, flop, tensors ([type, shape]).
+    launches: in order: phase, kind (triton; aten, where a library has the kernel; wire, for
+        collectives), name, bytes, flop, tensors ([type, shape]). Phases are "pass of STAGE",
+        "update of STAGE on RANKS", "average NAME on RANKS", "validation".
     shared: the shared memory that a block of each compiled kernel takes.
     """
 
@@ -96,6 +98,9 @@ class Notes:
         return sum(size for _, size in self.storages.values())
 
 
+EXACT_SUMS = ", exact sums"  # of an FP8 product, in its launch's name
+
+
 def num_bytes(tensor) -> int:
     """Of the elements that differ: expanded dimensions count once."""
     sizes = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
@@ -103,20 +108,37 @@ def num_bytes(tensor) -> int:
 
 
 class KernelStandIn:
-    """In place of a compiled Triton kernel: notes that it would be launched."""
+    """In place of a compiled Triton kernel: notes that it would be launched.
+
+    What it moves is what Inductor counts, or what it loads and stores of its arguments, if that is
+    less: Inductor counts an argument twice if it is given in place, though it may only be loaded,
+    and each slice of one.
+    """
 
     def __init__(self, notes: Notes, name: str, source: str):
         self.notes, self.name = notes, name
-        self.gigabytes = re.search(r"'kernel_num_gb': ([\d.e-]+)", source)  # none in attention's
+        counted = re.search(r"'kernel_num_gb': ([\d.e-]+)", source)  # none in attention's
+        self.counted = 1e9 * float(counted[1]) if counted else math.inf
+        self.passes = []  # how often it goes through each of its arguments
+        arguments = re.search(rf"def {re.escape(name)}\(([^)]*)\)", source)
+        for argument in arguments[1].split(",") if arguments else ():
+            pointer = argument.split(":")[0].strip()
+            found = re.findall(rf"tl\.(load|store|atomic_\w+)\({pointer}\b", source)
+            self.passes.append(sum(1 + use.startswith("atomic") for use in {*found}))
+        if not counted:
+            self.passes = []
 
     def run(self, *args, **kwargs):
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        moved = 1e9 * float(self.gigabytes[1]) if self.gigabytes else sum(map(num_bytes, tensors))
-        self.notes.launch("triton", self.name, moved, tensors=tensors)
+        passes = self.passes[: len(args)] or [1] * len(args)
+        moved = sum(times * num_bytes(x) for times, x in zip(passes, args)
+                    if isinstance(x, torch.Tensor))
+        self.notes.launch("triton", self.name, min(moved, self.counted), tensors=tensors)
 
 
 NO_KERNEL = re.compile(r"empty|detach|alias|_unsafe_view|prim\.")
 WRITES_ONLY = re.compile(r"aten\.(copy_|zero_|fill_)")
+GATHERS = re.compile(r"aten\.(index|index_select|embedding|gather)\.")
 
 
 class Recorder(TorchDispatchMode):
@@ -144,8 +166,12 @@ class Recorder(TorchDispatchMode):
             for x in made:
                 self.notes.allocated(x)
         moved = given if "out" in kwargs or WRITES_ONLY.match(name) else given + made
+        if GATHERS.match(name):  # it reads as much of its first argument as it makes
+            moved = given[1:] + 2 * made
         flop_of = flop_registry.get(getattr(func, "overloadpacket", None))
         flop = flop_of(*args, **kwargs, out_val=result) if flop_of else 0
+        if "_scaled_mm" in name and not kwargs.get("use_fast_accum", args[-1] is True):
+            name += EXACT_SUMS
         self.notes.launch("aten", name, sum(map(num_bytes, moved)), flop, given)
         return result
 
@@ -226,19 +252,20 @@ def cast_weights(model):
 # ---- The run ------------------------------------------------------------------------------------
 
 
+DISTINCT = 0.8  # of the rows that a pass reads; 0.71 to 0.91 were counted, of text
+ROW_BYTES = 26_000  # that a step of the table of n-grams moves a row, by the shapes in its update
+
+
 class Tracer:
     """A script on fake tensors."""
 
-    def __init__(self, script, cfg, stage: int, notes: Notes):
+    def __init__(self, script, cfg, notes: Notes, ranks):
         self.script, self.cfg, self.notes = script, cfg, notes
         self.graphs, self.memory = {}, {}
         self.device = torch.device("cuda", 0)
         self.stages = stages(script, cfg)
-        self.stage = stage % len(self.stages)
-        self.steps = self.stages[self.stage]
-        self.first = script.schedule(self.steps[0], cfg)
         # After so many every optimizer has stepped. On the way to #92 tables step at one of four.
-        self.optimizer_steps = 4 if hasattr(cfg, "period_from") else 2
+        self.period = 4 if hasattr(cfg, "period_from") else 2
 
         with self.device:  # no weight has values
             self.model = script.GPT(cfg)
@@ -247,9 +274,9 @@ class Tracer:
         files = dict.fromkeys({"prefix_file", "canonical_file"} & vars(cfg).keys(), "")
         script.prepare(self.model, dataclasses.replace(cfg, **files), self.device)
         self.optimizers = script.build_optimizers(self.model, cfg, self.ranks(1))
-        if hasattr(self.model, "ngram_table"):  # how many rows differ is not known without tokens
+        self.table = getattr(self.model, "ngram_table", None)
+        if self.table:  # which rows differ is not known without tokens
             self.model.read_rows = self.some_rows
-            self.model.ngram_table.keep_gradients = lambda: None
         owned = [*self.model.parameters(), *self.model.buffers()]
         for optimizer in self.optimizers:
             owned += [*vars(optimizer).values(), *optimizer.state.values()]
@@ -258,6 +285,14 @@ class Tracer:
             if isinstance(x, torch.Tensor):
                 notes.allocated(x)
         self.memory["state"] = notes.live_bytes()
+        # Those of 8 ranks, say, share the model. They hold another part of the state.
+        self.sharded = {1: self.optimizers}
+        if set(ranks) - {1}:
+            self.script.dist = Wire(notes)
+        for world_size in set(ranks) - {1}:
+            self.sharded[world_size] = script.build_optimizers(self.model, cfg,
+                                                               self.ranks(world_size))
+        self.model.ngram_table = self.table
 
     def note(self, phase: str, function) -> None:
         """Run it once, which compiles it, and once more to be noted."""
@@ -275,22 +310,44 @@ class Tracer:
     def ranks(self, world_size: int):
         return types.SimpleNamespace(rank=0, world_size=world_size, device=self.device)
 
-    def batch(self, rows: int, length: int):
+    def batch(self, rows: int, length: int, classes=0):
         targets = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
-        return self.script.Batch(targets.int(), targets)
+        batch = self.script.Batch(targets.int(), targets)
+        if classes:
+            batch = batch._replace(classes=targets.new_zeros(rows, classes))
+        return batch
 
     def some_rows(self, tokens):
-        """Two rows of the n-gram table for each token, which ask for gradients when training."""
-        rows = self.model.ngram_table.state["rows"]
-        return rows.new_zeros(*tokens.shape, 2, rows.size(-1)).requires_grad_(self.model.training)
+        """Two rows of the n-gram table for each token, read as a script does that has planned."""
+        table = self.table
+        distinct = int(DISTINCT * 2 * tokens.numel())
+        places = torch.zeros(*tokens.shape, 2, dtype=torch.int64, device=self.device)
+        read = table.state["rows"][places.flatten()[:distinct]]
+        return table.take(types.SimpleNamespace(
+            place=places, num_read=[distinct], num_asked=[distinct], asked=None,
+            received=(read, None)))
 
-    def train(self) -> None:
+    def train(self, stage: int) -> None:
+        """A pass of the stage: the last before the tables step, on one GPU, as it holds most."""
+        now = self.script.schedule(self.stages[stage][0], self.cfg)
+        facts = self.facts_of(stage)
+
         def gradients():
-            batch = self.batch(self.cfg.sequences_per_forward, self.first.seq_len)
-            self.script.accumulate_gradients(self.model, [batch], self.first)
+            batch = self.batch(self.cfg.sequences_per_forward, now.seq_len, facts["classes"])
+            self.script.accumulate_gradients(self.model, [batch], now)
+            if self.table:
+                del self.table.waiting[1:]
 
-        self.model.set_stage(self.first)
-        self.note("train", gradients)
+        self.model.set_stage(now)
+        if self.table:
+            rows = self.table.state["rows"]
+            passes = self.period * facts["step_tokens"] // facts["tokens"]
+            size = int(DISTINCT * 2 * facts["tokens"]) * (passes - 1)
+            self.table.waiting = [rows.new_empty(size, rows.size(-1))]
+            self.notes.allocated(self.table.waiting[0])
+        self.note(f"pass of {stage}", gradients)
+        if self.table:
+            self.table.clear()
 
     def validate(self) -> None:
         """As after the last step, with its windows."""
@@ -304,38 +361,69 @@ class Tracer:
             self.note("validation", lambda: self.script.losses_of(self.model, batch, now))
         self.model.train()
 
-    def update(self, world_size: int) -> None:
-        """Steps of the optimizers, after which each has stepped, as one rank of so many."""
-        optimizers = self.optimizers
-        if world_size > 1:
-            self.script.dist = Wire(self.notes)
-            ranks = self.ranks(world_size)
-            optimizers = self.script.build_optimizers(self.model, self.cfg, ranks)
-        # A table that has read no rows steps none.
-        optimizers = [x for x in optimizers if getattr(x, "waiting", None) != []]
-        amid = self.steps[len(self.steps) // 2]
-        first = amid - amid % self.optimizer_steps
+    def update(self, stage: int, world_size: int) -> None:
+        """Steps amid a stage, after which each optimizer has stepped, as one rank of so many."""
+        steps = self.stages[stage]
+        amid = steps[len(steps) // 2]
+        first = amid - amid % self.period
+        # A table of n-grams has read no rows: its step is noted by shapes.
+        optimizers = [x for x in self.sharded[world_size] if not hasattr(x, "ask_ahead")]
 
         def some_steps():
-            for step in range(first, first + self.optimizer_steps):
+            for step in range(first, first + self.period):
                 now = self.script.schedule(step, self.cfg)
                 tied = getattr(now, "tied", False)  # as of #53
                 update = self.script.step_tied if tied else self.script.step_optimizers
                 update(optimizers, now, divisor=1)
+                if self.table:
+                    self.step_table(stage, world_size, now)
 
-        self.note(f"optimizers of {world_size}", some_steps)
+        self.note(f"update of {stage} on {world_size}", some_steps)
 
-    def facts(self) -> dict:
-        model, cfg = self.model, self.cfg
-        length, targets, _ = shapes(self.first)
+    def step_table(self, stage: int, world_size: int, now) -> None:
+        """Note the exchange of rows and gradients in a step, and a step of the rows, if due."""
+        tokens = self.facts_of(stage)["step_tokens"] // world_size
+        read = int(DISTINCT * 2 * tokens)
+        if world_size > 1:
+            for what in "rows", "gradients":
+                self.notes.launch("wire", f"all_to_all of {what}", read * 2 * self.cfg.model_dim)
+        if now.tables_step:
+            moved = self.period * read * ROW_BYTES + 8 * self.cfg.ngram_rows // world_size
+            self.notes.launch("aten", "row_adam_update", moved)
+
+    def average(self, world_size: int) -> None:
+        """Take each average once: of weights in the last steps, as of 92e."""
+        now = self.script.schedule(self.cfg.num_iterations - 1, self.cfg)
+        for name in self.averages():
+            due = dataclasses.replace(now, average_rates={name: 0.5})
+            self.note(f"average {name} on {world_size}", lambda due=due: [
+                x.average(due) for x in self.sharded[world_size]])
+
+    def averages(self) -> dict:
+        """How many steps take each average, by its name."""
+        steps = range(self.cfg.num_iterations)
+        rates = (getattr(self.script.schedule(step, self.cfg), "average_rates", ())
+                 for step in steps)
+        return dict(Counter(name for each in rates for name in each))
+
+    def facts_of(self, stage: int) -> dict:
+        cfg, steps = self.cfg, self.stages[stage]
+        length, targets, classes = shapes(self.script.schedule(steps[0], cfg))
         tokens = cfg.sequences_per_forward * length
         return dict(
-            head_chunks=cfg.head_chunks, padded_vocab=len(model.lm_head.weight),
-            model_dim=cfg.model_dim, optimizer_steps=self.optimizer_steps,
-            stages=[len(each) for each in self.stages], stage=self.stage,
-            targets=targets, tokens=tokens, head_tokens=min(model.tokens_per_chunk, tokens),
-            step_tokens=cfg.sequences_per_step * length,
-            block_pairs=block_pairs(self.script, cfg, self.steps))
+            steps=len(steps), targets=targets, classes=classes, tokens=tokens,
+            width=classes or len(self.model.lm_head.weight),
+            head_tokens=min(self.model.tokens_per_chunk, tokens // cfg.sequences_per_forward
+                            if classes else tokens),
+            step_tokens=cfg.sequences_per_step * length)
+
+    def facts(self, noted) -> dict:
+        stages = {}
+        for stage in noted:
+            pairs = block_pairs(self.script, self.cfg, self.stages[stage])
+            stages[str(stage)] = self.facts_of(stage) | dict(block_pairs=pairs)
+        return dict(head_chunks=self.cfg.head_chunks, model_dim=self.cfg.model_dim,
+                    period=self.period, stages=stages, averages=self.averages())
 
 
 def shapes(now) -> tuple[int, int, int]:
@@ -410,9 +498,9 @@ def block_pairs(script, cfg, steps: list[int]) -> float:
     return total / len(steps)
 
 
-def main(script, flags, out, validation=False, ranks=(), card="sm_90", stage=-1, few_layers=False,
+def main(script, flags, out, validation=False, ranks=(), card="sm_90", noted=None, few_layers=False,
          binaries=False):
-    """Trace training in a stage, validation, and the optimizers of a rank of so many each.
+    """Trace passes of all stages or the noted ones, validation, the steps of a rank of so many.
 
     out: the file that the trace goes to. few_layers: with those of `few_layers_of`. binaries:
     kernels become machine code for the card.
@@ -431,13 +519,17 @@ def main(script, flags, out, validation=False, ranks=(), card="sm_90", stage=-1,
     layers = few_layers_of(script) if few_layers else cfg.layers
     cfg = dataclasses.replace(cfg, head_chunks=chunks, layers=layers)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        tracer = Tracer(script, cfg, stage, notes)
-        tracer.train()
+        tracer = Tracer(script, cfg, notes, ranks)
+        noted = [*range(len(tracer.stages))] if noted is None else noted
+        for stage in noted:
+            tracer.train(stage)
+            for world_size in ranks:
+                tracer.update(stage, world_size)
+        for world_size in ranks:
+            tracer.average(world_size)
         if validation:
             tracer.validate()
-        for world_size in ranks:
-            tracer.update(world_size)
-    found = Trace(tracer.facts(), tracer.graphs, list(counters["graph_break"]), tracer.memory,
+    found = Trace(tracer.facts(noted), tracer.graphs, list(counters["graph_break"]), tracer.memory,
                   notes.launches, notes.shared)
     Path(out).write_text(json.dumps(vars(found)))
 

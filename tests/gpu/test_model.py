@@ -1,0 +1,130 @@
+"""What the model of a GPU's time counts: kernels whose bytes and times are known."""
+
+import json
+import types
+
+import gpu_tables
+import pytest
+import torch
+from conftest import REPO
+from host_gpu import cost
+from host_gpu.trace import EXACT_SUMS, KernelStandIn, Notes, Recorder, Trace, Tracer
+from shards import load_script
+
+NEWEST = REPO / "records" / "2026-08-30_92h_Fp8Products" / "train_gpt.py"
+KERNEL = """
+# 'kernel_num_gb': {gigabytes}
+def fused({arguments}, xnumel, XBLOCK : tl.constexpr):
+    {body}
+"""
+RATES = cost.Rates(bandwidth=1e9, bf16=1e12, fp8=2e12, newton_schulz=1e12, attention=1e12, bus=1e9)
+
+
+def bytes_of(body, arguments, gigabytes, *tensors) -> float:
+    notes = Notes()
+    notes.phase = "pass of 0"
+    names = ", ".join(arguments)
+    source = KERNEL.format(gigabytes=gigabytes, arguments=names, body=body)
+    KernelStandIn(notes, "fused", source).run(*tensors, tensors[0].numel())
+    return notes.launches[0]["bytes"]
+
+
+@pytest.mark.parametrize(("body", "passes"), [
+    ("tl.load(in_out_ptr0 + (x0))", 1),  # in place, but never stored
+    ("tl.load(in_out_ptr0 + (x0)); tl.load(in_out_ptr0 + (x0))", 1),
+    ("tl.load(in_out_ptr0 + (x0)); tl.store(in_out_ptr0 + (x0), tmp0)", 2),
+    ("tl.atomic_add(in_out_ptr0 + (x0), tmp0)", 2)])
+def test_an_argument_in_place_counts_as_it_is_used(body, passes):
+    x = torch.zeros(1000)
+    assert bytes_of(body, ["in_out_ptr0"], 1.0, x) == passes * x.nbytes
+
+
+def test_what_inductor_counts_is_taken_where_it_is_less():
+    """As of a table of which a kernel reads a few rows."""
+    table, out = torch.zeros(1000), torch.zeros(10)
+    body = "tl.store(out_ptr0 + (x0), tl.load(in_ptr0 + (tmp0)))"
+    assert bytes_of(body, ["in_ptr0", "out_ptr0"], 80e-9, table, out) == pytest.approx(80)
+    assert bytes_of(body, ["in_ptr0", "out_ptr0"], 1.0, table, out) == table.nbytes + out.nbytes
+
+
+def test_rows_that_are_gathered_count_and_not_their_table():
+    notes = Notes()
+    notes.phase = "pass of 0"
+    table, ids = torch.zeros(1000, 4), torch.zeros(5, dtype=torch.int64)
+    with Recorder(notes):
+        table[ids]
+    assert [x["bytes"] for x in notes.launches] == [ids.nbytes + 2 * 5 * 4 * 4]
+
+
+def launch(phase="pass of 0", kind="aten", name="aten.mm.out", num_bytes=0.0, flop=0.0):
+    return dict(phase=phase, kind=kind, name=name, bytes=num_bytes, flop=flop, tensors=[])
+
+
+def test_exact_sums_and_tiny_kernels_take_longer():
+    def ms(**fields):
+        return cost.milliseconds(launch(**fields), RATES)
+
+    fast = "aten._scaled_mm.out"
+    assert ms(name=fast, flop=2e9) == pytest.approx(1)
+    assert ms(name=fast + EXACT_SUMS, flop=2e9) == pytest.approx(cost.SLOW_SUMS)
+    assert ms(num_bytes=1e6) == pytest.approx(1)
+    assert ms(num_bytes=8) == 1000 * cost.FLOOR
+    assert ms(kind="wire", phase="update of 0 on 8", num_bytes=8e6) == pytest.approx(7)
+
+
+def test_all_stages_count_by_their_steps_and_averages_by_theirs():
+    stage = dict(tokens=128, step_tokens=1024, width=100, head_tokens=128, block_pairs=1)
+    facts = dict(model_dim=64, period=2, averages={"late": 5}, stages={
+        "0": stage | dict(steps=10), "1": stage | dict(steps=30)})
+    launches = [launch(num_bytes=1e6), launch("pass of 1", num_bytes=3e6)]
+    launches += [launch(f"update of {i} on 8", num_bytes=2e6) for i in (0, 1)]
+    launches += [launch("average late on 8", num_bytes=4e6)]
+    found = Trace(facts, {}, [], {}, launches, {})
+    assert [each.step_ms for each in cost.price(found, RATES, 8)] == pytest.approx([2, 4])
+    assert cost.run_ms(found, RATES, 8) == pytest.approx(10 * 2 + 30 * 4 + 5 * 4)
+
+
+@pytest.fixture
+def tracer():
+    """Of the newest record, without its model: on the host, where tensors are real."""
+    script = load_script(NEWEST)
+    found = object.__new__(Tracer)
+    found.script, found.cfg, found.notes = script, script.parse_args([]), Notes()
+    found.device, found.period = torch.device("cpu"), 4
+    found.stages = [[0], [1]]
+    return found
+
+
+def test_a_batch_has_the_candidates_of_its_stage(tracer):
+    assert tracer.batch(2, 128, classes=48).classes.shape == (2, 48)
+    assert tracer.batch(2, 128).classes is None
+
+
+def test_gradients_of_the_table_wait_for_all_passes_until_its_step(tracer):
+    """One GPU has 8 passes a step, and the table steps at one of four."""
+    held = []
+    rows = torch.zeros(1, 4, dtype=torch.bfloat16)
+    tracer.table = types.SimpleNamespace(state=dict(rows=rows), waiting=[])
+    tracer.table.clear = lambda: held.append(tracer.table.waiting[0].nbytes)
+    tracer.model = types.SimpleNamespace(set_stage=lambda now: None)
+    tokens = 1000
+    tracer.facts_of = lambda stage: dict(tokens=tokens, step_tokens=8 * tokens, classes=0)
+    tracer.note = lambda phase, function: None
+    tracer.train(0)
+    assert held == [31 * int(0.8 * 2 * tokens) * 4 * 2]
+    assert tracer.notes.peak == held[0]
+
+
+def test_the_page_has_the_tables_of_the_kept_numbers():
+    page = gpu_tables.PAGE.read_text()
+    assert gpu_tables.filled(page) == page
+    assert page.count("<!-- bench: begin") == page.count("<!-- bench: end") > 5
+
+
+def test_each_kept_run_has_all_of_its_stages():
+    for name, found in json.loads(gpu_tables.KEPT.read_text()).items():
+        script = load_script(REPO / found["script"])
+        cfg = script.parse_args(found["flags"])
+        assert sum(each["steps"] for each in found["stages"]) == cfg.num_iterations, name
+
+

@@ -25,6 +25,11 @@ class MachineError(Exception):
     """What this machine lacks, in one line with its remedy."""
 
 
+def answer(text) -> None:
+    """Print a line for run.sh, marked, since a sitecustomize prints as well."""
+    print(f"\nanswer: {text}")
+
+
 # ---- Packages ----
 
 
@@ -59,7 +64,7 @@ def has_packages(oldest_torch: str, files: list[str]) -> bool:
             if found is None or numbers(found) < numbers(least):
                 return False
             if name == "torch" and numbers(found) != numbers(wanted):
-                print(f"run.sh: using torch {found} of {sys.executable}; the project pins {wanted}")
+                answer(f"using torch {found} of {sys.executable}; the project pins {wanted}")
     return True
 
 
@@ -160,7 +165,7 @@ def main(command: str, *words: str) -> int:
         check_driver()
         check_compiler()
     elif command == "threads" and read("proc/stat"):
-        print(count_threads())
+        answer(count_threads())
     elif command == "lock":
         lock(int(words[0]), "sets up .venv")
     return 0

@@ -275,7 +275,8 @@ def wheels(fake):
             wheel.writestr(f"{info}/RECORD", "")
     del fake.variables["PYTHONPATH"]
     fake.variables |= dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1",
-                           PIP_FIND_LINKS=str(fake.folder))
+                           PIP_FIND_LINKS=str(fake.folder), UV_NO_INDEX="1",
+                           UV_FIND_LINKS=str(fake.folder))
     return fake
 
 
@@ -357,6 +358,17 @@ def test_an_environment_without_pip_is_used_and_one_of_its_own_is_made_anew(whee
     (venv / "of the old one").touch()
     wheels.run()
     assert wheels.calls[-1] == POCKET and not (venv / "of the old one").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("uv"), reason="uv is not installed")
+def test_uv_installs_where_it_is_there(wheels):
+    person(wheels.root / ".venv", "--without-pip")
+    wheels.run()
+    assert wheels.calls[-1] == POCKET
+    assert not list((wheels.root / ".venv").glob("lib/*/site-packages/pip"))
+    write(wheels.root / "requirements.txt", "torch==99.0\n")
+    assert "could not install" in wheels.run(code=2)[1].splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -17,12 +17,18 @@ import time
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+OLDEST_CAPABILITY = (8, 0)  # below it torch does not compile bf16
 OLDEST_DRIVER = 580  # of NVIDIA's, for CUDA 13, which the pinned torch is built for
 SYSTEM = Path("/")  # whose proc, sys and dev are read
 
 
 class MachineError(Exception):
     """What this machine lacks, in one line with its remedy."""
+
+
+def answer(text) -> None:
+    """Print a line for run.sh, marked, since a sitecustomize prints as well."""
+    print(f"\nanswer: {text}")
 
 
 # ---- Packages ----
@@ -59,7 +65,7 @@ def has_packages(oldest_torch: str, files: list[str]) -> bool:
             if found is None or numbers(found) < numbers(least):
                 return False
             if name == "torch" and numbers(found) != numbers(wanted):
-                print(f"run.sh: using torch {found} of {sys.executable}; the project pins {wanted}")
+                answer(f"using torch {found} of {sys.executable}; the project pins {wanted}")
     return True
 
 
@@ -77,12 +83,28 @@ def lock(file: int, waits_for: str) -> None:
 # ---- GPUs ----
 
 
-def check_driver() -> None:
-    """Raise MachineError where the driver is too old for the torch that would be fetched."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def ask_driver(field: str) -> list[str]:
+    """What NVIDIA's driver says of each GPU, nothing where it does not answer."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     if not shutil.which(command[0]):
-        return
-    driver = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
+        return []
+    return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+
+
+def check_capability(capabilities: list[tuple[int, ...]]) -> None:
+    """Raise MachineError where no GPU can run the compiled model."""
+    if capabilities and max(capabilities) < OLDEST_CAPABILITY:
+        found, needed = (".".join(map(str, numbers))
+                         for numbers in (max(capabilities), OLDEST_CAPABILITY))
+        raise MachineError(f"the GPU has compute capability {found}, and bf16 needs {needed} or "
+                           "newer: --device cpu trains a small model without it")
+
+
+def check_driver() -> None:
+    """Raise MachineError where GPU or driver are too old for the torch that would be fetched."""
+    said = ask_driver("compute_cap")  # which drivers before 2021 do not know
+    check_capability([tuple(numbers(line)) for line in said if re.fullmatch(r"\d+\.\d+", line)])
+    driver = "".join(ask_driver("driver_version")[:1])
     if driver[:1].isdigit() and numbers(driver)[0] < OLDEST_DRIVER:
         raise MachineError(f"NVIDIA's driver is {driver}, and torch needs {OLDEST_DRIVER} or "
                            "newer: update it, or name a Python with a torch for this one: "
@@ -122,10 +144,18 @@ def read(path: str) -> str:
 def quotas() -> list[float]:
     """Threads that the control groups of this process have time for, of version 2 and 1."""
     found = []
-    group = Path(read("proc/self/cgroup").rpartition("0::/")[2].strip())
-    for parent in (group, *group.parents):
-        found.append(read(f"sys/fs/cgroup/{parent}/cpu.max"))
+    for line in read("proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        for parent in (Path(group), *Path(group).parents):
+            folder = str(parent).strip("/")
+            if not controllers:  # version 2
+                found.append(read(f"sys/fs/cgroup/{folder}/cpu.max"))
+            elif "cpu" in controllers.split(","):
+                version_1 = f"sys/fs/cgroup/cpu/{folder}/cpu.cfs_"
+                found.append(read(f"{version_1}quota_us") + read(f"{version_1}period_us"))
+    # In a container the files of its own group are at the root, whatever its name is outside.
     version_1 = "sys/fs/cgroup/cpu/cpu.cfs_"
+    found.append(read("sys/fs/cgroup/cpu.max"))
     found.append(read(f"{version_1}quota_us") + read(f"{version_1}period_us"))
     limits = []
     for words in map(str.split, found):
@@ -160,7 +190,7 @@ def main(command: str, *words: str) -> int:
         check_driver()
         check_compiler()
     elif command == "threads" and read("proc/stat"):
-        print(count_threads())
+        answer(count_threads())
     elif command == "lock":
         lock(int(words[0]), "sets up .venv")
     return 0

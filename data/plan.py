@@ -162,8 +162,9 @@ def plan(script, argv: list[str]) -> None:
     if ranks < most:
         print(f"run.sh: {ranks} of {most} GPUs: a step has {cfg.sequences_per_step} sequences",
               file=sys.stderr)
-    print(gpus, ranks, flags)
-    print(*scripts_of_data(script, cfg), sep="\n")
+    machine.answer(f"{gpus} {ranks} {flags}")
+    for line in scripts_of_data(script, cfg):
+        machine.answer(line)
 
 
 def main(path: str, *argv: str) -> int:

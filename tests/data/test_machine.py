@@ -31,20 +31,38 @@ IDLE = 160  # hundredths of a second in 0.2 s, of eight cores
     (IDLE, 16, 0, {}, 8),  # where Linux does not tell the cores
     (IDLE, 8, 8, {"pod/cpu.max": "max 100000", "cpu.max": "265000 100000"}, 2),
     (IDLE, 8, 8, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-    (IDLE, 8, 8, {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, 2)])
+    (IDLE, 8, 8, {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+    (IDLE, 8, 8, {"cpu/pod/cpu.cfs_quota_us": "100000", "cpu/pod/cpu.cfs_period_us": "100000"},
+     1)])
 def test_threads_are_as_many_as_cores_are_idle_and_no_more_than_the_quota(
     system, monkeypatch, idle, cpus, cores, quotas, threads
 ):
     """By the CPUs of the process, cores of two threads, and files of the control groups."""
     stat = "cpu  11 22 33 {} 44\ncpu0 1 2 3 4 5\n"
     system({"proc/stat": stat.format(70000),
-            "proc/self/cgroup": "1:name=x:/y\n0::/pod\n" if "pod/cpu.max" in quotas else "0::/\n"})
+            "proc/self/cgroup": "1:name=x:/y\n4:cpu,cpuacct:/pod/a\n0::/pod\n"})
     system({f"sys/fs/cgroup/{name}": text + "\n" for name, text in quotas.items()})
     system({f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list":
             f"{cpu % cores},{cpu % cores + cores}\n" for cpu in range(2 * cores)})
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cpus)))
     monkeypatch.setattr("time.sleep", lambda _: system({"proc/stat": stat.format(70000 + idle)}))
     assert machine.count_threads() == threads
+
+
+@pytest.mark.parametrize(("capabilities", "told"), [
+    ("7.5", True), ("7.5\n8.0", False), ("12.0", False), ("[N/A]", False)])
+def test_gpus_that_cannot_run_the_model_are_told_before_anything_is_fetched(
+    system, monkeypatch, tmp_path, capabilities, told
+):
+    system({"nvidia-smi": "#!/bin/sh\ncase $1 in *cap) printf '%s\\n' \"$CAPABILITIES\";; esac\n"})
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CAPABILITIES", capabilities)
+    if told:
+        with pytest.raises(machine.MachineError, match="capability 7.5, and .* 8.0 or newer"):
+            machine.check_driver()
+    else:
+        machine.check_driver()
 
 
 def test_what_a_gpu_needs_is_told_with_its_remedy(system, monkeypatch, tmp_path):

@@ -30,13 +30,17 @@ with open(os.environ["CALLS"], "a") as calls:
 with open(os.environ["CALLS"] + ".env", "w") as variables:
     json.dump(dict(os.environ, PREFIX=sys.prefix), variables)
 if name == "data/plan.py":
-    sys.exit(print(open(os.environ["CALLS"] + ".plan").read()))
+    print("a greeting of sitecustomize")
+    for line in open(os.environ["CALLS"] + ".plan").read().splitlines():
+        print("answer:", line)
+    sys.exit()
 print(os.getcwd(), flush=True)
 sys.exit(int(os.environ.get(os.path.basename(name).removesuffix(".py"), 0)))
 """
 SCRIPTS = ["train_gpt.py", "records/2024-01-01_Wide/train_gpt.py",
            *(f"data/{name}.py" for name in "plan pocket fineweb prefixes sample launch".split())]
-RECORDS = ["2024-01-01_Wide", "2024-01-02_WideHead", "2024-01-03_Twice", "2024-01-04_Twice"]
+RECORDS = ["2024-01-01_Wide", "2024-01-02_WideHead", "2024-01-03_Twice", "2024-01-04_Twice",
+           "2024-01-05_7b_Head"]
 POCKET = ["train_gpt.py", *"--preset pocket --save_every 120".split()]
 METADATA = "Metadata-Version: 2.1\nName: torch\nVersion: {}\n"
 
@@ -172,6 +176,20 @@ def test_a_record_runs_in_place_of_the_root_through_links_and_any_shell(fake):
     assert fake.calls[-1] == [f"records/{RECORDS[0]}/{script}", "--shorten", "2"]
 
 
+@pytest.mark.parametrize(("name", "folder"), [
+    ("7", RECORDS[1]), ("#7", RECORDS[1]), ("7b", RECORDS[4]), ("Head", RECORDS[4]),
+    ("7b_Head", RECORDS[4]), (RECORDS[0], RECORDS[0])])
+def test_a_record_is_named_by_its_number_its_label_or_the_end_of_its_name(fake, name, folder):
+    write(fake.root / "records" / RECORDS[1] / "record.json",
+          '{"published": {"number": 7, "n": 75}}')
+    write(fake.root / "records" / RECORDS[0] / "record.json",
+          '{"published": {"number": 75, "n": 7}}')
+    for words in ["--record", name], [f"--record={name}"]:
+        fake.run(*words, "--seed", "3")
+        assert fake.calls[-1][0] == f"records/{folder}/train_gpt.py"
+        assert fake.calls[-1][-2:] == ["--seed", "3"]
+
+
 def test_help_installs_nothing(fake):
     fake.run("--seed", "1", "--help")
     assert fake.calls == [["train_gpt.py", "--help"]]
@@ -183,8 +201,9 @@ def test_help_installs_nothing(fake):
     ("tests", "tests: give test, sample, or flags"),
     ("test -x tests/no.py::test_it", "no tests/no.py::test_it in"),
     ("--seed 3 --record Wide", "--record NAME comes before"),
-    ("--record", "--record NAME: give the end of one folder's name, such as "),
-    ("--record Twice", "--record Twice: give the end of one folder's name")])
+    ("--record", "--record NAME: 0 records have this name; give a number such as 53, "),
+    ("--record 54", "--record 54: 0 records have this name; give a number"),
+    ("--record=Twice", "--record Twice: 2 records have this name; give a number")])
 def test_wrong_words_are_refused_in_one_line(fake, words, said):
     _, errors = fake.run(*shlex.split(words), code=2)
     assert said in errors and errors.count("\n") == 1 and not fake.calls
@@ -193,6 +212,37 @@ def test_wrong_words_are_refused_in_one_line(fake, words, said):
 def test_a_python_that_is_not_there_is_named(fake):
     _, errors = fake.run(PYTHON="/no/python", code=2)
     assert errors == "run.sh: PYTHON=/no/python: no such program\n" and not fake.calls
+
+
+def test_a_path_of_python_is_taken_from_the_current_folder(fake):
+    write(fake.root / "tests" / "test_it.py", "")
+    write(fake.stubs / "pytest.py", NOTE)
+    beside = os.path.relpath(fake.variables["PYTHON"], fake.folder / "else where")
+    fake.run("test", "tests/test_it.py", PYTHON=beside)
+    assert fake.calls[-1][-1] == "tests/test_it.py"
+
+
+def test_a_folder_with_an_end_of_line_is_refused(fake):
+    odd = fake.folder / "odd\n"
+    fake.root.rename(odd)
+    _, errors = fake.run(start=[odd / "run.sh"], code=2)
+    assert "a folder's name has an end of line: rename it" in errors and not fake.calls
+
+
+def test_what_a_sitecustomize_prints_is_no_answer(fake):
+    write(fake.stubs / "sitecustomize.py", "print('welcome to the cluster', end='')")
+    fake.run(OMP_NUM_THREADS="")
+    assert fake.calls[-1] == POCKET
+    assert sys.platform != "linux" or fake.seen["OMP_NUM_THREADS"].isdigit()
+
+
+def test_each_stage_is_a_line_and_what_to_type_next_is_handed_on(fake):
+    _, errors = fake.run("--seed", "3")
+    assert "run.sh: data: data/pocket.py\n" in errors
+    assert "run.sh: training: train_gpt.py --preset pocket" in errors
+    assert fake.seen["RUN_SH_NEXT"].startswith(f"Next: {fake.root / 'run.sh'} sample --prompt")
+    fake.run("--preset", "pocket")  # which saves nothing
+    assert "sample" not in fake.seen["RUN_SH_NEXT"]
 
 
 def test_an_interrupt_while_a_program_is_asked_ends_it(fake):
@@ -225,7 +275,8 @@ def wheels(fake):
             wheel.writestr(f"{info}/RECORD", "")
     del fake.variables["PYTHONPATH"]
     fake.variables |= dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1",
-                           PIP_FIND_LINKS=str(fake.folder))
+                           PIP_FIND_LINKS=str(fake.folder), UV_NO_INDEX="1",
+                           UV_FIND_LINKS=str(fake.folder))
     return fake
 
 
@@ -259,6 +310,67 @@ def test_a_set_up_holds_in_spite_of_pips_settings_and_of_what_is_taken_out(wheel
     assert f"{venv} lacks packages" in last and "remove it" in last and not wheels.calls
 
 
+def person(venv, *flags):
+    """A .venv that a person made, with a file of theirs."""
+    subprocess.run([sys.executable, "-m", "venv", *flags, venv], check=True)
+    (venv / "mine").write_text("of a person")
+
+
+def make_plain_folder(venv):
+    write(venv / "mine", "of a person")
+
+
+def make_venv_of_an_old_python(venv):
+    write(venv / "mine", "of a person")
+    write(venv / "bin" / "python", "#!/bin/sh\n[ $1 = -c ] && echo answer: False\nexit 1")
+
+
+@pytest.mark.parametrize("make", [make_plain_folder, make_venv_of_an_old_python])
+def test_a_folder_that_it_did_not_make_is_never_cleared(wheels, make):
+    venv = wheels.root / ".venv"
+    make(venv)
+    said = wheels.run(code=2)[1].splitlines()[-1]
+    assert f"{venv} was not made by run.sh" in said and "PYTHON=/path/to/python" in said
+    assert (venv / "mine").read_text() == "of a person"
+
+
+def test_a_link_is_not_followed_to_clear_or_to_install(wheels):
+    theirs = wheels.folder / "theirs"
+    person(theirs, "--without-pip")
+    (wheels.root / ".venv").symlink_to(theirs)
+    before = sorted(theirs.rglob("*"))
+    said = wheels.run(code=2)[1].splitlines()[-1]
+    assert ".venv is a link, and what it leads to lacks packages: install requirements.txt" in said
+    assert sorted(theirs.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_an_environment_without_pip_is_used_and_one_of_its_own_is_made_anew(wheels):
+    venv = wheels.root / ".venv"
+    person(venv, "--without-pip")
+    wheels.run()
+    assert wheels.seen["PREFIX"] == str(venv) and wheels.calls[-1] == POCKET
+    assert (venv / "mine").exists() and not (venv / "made-by-run.sh").exists()
+    shutil.rmtree(venv)
+    wheels.run()
+    assert (venv / "made-by-run.sh").exists()
+    (venv / "bin" / "python").unlink()  # as where the system's Python was replaced
+    (venv / "of the old one").touch()
+    wheels.run()
+    assert wheels.calls[-1] == POCKET and not (venv / "of the old one").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("uv"), reason="uv is not installed")
+def test_uv_installs_where_it_is_there(wheels):
+    person(wheels.root / ".venv", "--without-pip")
+    wheels.run()
+    assert wheels.calls[-1] == POCKET
+    assert not list((wheels.root / ".venv").glob("lib/*/site-packages/pip"))
+    write(wheels.root / "requirements.txt", "torch==99.0\n")
+    assert "could not install" in wheels.run(code=2)[1].splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_set_ups_at_once_wait_for_each_other_and_one_that_is_killed_is_made_anew(wheels):
     wheels.calls_file.write_text("")
@@ -275,7 +387,8 @@ def test_set_ups_at_once_wait_for_each_other_and_one_that_is_killed_is_made_anew
     (wheels.root / ".venv" / "of the killed one").touch()
     wheels.run()
     assert wheels.calls[-1] == POCKET
-    assert not list((wheels.root / ".venv").glob("*f*d*"))  # neither this one nor `unfinished`
+    venv = wheels.root / ".venv"
+    assert not (venv / "unfinished").exists() and not (venv / "of the killed one").exists()
 
 
 @pytest.mark.parametrize(("old_python", "said"), [
@@ -283,7 +396,9 @@ def test_set_ups_at_once_wait_for_each_other_and_one_that_is_killed_is_made_anew
     ('[ "$1" != -m ] && exec {bare} "$@"; echo as ensurepip is not; exit 1',
      "install its venv module"),
     ('[ "$1" != -m ] && exec {bare} "$@"; echo; echo Error: Read-only; exit 1',
-     ".venv: Error: Read-only")])
+     ".venv: Error: Read-only"),
+    ("echo 'Fatal Python error: PYTHONHASHSEED must be' >&2; exit 1",
+     "{} does not start: Fatal Python error: PYTHONHASHSEED must be")])
 def test_a_python_that_will_not_do_has_its_reason(fake, old_python, said):
     """Nor where PYTHONOPTIMIZE leaves asserts out."""
     fake.set_torch("2.10.1")
@@ -307,7 +422,7 @@ def test_a_driver_that_is_too_old_is_told_before_gigabytes_are_fetched(fake):
 
 
 def test_an_active_torch_that_is_not_pinned_is_named_unless_streams_are_closed(fake):
-    assert "run.sh: " not in fake.run()[1]
+    assert "using torch" not in fake.run()[1]
     fake.set_torch("2.12.0+cu130")
     for closed in "", "2>&-", "<&- >&- 2>&-":
         _, said = fake.run(start=["bash", "-c", f'"$1" {closed}', "", fake.root / "run.sh"])

@@ -37,7 +37,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -861,37 +861,6 @@ def parameter_groups(cfg) -> dict:
     }
 
 
-class Optimizer(Protocol):
-    """What the training loop and the harness ask of the optimizer of a group."""
-
-    name: str  # of the group
-    numel: int  # numbers that are trained
-
-    def is_due(self, now) -> bool:
-        """Whether it steps now. If not, its gradients wait for the next step."""
-
-    def reduce(self):
-        """Begin to sum the gradients over the ranks."""
-
-    def update(self, now, divisor):
-        """Update this rank's part by gradients / divisor, and begin to share it."""
-
-    def wait(self):
-        """End what was begun."""
-
-    def clear(self):
-        """Drop the gradients."""
-
-    def tensors(self) -> list[Tensor]:
-        """What a step changes: the warm-up steps on them and restores them."""
-
-    def full_state(self) -> dict[str, Tensor]:
-        """The state of all ranks, on the CPU. All ranks call it."""
-
-    def load_full_state(self, full):
-        """Take this rank's part of a `full_state` from any number of ranks."""
-
-
 class ShardedOptimizer:
     """A group's weights and gradients as two flat buffers, and this rank's part of the state.
 
@@ -928,12 +897,15 @@ class ShardedOptimizer:
         self.state = {}  # tensors by name; this rank's part, or a number
 
     def is_due(self, now):
+        """Whether it steps now. If not, its gradients wait for the next step."""
         return True
 
     def tensors(self):
+        """What a step changes: the warm-up steps on them and restores them."""
         return [self.weights, *self.state.values()]
 
     def clear(self):
+        """Drop the gradients."""
         self.grads.zero_()
 
     def reduce(self):
@@ -953,6 +925,7 @@ class ShardedOptimizer:
             self.handle = dist.all_gather_into_tensor(self.weights, share, async_op=True)
 
     def wait(self):
+        """End what was begun."""
         if self.handle:
             self.handle.wait()
             self.handle = None
@@ -1043,7 +1016,7 @@ def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
     return torch.compile(step_fn, dynamic=False) if device.type == "cuda" else step_fn
 
 
-def build_optimizers(model: GPT, cfg, ranks) -> list[Optimizer]:
+def build_optimizers(model: GPT, cfg, ranks) -> list:
     """An optimizer for each group that has parameters. Raises KeyError for an unknown group."""
     groups = parameter_groups(cfg)
     members = {name: [] for name in groups}
@@ -1201,6 +1174,21 @@ def train(run, cfg):
 
 
 # ==== Harness: below this line every record has the same bytes ===============
+# What it asks of a record:
+#   Hyperparameters, POCKET              settings, a field each; what differs in the preset pocket
+#   check(cfg, require), shorten(cfg)    their rules; the settings that --shorten makes
+#   schedule(step, cfg)                  what holds in a step; it has at least stage and seq_len
+#   GPT(cfg), prepare(model, cfg, device)                 the model, and its form on a device
+#   build_optimizers(model, cfg, ranks)  each has name, numel, group, tensors(), clear(),
+#                                        full_state() and load_full_state(full)
+#   Place                                where a step's sequences begin, which a checkpoint keeps
+#   cut_rows(tokens, documents, place, now, cfg)          a step's Rows and the next Place, or None
+#   Rows, to_batch(rows, device)         sequences (N, T + 1) on the host, and as a Batch
+#   losses_of(model, batch, now)         summed losses: what is minimised, the next token's
+#   train(run, cfg)                      the loop, for the run as for its warm-up
+# What a record may use of it: SCRIPT, SOURCE, UserError, find_shards, validate, ThreadPoolExecutor
+# and of `run`: first_step, model, optimizers, loader, ranks, val_tokens, log, validate_and_save,
+# exchange_losses, log_step.
 import argparse
 import contextlib
 import fcntl
@@ -1594,6 +1582,15 @@ def peak_memory_mib(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20  # macOS has bytes
 
 
+def check_gpu(device: torch.device):
+    """Raise ValueError for a GPU on which nothing of this was ever made to run."""
+    if torch.version.hip:
+        raise ValueError("ROCm is untried; use --device cpu")
+    if torch.cuda.get_device_capability(device) < (8, 0):  # torch compiles no bf16 there
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"{name} has a compute capability below 8.0; use --device cpu")
+
+
 # ---- Ranks and log ----------------------------------------------------------
 class Ranks:
     """This process's rank and device, and what ranks exchange. Raises UserError, OSError."""
@@ -1619,6 +1616,7 @@ class Ranks:
         try:
             if gpus:
                 torch.cuda.set_device(self.device)  # "cuda" now means this one
+                check_gpu(self.device)
             if self.world_size > 1:
                 # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
                 warnings.filterwarnings("ignore", "", FutureWarning, "torch.distributed")

@@ -111,6 +111,9 @@ def kernels(script, flags):
             print(f"{ms:8.2f} {expected_ms(expected, stage).get(group, 0):8.2f}  {group}")
 
     def train_profiled(run, cfg):
+        if isinstance(run, script.WarmUp):
+            return train(run, cfg)
+
         def accumulate_profiled(*args):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

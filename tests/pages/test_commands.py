@@ -40,6 +40,7 @@ def form_that_runs(command):
     if "ledger run" in command:
         command = command.replace("train_gpt.py:", f"train_gpt.py:{FEW_STEPS},")
         command = command.replace("train_gpt.py ", f"train_gpt.py:{FEW_STEPS} ")
+        command = re.sub(r"(records/20[\w-]+)", rf"\1:{FEW_STEPS}", command)
     return f"{command} {known[0]}"
 
 

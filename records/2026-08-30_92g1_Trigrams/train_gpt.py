@@ -2588,6 +2588,7 @@ class Run:
             optimizer.group = replace(optimizer.group, lr=0.0)
         self.loader.log = lambda text: None
         self.loader.passes = 1
+        self.loader.cfg = replace(self.cfg, repeat_data=True)
 
         stages = [schedule(step, self.cfg).stage for step in range(self.last)]
         firsts = [stages.index(stage) for stage in dict.fromkeys(stages[self.first_step :])]

@@ -106,7 +106,7 @@ def test_commands_run(block, project, capfd):
     for command in block.commands():
         printed = run(form_that_runs(command), capfd)
         if command == "./run.sh" or command.startswith("python train_gpt.py"):
-            assert "\nval_loss: " in printed
+            assert " val_loss:" in printed
 
 
 @pytest.mark.parametrize("block", [*to_run("python")])

@@ -5,6 +5,7 @@
 
 import difflib
 import re
+import shutil
 from html import escape
 from pathlib import Path
 from urllib.parse import urljoin
@@ -14,15 +15,21 @@ from ledger.logs import LedgerError, read_text
 from ledger.records import Record, read_public
 from ledger.scripts import above, sections
 
+NAME = "A NanoGPT speedrun in one file"
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
+<meta name="description" content="{description}">
+<meta property="og:title" content="{title}">
+<meta property="og:description" content="{description}">
 <link rel="stylesheet" href="style.css">
+<script src="book.js" defer></script>
 </head>
 <body>
+<header>{header}</header>
 <nav>{links}</nav>
 <main>
 {body}
@@ -31,19 +38,26 @@ PAGE = """<!DOCTYPE html>
 </body>
 </html>
 """
-INDEX = """# The ladder, record by record
+INDEX = """# {name}
 
 Here are {count} scripts that train a language model to a fixed quality, each a small change of its
 parent. A page has the idea, the reason, and the change beside the parent's lines.
+
+{race}
+
+<h2 id="ladder">The ladder, record by record</h2>
 
 {ladder}
 
 ![Published minutes on eight H100s of each public record](ladder.svg)
 
-<h2 id="public">All public records</h2>
+{story}
+
+## All public records
 
 {public}
 """
+RACE = "![Published validation loss against seconds, a curve for each record](race.png)"
 # Where a page has the change: in place of the section that says how to see it
 PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
 # What HtmlDiff's tables have beside lines; its numbers would be those of a section
@@ -102,7 +116,7 @@ def write_book(records: list, out: Path, source: str | None) -> list:
     if out.is_dir() and any(out.iterdir()) and not (out / "style.css").exists():
         raise LedgerError(f"--out {out}: it has other files; give a folder of its own")
     out.mkdir(parents=True, exist_ok=True)
-    folder = records[0].folder.parent
+    folder = records[0].folder.parent.resolve()
     draw_ladder(folder, records, out / "ladder.svg")
     drawn = read_text(out / "ladder.svg")
     for color, shade in SHADES.items():
@@ -111,56 +125,117 @@ def write_book(records: list, out: Path, source: str | None) -> list:
     style = read_text(Path(__file__).with_suffix(".css"))
     (out / "style.css").write_text(style, encoding="utf-8")
 
+    script = read_text(Path(__file__).with_suffix(".js"))
+    (out / "book.js").write_text(script, encoding="utf-8")
+
+    docs = folder.parent / "docs"
+    names = {record.folder.resolve(): f"{record.folder.name}.html" for record in records}
+    names |= {folder / "README.md": "index.html", docs / "story.md": "index.html#story",
+              docs / "techniques.md": "techniques.html", folder / "ladder.svg": "ladder.svg"}
+    race = story = ""
+    if (folder / "race.png").exists():
+        shutil.copyfile(folder / "race.png", out / "race.png")
+        names[folder / "race.png"] = "race.png"
+        race = RACE
+    if (docs / "story.md").exists():
+        title, _, chapters = read_text(docs / "story.md").partition("\n")
+        chapters = re.sub(r"^!\[.*?\]\(.*?\)\n", "", chapters, flags=re.M)  # it stands above
+        story = f'<h2 id="story">{escape(title.removeprefix("# "))}</h2>\n' + from_markdown(
+            re.sub("^## ", "### ", chapters, flags=re.M), docs, source and f"{source}/docs/", names)
     blocks = pages.blocks(folder, records)[folder / "README.md"]
-    text = INDEX.format(count=len(records), ladder=blocks[""], public=blocks[" public"])
-    links = ['<a href="#public">All public records</a>', link_to(records[0], "Next")]
-    site = {"index": ("The ladder", links, from_markdown(text, folder, None))}
-    for record, following in zip(records, [*records[1:], None]):
-        name, links = record.folder.name, ['<a href="index.html">The ladder</a>']
-        if record.parent:
+    texts = INDEX.format(name=NAME, count=len(records), race=race, ladder=blocks[""],
+                         story="STORY", public=blocks[" public"]).split("STORY\n")
+    address = source and f"{source}/{folder.name}/"
+    body = story.join(from_markdown(text, folder, address, names) for text in texts)
+    links = ['<a href="#all-public-records">All public records</a>',
+             link_to(records[0], "Next", "next")]
+    description = f"{len(records)} scripts, each a small change of its parent, with the reason"
+    site = {"index": ("", description, links, body)}
+    if (docs / "techniques.md").exists():
+        body = from_markdown(read_text(docs / "techniques.md"), docs,
+                             source and f"{source}/docs/", names)
+        site["techniques"] = ("Techniques", "All techniques, each with its effect and its first "
+                              "record", ['<a href="index.html">The ladder</a>'], body)
+    for before, record, after in zip([None, *records], records, [*records[1:], None]):
+        name = record.folder.name
+        links = [link_to(before, "Previous", "prev") if before
+                 else '<a href="index.html" rel="prev">Previous: the ladder</a>']
+        if record.parent and record.parent is not before:
             links.append(link_to(record.parent, "Parent"))
-        if following:
-            links.append(link_to(following, "Next"))
-        else:
-            links.append('<a href="index.html#public">Next: all public records</a>')
-        address = source and f"{source}/records/{name}/"
+        links.append(link_to(after, "Next", "next") if after
+                     else '<a href="index.html#all-public-records">Next: all public records</a>')
+        address = source and f"{source}/{folder.name}/{name}/"
         text = read_text(record.folder / "README.md").replace(f"# {name}", f"# {record.name}", 1)
         place = PLACE.search(text)
-        before = from_markdown(text[:place.start()], record.folder, address)
-        after = from_markdown(text[place.end():], record.folder, address)
-        site[name] = (record.name, links, before + change_of(record) + after)
-    for name, (title, links, body) in site.items():
-        page = PAGE.format(title=title, links="\n".join(links), body=body)
+        top = from_markdown(text[:place.start()], record.folder, address, names)
+        rest = from_markdown(text[place.end():], record.folder, address, names)
+        site[name] = record.name, record.claim["change"], links, top + change_of(record) + rest
+    header = header_of(site, story, source)
+    for name, (title, description, links, body) in site.items():
+        title = f"{title} · {NAME}" if title else NAME
+        page = PAGE.format(title=escape(title), description=escape(description), header=header,
+                           links="\n".join(links), body=body)
         (out / f"{name}.html").write_text(page, encoding="utf-8")
     return list(site)
 
 
-def link_to(record: Record, word: str) -> str:
-    return f'<a href="{record.folder.name}.html">{word}: {record.name}</a>'
+def header_of(site: dict, story: str, source: str | None) -> str:
+    """Links that stand on each page. The repository is where `source` has its files."""
+    links = [("index.html", NAME), ("index.html#ladder", "Ladder")]
+    if story:
+        links.append(("index.html#story", "Story"))
+    if "techniques" in site:
+        links.append(("techniques.html", "Techniques"))
+    if source and "/blob/" in source:
+        links.append((source.partition("/blob/")[0], "GitHub"))
+    return "\n".join(f'<a href="{escape(link)}">{word}</a>' for link, word in links)
 
 
-def from_markdown(text: str, folder: Path, address: str | None) -> str:
+def link_to(record: Record, word: str, rel: str = "") -> str:
+    rel = rel and f' rel="{rel}"'
+    return f'<a href="{record.folder.name}.html"{rel}>{word}: {escape(record.name)}</a>'
+
+
+def slug(title: str) -> str:
+    """A heading's id, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def from_markdown(text: str, folder: Path, address: str | None, names: dict) -> str:
     """HTML of a page's Markdown, whose links lead somewhere from the site, or are plain words.
 
-    `address` is where the files of the page's folder are read, and ends with a slash.
+    `address` is where the files of the page's folder are read, and ends with a slash. `names` has
+    the site's pages and pictures by the file or folder that they are of. Headings get ids.
     """
     from markdown_it import MarkdownIt  # which no verb but `book` needs
 
     parser = MarkdownIt("commonmark").enable("table")
     tokens = parser.parse(text)
-    for token in tokens:
+    for token, following in zip(tokens, [*tokens[1:], None]):
+        if token.type == "heading_open":
+            words = [child.content for child in following.children]
+            token.attrs["id"] = slug("".join(words))
+        is_dead = False
         for child in token.children or ():
             if child.type == "link_open":
-                link = child.attrs["href"]
-                path = (folder / link).resolve()
-                if (path / "record.json").exists():
-                    child.attrs["href"] = f"{path.name}.html"
-                elif address and "://" not in link:
-                    child.attrs["href"] = urljoin(address, link)
-                is_dead = child.attrs["href"] == link and "://" not in link
+                child.attrs["href"] = link = on_site(child.attrs["href"], folder, address, names)
+                is_dead = "://" not in link and link[:1] != "#" and ".html" not in link
+            elif child.type == "image":
+                child.attrs["src"] = on_site(child.attrs["src"], folder, address, names)
             if child.type in ("link_open", "link_close"):
                 child.hidden = is_dead
     return parser.renderer.render(tokens, parser.options, {})
+
+
+def on_site(link: str, folder: Path, address: str | None, names: dict) -> str:
+    """Where a link of a page in a folder leads from the site."""
+    path, _, fragment = link.partition("#")
+    name = names.get((folder / path).resolve()) if path else None
+    if name:
+        return f"{name.partition('#')[0]}#{fragment}" if fragment else name
+    if "://" in link or not path or not address:
+        return link
+    return urljoin(address, link)
 
 
 def change_of(record: Record) -> str:

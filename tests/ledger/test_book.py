@@ -26,7 +26,7 @@ class Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.open, self.links, self.tags, self.text = [], [], [], ""
+        self.open, self.links, self.tags, self.ids, self.text = [], [], [], [], ""
         self.feed(path.read_text(encoding="utf-8"))
         assert not self.open
 
@@ -35,6 +35,7 @@ class Page(HTMLParser):
         self.tags.append(tag)
         assert not any(name.startswith("on") for name in attrs)
         assert attrs.get("href" if tag == "a" else "alt" if tag == "img" else "", True)
+        self.ids += [attrs["id"]] if "id" in attrs else []
         self.links += [attrs[name] for name in ("href", "src") if name in attrs]
         self.text += "\n" * (tag == "td")
         if tag not in VOID:
@@ -60,32 +61,42 @@ def drawn(monkeypatch):
 
 @pytest.mark.slow
 def test_the_book_of_some_records_is_whole(drawn, tmp_path):
-    """Their pages have no script and no dead link, and each changed line."""
+    """Their pages have no dead link, ids that differ, a way home, and each changed line."""
     for record in records.find_records(REPO / "records")[-4:]:
         shutil.copytree(record.folder, tmp_path / "records" / record.folder.name)
     shutil.copy(REPO / "records/public.toml", tmp_path / "records")
+    shutil.copytree(REPO / "docs", tmp_path / "docs")
+    others = {"index", "techniques"}
     out = tmp_path / "site"
     pages = write(out, str(tmp_path / "records"), "--source", SOURCE)
     known = {one.folder.name: one for one in records.find_records(tmp_path / "records")}
-    assert pages.keys() == {*known, "index"}
+    assert pages.keys() == {*known, *others}
     for name, following in zip(["index", *known], [*known, "index"]):
         page = (out / f"{name}.html").read_text()
         assert re.findall(r'href="([\w-]+)\.html[^>]*>Next: ', page) == 2 * [following]
-        title = known[name].name if name in known else "The ladder"
+        title = f"{known[name].name} · {book.NAME}" if name in known else book.NAME
         assert f"<title>{title}</title>" in page
+        assert f'<meta property="og:title" content="{title}">' in page
+        if name in known:
+            assert f'<meta name="description" content="{known[name].claim["change"]}">' in page
+    for name, following in zip(known, [*known][1:]):
+        assert f'{name}.html" rel="prev"' in (out / f"{following}.html").read_text()
+        assert f'{following}.html" rel="next"' in (out / f"{name}.html").read_text()
     assert {"ladder.svg", *(f"{name}.html" for name in known)} <= set(pages["index"].links)
-    assert 'id="public"' in (out / "index.html").read_text()
     lines = set(pages["index"].text.splitlines())
     assert lines >= {f"#{number}" for number in range(1, 93)}
     for name, page in pages.items():
-        assert not {"script", "iframe", "object"} & set(page.tags), name
+        assert not {"iframe", "object"} & set(page.tags), name
         assert page.tags.count("nav") == 2 and "meta" in page.tags, name
-        assert page.text.count("Next: ") == 2, name
+        assert name not in {*known, "index"} or page.text.count("Next: ") == 2, name
+        assert {"index.html", "https://example.org"} <= set(page.links), name
+        assert len(page.ids) == len(set(page.ids)), name
         for link in page.links:
             address = urlparse(link)
             file = out / (address.path or f"{name}.html")
             assert address.scheme == "https" or file.is_file(), (name, link)
-            assert address.fragment in ("", "public") or address.scheme, (name, link)
+            target = pages.get(file.stem)
+            assert not address.fragment or address.scheme or address.fragment in target.ids, link
             if link.startswith(SOURCE):
                 assert (REPO / address.path.removeprefix("/blob/main/")).exists(), (name, link)
     for name, record in known.items():
@@ -121,10 +132,25 @@ def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(drawn, 
     assert {f"{PARENT}.html", "https://example.net/d"} <= set(page.links)
     assert not [link for link in page.links if "x.md" in link] and "a b c" in page.text
     assert hostile in page.text and "<b>A run & log" in page.text
-    assert not {"script", "b"} & set(page.tags)
+    assert page.tags.count("script") == 1 and "book.js" in page.links
     page = write(tmp_path / "full", str(fakes), "--source", "https://example.org/main")[NEWEST]
     assert "https://example.org/main/docs/x.md#y" in page.links
     assert main(["book", str(fakes), "--out", str(fakes)]) == 2  # among other files
+
+
+def test_the_front_page_has_the_story_and_the_race_where_they_are(drawn, tmp_path):
+    fakes = make_records(tmp_path)
+    (fakes / "race.png").write_bytes(b"a picture")
+    (fakes.parent / "docs").mkdir()
+    link = f"[a](../{fakes.name}/{PARENT})"
+    story = f"# Fast & faster\n\n![x](../records/race.png)\n\n## 1. Go\n\n{link}"
+    (fakes.parent / "docs/story.md").write_text(story)
+    pages = write(tmp_path / "site", str(fakes))
+    front = pages["index"]
+    assert {"story", "1-go"} <= set(front.ids) and "Fast & faster" in front.text
+    assert front.links.count("race.png") == 1 and front.links.count(f"{PARENT}.html") > 1
+    assert (tmp_path / "site/race.png").read_bytes() == b"a picture"
+    assert "index.html#story" in pages[NEWEST].links
 
 
 @pytest.mark.slow

@@ -3,17 +3,16 @@
 `python records/ledger book --out SITE` writes the site, `list --write` the picture.
 """
 
-import difflib
 import re
 import shutil
 from html import escape
 from pathlib import Path
 from urllib.parse import urljoin
 
+from book_code import Side, change_table
 from ledger import pages
 from ledger.logs import LedgerError, read_text
 from ledger.records import Record, read_public
-from ledger.scripts import above, sections
 
 NAME = "A NanoGPT speedrun in one file"
 PAGE = """<!DOCTYPE html>
@@ -60,10 +59,6 @@ parent. A page has the idea, the reason, and the change beside the parent's line
 RACE = "![Published validation loss against seconds, a curve for each record](race.png)"
 # Where a page has the change: in place of the section that says how to see it
 PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
-# What HtmlDiff's tables have beside lines; its numbers would be those of a section
-CLUTTER = re.compile(
-    r'<td class="diff_(next|header)".*?</td>|<colgroup></colgroup>| (nowrap|rules)="\w+"')
-LONG = re.compile(r"[^\s<>&]{40,}")  # what a narrow page would break anywhere
 SHADES = {"#000000": "currentColor", "#e3e6e9": "#88888855", "#006ba4": "#3189c9"}  # in the dark
 SVG_STYLE = ("<style>svg { color: #1c2126; fill: currentColor } "
              "@media (prefers-color-scheme: dark) { svg { color: #dde2e6 } }</style></svg>")
@@ -240,23 +235,27 @@ def on_site(link: str, folder: Path, address: str | None, names: dict) -> str:
 
 def change_of(record: Record) -> str:
     """What the record changes of its parent, section by section; of the first, the script."""
-    script = sections(above(record.script))
-    parent = sections(above(record.parent.script)) if record.parent else {}
-    docstring = escape("\n".join(script.pop("Docstring", [])))
-    parent.pop("Docstring", None)
-    parts = ["<h2>The change</h2>" if record.parent else "<h2>The script</h2>"]
-    for title in script | parent:
-        old, new = parent.get(title, []), script.get(title, [])
-        if old == new:
+    script = Side(record.script)
+    docstring = script.sections.get("Docstring", [])
+    shown = escape("\n".join(script.lines[number] for number in docstring))
+    if record.parent:
+        parts = ['<h2 id="change">The change</h2>']
+        parent = Side(record.parent.script)
+    else:
+        parts = ['<h2 id="change">The script</h2>']
+        parent = Side("")
+    for title in script.sections | parent.sections:
+        lines = [[side.lines[number] for number in side.sections.get(title, [])]
+                 for side in (script, parent)]
+        if title == "Docstring" or lines[0] == lines[1]:
             continue
-        parts.append(f"<h3>{title}</h3>")
+        anchor = f"change-{slug(title)}"
+        parts.append(f'<h3 id="{anchor}">{escape(title)}</h3>')
         if record.parent:
-            shown = difflib.HtmlDiff().make_table(old, new, context=True, numlines=3)
-            shown = CLUTTER.sub("", shown).replace("&nbsp;", " ")  # long lines may break
-            parts.append(LONG.sub(lambda word: re.sub(r"([(.])", r"\1<wbr>", word[0]), shown))
+            parts.append(change_table(parent, script, title, anchor))
         else:
-            code = escape("\n".join(new))
-            parts.append(f'<pre tabindex="0">{code}</pre>')
-    parts.append(f"<details><summary>The script's docstring</summary><pre>{docstring}</pre>"
-                 "</details>")
+            numbers = script.sections[title]
+            cell = script.cell("new", numbers, [()] * len(numbers))
+            parts.append(f'<table class="diff whole"><tr>{cell}</tr></table>')
+    parts.append(f"<details><summary>The script's docstring</summary><pre>{shown}</pre></details>")
     return "\n".join(parts)

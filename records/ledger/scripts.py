@@ -139,15 +139,26 @@ def was_version(source: str, script: Path) -> bool:
 
 
 # ---- What changed ----
-def sections(source: str) -> dict:
-    """Title: its lines, by the headings of our scripts; the docstring is one of its own."""
+def titles(source: str) -> list:
+    """For each line the title of its section, by the headings of our scripts.
+
+    The docstring is a section of its own.
+    """
     docstring = re.match(r'(#!.*\n)?"""[\s\S]*?"""\n', source)
     last = docstring[0].count("\n") if docstring else 0
-    found, title = {}, "Docstring"
+    found, title = [], "Docstring"
     for number, line in enumerate(source.splitlines()):
         heading = HEADING.fullmatch(line)
         if heading or number == last:
             title = heading[1] if heading else "Imports"
+        found.append(title)
+    return found
+
+
+def sections(source: str) -> dict:
+    """Title: its lines."""
+    found = {}
+    for title, line in zip(titles(source), source.splitlines()):
         found.setdefault(title, []).append(line)
     return found
 

@@ -7,6 +7,7 @@ from urllib.parse import urlparse
 from xml.etree import ElementTree
 
 import book
+import book_code
 import matplotlib.image
 import pytest
 from conftest import REPO
@@ -37,13 +38,13 @@ class Page(HTMLParser):
         assert attrs.get("href" if tag == "a" else "alt" if tag == "img" else "", True)
         self.ids += [attrs["id"]] if "id" in attrs else []
         self.links += [attrs[name] for name in ("href", "src") if name in attrs]
-        self.text += "\n" * (tag == "td")
+        self.text += "\n" * (tag in ("td", "div"))
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_endtag(self, tag):
         assert tag in VOID or self.open.pop() == tag
-        self.text += "\n" * (tag == "td")
+        self.text += "\n" * (tag in ("td", "div"))
 
     def handle_data(self, data):
         self.text += data
@@ -151,6 +152,21 @@ def test_the_front_page_has_the_story_and_the_race_where_they_are(drawn, tmp_pat
     assert front.links.count("race.png") == 1 and front.links.count(f"{PARENT}.html") > 1
     assert (tmp_path / "site/race.png").read_bytes() == b"a picture"
     assert "index.html#story" in pages[NEWEST].links
+
+
+def test_a_change_shows_old_lines_then_new_ones_with_numbers_and_marked_words():
+    old = '"""Doc."""\n\n# ---- Model ----\na = 1\nrate = low + 2  # slow\nb = 3\nc = 4\n'
+    new = old.replace("low + 2  # slow\nb = 3", "high + 2  # slow\nb = [3 < 4]\nd = 5")
+    table = book_code.change_table(book_code.Side(old), book_code.Side(new), "Model", "m")
+    assert re.findall(r'id="(.*?)"', table) == ["m-1"]
+    row = r'<tr class="(\w+)"><td class="old">(.*?)</td><td class="new">(.*?)</td>'
+    rows = re.findall(row, table)
+    numbers = [re.findall(r'data-n="(\d+)"', before + after) for _, before, after in rows]
+    assert [kind for kind, *_ in rows] == ["equal", "changed", "equal"]
+    assert numbers == [["3", "4"] * 2, ["5", "6", "5", "6", "7"], ["7", "8"]]
+    _, before, after = rows[1]
+    assert "<mark>low</mark>" in before and "<mark>high</mark>" in after and "&lt;" in after
+    assert '<span class="c"># slow</span>' in before and "<mark>rate" not in before + after
 
 
 @pytest.mark.slow

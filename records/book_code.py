@@ -39,7 +39,7 @@ def colored(words: list, marked: tuple = ()) -> str:
     runs = []  # of words that look alike
     for index, (color, word) in enumerate(words):
         look = (color, index in marked)
-        if runs and (runs[-1][0] == look or word.isspace() and not look[1]):
+        if runs and (runs[-1][0] == look or word.isspace() and not runs[-1][0][1]):
             runs[-1][1].append(word)
         else:
             runs.append((look, [word]))

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import urljoin
 
-from book_code import Side, change_table
+from book_code import Side, change_table, scripts_data, techniques_of
 from ledger import pages
 from ledger.logs import LedgerError, read_text
 from ledger.records import Record, read_public
@@ -55,6 +55,16 @@ parent. A page has the idea, the reason, and the change beside the parent's line
 ## All public records
 
 {public}
+"""
+COMPARE = """<h1>Two records side by side</h1>
+<p><label>Before: <select id="a"><option value="">none, the whole script</option>{options}</select>
+</label> <label>After: <select id="b">{options}</select></label></p>
+<p>The page's address is a link to what it shows. A click on a line puts it into the address.</p>
+<noscript><p>This page needs JavaScript. Each record's page shows its change without it.</p>
+</noscript>
+<div id="shown"></div>
+<script src="scripts.js"></script>
+<script src="compare.js"></script>
 """
 RACE = "![Published validation loss against seconds, a curve for each record](race.png)"
 # Where a page has the change: in place of the section that says how to see it
@@ -120,8 +130,10 @@ def write_book(records: list, out: Path, source: str | None) -> list:
     style = read_text(Path(__file__).with_suffix(".css"))
     (out / "style.css").write_text(style, encoding="utf-8")
 
-    script = read_text(Path(__file__).with_suffix(".js"))
-    (out / "book.js").write_text(script, encoding="utf-8")
+    for name in ("book.js", "compare.js"):
+        (out / name).write_text(read_text(Path(__file__).with_name(name)), encoding="utf-8")
+    data = scripts_data({record.folder.name: record.script for record in records})
+    (out / "scripts.js").write_text(data, encoding="utf-8")
 
     docs = folder.parent / "docs"
     names = {record.folder.resolve(): f"{record.folder.name}.html" for record in records}
@@ -151,6 +163,10 @@ def write_book(records: list, out: Path, source: str | None) -> list:
                              source and f"{source}/docs/", names)
         site["techniques"] = ("Techniques", "All techniques, each with its effect and its first "
                               "record", ['<a href="index.html">The ladder</a>'], body)
+    options = "".join(f'<option value="{record.folder.name}">{escape(record.name)}</option>'
+                      for record in records)
+    site["compare"] = ("Compare", "Any two of the scripts side by side, or one as a whole",
+                       ['<a href="index.html">The ladder</a>'], COMPARE.format(options=options))
     for before, record, after in zip([None, *records], records, [*records[1:], None]):
         name = record.folder.name
         links = [link_to(before, "Previous", "prev") if before
@@ -181,6 +197,7 @@ def header_of(site: dict, story: str, source: str | None) -> str:
         links.append(("index.html#story", "Story"))
     if "techniques" in site:
         links.append(("techniques.html", "Techniques"))
+    links.append(("compare.html", "Compare"))
     if source and "/blob/" in source:
         links.append((source.partition("/blob/")[0], "GitHub"))
     return "\n".join(f'<a href="{escape(link)}">{word}</a>' for link, word in links)
@@ -234,16 +251,18 @@ def on_site(link: str, folder: Path, address: str | None, names: dict) -> str:
 
 
 def change_of(record: Record) -> str:
-    """What the record changes of its parent, section by section; of the first, the script."""
+    """What the record changes of its parent, section by section, and where its techniques are."""
     script = Side(record.script)
-    docstring = script.sections.get("Docstring", [])
-    shown = escape("\n".join(script.lines[number] for number in docstring))
+    whole = f"compare.html#b={record.folder.name}"
+    links = [f'<a href="{whole}">The whole script</a>']
+    parts = ['<h2 id="change">The script</h2>']
+    parent = Side("")
     if record.parent:
         parts = ['<h2 id="change">The change</h2>']
         parent = Side(record.parent.script)
-    else:
-        parts = ['<h2 id="change">The script</h2>']
-        parent = Side("")
+        links.append(f'<a href="compare.html#a={record.parent.folder.name}&amp;'
+                     f'b={record.folder.name}">This change with all lines between</a>')
+    parts.append(f"<p>{' · '.join(links)}</p>")
     for title in script.sections | parent.sections:
         lines = [[side.lines[number] for number in side.sections.get(title, [])]
                  for side in (script, parent)]
@@ -256,6 +275,17 @@ def change_of(record: Record) -> str:
         else:
             numbers = script.sections[title]
             cell = script.cell("new", numbers, [()] * len(numbers))
-            parts.append(f'<table class="diff whole"><tr>{cell}</tr></table>')
+            parts.append(f'<table class="diff alone"><tr>{cell}</tr></table>')
+    rows = techniques_of(record.script)
+    if rows:
+        parts.append('<h2 id="techniques">Techniques in the script</h2>\n<table>'
+                     "<thead><tr><th>Technique</th><th>Where it is</th></tr></thead><tbody>")
+        for technique, places in rows:
+            names = [f'<a href="{whole}&amp;line={line}">{escape(name)}</a>' if line
+                     else escape(name) for name, line in places]
+            parts.append(f"<tr><td>{escape(technique)}</td><td>{', '.join(names)}</td></tr>")
+        parts.append("</tbody></table>")
+    docstring = script.sections.get("Docstring", [])
+    shown = escape("\n".join(script.lines[number] for number in docstring))
     parts.append(f"<details><summary>The script's docstring</summary><pre>{shown}</pre></details>")
     return "\n".join(parts)

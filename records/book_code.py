@@ -1,11 +1,13 @@
 """Scripts as HTML: coloured lines, and what changed between two, section by section."""
 
+import ast
 import difflib
 import functools
+import json
 import re
 from html import escape
 
-from ledger.scripts import above, titles
+from ledger.scripts import HEADING, above, titles
 
 # Pygments' kinds of tokens that get a colour, and the class that style.css has for each
 COLORS = {"Comment": "c", "Literal.String": "s", "Literal.Number": "n", "Keyword": "k",
@@ -14,14 +16,23 @@ MOST_WORDS = 600  # of a replaced block whose words are compared: it takes the s
 ALIKE = 0.4  # the least ratio of blocks whose changed words are marked
 
 
-@functools.lru_cache(maxsize=4)  # a script is read for its page and for those of its children
 def words_of(source: str) -> list:
     """For each line of a source its words, with the class of each: [[(class, word), ...], ...]."""
+    sections = [[]]
+    for line in source.splitlines():
+        if HEADING.fullmatch(line):
+            sections.append([])
+        sections[-1].append(line)
+    return [words for lines in sections if lines for words in words_in("\n".join(lines))]
+
+
+@functools.lru_cache(maxsize=256)  # most sections of a script are those of the one before
+def words_in(section: str) -> list:
     from pygments.lexers import PythonLexer  # which no verb but `book` needs
 
     lines = [[]]
     lexer = PythonLexer(stripnl=False, ensurenl=False)
-    for kind, text in lexer.get_tokens("\n".join(source.splitlines())):
+    for kind, text in lexer.get_tokens(section):
         name = str(kind).removeprefix("Token.")
         color = next((COLORS[start] for start in COLORS if name.startswith(start)), "")
         first, *rest = text.split("\n")
@@ -110,3 +121,50 @@ def change_table(old: Side, new: Side, title: str, anchor: str) -> str:
                      f'{new.cell("new", ours, marks[1])}</tr>')
         html += "</tbody>"
     return html + "</table>"
+
+
+# ---- All scripts, for the browser ----
+def scripts_data(sources: dict) -> str:
+    """JavaScript with all scripts by name: each distinct line once, and which lines a script has.
+
+    `SCRIPTS[name].runs` has [first, count] of LINES; `sections` has [title, first line from 0].
+    """
+    ids, scripts = {}, {}
+    for name, source in sources.items():
+        own = above(source) + "\n"
+        runs = []
+        for line in map(colored, words_of(source)):
+            number = ids.setdefault(line, len(ids))
+            if runs and sum(runs[-1]) == number:
+                runs[-1][1] += 1
+            else:
+                runs.append([number, 1])
+        heads = []
+        for number, title in enumerate(titles(own)):
+            if not heads or heads[-1][0] != title:
+                heads.append([title, number])
+        heads.append(["Harness", len(own.splitlines())])
+        scripts[name] = {"runs": runs, "sections": heads}
+    lines = json.dumps([*ids], ensure_ascii=False, separators=(",", ":"))
+    return (f"const LINES = {lines};\n"
+            f"const SCRIPTS = {json.dumps(scripts, separators=(',', ':'))};\n")
+
+
+def techniques_of(source: str) -> list:
+    """The docstring's rows: (technique, [(name of a function, its line or None), ...])."""
+    tree = ast.parse(source)
+    places = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            places[node.name] = node.lineno
+            for part in getattr(node, "body", ()):
+                if isinstance(node, ast.ClassDef) and isinstance(part, ast.FunctionDef):
+                    places[f"{node.name}.{part.name}"] = part.lineno
+    table = (ast.get_docstring(tree) or "").partition("\nTechnique ")[2]
+    rows = []
+    for line in table.partition("\n\n")[0].splitlines()[1:]:
+        technique, _, names = line.partition("  ")
+        if names.strip():
+            names = [name.strip() for name in names.split(",")]
+            rows.append((technique, [(name, places.get(name)) for name in names]))
+    return rows

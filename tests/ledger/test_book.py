@@ -1,9 +1,11 @@
 """The ladder as a book: each record has its page, its place and its change; no link is dead."""
 
+import json
 import re
 import shutil
+from html import unescape
 from html.parser import HTMLParser
-from urllib.parse import urlparse
+from urllib.parse import parse_qsl, urlparse
 from xml.etree import ElementTree
 
 import book
@@ -67,7 +69,7 @@ def test_the_book_of_some_records_is_whole(drawn, tmp_path):
         shutil.copytree(record.folder, tmp_path / "records" / record.folder.name)
     shutil.copy(REPO / "records/public.toml", tmp_path / "records")
     shutil.copytree(REPO / "docs", tmp_path / "docs")
-    others = {"index", "techniques"}
+    others = {"index", "techniques", "compare"}
     out = tmp_path / "site"
     pages = write(out, str(tmp_path / "records"), "--source", SOURCE)
     known = {one.folder.name: one for one in records.find_records(tmp_path / "records")}
@@ -97,6 +99,10 @@ def test_the_book_of_some_records_is_whole(drawn, tmp_path):
             file = out / (address.path or f"{name}.html")
             assert address.scheme == "https" or file.is_file(), (name, link)
             target = pages.get(file.stem)
+            if file.stem == "compare":
+                wanted = dict(parse_qsl(address.fragment))
+                assert {wanted.get("a", name), wanted.get("b", name)} <= {*known, *others}, link
+                continue
             assert not address.fragment or address.scheme or address.fragment in target.ids, link
             if link.startswith(SOURCE):
                 assert (REPO / address.path.removeprefix("/blob/main/")).exists(), (name, link)
@@ -167,6 +173,29 @@ def test_a_change_shows_old_lines_then_new_ones_with_numbers_and_marked_words():
     _, before, after = rows[1]
     assert "<mark>low</mark>" in before and "<mark>high</mark>" in after and "&lt;" in after
     assert '<span class="c"># slow</span>' in before and "<mark>rate" not in before + after
+
+
+def test_each_script_can_be_made_of_the_data_and_each_technique_is_where_it_says():
+    folders = [REPO / "records" / name for name in
+               ("2025-12-21_SmoothedScalars", "2025-12-22_MultiTokenPrediction")]
+    sources = {folder.name: (folder / "train_gpt.py").read_text() for folder in folders}
+    lines, scripts = book_code.scripts_data(sources).strip().splitlines()
+    lines = json.loads(lines.removeprefix("const LINES = ").removesuffix(";"))
+    scripts = json.loads(scripts.removeprefix("const SCRIPTS = ").removesuffix(";"))
+    for name, source in sources.items():
+        shown = [lines[first + more] for first, count in scripts[name]["runs"]
+                 for more in range(count)]
+        shown = [unescape(re.sub("<.*?>", "", line)) for line in shown]
+        assert shown == source.splitlines(), name
+        heads = dict(scripts[name]["sections"])
+        assert shown[heads["Model"]].startswith("# ---- Model")
+        assert shown[heads["Harness"]].startswith("# ==== Harness")
+        rows = dict(book_code.techniques_of(source))
+        places = [place for row in rows.values() for place in row]
+        assert len(rows) > 10 and dict(rows["ReLU²"])["MLP"]
+        for place, line in places:
+            assert line is None or place.split(".")[-1] in shown[line - 1], place
+        assert sum(line is None for _, line in places) < 5
 
 
 @pytest.mark.slow

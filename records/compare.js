@@ -1,0 +1,125 @@
+// Of the page where a script is read, or two are compared; scripts.js has them.
+"use strict";
+const CONTEXT = 3; // equal lines that are shown beside changed ones
+
+function read(name) {
+  if (!SCRIPTS[name]) return { ids: [], parts: new Map() };
+  const ids = SCRIPTS[name].runs.flatMap(([first, count]) =>
+    Array.from({ length: count }, (_, index) => first + index));
+  const parts = new Map(); // title: numbers of lines
+  SCRIPTS[name].sections.forEach(([title, start], index, all) => {
+    const end = index + 1 < all.length ? all[index + 1][1] : ids.length;
+    const numbers = parts.get(title) || [];
+    for (let number = start; number < end; number++) numbers.push(number);
+    parts.set(title, numbers);
+  });
+  return { ids, parts };
+}
+
+// Blocks [isEqual, lines of a, lines of b] of the longest common subsequence of two lists.
+function blocksOf(a, b, isSame) {
+  const width = b.length + 1;
+  const longest = new Uint16Array((a.length + 1) * width);
+  for (let i = a.length - 1; i >= 0; i--) {
+    for (let j = b.length - 1; j >= 0; j--) {
+      const here = i * width + j;
+      longest[here] = isSame(a[i], b[j]) ? longest[here + width + 1] + 1
+        : Math.max(longest[here + width], longest[here + 1]);
+    }
+  }
+  const blocks = [];
+  const add = (isEqual, line, other) => {
+    if (!blocks.length || blocks.at(-1)[0] !== isEqual) blocks.push([isEqual, [], []]);
+    if (line !== undefined) blocks.at(-1)[1].push(line);
+    if (other !== undefined) blocks.at(-1)[2].push(other);
+  };
+  let i = 0, j = 0;
+  while (i < a.length || j < b.length) {
+    const here = i * width + j;
+    if (i < a.length && j < b.length && isSame(a[i], b[j])) add(true, a[i++], b[j++]);
+    else if (j === b.length || (i < a.length && longest[here + width] >= longest[here + 1])) {
+      add(false, a[i++], undefined);
+    } else add(false, undefined, b[j++]);
+  }
+  return blocks;
+}
+
+function cell(side, script, numbers) {
+  const lines = numbers.map((number) => {
+    const anchor = side === "new" ? ` id="L${number + 1}"` : "";
+    return `<div${anchor} data-n="${number + 1}">${LINES[script.ids[number]]}</div>`;
+  });
+  return `<td class="${side}">${lines.join("")}</td>`;
+}
+
+function row(kind, old, fresh, theirs, ours) {
+  return `<tr class="${kind}">${cell("old", old, theirs)}${cell("new", fresh, ours)}</tr>`;
+}
+
+// Rows of equal lines; those far from a change are folded away.
+function equalRows(old, fresh, theirs, ours, isFirst, isLast) {
+  const start = isFirst ? 0 : CONTEXT, end = ours.length - (isLast ? 0 : CONTEXT);
+  if (end - start < 2) return row("equal", old, fresh, theirs, ours);
+  const part = (kind, from, to) =>
+    row(kind, old, fresh, theirs.slice(from, to), ours.slice(from, to));
+  return part("equal", 0, start) + `<tr class="gap"><td colspan="2"><button>Show ${end - start} `
+    + `equal lines</button></td></tr>` + part("equal folded", start, end)
+    + part("equal", end, ours.length);
+}
+
+function show() {
+  const wanted = new URLSearchParams(location.hash.slice(1) || location.search);
+  const [first, second] = ["a", "b"].map((id) => document.getElementById(id));
+  first.value = wanted.get("a") || "";
+  second.value = wanted.get("b") || second.options[second.options.length - 1].value;
+  if (first.selectedIndex < 0) first.value = "";
+  if (second.selectedIndex < 0) second.selectedIndex = 0;
+  const old = read(first.value), fresh = read(second.value);
+  let html = "";
+  for (const title of new Set([...fresh.parts.keys(), ...old.parts.keys()])) {
+    const theirs = old.parts.get(title) || [], ours = fresh.parts.get(title) || [];
+    let rows = "";
+    if (!first.value) rows = `<tr class="alone">${cell("new", fresh, ours)}</tr>`;
+    else {
+      const same = (i, j) => old.ids[i] === fresh.ids[j];
+      const blocks = blocksOf(theirs, ours, same);
+      if (blocks.every(([isEqual]) => isEqual)) continue;
+      blocks.forEach(([isEqual, before, after], index) => {
+        rows += isEqual
+          ? equalRows(old, fresh, before, after, index === 0, index === blocks.length - 1)
+          : row("changed", old, fresh, before, after);
+      });
+    }
+    html += `<h2>${title}</h2><table class="diff">${rows}</table>`;
+  }
+  document.getElementById("shown").innerHTML = html || "<p>Both are the same.</p>";
+  document.querySelectorAll(".marked").forEach((line) => line.classList.remove("marked"));
+  const line = document.getElementById(`L${wanted.get("line")}`);
+  if (line) {
+    line.classList.add("marked");
+    line.scrollIntoView({ block: "center" });
+  }
+}
+
+for (const id of ["a", "b"]) {
+  document.getElementById(id).addEventListener("change", () => {
+    const [a, b] = ["a", "b"].map((name) => document.getElementById(name).value);
+    location.hash = a ? `a=${a}&b=${b}` : `b=${b}`;
+  });
+}
+document.getElementById("shown").addEventListener("click", (event) => {
+  const gap = event.target.closest(".gap"), line = event.target.closest(".new div");
+  if (gap) {
+    gap.nextElementSibling.classList.remove("folded");
+    gap.remove();
+  } else if (line && !getSelection().toString()) {
+    const wanted = new URLSearchParams(location.hash.slice(1));
+    wanted.set("b", document.getElementById("b").value);
+    wanted.set("line", line.dataset.n);
+    history.replaceState(null, "", `#${wanted}`); // a link that can be sent
+    document.querySelectorAll(".marked").forEach((other) => other.classList.remove("marked"));
+    line.classList.add("marked");
+  }
+});
+addEventListener("hashchange", show);
+show();

@@ -9,3 +9,38 @@ document.addEventListener("keydown", (event) => {
   const isBusy = event.target.closest("input, select, textarea, pre, table");
   if (isPlain && link && !isBusy) location.href = link.href;
 });
+
+// A box on the front page keeps the rows that have all its words: of ideas, authors, numbers.
+function addFilter() {
+  const tables = ["ladder", "all-public-records"].map((id) =>
+    document.querySelector(`#${id} + table`));
+  if (tables.includes(null)) return;
+  const [rows, known] = tables.map((table) => [...table.tBodies[0].rows]);
+  // The ladder has no authors: they are those of the public records that its rows name.
+  const authors = new Map(known.map((row) => [row.cells[0].textContent, row.cells[4].textContent]));
+  const texts = new Map([...rows, ...known].map((row) => [row, row.textContent]));
+  for (const row of rows) {
+    const place = row.cells[0].textContent + " " + row.cells[2].textContent;
+    const numbers = new Set(place.match(/#\d+/g));
+    texts.set(row, [row.textContent, ...[...numbers].map((one) => authors.get(one))].join(" "));
+  }
+  const label = document.createElement("p");
+  label.innerHTML = '<label>Filter: <input id="filter" type="search" '
+    + 'placeholder="idea, author or #number"></label> <output></output>';
+  document.getElementById("ladder").before(label);
+  const box = label.querySelector("input");
+  const filter = () => {
+    const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
+    let count = 0;
+    for (const [row, text] of texts) {
+      const found = text.toLowerCase();
+      row.hidden = !words.every((word) =>
+        /^#\d+$/.test(word) ? new RegExp(`${word}(?!\\d)`).test(found) : found.includes(word));
+      count += !row.hidden && rows.includes(row);
+    }
+    label.querySelector("output").textContent = words.length ? `${count} of ${rows.length}` : "";
+  };
+  box.addEventListener("input", filter);
+  filter(); // what the box had before the page was read again
+}
+if (document.getElementById("ladder")) addFilter();

@@ -3,8 +3,10 @@
 import json
 import re
 import shutil
+import subprocess
 from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 from urllib.parse import parse_qsl, urlparse
 from xml.etree import ElementTree
 
@@ -21,6 +23,7 @@ from ledger.scripts import above, sections
 THIRD = "2026-03-03_Third"
 SOURCE = "https://example.org/blob/main"
 VOID = {"meta", "link", "img", "br", "hr", "wbr"}  # elements without an end
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 draw_ladder = book.draw_ladder
 
 
@@ -212,3 +215,43 @@ def test_the_picture_has_names_only_where_there_is_room(tmp_path):
     draw_ladder(tmp_path, known, tmp_path / "ladder.png")
     pixels = matplotlib.image.imread(tmp_path / "ladder.png")
     assert pixels.shape[1] == 1800 and pixels[..., :3].std() > 0.02
+
+
+def dump(path: Path, address: str, script: str = "") -> str:
+    """What a browser makes of a page: its text as HTML, once a script has run in it, too."""
+    page = path.with_name(f"tried_{path.name}")
+    more = f"<script>addEventListener('load', () => {{{script}}})</script></body>"
+    page.write_text(path.read_text().replace("</body>", more))
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000",
+             "--window-size=1280,900", "--enable-logging=stderr", "--dump-dom"]
+    found = subprocess.run([BROWSER, *words, f"file://{page}{address}"], capture_output=True,
+                           text=True, timeout=120)
+    assert "CONSOLE" not in found.stderr, found.stderr
+    return found.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason="there is no Chromium here")
+def test_a_browser_filters_and_compares(tmp_path):
+    """The front page's filter, a comparison of distant records, and a line of a whole script."""
+    for record in records.find_records(REPO / "records")[:3]:
+        shutil.copytree(record.folder, tmp_path / "records" / record.folder.name)
+    shutil.copy(REPO / "records/public.toml", tmp_path / "records")
+    first, second, third = sorted(path.name for path in (tmp_path / "records").glob("20*"))
+    site = tmp_path / "site"
+    write(site, str(tmp_path / "records"))
+    typed = ("const box = document.getElementById('filter'); box.value = 'muon #4'; "
+             "box.dispatchEvent(new Event('input'));")
+    front = dump(site / "index.html", "", typed)
+    assert "<output>1 of 3</output>" in front and len(re.findall('<tr hidden="">', front)) > 80
+
+    page = dump(site / "compare.html", f"#a={first}&b={third}")
+    sides = [above((tmp_path / "records" / name / "train_gpt.py").read_text()).splitlines()
+             for name in (first, third)]
+    for side, lines, other in ("old", *sides), ("new", *sides[::-1]):
+        cells = re.findall(rf'<tr class="changed">.*?<td class="{side}">(.*?)</td>', page)
+        shown = {int(number) for cell in cells for number in re.findall(r'data-n="(\d+)"', cell)}
+        missing = [number for number, line in enumerate(lines, 1) if line not in other]
+        assert missing and shown >= set(missing)
+    page = dump(site / "compare.html", f"#b={second}&line=30")
+    assert re.search('<div id="L30" data-n="30" class="marked">', page)

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 from book_code import Side, change_table, scripts_data, techniques_of
+from book_plots import schedule_plots
 from ledger import pages
 from ledger.logs import LedgerError, read_text
 from ledger.records import Record, read_public
@@ -180,7 +181,9 @@ def write_book(records: list, out: Path, source: str | None) -> list:
         place = PLACE.search(text)
         top = from_markdown(text[:place.start()], record.folder, address, names)
         rest = from_markdown(text[place.end():], record.folder, address, names)
-        site[name] = record.name, record.claim["change"], links, top + change_of(record) + rest
+        plots = schedule_plots(record.script, record.parent and record.parent.script)
+        body = top + plots + change_of(record) + rest
+        site[name] = (record.name, record.claim["change"], links, body)
     header = header_of(site, story, source)
     for name, (title, description, links, body) in site.items():
         title = f"{title} · {NAME}" if title else NAME

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import book
 import book_code
+import book_plots
 import matplotlib.image
 import pytest
 from conftest import REPO
@@ -199,6 +200,18 @@ def test_each_script_can_be_made_of_the_data_and_each_technique_is_where_it_says
         for place, line in places:
             assert line is None or place.split(".")[-1] in shown[line - 1], place
         assert sum(line is None for _, line in places) < 5
+
+
+def test_a_schedule_is_drawn_from_its_script_beside_its_parents():
+    names = ["2025-12-21_SmoothedScalars", "2025-12-22_MultiTokenPrediction"]
+    old, new = [(REPO / "records" / name / "train_gpt.py").read_text() for name in names]
+    steps, values = book_plots.schedule_of(new)
+    assert steps == 1920 and values["lr_factor"][0] == 1 and max(values["seq_len"]) == 49152
+    drawn = book_plots.schedule_plots(new, old)
+    assert drawn.count("<svg") == 4 and "dashed" in drawn
+    assert 'class="theirs"' not in book_plots.schedule_plots(new, new)
+    assert book_plots.schedule_plots("x = 1", None) == ""
+    assert book_plots.points_of([0, 1, 2, 3, 3, 3]) == [(0, 0), (3, 3), (5, 3)]
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def words_of(source: str) -> list:
     return [words for lines in sections if lines for words in words_in("\n".join(lines))]
 
 
-@functools.lru_cache(maxsize=256)  # most sections of a script are those of the one before
+@functools.lru_cache(maxsize=512)  # most sections of a script are those of the one before
 def words_in(section: str) -> list:
     from pygments.lexers import PythonLexer  # which no verb but `book` needs
 

@@ -63,10 +63,11 @@ def plot(title: str, curves: list, steps: int) -> str:
              f'{" ".join(place(*point) for point in points_of(values))}"></polyline>'
              for kind, values in curves]
     base = HEIGHT - BOTTOM
+    highest = f"{top:,}" if isinstance(top, int) else f"{top:.4g}"
     return (f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
             f'aria-label="{escape(title)} by step">'
             f'<text x="4" y="12">{escape(title)}</text>'
-            f'<text class="left" x="{LEFT - 4}" y="{TOP + 8}">{top:,.4g}</text>'
+            f'<text class="left" x="{LEFT - 4}" y="{TOP + 8}">{highest}</text>'
             f'<text class="left" x="{LEFT - 4}" y="{base}">0</text>'
             f'<text x="{LEFT}" y="{HEIGHT - 5}">0</text>'
             f'<text class="left" x="{WIDTH - 6}" y="{HEIGHT - 5}">{steps:,} steps</text>'

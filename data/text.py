@@ -91,7 +91,8 @@ def open_text(path: str) -> Text:
     if path == STDIN and sys.stdin is None:
         raise DataError("standard input is closed; give it a file or a pipe")
     told = "standard input" if path == STDIN else path
-    file = open(sys.stdin.fileno() if path == STDIN else path, "rb", closefd=path != STDIN)
+    source = sys.stdin.fileno() if path == STDIN else path
+    file = open(source, "rb", closefd=path != STDIN)  # noqa: SIM115
     head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
     what = next((what for magic, what in CONTAINERS.items() if head.startswith(magic)), "")
     is_jsonl = path.lower().endswith(JSON_LINES)

@@ -24,8 +24,8 @@ from shards import load_script
 SHARD_TOKENS = 10**8  # of FineWeb's training shards
 FEWEST_SHARDS = 8  # enough for most records
 # Share of the text that is trained on, where documents are cut at so many tokens or more. In public
-# nine shards sufficed for #30, which cuts at 2,048 and trains on 670 million tokens: 0.745, and here
-# are some to spare. Half of it for shorter documents is a guess to be on the safe side.
+# nine shards sufficed for #30, which cuts at 2,048 and trains on 670 million tokens: 0.745, and
+# here are some to spare. Half of it for shorter documents is a guess to be on the safe side.
 LEAST_KEPT = {0: 0.5, 2048: 0.7}
 TABLES = {  # files that records read beside the text, and what makes them
     "data/fineweb10B/prefixes.npy": "prefixes.py",

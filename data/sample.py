@@ -49,17 +49,23 @@ def last_checkpoint() -> Path:
     return found
 
 
+def other_version(log: Path, script: Path | None = None) -> str:
+    """Return words for the commit that a log of another script names, or nothing."""
+    if not log.is_file() or script and read_source(log).rstrip() == read_source(script).rstrip():
+        return ""
+    text = log.read_text("utf-8", errors="replace")
+    commit = re.search(r"^\W*commit\W+([0-9a-f]{7,40})\b", text, re.MULTILINE)
+    return f" (it is of another version, commit {commit[1]})" if commit else ""
+
+
 def check_known(log: Path) -> None:
     """Raise DataError where the log begins with code that is not of this repository."""
     source = read_source(log).rstrip()
     for script in (ROOT / "train_gpt.py", *ROOT.glob("records/*/train_gpt.py")):
         if script.is_file() and source == script.read_text("utf-8").rstrip():
             return
-    commit = re.search(r"^\W*commit\W+([0-9a-f]{7,40})\b", log.read_text("utf-8", "replace"),
-                       re.MULTILINE)
-    version = f" (it is of another version, commit {commit[1]})" if commit else ""
-    raise DataError(f"{log}: its source is neither train_gpt.py nor a record's{version}, and would "
-                    f"be run; read it, then: --script {log}")
+    raise DataError(f"{log}: its source is neither train_gpt.py nor a record's"
+                    f"{other_version(log)}, and would be run; read it, then: --script {log}")
 
 
 def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
@@ -89,12 +95,14 @@ def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
             table.load_full_state(state["optimizers"][table.name])
     except Exception as error:  # by what is in the files
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        what = f"{path}: not of this version of the script" if trainer else f"{script or log}: no training script"
+        what = f"{script or log}: no training script"
+        if trainer:
+            what = f"{path}: not of this script{other_version(log, script or log)}"
         if type(error).__name__ == "UserError":  # the script says it, with a remedy of its flags
             said, _, remedy = str(error).rpartition("; ")
             if re.search("auto|--|resumed", remedy):
-                raise DataError(f"{said}; name another checkpoint, or its script by "
-                                "--script") from error
+                raise DataError(f"{said}{other_version(log, script or log)}; name another "
+                                "checkpoint, or its script by --script") from error
             raise DataError(str(error)) from error
         raise DataError(f"{what} ({reason}); name its script by --script") from error
     try:

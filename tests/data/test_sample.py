@@ -182,6 +182,7 @@ def test_letters_come_whole_and_a_standard_input_that_is_closed_is_told(runs, ru
     (["text.pt"], "text.pt: there is no log.txt; name a checkpoint in its run's folder, or its"),
     (["text.pt", "--script", "text.pt"], "text.pt: no training script (SyntaxError"),
     (["OLDEST", "--script", REPO / "train_gpt.py"], "step-000002.pt: no"),
+    (["OLDEST", "--script", REPO / "train_gpt.py"], "it is of another version, commit"),
     (["OLDEST", "--temperature", "nan"], "--temperature nan: give"),
     (["OLDEST", "--device", "abacus"], "--device abacus"),
     (["OLDEST", "--device", "meta"], "--device meta"),

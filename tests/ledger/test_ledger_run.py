@@ -106,7 +106,8 @@ print("step:1/1 val_loss:3.2 train_time:943ms step_avg:943ms", file=log)
 @pytest.mark.parametrize("line, words", [
     ("sys.exit('bad luck')", "exit status 1, its last words: bad luck"),
     ("return", "it left no finished logs/s-"),
-    ("Path(__file__).write_text(Path(__file__).read_text() + '# changed')", "its log has another source")])
+    ("Path(__file__).write_text(Path(__file__).read_text() + '# changed')",
+     "its log has another source")])
 def test_a_failing_run_is_named(line, words, tmp_path, capsys):
     (tmp_path / "s.py").write_text(SCRIPT)
     edit(tmp_path / "s.py", "    folder = Path", f"    {line}\n    folder = Path")

@@ -290,6 +290,7 @@ def training_command(out: Path, tokenizer: str, num_val: int) -> str:
         "val_files": f"{files}/text_val_*.bin",
         "vocab_size": END_OF_TEXT[tokenizer] + 1,
         "eot_token": END_OF_TEXT[tokenizer],
+        "repeat_data": "true",  # a short text is read more than once
         "max_document_tokens": 0,  # the presets drop what is behind the first part of a document
         "val_seq_len": min(val_tokens, PRESET_VAL_SEQ_LEN),
         "val_tokens": min(val_tokens, PRESET_VAL_TOKENS),
@@ -322,8 +323,8 @@ def write_all(files: list[str], args) -> None:
 
     print(f"{args.out}: {len(train):,} training and {len(val):,} validation tokens of "
           f"{documents:,} document(s)")
-    print("Train a laptop's model on it (on CUDA devices, the record's: with --repeat_data true in "
-          "place of --preset pocket):\n" + training_command(args.out, args.tokenizer, len(val)))
+    print("Train a laptop's model on it (on CUDA devices, the record's: without --preset pocket):\n"
+          + training_command(args.out, args.tokenizer, len(val)))
 
 
 def main() -> None:

@@ -267,8 +267,8 @@ def test_the_printed_command_trains_on_the_shards(run_text, tmp_path, capsys, si
     content = (b"some words of text\n" * 6100)[:size]
     printed = run_text("--out", "my [odd] folder", "-", stdin=content)
     said, command = printed.splitlines()[-2:]
-    assert "--repeat_data true in place of --preset pocket" in said
-    record = command.replace("--preset pocket", "--repeat_data true")
+    assert "without --preset pocket" in said
+    record = command.replace("--preset pocket ", "")
     assert train_gpt.parse_args(shlex.split(record)[2:]).preset == "record"
     program, script, *flags = shlex.split(command)
     assert program == "python" and (tmp_path / script).resolve() == REPO / "train_gpt.py"

@@ -69,7 +69,6 @@ KINDS = {  # what may happen for the first time, and whose it is
     "update": "optimizer"}
 
 
-@pytest.mark.xfail(strict=True, reason="the warm-up steps untied, and takes no averages")
 @pytest.mark.parametrize("path", [REPO, NEWEST], ids=["root", "newest"])
 def test_the_warm_up_meets_every_kind_of_step(path, pocket_data, tmp_path, monkeypatch):
     """Tied and untied steps, averages as they come due, rows asked for ahead, steps of tables, and
@@ -105,7 +104,8 @@ def test_the_warm_up_meets_every_kind_of_step(path, pocket_data, tmp_path, monke
         return model, optimizers
 
     def train_noted(run, cfg):
-        now_in[0] = "run"
+        if not isinstance(run, script.WarmUp):
+            now_in[0] = "run"
         train(run, cfg)
 
     monkeypatch.chdir(tmp_path)

@@ -384,7 +384,9 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x_BTHK.float().chunk(2, dim=-1)
     turned = [first * cos + second * sin, second * cos - first * sin]
-    return torch.cat(turned, dim=-1).type_as(x_BTHK)
+    # Cast first, so that what is joined has half the bytes.
+    halves = [half.type_as(x_BTHK) for half in turned]
+    return torch.cat(halves, dim=-1)
 
 
 class Batch(NamedTuple):

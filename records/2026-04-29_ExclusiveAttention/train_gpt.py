@@ -616,7 +616,9 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x_BTHK.float().unflatten(2, (-1, cos.size(-2))).chunk(2, dim=-1)
     turned = [first * cos + second * sin, second * cos - first * sin]
-    return torch.cat(turned, dim=-1).type_as(x_BTHK).view_as(x_BTHK)
+    # Cast first, so that what is joined has half the bytes.
+    halves = [half.type_as(x_BTHK) for half in turned]
+    return torch.cat(halves, dim=-1).view_as(x_BTHK)
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:

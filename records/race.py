@@ -65,7 +65,7 @@ def draw(path: Path, folder: Path = HERE) -> list:
                           arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.8})
     axis.axhline(TARGET, color="#1c2126", linewidth=0.8, linestyle=(0, (6, 4)), zorder=0)
     axis.text(7.2, TARGET + 0.01, "target: 3.28", va="bottom", fontsize=8)
-    axis.set(xscale="log", xlim=(7, 1900), ylim=(2.97, 4.6),
+    axis.set(xscale="log", xlim=(7, 1900), ylim=(2.93, 4.6),
              xlabel="seconds of training on 8×H100", ylabel="validation loss")
     axis.set_title("The race: published runs to a validation loss of 3.28", loc="left")
     axis.set_yticks([3.2, 3.4, 3.6, 3.8, 4.0, 4.2, 4.4, 4.6])

@@ -8,7 +8,8 @@ from ledger.logs import LedgerError, machine_words, read_text
 from ledger.records import RULES, SIGNIFICANCE, Record, by_seed, compare, read_public
 from ledger.scripts import count_changes, diff_sources
 
-PULL = "https://github.com/KellerJordan/modded-nanogpt/pull/"
+UPSTREAM = "https://github.com/KellerJordan/modded-nanogpt/"
+PULL = f"{UPSTREAM}pull/"
 # The public records that the front page keeps, beside what GPUs have run, our own and the newest
 MILESTONES = (2, 4, 5, 12, 14, 19, 29, 42, 53, 62, 81, 92)
 FRONT = ("Record", "Idea", "Public record (min)", "Here", "Changed lines")
@@ -173,9 +174,28 @@ def public_table(folder: Path, records: list) -> str:
     return table(PUBLIC, rows)
 
 
+def sources(record: Record, records: list, public: dict) -> str:
+    """Links to what a record retells and to its script; nothing of a record of our own."""
+    number = record.number or record.leads_to
+    if not number and (step := re.match(r"(\d+)[a-z]", record.name)):  # a part that comes after
+        number = int(step[1])
+    if not number:
+        return ""
+    whole = next((one for one in records if one.number == number), record)
+    links = []
+    source = whole.published.get("source", "")
+    if place := re.search(r"records/[\w./-]+|(?<=commit )\w+", source):
+        tree = "tree/master/" if "/" in place[0] else "tree/"
+        links.append(f"[public record #{number}]({UPSTREAM}{tree}{place[0]})")
+    if pull := public.get(number, {}).get("pr"):
+        links.append(f"[pull request {pull}]({PULL}{pull})")
+    return " · ".join([*links, "[our script](train_gpt.py)"])
+
+
 def blocks(folder: Path, records: list) -> dict:
     """README: the generated lines of each of its blocks, by what stands in its first line."""
     found, on_gpu = {}, []  # of these are runs of full size
+    public = read_public(folder)
     for record in records:
         presets = [log.header["preset"] for log in record.logs if log.on_gpu]
         if "record" in presets:
@@ -183,6 +203,8 @@ def blocks(folder: Path, records: list) -> dict:
         words = "" if presets else "No GPU has run this record yet.\n\n"
         runs = runs_table([record], tuple(RULES), "../") if record.logs else "It has no runs yet."
         found[record.folder / "README.md"] = {"": words + runs}
+        if line := sources(record, records, public):
+            found[record.folder / "README.md"][" sources"] = line
 
     settings = [setting for record in records for setting in record.runs()]
     pockets = [setting for setting in settings if setting[0] == "pocket"]

@@ -24,6 +24,8 @@ Difference, Time (the ratio, and by seed the smallest and largest): from the par
 first contestant; * where p < 0.01. Shown from: the smallest difference that would have it. Runs
 that waited for other programs, ran beside others or were resumed have no time."""
 ELSEWHERE = " †"
+# A link to where a function is defined: its name, the script, the line
+DEFINED = re.compile(r"\[`([\w.]+)`\]\(([\w./-]+\.py)#L(\d+)\)")
 OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Minutes")
 
 
@@ -193,7 +195,7 @@ def sources(record: Record, records: list, public: dict) -> str:
 
 
 def blocks(folder: Path, records: list) -> dict:
-    """README: the generated lines of each of its blocks, by what stands in its first line."""
+    """Page: the generated lines of each of its blocks, by what stands in its first line."""
     found, on_gpu = {}, []  # of these are runs of full size
     public = read_public(folder)
     for record in records:
@@ -225,11 +227,26 @@ def blocks(folder: Path, records: list) -> dict:
         found[folder.parent / "README.md"] = {
             "": table(FRONT, ladder_rows(kept, pocket, f"{folder.name}/")),
             " gpus": f"**GPUs have run** {results}." if on_gpu else NO_GPU}
+    if (techniques := folder.parent / "docs/techniques.md").exists():
+        found[techniques] = {}  # no blocks, but links to functions
     return found
 
 
+def line_of(source: str, name: str) -> int:
+    """The line that defines a function, a class, or a class's method; 0 where none does."""
+    owner, _, own = name.rpartition(".")
+    pattern = rf"^(class|def) {own}\b"
+    if owner:
+        pattern = rf"^class {owner}\b.*\n(( {{4}}.*)?\n)*? {{4}}def {own}\b"
+    found = re.search(pattern, source, re.MULTILINE)
+    return source.count("\n", 0, found.end()) + 1 if found else 0
+
+
 def filled(path: Path, parts: dict) -> str:
-    """A README's text with its blocks filled. Raises LedgerError where it lacks one."""
+    """A page's text with its blocks filled and its links to functions at the right lines.
+
+    Raises LedgerError where it lacks a block, or where a script has no such function.
+    """
     text = read_text(path)
     for name, part in parts.items():
         begin, end = f"<!-- ledger: begin{name} -->\n", "<!-- ledger: end -->"
@@ -237,7 +254,15 @@ def filled(path: Path, parts: dict) -> str:
         if not found or end not in rest:
             raise LedgerError(f"{path} has no lines {begin.strip()} and {end}; add them")
         text = f"{before}{begin}{part}\n{end}{rest.partition(end)[2]}"
-    return text
+
+    def with_line(link):
+        name, script, _ = link.groups()
+        line = line_of(read_text(path.parent / script), name)
+        if not line:
+            raise LedgerError(f"{path} links {name}, which {script} does not define; mend the link")
+        return f"[`{name}`]({script}#L{line})"
+
+    return DEFINED.sub(with_line, text)
 
 
 # ---- What a terminal shows ----

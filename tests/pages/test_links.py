@@ -31,7 +31,8 @@ def headings_of(page):
 def test_links_lead_to_files_and_headings(page):
     for target, heading in links_of(page):
         assert target.exists()
-        assert not heading or heading in headings_of(target)
+        if target.suffix != ".py":  # there it is a line, of which the ledger takes care
+            assert not heading or heading in headings_of(target)
 
 
 def test_the_files_that_contributing_lists_are_there():

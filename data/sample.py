@@ -99,11 +99,11 @@ def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
         if trainer:
             what = f"{path}: not of this script{other_version(log, script or log)}"
         if type(error).__name__ == "UserError":  # the script says it, with a remedy of its flags
-            said, _, remedy = str(error).rpartition("; ")
-            if re.search("auto|--|resumed", remedy):
-                raise DataError(f"{said}{other_version(log, script or log)}; name another "
-                                "checkpoint, or its script by --script") from error
-            raise DataError(str(error)) from error
+            said = str(error).rpartition("; ")[0]
+            if "of another version" not in said:
+                said += other_version(log, script or log)
+            raise DataError(f"{said}; name another checkpoint, or its script by "
+                            "--script") from error
         raise DataError(f"{what} ({reason}); name its script by --script") from error
     try:
         torch.zeros(1, device=device).item()  # which the device `meta` cannot

@@ -1696,8 +1696,9 @@ def check_version(path: Path, state: dict):
         text = log.read_text("utf-8", "replace") if log.exists() else ""
         found = re.search("^commit: (.+)$", text, re.M)
         commit = f", of commit {found[1]}" if found else ""
-        raise UserError(f"{path}: of another version of the script{commit}; differing are "
-                        f"{', '.join(sorted(odd))}; resume it with that version")
+        some = ", ".join(sorted(odd)[:3])
+        raise UserError(f"{path}: of another version of the script{commit}; it differs in {some}; "
+                        "resume it with that version")
 
 
 def find_checkpoint(resume: str, run_id: str):

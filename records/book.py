@@ -4,7 +4,9 @@
 """
 
 import difflib
+import functools
 import re
+import shutil
 from html import escape
 from pathlib import Path
 from urllib.parse import urljoin
@@ -19,10 +21,14 @@ PAGE = """<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
+<title>{title} · NanoGPT speedrun in one file</title>
+<meta name="description" content="{description}">
+<meta property="og:title" content="{title}">
+<meta property="og:image" content="race.png">
 <link rel="stylesheet" href="style.css">
 </head>
 <body>
+<header>{header}</header>
 <nav>{links}</nav>
 <main>
 {body}
@@ -31,10 +37,17 @@ PAGE = """<!DOCTYPE html>
 </body>
 </html>
 """
-INDEX = """# The ladder, record by record
+INDEX = """# The NanoGPT speedrun, record by record
 
-Here are {count} scripts that train a language model to a fixed quality, each a small change of its
-parent. A page has the idea, the reason, and the change beside the parent's lines.
+In two years a GPT-2 small that took 45 minutes on eight H100s came to train in 40 seconds. Here are
+{count} scripts of that way. Each is a small change of its parent, with its idea, its reason, its
+diff and the whole script.
+
+{race}
+
+{story}
+
+<h2 id="ladder">The ladder</h2>
 
 {ladder}
 
@@ -46,10 +59,6 @@ parent. A page has the idea, the reason, and the change beside the parent's line
 """
 # Where a page has the change: in place of the section that says how to see it
 PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
-# What HtmlDiff's tables have beside lines; its numbers would be those of a section
-CLUTTER = re.compile(
-    r'<td class="diff_(next|header)".*?</td>|<colgroup></colgroup>| (nowrap|rules)="\w+"')
-LONG = re.compile(r"[^\s<>&]{40,}")  # what a narrow page would break anywhere
 SHADES = {"#000000": "currentColor", "#e3e6e9": "#88888855", "#006ba4": "#3189c9"}  # in the dark
 SVG_STYLE = ("<style>svg { color: #1c2126; fill: currentColor } "
              "@media (prefers-color-scheme: dark) { svg { color: #dde2e6 } }</style></svg>")
@@ -111,16 +120,35 @@ def write_book(records: list, out: Path, source: str | None) -> list:
     style = read_text(Path(__file__).with_suffix(".css"))
     (out / "style.css").write_text(style, encoding="utf-8")
 
+    race = ""
+    if (folder / "race.png").exists():
+        shutil.copy(folder / "race.png", out)
+        race = ("![Published validation loss against seconds on eight H100s, a curve for each "
+                "record](race.png)")
+
+    header = ['<a href="index.html">Home</a>', '<a href="index.html#ladder">Ladder</a>',
+              '<a href="index.html#public">All public records</a>']
+    story = ""
+    if (path := folder.parent / "docs" / "story.md").exists():
+        header.append('<a href="story.html">Story</a>')
+        story = "[The story, in five chapters](story.html)"
+    if source:
+        header.append(f'<a href="{source}/docs/techniques.md">Techniques</a>')
+        header.append(f'<a href="{source.partition("/blob/")[0]}">GitHub</a>')
     blocks = pages.blocks(folder, records)[folder / "README.md"]
-    text = INDEX.format(count=len(records), ladder=blocks[""], public=blocks[" public"])
-    links = ['<a href="#public">All public records</a>', link_to(records[0], "Next")]
+    text = INDEX.format(count=len(records), race=race, story=story, ladder=blocks[""],
+                        public=blocks[" public"])
+    links = ['<a href="#public">All public records</a>', link_to(records[0], "Next", "next")]
     site = {"index": ("The ladder", links, from_markdown(text, folder, None))}
+    if story:
+        text = from_markdown(read_text(path), path.parent, source and f"{source}/docs/")
+        site["story"] = ("The story", [link_to(records[0], "Next", "next")], text)
     for record, following in zip(records, [*records[1:], None]):
         name, links = record.folder.name, ['<a href="index.html">The ladder</a>']
         if record.parent:
-            links.append(link_to(record.parent, "Parent"))
+            links.append(link_to(record.parent, "Parent", "prev"))
         if following:
-            links.append(link_to(following, "Next"))
+            links.append(link_to(following, "Next", "next"))
         else:
             links.append('<a href="index.html#public">Next: all public records</a>')
         address = source and f"{source}/records/{name}/"
@@ -128,15 +156,21 @@ def write_book(records: list, out: Path, source: str | None) -> list:
         place = PLACE.search(text)
         before = from_markdown(text[:place.start()], record.folder, address)
         after = from_markdown(text[place.end():], record.folder, address)
-        site[name] = (record.name, links, before + change_of(record) + after)
+        change = change_of(record)
+        linked = set(re.findall(r'href="#L(\d+)"', change))
+        body = before + change + after + script_of(record, linked)
+        site[name] = (record.name, links, body)
+    changes = {record.folder.name: record.claim["change"] for record in records}
     for name, (title, links, body) in site.items():
-        page = PAGE.format(title=title, links="\n".join(links), body=body)
+        description = escape(changes.get(name, "The NanoGPT speedrun, record by record"))
+        page = PAGE.format(title=escape(title), description=description, body=body,
+                           header="\n".join(header), links="\n".join(links))
         (out / f"{name}.html").write_text(page, encoding="utf-8")
     return list(site)
 
 
-def link_to(record: Record, word: str) -> str:
-    return f'<a href="{record.folder.name}.html">{word}: {record.name}</a>'
+def link_to(record: Record, word: str, rel: str) -> str:
+    return f'<a rel="{rel}" href="{record.folder.name}.html">{word}: {record.name}</a>'
 
 
 def from_markdown(text: str, folder: Path, address: str | None) -> str:
@@ -163,25 +197,75 @@ def from_markdown(text: str, folder: Path, address: str | None) -> str:
     return parser.renderer.render(tokens, parser.options, {})
 
 
+@functools.cache
+def coloured(source: str) -> list:
+    """The lines of a source as HTML, in the colours of Pygments."""
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+
+    lexer = PythonLexer(stripnl=False, ensurenl=False)
+    return highlight(source, lexer, HtmlFormatter(nowrap=True)).split("\n")
+
+
+def numbered_sections(source: str) -> dict:
+    """Title: its lines, and how many lines of the source stand before them."""
+    found, before = {}, 0
+    for title, lines in sections(source).items():
+        found[title] = lines, before
+        before += len(lines)
+    return found
+
+
+def row(kind: str, old, new, code: str) -> str:
+    """A line of a diff: its numbers in the parent and in the script, its code."""
+    target = f'<a href="#L{new}">{new}</a>' if new else ""
+    start = f'<tr class="{kind}">' if kind else "<tr>"
+    return f"{start}<td>{old}</td><td>{target}</td><td>{code}</td></tr>"
+
+
 def change_of(record: Record) -> str:
-    """What the record changes of its parent, section by section; of the first, the script."""
-    script = sections(above(record.script))
-    parent = sections(above(record.parent.script)) if record.parent else {}
-    docstring = escape("\n".join(script.pop("Docstring", [])))
-    parent.pop("Docstring", None)
-    parts = ["<h2>The change</h2>" if record.parent else "<h2>The script</h2>"]
+    """What the record changes of its parent, section by section, with stable ids."""
+    if not record.parent:
+        return ""
+    new_source, old_source = above(record.script), above(record.parent.script)
+    new_code, old_code = coloured(new_source), coloured(old_source)
+    script, parent = numbered_sections(new_source), numbered_sections(old_source)
+    parts = ['<h2 id="change">The change</h2>']
     for title in script | parent:
-        old, new = parent.get(title, []), script.get(title, [])
-        if old == new:
+        old, old_before = parent.get(title, ([], 0))
+        new, new_before = script.get(title, ([], 0))
+        if old == new or title == "Docstring":
             continue
-        parts.append(f"<h3>{title}</h3>")
-        if record.parent:
-            shown = difflib.HtmlDiff().make_table(old, new, context=True, numlines=3)
-            shown = CLUTTER.sub("", shown).replace("&nbsp;", " ")  # long lines may break
-            parts.append(LONG.sub(lambda word: re.sub(r"([(.])", r"\1<wbr>", word[0]), shown))
-        else:
-            code = escape("\n".join(new))
-            parts.append(f'<pre tabindex="0">{code}</pre>')
-    parts.append(f"<details><summary>The script's docstring</summary><pre>{docstring}</pre>"
-                 "</details>")
+        slug = re.sub(r"\W+", "-", title.lower())
+        parts.append(f'<h3 id="change-{slug}">{escape(title)}</h3>')
+        # Not difflib's own table, whose autojunk aligns no line that is frequent in a section.
+        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+        for number, group in enumerate(matcher.get_grouped_opcodes(3), 1):
+            rows = []
+            for tag, i, i_end, j, j_end in group:
+                if tag == "equal":
+                    for index in range(i_end - i):
+                        a, b = old_before + i + index, new_before + j + index
+                        rows.append(row("", a + 1, b + 1, new_code[b]))
+                    continue
+                for a in range(old_before + i, old_before + i_end):
+                    rows.append(row("sub", a + 1, "", old_code[a]))
+                for b in range(new_before + j, new_before + j_end):
+                    rows.append(row("add", "", b + 1, new_code[b]))
+            body = "\n".join(rows)
+            parts.append(f'<table class="diff" id="{slug}-{number}"><tbody>{body}</tbody></table>')
     return "\n".join(parts)
+
+
+def script_of(record: Record, linked: set) -> str:
+    """The record's own part of its script, whole, with anchors where it is linked."""
+    lines = []
+    for number, line in enumerate(above(record.script).splitlines(), 1):
+        line = escape(line)
+        if str(number) in linked or line.startswith(("def ", "class ", "# ----")):
+            line = f'<a id="L{number}"></a>{line}'
+        lines.append(line)
+    text = "\n".join(lines)
+    return ('<h2 id="script">The script above the harness</h2>\n'
+            f'<pre class="script" tabindex="0">{text}</pre>')

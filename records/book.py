@@ -131,7 +131,7 @@ def write_book(records: list, out: Path, source: str | None) -> list:
     story = ""
     if (path := folder.parent / "docs" / "story.md").exists():
         header.append('<a href="story.html">Story</a>')
-        story = "[The story, in five chapters](story.html)"
+        story = '<a href="story.html">The story, in five chapters</a>'
     if source:
         header.append(f'<a href="{source}/docs/techniques.md">Techniques</a>')
         header.append(f'<a href="{source.partition("/blob/")[0]}">GitHub</a>')

@@ -26,6 +26,7 @@ PAGE = """<!DOCTYPE html>
 <meta property="og:title" content="{title}">
 <meta property="og:image" content="race.png">
 <link rel="stylesheet" href="style.css">
+<script src="book.js" defer></script>
 </head>
 <body>
 <header>{header}</header>
@@ -120,6 +121,7 @@ def write_book(records: list, out: Path, source: str | None) -> list:
     style = read_text(Path(__file__).with_suffix(".css"))
     (out / "style.css").write_text(style, encoding="utf-8")
 
+    shutil.copy(Path(__file__).with_suffix(".js"), out)
     race = ""
     if (folder / "race.png").exists():
         shutil.copy(folder / "race.png", out)

@@ -354,14 +354,29 @@ def order_blocks(seen_QK: Tensor):
 
 
 def dense_mask(docs_BT: Tensor, reach) -> Tensor:
-    """An additive mask, (B, 1, T, T), of 0 and -inf, where FlexAttention is not compiled."""
+    """An additive mask for each block of queries, (blocks, 1, 128, keys), of 0 and -inf.
+
+    It is used where FlexAttention is not compiled. The keys are those of the block and of the
+    blocks before it within reach, so the cost grows with the window, not with the sequence.
+    """
     first_S = first_keys(docs_BT, reach)
-    token_BT = torch.arange(len(first_S), device=first_S.device).view_as(docs_BT)
-    key = token_BT[:, None]  # (B, 1, T)
-    query = token_BT[:, :, None]  # (B, T, 1)
-    first = first_S.view_as(query)
-    seen = (first <= key) & (key <= query)
+    blocks_before = min(-(-int(reach) // BLOCK), docs_BT.size(1) // BLOCK) - 1
+    query = torch.arange(len(first_S), device=first_S.device).view(-1, BLOCK, 1)
+    # The keys of a block of queries end with it.
+    offset = torch.arange(-blocks_before * BLOCK, BLOCK, device=first_S.device)
+    key = query[:, :1] + offset  # (blocks, 1, keys)
+    seen = (first_S.view_as(query) <= key) & (key <= query)
     return torch.where(seen, 0.0, -math.inf)[:, None]
+
+
+def gather_window(blocks: Tensor, window: int) -> Tensor:
+    """Put each block behind those before it: (blocks, 128, …) to (blocks, window · 128, …)."""
+    if window == 1:
+        return blocks
+    padding = blocks.new_zeros(window - 1, *blocks.shape[1:])
+    padded = torch.cat([padding, blocks])
+    shifted = [padded[i : i + len(blocks)] for i in range(window)]
+    return torch.cat(shifted, dim=1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask, kernel_options) -> Tensor:
@@ -371,7 +386,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask, kernel_options) 
         q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))  # (1, H, S, K)
         y = flex_attention(q, k, v, block_mask=mask, scale=scale, kernel_options=kernel_options)
     else:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, K)
+        window = mask.size(-1) // BLOCK
+        q = q.reshape(-1, BLOCK, *shape[2:])  # (blocks, 128, H, K)
+        k = gather_window(k.reshape(q.shape), window)  # (blocks, window · 128, H, K)
+        v = gather_window(v.reshape(q.shape), window)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (blocks, H, tokens, K)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=scale)
     return y.transpose(1, 2).reshape(shape)
 

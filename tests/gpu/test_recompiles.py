@@ -55,6 +55,9 @@ def test_nothing_is_compiled_after_the_warm_up(path, pocket_data, tmp_path, monk
     monkeypatch.setattr(script, "train", train_without_compiling)
     monkeypatch.setattr(script, "compile_on_gpu", lambda rule, _: torch.compile(
         rule, fullgraph=True, **options))
+    if by_stage:
+        monkeypatch.setattr(script, "dense_mask", lambda docs_BT, reach: torch.zeros(
+            docs_BT.numel() // 32, 1, 32, 32))
     files = [f"--train_files={pocket_data}/pocket_train_*.bin",
              f"--val_files={pocket_data}/pocket_val_*.bin"]
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):

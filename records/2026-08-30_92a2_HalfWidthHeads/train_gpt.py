@@ -2487,7 +2487,7 @@ class WarmUp(Run):
     def __init__(self, run, first_step, end):
         vars(self).update(vars(run))
         self.first_step = first_step
-        self.end = end
+        self.end = min(end, self.last)
         self.pending = []
         self.signalled_at = None
         self.log = lambda text: None

@@ -1,10 +1,12 @@
 """How run.sh starts a script on this machine's GPUs, in words that it prints.
 
     plan.py SCRIPT [flags of the script]
+    plan.py --table
 
 The first line: GPUs, processes, and flags that let the script fit a GPU of little memory. Each
 further line is a script of this folder that makes its data. Wrong flags, a machine that cannot
-train, and a record that does not fit end it with one line and exit code 2.
+train, and a record that does not fit end it with one line and exit code 2. --table prints all
+records against cards of 8 to 80 GB, in Markdown.
 """
 
 import math
@@ -19,7 +21,12 @@ sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
 import machine
 from shards import load_script
 
-FEWEST_SHARDS = 8  # of FineWeb, each of 100 million tokens; enough for most records
+SHARD_TOKENS = 10**8  # of FineWeb's training shards
+FEWEST_SHARDS = 8  # enough for most records
+# Share of the text that is trained on, where documents are cut at so many tokens or more. In public
+# nine shards sufficed for #30, which cuts at 2,048 and trains on 670 million tokens: 0.745, and
+# here are some to spare. Half of it for shorter documents is a guess to be on the safe side.
+LEAST_KEPT = {0: 0.5, 2048: 0.7}
 TABLES = {  # files that records read beside the text, and what makes them
     "data/fineweb10B/prefixes.npy": "prefixes.py",
     "data/fineweb10B/canonical.npz": "canonical.py"}
@@ -52,6 +59,8 @@ MEMORY = {
     "2026-08-30_92g_": (43.2, 28.1, 20.6),
     "2026-08-30_92h_": (39.2, 28.1, 20.6),
 }
+COUNTED_TOKENS = 49_152  # of a forward pass
+NEEDS_FP8 = {"2026-08-30_92h_": "2026-08-30_92g_"}  # what the first needs as the second without it
 TABLE_IN_PARTS = "2026-08-30_92g3"  # from here on a rank has its part; an eighth was counted
 SAVED_BY_CHUNKS = {1: 0.0, 2: 4.4, 4: 6.5, 8: 7.4}  # GiB of training's, by pieces of the head
 SPARE = 2.0  # GiB for CUDA, gaps between tensors and a screen
@@ -87,13 +96,20 @@ def record_of(script) -> str:
     return named[1] if named else min(MEMORY)
 
 
-def counted_memory(script, cfg, ranks: int) -> tuple[float, float, float]:
-    """A row of MEMORY for a script on so many GPUs, with its validation sequences."""
+def tokens_of_forward(script, cfg) -> int:
+    """The most tokens of one forward pass in the whole schedule."""
+    lengths = {script.schedule(step, cfg).seq_len for step in range(cfg.num_iterations)}
+    return max(lengths, default=0) * cfg.sequences_per_forward
+
+
+def counted_memory(script, cfg, ranks: int, fp8: bool) -> tuple[float, float, float]:
+    """A row of MEMORY for a script on so many GPUs, with the tokens of its forward passes."""
     name, newest = record_of(script), max(MEMORY)
     before = max((key for key in MEMORY if key <= name), default="")
     if not before or name[:10] > newest[:10]:
         before = min(MEMORY)
-    training, validation, state = MEMORY[before]
+    training, validation, state = MEMORY[before if fp8 else NEEDS_FP8.get(before, before)]
+    training = state + (training - state) * tokens_of_forward(script, cfg) / COUNTED_TOKENS
     validation = state + (validation - state) * cfg.val_seq_len / 2**18
     if before >= TABLE_IN_PARTS:
         counted = script.Hyperparameters().ngram_rows / 8
@@ -102,13 +118,17 @@ def counted_memory(script, cfg, ranks: int) -> tuple[float, float, float]:
     return training, validation, state
 
 
-def flags_that_fit(script, cfg, memory: int, ranks: int) -> str:
-    """Flags for GPUs of so many bytes. The tokens of a step stay. Raises MachineError."""
-    training, validation, state = counted_memory(script, cfg, ranks)
+def flags_that_fit(script, cfg, memory: int, ranks: int, fp8: bool = True) -> str:
+    """Flags for GPUs of so many bytes, with FP8 products or without.
+
+    The tokens of a step stay. Raises MachineError.
+    """
+    training, validation, state = counted_memory(script, cfg, ranks, fp8)
     room = memory / 2**30 - SPARE - state
     chunks = cfg.head_chunks or (8 if memory < 32e9 else math.ceil(70e9 / memory))
     if not hasattr(script.schedule(0, cfg), "classes"):  # whose heads are small
-        training -= max(gib for n, gib in SAVED_BY_CHUNKS.items() if n <= chunks)
+        saved = max(gib for n, gib in SAVED_BY_CHUNKS.items() if n <= chunks)
+        training -= saved * tokens_of_forward(script, cfg) / COUNTED_TOKENS
     shorter = next((n for n in PARTS if (training - state) / n <= room), None)
     cuts = next((n for n in PARTS if (validation - state) / n <= room), None)
     if not shorter or not cuts:
@@ -128,6 +148,20 @@ def flags_that_fit(script, cfg, memory: int, ranks: int) -> str:
     return " ".join(flags)
 
 
+def count_shards(script, cfg) -> int:
+    """How many shards of FineWeb a run may read, by its schedule."""
+    shards = left = 0  # left: tokens of the last one
+    for step in range(cfg.num_iterations):
+        now = script.schedule(step, cfg)
+        longest = getattr(now, "max_document_tokens", getattr(cfg, "max_document_tokens", 0))
+        kept = max(share for least, share in LEAST_KEPT.items() if least <= longest)
+        read = cfg.sequences_per_step * now.seq_len / (kept if longest else 1)
+        if left <= read:  # a step's sequences come from one shard, and need one token more
+            shards, left = shards + 1, SHARD_TOKENS
+        left -= read
+    return shards
+
+
 def scripts_of_data(script, cfg) -> list[str]:
     """The scripts that make what the run reads, with their words; none for data of one's own."""
     if "pocket" in cfg.train_files:
@@ -137,14 +171,65 @@ def scripts_of_data(script, cfg) -> list[str]:
     repo = Path(__file__).parent.parent
     paths = [getattr(cfg, name, "") for name in ("prefix_file", "canonical_file")]
     scripts = [TABLES[path] for path in paths if path in TABLES and not (repo / path).exists()]
-    shards = script.count_shards(cfg, [10**8])
-    return [*scripts, f"fineweb.py {max(FEWEST_SHARDS, shards)}"]
+    return [*scripts, f"fineweb.py {max(FEWEST_SHARDS, count_shards(script, cfg))}"]
+
+
+def check_gpus(gpus: int) -> None:
+    """Raise MachineError where this torch is AMD's, or a GPU cannot run the compiled model."""
+    if gpus and torch.version.hip:
+        raise machine.MachineError("torch is built for AMD's GPUs, on which no script here was "
+                                   "tried: --device cpu trains a small model without them")
+    found = [torch.cuda.get_device_capability(index) for index in range(gpus)]
+    if found and min(found) < machine.OLDEST_CAPABILITY and len(set(found)) > 1:
+        raise machine.MachineError(f"GPU {found.index(min(found))} has compute capability "
+                                   f"{'.'.join(map(str, min(found)))}, below 8.0: leave it out by "
+                                   "CUDA_VISIBLE_DEVICES")
+    machine.check_capability(found)
+
+
+# ---- A table for the page ----
+
+CARDS = {  # GPUs, GiB of each that CUDA reports, and whether they have FP8
+    "8 GB": (1, 7.7, True),
+    "12 GB": (1, 11.6, True),
+    "16 GB": (1, 15.6, True),
+    "24 GB, no FP8": (1, 23.5, False),
+    "24 GB": (1, 23.5, True),
+    "32 GB": (1, 31.4, True),
+    "48 GB": (1, 47.4, True),
+    "80 GB, no FP8": (1, 79.1, False),
+    "80 GB": (1, 79.1, True),
+    "8 × 80 GB": (8, 79.1, True),
+}
+
+
+def cell_of(script, cfg, gpus: int, gib: float, fp8: bool) -> str:
+    """How a record fits a card: the part of its sequences, or "–"."""
+    try:
+        flags = flags_that_fit(script, cfg, int(gib * 2**30), gpus, fp8)
+    except machine.MachineError:
+        return "–"
+    shorter = re.search(r"--shorten (\d+)", flags)
+    return f"1/{shorter[1]}" if shorter else "whole"
+
+
+def table() -> str:
+    """All records against CARDS in Markdown, with the shards that each reads."""
+    lines = [["Record", "Shards", *CARDS], ["---"] * (2 + len(CARDS))]
+    for path in sorted(Path(__file__).parent.parent.glob("records/20*/train_gpt.py")):
+        script = load_script(path)
+        cfg = script.parse_args([])
+        cells = [cell_of(script, cfg, *card) for card in CARDS.values()]
+        shards = max(FEWEST_SHARDS, count_shards(script, cfg))
+        lines.append([path.parent.name, str(shards), *cells])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def plan(script, argv: list[str]) -> None:
     """Print the plan. Raises the script's UserError, and MachineError."""
     cfg = script.parse_args(argv)
     gpus = count_gpus(cfg.device)
+    check_gpus(gpus)
     if gpus:
         machine.check_compiler()
     most, flags = 1, ""
@@ -152,7 +237,8 @@ def plan(script, argv: list[str]) -> None:
         most = gpus
         memory = [torch.cuda.get_device_properties(i).total_memory for i in range(gpus)]
         if memory and not any(word.startswith(OWN_PLAN) for word in argv):
-            flags = flags_that_fit(script, cfg, min(memory), most_ranks(cfg, gpus))
+            fp8 = all(torch.cuda.get_device_capability(i) >= (8, 9) for i in range(gpus))
+            flags = flags_that_fit(script, cfg, min(memory), most_ranks(cfg, gpus), fp8)
     cfg = script.shorten(script.parse_args([*flags.split(), *argv]))
     ranks = most_ranks(cfg, most)
     machine.check_shared_memory(ranks)
@@ -168,6 +254,9 @@ def plan(script, argv: list[str]) -> None:
 
 
 def main(path: str, *argv: str) -> int:
+    if path == "--table":
+        print(table())
+        return 0
     script = load_script(Path(path))
     try:
         plan(script, list(argv))

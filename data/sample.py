@@ -8,8 +8,10 @@ model is built by the script that trained it: its run's log begins with that scr
 run where it is this repository's script or a record's. --script names any other.
 """
 
+import argparse
 import codecs
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +21,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
 from shards import DataError, Parser, load_script, read_source, run
-from text import END_OF_TEXT, STDIN, load_tokenizer
+from text import END_OF_TEXT, load_tokenizer, open_text
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MODEL = 10_000_000  # parameters; below it threads wait for each other longer than they work
@@ -47,14 +49,23 @@ def last_checkpoint() -> Path:
     return found
 
 
+def other_version(log: Path, script: Path | None = None) -> str:
+    """Return words for the commit that a log of another script names, or nothing."""
+    if not log.is_file() or script and read_source(log).rstrip() == read_source(script).rstrip():
+        return ""
+    text = log.read_text("utf-8", errors="replace")
+    commit = re.search(r"^\W*commit\W+([0-9a-f]{7,40})\b", text, re.MULTILINE)
+    return f" (it is of another version, commit {commit[1]})" if commit else ""
+
+
 def check_known(log: Path) -> None:
     """Raise DataError where the log begins with code that is not of this repository."""
     source = read_source(log).rstrip()
     for script in (ROOT / "train_gpt.py", *ROOT.glob("records/*/train_gpt.py")):
         if script.is_file() and source == script.read_text("utf-8").rstrip():
             return
-    raise DataError(f"{log}: its source is neither train_gpt.py nor a record's, and would be "
-                    f"run; read it, then: --script {log}")
+    raise DataError(f"{log}: its source is neither train_gpt.py nor a record's"
+                    f"{other_version(log)}, and would be run; read it, then: --script {log}")
 
 
 def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
@@ -74,6 +85,9 @@ def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
         cfg = trainer.shorten(trainer.hyperparameters({}, state["settings"]))
         model = trainer.GPT(cfg)
         model.load_state_dict(state["model"])
+        for name in "set_stage", "set_window":  # of windows and rotary table, as the run had them
+            if hasattr(model, name):
+                getattr(model, name)(trainer.schedule(state["step"], cfg))
         if hasattr(model, "ngram_table"):  # which is an optimizer's state
             ranks = trainer.Ranks(replace(cfg, device=device))
             trainer.build_optimizers(model, cfg, ranks)
@@ -81,11 +95,18 @@ def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
             table.load_full_state(state["optimizers"][table.name])
     except Exception as error:  # by what is in the files
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        what = f"{path}: not of this script" if trainer else f"{script or log}: no training script"
-        if type(error).__name__ == "UserError":  # the script says it
-            raise DataError(str(error)) from error
+        what = f"{script or log}: no training script"
+        if trainer:
+            what = f"{path}: not of this script{other_version(log, script or log)}"
+        if type(error).__name__ == "UserError":  # the script says it, with a remedy of its flags
+            said = str(error).rpartition("; ")[0]
+            if "of another version" not in said:
+                said += other_version(log, script or log)
+            raise DataError(f"{said}; name another checkpoint, or its script by "
+                            "--script") from error
         raise DataError(f"{what} ({reason}); name its script by --script") from error
     try:
+        torch.zeros(1, device=device).item()  # which the device `meta` cannot
         return model.to(device).eval()
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).partition("\n")[0]
@@ -111,21 +132,13 @@ def find_tokenizer(eot_token: int) -> tuple[Callable, Callable]:
 
 def read_prompt(text: str, file: str | None) -> str:
     """Return the text, or what is in the file where one is named. Raises: DataError."""
-    name = file or "--prompt"
-    if file is None:
-        content = text.encode(errors="surrogateescape")  # the bytes as given
-    elif file == STDIN:
-        name = "standard input"
-        if sys.stdin is None:
-            raise DataError("standard input is closed; give it a file or a pipe")
-        content = sys.stdin.buffer.read()
-    else:
-        content = Path(file).read_bytes()
+    if file is not None:
+        with open_text(file) as prompt:
+            return prompt.read()
     try:
-        return content.decode()
+        return text.encode(errors="surrogateescape").decode()  # the bytes as given
     except UnicodeDecodeError as error:
-        raise DataError(f"{name}: not UTF-8 at byte {error.start}; convert it first, as with "
-                        "iconv -t utf-8") from None
+        raise DataError(f"--prompt: not UTF-8 at byte {error.start}") from None
 
 
 @torch.no_grad()
@@ -154,9 +167,9 @@ def draw_tokens(model, ids: list[int], tokens: int, temperature: float,
 
 
 def whole_number(text: str) -> int:
-    """Return a flag's whole number from 0 on. Raises: ValueError."""
-    if not 0 <= int(text) < 1 << 63:
-        raise ValueError
+    """Return a flag's whole number from 0 on. Raises: ArgumentTypeError."""
+    if not re.fullmatch("[0-9]+", text) or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 0 on")
     return int(text)
 
 

@@ -62,6 +62,9 @@ def alone_in(folder: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             file = open(path, "wb")  # noqa: SIM115
         except OSError as error:
+            if folder.is_symlink() and not folder.exists():
+                raise DataError(f"{folder}: a link to {os.readlink(folder)}, which is not there; "
+                                "make that folder, or remove the link") from None
             raise DataError(f"{folder}: {error.strerror}; choose another folder") from None
         with file:
             lock(file.fileno(), f"writes into {folder}")
@@ -138,6 +141,8 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> None:
+        if "expected one argument" in message:
+            message += "; one that begins with - is given as --flag=VALUE"
         self.exit(2, f"{self.prog}: {message} (--help shows the flags)\n")
 
 
@@ -155,6 +160,10 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(141)
     except (DataError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except MemoryError:
+        print(f"{name}: out of memory; give it shorter lines or files, or a machine with more",
+              file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)

@@ -9,6 +9,7 @@ which all such files are read that are not hidden; or - for the standard input, 
 
 import functools
 import glob
+import io
 import json
 import os
 import re
@@ -35,26 +36,87 @@ PRESET_VAL_SEQ_LEN = 4096  # in sequences of so many tokens
 MIN_TRAIN_TOKENS = 8 * 384 + 1  # a step of the pocket preset; the last token is a target only
 MIN_VAL_TOKENS = BLOCK_TOKENS + 1
 
+# What is no text by the bytes that it begins with
+CONTAINERS = {
+    b"\x1f\x8b": "compressed by gzip; give it through a pipe: zcat FILE | ... -",
+    b"\xfd7zXZ\0": "compressed by xz; give it through a pipe: xzcat FILE | ... -",
+    b"BZh": "compressed by bzip2; give it through a pipe: bzcat FILE | ... -",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd; give it through a pipe: zstdcat FILE | ... -",
+    b"PK\x03\x04": "a zip archive; unpack it first",
+    b"PAR1": "Parquet; make a .jsonl of it, a document a line in its field \"text\"",
+    b"%PDF-": "PDF; take the text out first, as with pdftotext",
+    b"\xff\xfe": "UTF-16; convert it first: iconv -f utf-16 -t utf-8",
+    b"\xfe\xff": "UTF-16; convert it first: iconv -f utf-16 -t utf-8",
+}
+TABLES = (".csv", ".tsv")
+HEAD_BYTES = 4096
+# An array of objects or texts, or a line of an object with a text: what a .jsonl should hold
+JSON_DOCUMENTS = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*(\{\s*"|".*")|\{[^\n]*"text"\s*:\s*")')
+# Quoted, it is talked about, as in source code.
+SEPARATOR = re.compile(r"""(?<!["'`])<\|endoftext\|>(?!["'`])""")
+
 # No GPT-2 token spans a place between a non-space and a space or newline, so that the tokens of
 # the parts are those of the whole. Greedy: the last such place.
 LAST_CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
 
 
-def open_text(path: str) -> TextIO:
-    """Open a file or the standard input, line ends left as they are, without a byte-order mark."""
+class Text(io.TextIOWrapper):
+    """A text, whose `read` refuses what would be trained on as it stands."""
+
+    name_told = ""
+    is_jsonl = False  # whose documents may hold anything
+    end = ""  # of the block before
+
+    def read(self, size=-1):
+        """Return a block of at most `size` characters. Raises: DataError."""
+        try:
+            block = super().read(size)
+        except UnicodeDecodeError:
+            raise DataError(f"{self.name_told}: not UTF-8; convert it first, "
+                            "as with iconv -t utf-8") from None
+        if "\0" in block:
+            raise DataError(f"{self.name_told}: binary, with a NUL byte; give it as text")
+        if not self.is_jsonl and SEPARATOR.search(self.end + block):
+            raise DataError(f"{self.name_told}: <|endoftext|> between documents; make a .jsonl of "
+                            "them, a document a line (data/README.md)")
+        self.end = block[-len("'<|endoftext|>'"):]
+        return block
+
+
+def open_text(path: str) -> Text:
+    """Open a file or the standard input, line ends left as they are, without a byte-order mark.
+
+    Raises: DataError where it is no text by its name or its first bytes.
+    """
     if path == STDIN and sys.stdin is None:
         raise DataError("standard input is closed; give it a file or a pipe")
-    file = sys.stdin.fileno() if path == STDIN else path
-    return open(file, encoding="utf-8-sig", newline="", closefd=path != STDIN)
+    told = "standard input" if path == STDIN else path
+    source = sys.stdin.fileno() if path == STDIN else path
+    file = open(source, "rb", closefd=path != STDIN)  # noqa: SIM115
+    head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
+    what = next((what for magic, what in CONTAINERS.items() if head.startswith(magic)), "")
+    is_jsonl = path.lower().endswith(JSON_LINES)
+    if path.lower().endswith(TABLES):
+        what = "a table; make a .jsonl of it, a document a line in its field \"text\""
+    elif not what and not is_jsonl and JSON_DOCUMENTS.match(head):
+        what = "JSON documents; as lines they are read from a .jsonl (jq -c '.[]' makes lines)"
+    if what:
+        file.close()
+        raise DataError(f"{told}: {what}")
+    text = Text(file, encoding="utf-8-sig", newline="")
+    text.name_told, text.is_jsonl = told, is_jsonl
+    return text
 
 
-def is_text(path: str) -> bool:
-    """Read the file whole and return whether it is UTF-8 without a NUL."""
-    with open_text(path) as file:
-        try:
-            return not any("\0" in block for block in iter(lambda: file.read(BLOCK_CHARS), ""))
-        except UnicodeDecodeError:
-            return False
+def why_not_read(path: str) -> str:
+    """Read the file whole and return why it is not read as text, nothing where it is."""
+    try:
+        with open_text(path) as file:
+            while file.read(BLOCK_CHARS):
+                pass
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def list_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
@@ -68,10 +130,12 @@ def list_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if hidden or not path.name.endswith(suffixes) or not path.is_file():
             continue
-        kind = found if is_text(str(path)) else skipped
-        kind.append(str(path))
+        if why := why_not_read(str(path)):
+            skipped.append(why)
+        else:
+            found.append(str(path))
     if skipped:
-        print(f"{len(skipped):,} file(s) skipped that are not UTF-8 text, as {skipped[0]!r}")
+        print(f"{len(skipped):,} file(s) skipped that are not read as text, as {skipped[0]}")
     if not found:
         raise DataError(f"{folder}/*{','.join(suffixes)}: no text file; name other paths")
     return found
@@ -142,13 +206,13 @@ def read_texts(paths: list[str], tokenizer: str) -> Iterator[tuple[str, bool]]:
             try:
                 for number, text in enumerate(texts):
                     yield text, is_jsonl or number == 0
-            except UnicodeDecodeError:
+            except UnicodeDecodeError:  # in a line of a .jsonl
                 raise DataError(f"{path}: not UTF-8; convert it first, "
                                 "as with iconv -t utf-8") from None
 
 
-def load_tokenizer(name: str) -> Callable[[str], np.ndarray]:
-    """Return the function from a text to its tokens (N,). Raises: DataError."""
+def load_tokenizer(name: str, remedy: str = "") -> Callable[[str], np.ndarray]:
+    """Return the function from a text to its tokens (N,). Raises: DataError, with a remedy."""
     if name == "bytes":
         return lambda text: np.frombuffer(text.encode(), np.uint8)
     import tiktoken
@@ -157,9 +221,9 @@ def load_tokenizer(name: str) -> Callable[[str], np.ndarray]:
         encoding = tiktoken.get_encoding(name)
     except Exception as error:  # whatever the HTTP library raises
         raise DataError(
-            f"--tokenizer {name}: tiktoken cannot fetch its files ({type(error).__name__}); run "
-            "once with a network, set TIKTOKEN_CACHE_DIR to a folder that has them, or use "
-            "--tokenizer bytes") from error
+            f"tokenizer {name}: tiktoken cannot fetch its files ({type(error).__name__}); run "
+            "once with a network, or set TIKTOKEN_CACHE_DIR to a folder that has "
+            f"them{remedy}") from error
     # As encode_ordinary, special tokens being plain text, without a list of Python integers.
     return functools.partial(encoding.encode_to_numpy, disallowed_special=())
 
@@ -170,7 +234,7 @@ def write_tokens(texts: Iterator[tuple[str, bool]], tokenizer: str, val_fraction
 
     Raises: DataError where there is no room.
     """
-    encode = load_tokenizer(tokenizer)
+    encode = load_tokenizer(tokenizer, ", or use --tokenizer bytes")
     end_of_text = np.array([END_OF_TEXT[tokenizer]], TOKEN_DTYPE)
     documents = 0
     with (named_errors(folder), open(folder / "train", "wb") as train,
@@ -226,6 +290,7 @@ def training_command(out: Path, tokenizer: str, num_val: int) -> str:
         "val_files": f"{files}/text_val_*.bin",
         "vocab_size": END_OF_TEXT[tokenizer] + 1,
         "eot_token": END_OF_TEXT[tokenizer],
+        "repeat_data": "true",  # a short text is read more than once
         "max_document_tokens": 0,  # the presets drop what is behind the first part of a document
         "val_seq_len": min(val_tokens, PRESET_VAL_SEQ_LEN),
         "val_tokens": min(val_tokens, PRESET_VAL_TOKENS),
@@ -258,8 +323,8 @@ def write_all(files: list[str], args) -> None:
 
     print(f"{args.out}: {len(train):,} training and {len(val):,} validation tokens of "
           f"{documents:,} document(s)")
-    print("Train a laptop's model on it (on CUDA devices, the record's: with --repeat_data true in "
-          "place of --preset pocket):\n" + training_command(args.out, args.tokenizer, len(val)))
+    print("Train a laptop's model on it (on CUDA devices, the record's: without --preset pocket):\n"
+          + training_command(args.out, args.tokenizer, len(val)))
 
 
 def main() -> None:

@@ -40,8 +40,9 @@ PAGE = """<!DOCTYPE html>
 """
 INDEX = """# {name}
 
-Here are {count} scripts that train a language model to a fixed quality, each a small change of its
-parent. A page has the idea, the reason, and the change beside the parent's lines.
+In two years a GPT-2 small that took 45 minutes on eight H100s came to train in 40 seconds. Here are
+{count} scripts of that way. Each is a small change of its parent, with its idea, its reason, its
+diff and the whole script.
 
 {race}
 

@@ -62,6 +62,8 @@ def time_steps(argv, my_turn, other_turn, times):
     seconds = []
 
     def train_in_turns(run, cfg):
+        if isinstance(run, script.WarmUp):
+            return train(run, cfg)
         next_step = run.loader.next_step
         started = None
 

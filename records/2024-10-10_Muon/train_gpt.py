@@ -221,7 +221,9 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x_BTHK.chunk(2, dim=-1)
     turned = [first * cos + second * sin, second * cos - first * sin]
-    return torch.cat(turned, dim=-1).type_as(x_BTHK)
+    # Cast first, so that what is joined has half the bytes.
+    halves = [half.type_as(x_BTHK) for half in turned]
+    return torch.cat(halves, dim=-1)
 
 
 class Batch(NamedTuple):
@@ -975,8 +977,9 @@ def check_version(path: Path, state: dict):
         text = log.read_text("utf-8", "replace") if log.exists() else ""
         found = re.search("^commit: (.+)$", text, re.M)
         commit = f", of commit {found[1]}" if found else ""
-        raise UserError(f"{path}: of another version of the script{commit}; differing are "
-                        f"{', '.join(sorted(odd))}; resume it with that version")
+        some = ", ".join(sorted(odd)[:3])
+        raise UserError(f"{path}: of another version of the script{commit}; it differs in {some}; "
+                        "resume it with that version")
 
 
 def find_checkpoint(resume: str, run_id: str):
@@ -1484,7 +1487,7 @@ class WarmUp(Run):
     def __init__(self, run, first_step, end):
         vars(self).update(vars(run))
         self.first_step = first_step
-        self.end = end
+        self.end = min(end, self.last)
         self.pending = []
         self.signalled_at = None
         self.log = lambda text: None

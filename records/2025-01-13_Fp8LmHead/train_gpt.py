@@ -421,14 +421,29 @@ def order_blocks(seen_QK: Tensor):
 
 
 def dense_mask(docs_BT: Tensor, reach) -> Tensor:
-    """An additive mask, (B, 1, T, T), of 0 and -inf, where FlexAttention is not compiled."""
+    """An additive mask for each block of queries, (blocks, 1, 128, keys), of 0 and -inf.
+
+    It is used where FlexAttention is not compiled. The keys are those of the block and of the
+    blocks before it within reach, so the cost grows with the window, not with the sequence.
+    """
     first_S = first_keys(docs_BT, reach)
-    token_BT = torch.arange(len(first_S), device=first_S.device).view_as(docs_BT)
-    key = token_BT[:, None]  # (B, 1, T)
-    query = token_BT[:, :, None]  # (B, T, 1)
-    first = first_S.view_as(query)
-    seen = (first <= key) & (key <= query)
+    blocks_before = min(-(-int(reach) // BLOCK), docs_BT.size(1) // BLOCK) - 1
+    query = torch.arange(len(first_S), device=first_S.device).view(-1, BLOCK, 1)
+    # The keys of a block of queries end with it.
+    offset = torch.arange(-blocks_before * BLOCK, BLOCK, device=first_S.device)
+    key = query[:, :1] + offset  # (blocks, 1, keys)
+    seen = (first_S.view_as(query) <= key) & (key <= query)
     return torch.where(seen, 0.0, -math.inf)[:, None]
+
+
+def gather_window(blocks: Tensor, window: int) -> Tensor:
+    """Put each block behind those before it: (blocks, 128, …) to (blocks, window · 128, …)."""
+    if window == 1:
+        return blocks
+    padding = blocks.new_zeros(window - 1, *blocks.shape[1:])
+    padded = torch.cat([padding, blocks])
+    shifted = [padded[i : i + len(blocks)] for i in range(window)]
+    return torch.cat(shifted, dim=1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask, kernel_options) -> Tensor:
@@ -438,7 +453,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask, kernel_options) 
         q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))  # (1, H, S, K)
         y = flex_attention(q, k, v, block_mask=mask, scale=scale, kernel_options=kernel_options)
     else:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, K)
+        window = mask.size(-1) // BLOCK
+        q = q.reshape(-1, BLOCK, *shape[2:])  # (blocks, 128, H, K)
+        k = gather_window(k.reshape(q.shape), window)  # (blocks, window · 128, H, K)
+        v = gather_window(v.reshape(q.shape), window)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (blocks, H, tokens, K)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=scale)
     return y.transpose(1, 2).reshape(shape)
 
@@ -450,7 +469,9 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x_BTHK.float().chunk(2, dim=-1)
     turned = [first * cos + second * sin, second * cos - first * sin]
-    return torch.cat(turned, dim=-1).type_as(x_BTHK)
+    # Cast first, so that what is joined has half the bytes.
+    halves = [half.type_as(x_BTHK) for half in turned]
+    return torch.cat(halves, dim=-1)
 
 
 class Batch(NamedTuple):
@@ -1339,8 +1360,9 @@ def check_version(path: Path, state: dict):
         text = log.read_text("utf-8", "replace") if log.exists() else ""
         found = re.search("^commit: (.+)$", text, re.M)
         commit = f", of commit {found[1]}" if found else ""
-        raise UserError(f"{path}: of another version of the script{commit}; differing are "
-                        f"{', '.join(sorted(odd))}; resume it with that version")
+        some = ", ".join(sorted(odd)[:3])
+        raise UserError(f"{path}: of another version of the script{commit}; it differs in {some}; "
+                        "resume it with that version")
 
 
 def find_checkpoint(resume: str, run_id: str):
@@ -1848,7 +1870,7 @@ class WarmUp(Run):
     def __init__(self, run, first_step, end):
         vars(self).update(vars(run))
         self.first_step = first_step
-        self.end = end
+        self.end = min(end, self.last)
         self.pending = []
         self.signalled_at = None
         self.log = lambda text: None

@@ -615,14 +615,30 @@ def order_blocks(seen_QK: Tensor):
 
 
 def dense_mask(docs_BT: Tensor, reach) -> Tensor:
-    """An additive mask, (B, 1, T, T), of 0 and -inf, where FlexAttention is not compiled."""
+    """An additive mask for each block of 32 queries, (blocks, 1, 32, keys), of 0 and -inf.
+
+    It is used where FlexAttention is not compiled. The keys are those of the block and of the
+    blocks before it within reach, so the cost grows with the window, not with the sequence.
+    """
     first_S = first_keys(docs_BT, reach)
-    token_BT = torch.arange(len(first_S), device=first_S.device).view_as(docs_BT)
-    key = token_BT[:, None]  # (B, 1, T)
-    query = token_BT[:, :, None]  # (B, T, 1)
-    first = first_S.view_as(query)
-    seen = (first <= key) & (key <= query)
+    size = BLOCK // 4  # of a block: the smaller it is, the fewer of its keys are masked
+    blocks_before = min(-(-int(reach) // size), docs_BT.size(1) // size - 1)
+    query = torch.arange(len(first_S), device=first_S.device).view(-1, size, 1)
+    # The keys of a block of queries end with it.
+    offset = torch.arange(-blocks_before * size, size, device=first_S.device)
+    key = query[:, :1] + offset  # (blocks, 1, keys)
+    seen = (first_S.view_as(query) <= key) & (key <= query)
     return torch.where(seen, 0.0, -math.inf)[:, None]
+
+
+def gather_window(blocks: Tensor, window: int) -> Tensor:
+    """Put each block behind those before it: (blocks, 32, …) to (blocks, window · 32, …)."""
+    if window == 1:
+        return blocks
+    padding = blocks.new_zeros(window - 1, *blocks.shape[1:])
+    padded = torch.cat([padding, blocks])
+    shifted = [padded[i : i + len(blocks)] for i in range(window)]
+    return torch.cat(shifted, dim=1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
@@ -635,7 +651,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
         q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))  # (1, H, S, K)
         y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=kernel_options)
     else:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, K)
+        size, keys = mask.shape[-2:]
+        window = keys // size  # blocks
+        q = q.reshape(-1, size, *shape[2:])  # (blocks, 32, H, K)
+        k = gather_window(k.reshape(q.shape), window)  # (blocks, window · 32, H, K)
+        v = gather_window(v.reshape(q.shape), window)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (blocks, H, tokens, K)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=1.0)
     return y.transpose(1, 2).reshape(shape)
 
@@ -648,7 +669,9 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x_BTHK.float().unflatten(2, (-1, cos.size(-2))).chunk(2, dim=-1)
     turned = [first * cos + second * sin, second * cos - first * sin]
-    return torch.cat(turned, dim=-1).type_as(x_BTHK).view_as(x_BTHK)
+    # Cast first, so that what is joined has half the bytes.
+    halves = [half.type_as(x_BTHK) for half in turned]
+    return torch.cat(halves, dim=-1).view_as(x_BTHK)
 
 
 def offset_keys(k_BTHK: Tensor) -> Tensor:
@@ -730,7 +753,7 @@ class CausalSelfAttention(nn.Module):
         woven = (len(x), -1, self.num_heads // view.positions, q.size(-1))
         q, k, v = (each.reshape(woven) for each in (q, k, v))
         y = attend(q, k, v, view.mask, self.kernel_options)
-        y = y.reshape(*x.shape[:2], self.num_heads, -1)
+        y = y.view(*x.shape[:2], self.num_heads, -1)
         # Exclusive self-attention: what points along a token's own value is taken away:
         # @_djdumpling, #82, 30 steps, https://arxiv.org/abs/2603.09078
         if "xsa" in factors:
@@ -1959,8 +1982,9 @@ def check_version(path: Path, state: dict):
         text = log.read_text("utf-8", "replace") if log.exists() else ""
         found = re.search("^commit: (.+)$", text, re.M)
         commit = f", of commit {found[1]}" if found else ""
-        raise UserError(f"{path}: of another version of the script{commit}; differing are "
-                        f"{', '.join(sorted(odd))}; resume it with that version")
+        some = ", ".join(sorted(odd)[:3])
+        raise UserError(f"{path}: of another version of the script{commit}; it differs in {some}; "
+                        "resume it with that version")
 
 
 def find_checkpoint(resume: str, run_id: str):
@@ -2468,7 +2492,7 @@ class WarmUp(Run):
     def __init__(self, run, first_step, end):
         vars(self).update(vars(run))
         self.first_step = first_step
-        self.end = end
+        self.end = min(end, self.last)
         self.pending = []
         self.signalled_at = None
         self.log = lambda text: None

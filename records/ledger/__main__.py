@@ -103,6 +103,10 @@ def verify_verb(args) -> int:
     elif args.replay:
         faults = run.replay_all(records, args.replay)
     verified = f"{len(records)} record(s) verified: the logs bear every claim on our own runs"
+    _, unchecked = verify.logs_of_earlier_versions(records)
+    if unchecked:
+        verified = (f"{unchecked} log(s) are not verified: they have another source than their "
+                    "record's, and git's whole history is not here: git fetch --unshallow")
     print("\n".join(faults) or verified)
     return 1 if faults else 0
 

@@ -8,7 +8,8 @@ from ledger.logs import LedgerError, machine_words, read_text
 from ledger.records import RULES, SIGNIFICANCE, Record, by_seed, compare, read_public
 from ledger.scripts import count_changes, diff_sources
 
-PULL = "https://github.com/KellerJordan/modded-nanogpt/pull/"
+UPSTREAM = "https://github.com/KellerJordan/modded-nanogpt/"
+PULL = f"{UPSTREAM}pull/"
 # The public records that the front page keeps, beside what GPUs have run, our own and the newest
 MILESTONES = (2, 4, 5, 12, 14, 19, 29, 42, 53, 62, 81, 92)
 FRONT = ("Record", "Idea", "Public record (min)", "Here", "Changed lines")
@@ -23,6 +24,8 @@ Difference, Time (the ratio, and by seed the smallest and largest): from the par
 first contestant; * where p < 0.01. Shown from: the smallest difference that would have it. Runs
 that waited for other programs, ran beside others or were resumed have no time."""
 ELSEWHERE = " †"
+# A link to where a function is defined: its name, the script, the line
+DEFINED = re.compile(r"\[`([\w.]+)`\]\(([\w./-]+\.py)#L(\d+)\)")
 OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Minutes")
 
 
@@ -173,9 +176,28 @@ def public_table(folder: Path, records: list) -> str:
     return table(PUBLIC, rows)
 
 
+def sources(record: Record, records: list, public: dict) -> str:
+    """Links to what a record retells and to its script; nothing of a record of our own."""
+    number = record.number or record.leads_to
+    if not number and (step := re.match(r"(\d+)[a-z]", record.name)):  # a part that comes after
+        number = int(step[1])
+    if not number:
+        return ""
+    whole = next((one for one in records if one.number == number), record)
+    links = []
+    source = whole.published.get("source", "")
+    if place := re.search(r"records/[\w./-]+|(?<=commit )\w+", source):
+        tree = "tree/master/" if "/" in place[0] else "tree/"
+        links.append(f"[public record #{number}]({UPSTREAM}{tree}{place[0]})")
+    if pull := public.get(number, {}).get("pr"):
+        links.append(f"[pull request {pull}]({PULL}{pull})")
+    return " · ".join([*links, "[our script](train_gpt.py)"])
+
+
 def blocks(folder: Path, records: list) -> dict:
-    """README: the generated lines of each of its blocks, by what stands in its first line."""
+    """Page: the generated lines of each of its blocks, by what stands in its first line."""
     found, on_gpu = {}, []  # of these are runs of full size
+    public = read_public(folder)
     for record in records:
         presets = [log.header["preset"] for log in record.logs if log.on_gpu]
         if "record" in presets:
@@ -183,6 +205,8 @@ def blocks(folder: Path, records: list) -> dict:
         words = "" if presets else "No GPU has run this record yet.\n\n"
         runs = runs_table([record], tuple(RULES), "../") if record.logs else "It has no runs yet."
         found[record.folder / "README.md"] = {"": words + runs}
+        if line := sources(record, records, public):
+            found[record.folder / "README.md"][" sources"] = line
 
     settings = [setting for record in records for setting in record.runs()]
     pockets = [setting for setting in settings if setting[0] == "pocket"]
@@ -203,11 +227,26 @@ def blocks(folder: Path, records: list) -> dict:
         found[folder.parent / "README.md"] = {
             "": table(FRONT, ladder_rows(kept, pocket, f"{folder.name}/")),
             " gpus": f"**GPUs have run** {results}." if on_gpu else NO_GPU}
+    if (techniques := folder.parent / "docs/techniques.md").exists():
+        found[techniques] = {}  # no blocks, but links to functions
     return found
 
 
+def line_of(source: str, name: str) -> int:
+    """The line that defines a function, a class, or a class's method; 0 where none does."""
+    owner, _, own = name.rpartition(".")
+    pattern = rf"^(class|def) {own}\b"
+    if owner:
+        pattern = rf"^class {owner}\b.*\n(( {{4}}.*)?\n)*? {{4}}def {own}\b"
+    found = re.search(pattern, source, re.MULTILINE)
+    return source.count("\n", 0, found.end()) + 1 if found else 0
+
+
 def filled(path: Path, parts: dict) -> str:
-    """A README's text with its blocks filled. Raises LedgerError where it lacks one."""
+    """A page's text with its blocks filled and its links to functions at the right lines.
+
+    Raises LedgerError where it lacks a block, or where a script has no such function.
+    """
     text = read_text(path)
     for name, part in parts.items():
         begin, end = f"<!-- ledger: begin{name} -->\n", "<!-- ledger: end -->"
@@ -215,7 +254,15 @@ def filled(path: Path, parts: dict) -> str:
         if not found or end not in rest:
             raise LedgerError(f"{path} has no lines {begin.strip()} and {end}; add them")
         text = f"{before}{begin}{part}\n{end}{rest.partition(end)[2]}"
-    return text
+
+    def with_line(link):
+        name, script, _ = link.groups()
+        line = line_of(read_text(path.parent / script), name)
+        if not line:
+            raise LedgerError(f"{path} links {name}, which {script} does not define; mend the link")
+        return f"[`{name}`]({script}#L{line})"
+
+    return DEFINED.sub(with_line, text)
 
 
 # ---- What a terminal shows ----

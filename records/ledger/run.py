@@ -36,6 +36,7 @@ class Contestant:
     runs: list  # what decides a run: of the source what is no comment, the flags, the data
     flags: dict[str, str]
     record: Record | None  # that it is, as it stands
+    source: str  # of the script when `run` began: every seed trains it
     logs: list[Log] = field(default_factory=list)
 
 
@@ -62,7 +63,7 @@ def contestant_of(operand: str, preset: str) -> Contestant:
             data.append([file, os.path.getsize(file), os.path.getmtime(file)])
     is_record = (path / "record.json").exists() and not flags
     record = Record(path, read_claim(path)) if is_record else None  # refused before the training
-    return Contestant(operand, script, [meant, flags, data], flags, record)
+    return Contestant(operand, script, [meant, flags, data], flags, record, source)
 
 
 def contestants_of(operands: list, preset: str) -> list:
@@ -80,9 +81,14 @@ def contestants_of(operands: list, preset: str) -> list:
 
 
 # ---- Interleaved training ----
-def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str) -> Log:
-    """Run a script in `folder`, in a process of its own; its log. Raises LedgerError."""
-    source = read_text(script)
+def train(source: str, folder: Path, flags: dict, ranks: int, threads: str) -> Log:
+    """Run a script in `folder`, in a process of its own; its log. Raises LedgerError.
+
+    It is a copy: the one that the source was read from may be edited meanwhile.
+    """
+    script = folder / "scripts" / f"{flags['run_id']}.py"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(source, encoding="utf-8", newline="")
     command = [sys.executable, str(script)]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     if ranks > 1:
@@ -100,7 +106,7 @@ def train(script: Path, folder: Path, flags: dict, ranks: int, threads: str) -> 
     if not log or not log.finished or "seed" not in log.header:
         raise LedgerError(f"it left no finished {path.relative_to(folder)} with its seed")
     if log.source != source:
-        raise LedgerError("its script was changed meanwhile; start again")
+        raise LedgerError(f"its log has another source than {script}")
     return log
 
 
@@ -121,7 +127,7 @@ def run_one(one: Contestant, seed: int, args) -> Log:
             return log
     shutil.rmtree(path.parent, ignore_errors=True)  # what is left of a run that was stopped
     flags = {"preset": args.preset, "seed": seed, "run_id": run_id, **one.flags}
-    log = train(one.script, args.out, flags, args.nproc, threads)
+    log = train(one.source, args.out, flags, args.nproc, threads)
     if args.jobs > 1:
         text = read_text(path).replace(f"\n{RULE}\n", f"\n{start}", 1)
         path.write_text(text, encoding="utf-8", newline="")
@@ -166,7 +172,7 @@ def replay(record: Record, old: Log) -> list:
              "sequences_per_forward": old.header["sequences_per_forward"],
              "save_every": old.header["num_iterations"]}
     with tempfile.TemporaryDirectory() as out:
-        new = train(record.path, Path(out), flags, int(old.header["world_size"]),
+        new = train(record.script, Path(out), flags, int(old.header["world_size"]),
                     old.header["threads"])
         (checkpoint,) = Path(out).glob("logs/replay/step-*.pt")
         # As text from another process: what a record does there stays there.

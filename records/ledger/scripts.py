@@ -130,12 +130,19 @@ def harnesses_of(script: Path) -> frozenset | None:
     return frozenset(below(version_of(script, commit)) for commit in commits) - {""}
 
 
-def was_version(source: str, script: Path) -> bool:
-    """Whether a script was once this source, above the banner. True where history is missing."""
+def was_version(source: str, script: Path) -> bool | None:
+    """Whether a script was once this source, as a whole; None where git's history is not whole.
+
+    Comments and docstrings above the banner do not count.
+    """
     commits = commits_of(script)
     if commits is None:
-        return True
-    return any(is_same(source, version_of(script, commit)) for commit in commits)
+        return None
+    for commit in commits:
+        version = version_of(script, commit)
+        if below(version) == below(source) and is_same(version, source):
+            return True
+    return False
 
 
 # ---- What changed ----

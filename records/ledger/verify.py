@@ -68,12 +68,14 @@ def folder_faults(record: Record, root: Path, seen: dict):
 def source_faults(log: Log, record: Record, root: Path):
     """Faults of the script that wrote a log: every line of it ran.
 
-    It may be an earlier version of the record's. Golden numbers hold all versions equal.
+    It may be an earlier version of the record's, as a whole. Whether that computes the same is not
+    seen here: golden numbers, and the reviews of their changes, hold versions together.
     """
     if log.source is None:
         yield "has no source"
-    elif not (is_same(log.source, record.script) or was_version(log.source, record.path)):
-        yield "was not written by this train_gpt.py, nor by an earlier version of it"
+    elif not is_same(log.source, record.script):
+        if was_version(log.source, record.path) is False:
+            yield "was not written by this train_gpt.py, nor by an earlier version of it"
     elif below(log.source) != below(read_text(root)):
         known = harnesses_of(root)
         if known is not None and below(log.source) not in known:
@@ -139,8 +141,23 @@ def logs_faults(record: Record, root: Path, seen: dict):
             yield f"logs/{log.path.name}: {words}"
 
 
+def logs_of_earlier_versions(known: list):
+    """(how many logs have another source than their record's, how many of them are unchecked)."""
+    earlier = unchecked = 0
+    for record in known:
+        for log in record.logs:
+            with contextlib.suppress(*UNREADABLE):  # which is a fault, and told as one
+                if log.source and not is_same(log.source, record.script):
+                    earlier += 1
+                    unchecked += was_version(log.source, record.path) is None
+    return earlier, unchecked
+
+
 def notes_on(known: list, root: Path):
     """What is not wrong, but what a reader of the diff and of the tables should know."""
+    earlier, unchecked = logs_of_earlier_versions(known)
+    if earlier > unchecked:
+        yield f"{earlier - unchecked} log(s) were written by earlier versions of their scripts"
     if harnesses_of(root) is None:
         yield "git's history is not here, to which new records and logs of old versions are held"
         return

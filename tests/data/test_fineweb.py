@@ -38,6 +38,8 @@ def hub(tmp_path, write_shard, monkeypatch):
         hub.fetched += allow_patterns
         Path(local_dir).mkdir(parents=True, exist_ok=True)
         for name in allow_patterns[: hub.sends]:
+            if Path(local_dir, name).exists():  # the library takes it for fetched
+                continue
             content = files[name][:-1] + b"?" if name == hub.damaged else files[name]
             Path(local_dir, name).write_bytes(content)
 
@@ -97,7 +99,7 @@ def test_a_download_that_is_not_what_was_published_is_not_kept_and_the_rest_is(
     hub.damaged = TRAIN[0]
     fineweb(3, refused=[TRAIN[0], "sha256"])
     hub.damaged = ""
-    assert fineweb(1)[1] == [TRAIN[0]]
+    assert fineweb(1)[1] == [TRAIN[0]]  # a bad download that stayed would be refused again
     assert sorted(path.name for path in folder.glob("*.bin")) == [TRAIN[0], VAL]
     assert (folder / ".incoming" / TRAIN[2]).exists()  # of the larger download
     fineweb(3)

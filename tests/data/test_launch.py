@@ -1,11 +1,15 @@
 """data/launch.py: a script that is interrupted; two ranks that fail, or wait for a signal."""
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import launch as launch_tool
 import pytest
 from conftest import REPO
 
@@ -13,7 +17,8 @@ from conftest import REPO
 RANK = """import os, sys, time
 if "--fail" in sys.argv: sys.exit(3)
 if "--die" in sys.argv: os.abort()
-os.write(1, b"a rank waits\\n")
+if "--pass" in sys.argv: sys.exit()
+os.write(1, f"a rank waits {os.getpid()}\\n".encode())
 time.sleep(600)
 """
 # A signal comes when the first rank is started and torchrun has not noted it yet.
@@ -56,9 +61,66 @@ def test_a_script_by_itself_is_interrupted_in_one_line(launch):
     """As while it imports torch, before it catches anything itself."""
     check_end(launch([], "--fail"), 3, lines=0)
     run = launch([])
-    assert run.stdout.readline() == "a rank waits\n"
+    assert run.stdout.readline().startswith("a rank waits")
     run.send_signal(signal.SIGINT)
     check_end(run, 130, lines=1)
+
+
+def test_a_run_that_ends_well_is_followed_by_what_to_type_next(launch, monkeypatch):
+    monkeypatch.setenv("RUN_SH_NEXT", "Next: type this.")
+    assert launch([], "--pass").communicate(timeout=60)[0] == "Next: type this.\n"
+    assert launch([], "--fail").communicate(timeout=60)[0] == ""
+
+
+@pytest.mark.parametrize(("exitcodes", "words", "code", "said"), [
+    ({0: 3}, "", 3, ""),
+    ({0: 1, 1: -9}, "", 1, "run.sh: rank 1 was killed, .* with --run_id RUN --resume auto\n"),
+    ({0: -9}, "--run_id=a", 1, "run.sh: rank 0 was killed, .* command with --resume auto\n"),
+    ({1: -6}, "", 1, "")])
+def test_the_exit_code_is_the_first_failures_and_who_was_killed_is_told(
+    monkeypatch, capsys, exitcodes, words, code, said
+):
+    """With a stand-in for torchrun."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import errors
+
+    failures = {rank: SimpleNamespace(exitcode=number) for rank, number in exitcodes.items()}
+    failed = errors.ChildFailedError.__new__(errors.ChildFailedError)
+    failed.failures = failures
+    failed.get_first_failure = lambda: next(iter(failures.items()))
+
+    def run(args):
+        assert args.training_script == launch_tool.__file__
+        raise failed
+
+    monkeypatch.setattr(torchrun, "run", run)
+    monkeypatch.setenv("RUN_SH_LAUNCHER", "")
+    with contextlib.ExitStack() as after:
+        for number in signal.SIGUSR1, signal.SIGXCPU:
+            after.callback(signal.signal, number, signal.getsignal(number))
+        with pytest.raises(SystemExit) as end:
+            launch_tool.main([*TWO_RANKS, "rank.py", *words.split()])
+    assert end.value.code == code
+    assert re.fullmatch(said, capsys.readouterr().err)
+
+
+@for_ranks
+@pytest.mark.slow
+def test_ranks_do_not_outlive_their_launcher(launch):
+    run = launch(TWO_RANKS)
+    assert all(run.stdout.readline().startswith("a rank waits") for _ in range(2))
+    run.kill()
+    run.communicate(timeout=60)  # ends when no rank is left, which would hold the pipes open
+
+
+@for_ranks
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_told(launch):
+    run = launch(TWO_RANKS)
+    os.kill(int(run.stdout.readline().split()[-1]), signal.SIGKILL)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "was killed" in errors and "--resume auto" in errors and errors.count("\n") <= 8
 
 
 @for_ranks
@@ -70,18 +132,20 @@ def test_the_exit_code_is_that_of_the_ranks(launch, flag, code):
 
 @for_ranks
 @pytest.mark.slow
-@pytest.mark.parametrize(("start", "number"), [([], signal.SIGINT), (["nohup"], signal.SIGTERM)])
+@pytest.mark.parametrize(("start", "number"), [([], signal.SIGINT), (["nohup"], signal.SIGTERM),
+                                               ([], signal.SIGUSR1), ([], signal.SIGXCPU)])
 def test_ranks_are_interrupted_without_a_traceback(launch, start, number):
     """Under nohup a closed terminal does not end them."""
     run = launch(TWO_RANKS, start=start)
     try:
-        assert [run.stdout.readline() for _ in range(2)] == ["a rank waits\n"] * 2
+        assert all(run.stdout.readline().startswith("a rank waits") for _ in range(2))
         if start:
             run.send_signal(signal.SIGHUP)
             time.sleep(1.5)  # torchrun looks once a second
             assert run.poll() is None
         run.send_signal(number)
-        check_end(run, 128 + number)
+        announced = number in (signal.SIGUSR1, signal.SIGXCPU)
+        check_end(run, 128 + (signal.SIGTERM if announced else number))
     finally:
         run.kill()
 

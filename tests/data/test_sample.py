@@ -3,8 +3,10 @@
 import contextlib
 import math
 import os
+import re
 import shutil
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -126,21 +128,43 @@ def test_the_script_is_that_of_the_runs_log_or_the_one_named(runs, run, tmp_path
     assert run(tmp_path, *named, "--seed", 1) != logged
     log = tmp_path / "log.txt"
     log.write_text("open('trap', 'w')\n" + runs.oldest.with_name("log.txt").read_text())
-    told = f"{log}: its source is neither train_gpt.py nor a record's, and would be run; read it, "
-    run(tmp_path, model, refused=["sample.py: ", f"{told}then: --script {log}"])
+    commit = re.search(r"commit\W+([0-9a-f]{40})", log.read_text())
+    version = f" (it is of another version, commit {commit[1]})" if commit else ""
+    told = f"{log}: its source is neither train_gpt.py nor a record's{version}, and would be run; "
+    run(tmp_path, model, refused=["sample.py: ", f"{told}read it, then: --script {log}"])
     assert not (tmp_path / "trap").exists()
     assert run(tmp_path, model, "--script", log, "--tokens", 20) == logged
     assert (tmp_path / "trap").exists()
 
 
 def test_several_samples_differ_and_the_prompt_may_be_a_file(runs, run, tmp_path):
-    (tmp_path / "prompt.txt").write_text("naïve\n")
     flags = [runs.oldest, "--tokens", 30]
     given = run(tmp_path, *flags, "--prompt", "naïve\n")
     assert run(tmp_path, *flags, "--prompt_file", "-", stdin="naïve\n".encode()) == given
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbf" + "naïve\n".encode())  # as text.py's
     flags += ["--prompt_file", tmp_path / "prompt.txt", "--num_samples", 2]
     first, second = run(tmp_path, *flags).split(sample_tool.BETWEEN_SAMPLES + "\n")
     assert first == given != second and second.startswith("naïve\n")
+
+
+@pytest.mark.parametrize("script", [SCRIPTS[0], "records/2025-09-18_Smear/train_gpt.py"])
+def test_a_checkpoint_of_the_middle_is_sampled_as_its_stage_has_it(monkeypatch, tmp_path, script):
+    """Windows of a step, not those of the last validation."""
+    trainer = script_module(script)
+    monkeypatch.setattr(sample_tool, "load_script", lambda path: trainer)
+    reach = {}
+    for step in 0, trainer.parse_args(["--preset", "pocket"]).num_iterations:
+        cfg = trainer.parse_args(["--preset", "pocket", "--device", "cpu"])
+        model = trainer.GPT(trainer.shorten(cfg))
+        state = dict(step=step, settings=asdict(cfg), model=model.state_dict())
+        monkeypatch.setattr(trainer, "load_checkpoint", lambda path, state=state: state)
+        path = tmp_path / "step.pt"
+        path.touch()
+        loaded = sample_tool.load_model(path, path, "cpu")
+        reach[step] = [int(value) for value in loaded.reach]
+        now = trainer.schedule(step, cfg)
+        assert reach[step][0] == now.long_window
+    assert len(set(map(tuple, reach.values()))) == 2
 
 
 def test_letters_come_whole_and_a_standard_input_that_is_closed_is_told(runs, run, monkeypatch):
@@ -157,12 +181,20 @@ def test_letters_come_whole_and_a_standard_input_that_is_closed_is_told(runs, ru
     (["logs"], "logs: there is no such file; name a checkpoint, logs/RUN/step-*.pt"),
     (["text.pt"], "text.pt: there is no log.txt; name a checkpoint in its run's folder, or its"),
     (["text.pt", "--script", "text.pt"], "text.pt: no training script (SyntaxError"),
-    (["OLDEST", "--script", REPO / "train_gpt.py"], "step-000002.pt: no"),
+    (["OLDEST", "--script", REPO / "train_gpt.py"], "step-000002.pt: of another version"),
+    (["OLDEST", "--script", REPO / "train_gpt.py"], "of another version of the script, of commit"),
     (["OLDEST", "--temperature", "nan"], "--temperature nan: give"),
     (["OLDEST", "--device", "abacus"], "--device abacus"),
-    (["OLDEST", "--prompt_file", "-"], "standard input: not UTF-8 at byte 0"),
+    (["OLDEST", "--device", "meta"], "--device meta"),
+    (["OLDEST", "--prompt", "-x"], "one that begins with - is given as --flag=VALUE"),
+    (["OLDEST", "--tokens", "-1"], "argument --tokens: '-1': give a whole number from 0 on"),
+    (["LOG"], "name another checkpoint, or its script by --script"),
+    (["OLDEST", "--prompt_file", "zipped.gz"], "zipped.gz: compressed by gzip"),
+    (["OLDEST", "--prompt_file", "-"], "standard input: not UTF-8; convert"),
     (["OLDEST", "--prompt_file", "gone.txt"], "gone.txt")])
 def test_bad_input_is_one_line(runs, run, tmp_path, args, part):
     (tmp_path / "text.pt").write_text("some words of text")
-    args = [runs.oldest if arg == "OLDEST" else arg for arg in args]
+    (tmp_path / "zipped.gz").write_bytes(b"\x1f\x8b\x08")
+    files = {"OLDEST": runs.oldest, "LOG": runs.oldest.with_name("log.txt")}
+    args = [files.get(arg, arg) for arg in args]
     run(tmp_path, *args, stdin=b"\xff", refused=[part])

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -61,6 +62,45 @@ def test_pythons_switches_change_nothing(switches, names):
     done = subprocess.run([sys.executable, switches, "-c", f"assert True\n{HELP}", *paths],
                           cwd=REPO / "tests", text=True, capture_output=True)
     assert done.returncode == 0 and done.stdout.count("usage: ") == len(paths), done.stderr
+
+
+def test_a_lock_whose_file_is_gone_is_not_taken(tmp_path, monkeypatch):
+    """Who held it has removed it, and the next process would lock a new file."""
+    held = []
+
+    def lock(file, waits_for):
+        held.append(os.fstat(file).st_ino)
+        if len(held) < 3:
+            (tmp_path / ".lock").unlink()
+
+    monkeypatch.setattr(shards, "lock", lock)
+    with shards.alone_in(tmp_path):
+        assert len(held) == 3 and (tmp_path / ".lock").stat().st_ino == held[-1]
+
+
+# Flags that a message names, by the programs that have them
+NAMED_FLAGS = {"text.py": "text", "sample.py": "sample", "fineweb.py": "fineweb",
+               "pocket.py": "pocket"}
+
+
+@pytest.mark.parametrize("name", NAMED_FLAGS.values())
+def test_messages_name_flags_that_the_program_has(name):
+    """Of the program itself, of the training script that it speaks about, or of a shell's tool."""
+    shell = {"--help", "--version", "--flag", "--preset", "--repeat_data", "--save_every"}
+    source = (REPO / "data" / f"{name}.py").read_text()
+    has = set(re.findall(r'add_argument\("(--\w+)"', source))
+    assert set(re.findall(r"--[a-z_]+", source)) <= has | shell
+
+
+def test_run_sh_names_flags_that_there_are():
+    source = (REPO / "run.sh").read_text()
+    said = "\n".join(re.findall(r'(?:say|die) ((?:.*\\\n)*.*)', source))
+    assert set(re.findall(r"--[a-z_]+", said)) <= {"--record", "--help"}
+    fields = set(re.findall(r"^    (\w+): ", (REPO / "train_gpt.py").read_text(), re.MULTILINE))
+    for name in "machine", "plan", "launch":
+        source = (REPO / "data" / f"{name}.py").read_text()
+        named = set(re.findall(r"--([a-z_]+)", source))
+        assert named <= fields | {"table", "shm", "query", "format", "ngram_rows"}
 
 
 def test_a_folder_is_held_by_one_process_at_a_time(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """data/text.py: tokens that are the tokenizer's, shards, what is held out, bad input."""
 
+import gzip
 import importlib
 import io
 import itertools
@@ -118,6 +119,22 @@ def test_text_of_a_folder_is_read_and_the_rest_counted(capsys, tmp_path):
     assert not capsys.readouterr().out
 
 
+def test_a_separator_is_found_across_blocks_unless_it_is_quoted(monkeypatch, tmp_path):
+    write(tmp_path, {"code.py": b'END = "<|endoftext|>"\n', "json.py": b"[x for x in y]\n",
+                     "two.txt": b"a story\n<|endoftext|>\nanother"})
+    monkeypatch.setattr(text, "BLOCK_CHARS", 12)
+    for name in "code.py", "json.py":
+        assert text.why_not_read(f"{tmp_path}/{name}") == ""
+    assert "<|endoftext|> between documents" in text.why_not_read(f"{tmp_path}/two.txt")
+
+
+def test_too_little_memory_is_one_line():
+    code = "import shards; shards.run(lambda: 'x' * 10**18)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO / "data", text=True,
+                          capture_output=True)
+    assert done.returncode == 2 and "out of memory" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_the_documents_held_out_are_spread(run_text, tmp_path):
     documents = [f"document {index} {'of many words ' * 30}" for index in range(200)]
     write(tmp_path, {"a.jsonl": to_jsonl(documents)})
@@ -199,6 +216,16 @@ def test_what_cannot_be_written_is_named(start_text, tmp_path):
 @pytest.mark.parametrize(("args", "part"), [
     ("missing.txt", "missing.txt: no such file"),
     ("late.txt", "late.txt: not UTF-8; convert it first, as with iconv"),
+    ("text.gz", "text.gz: compressed by gzip; give it through a pipe: zcat"),
+    ("table.parquet", "table.parquet: Parquet; make a .jsonl of it"),
+    ("utf16.txt", "utf16.txt: UTF-16; convert it first: iconv -f utf-16"),
+    ("binary.txt", "binary.txt: binary, with a NUL byte"),
+    ("table.csv", "table.csv: a table; make a .jsonl"),
+    ("array.json", "array.json: JSON documents; as lines they are read from a .jsonl"),
+    ("texts.json", "texts.json: JSON documents"),
+    ("lines.txt", "lines.txt: JSON documents"),
+    ("stories.txt", "stories.txt: <|endoftext|> between documents; make a .jsonl"),
+    ("a.txt --out link", "link: a link to /nowhere/at/all, which is not there; make"),
     ("a.txt syntax.jsonl", "syntax.jsonl:3: not a JSON object"),
     ("a.txt half.jsonl", "half.jsonl:3: not a JSON object"),
     ("-", "too little text to train on: 3,201 token(s), of 3,202 at least"),
@@ -210,10 +237,20 @@ def test_what_cannot_be_written_is_named(start_text, tmp_path):
     ("", "PATH")])
 def test_bad_input_is_one_line_and_nothing_is_left(run_text, tmp_path, monkeypatch, args, part):
     monkeypatch.setattr("tiktoken.get_encoding", lambda name: 1 / 0)  # without its files
+    (tmp_path / "link").symlink_to("/nowhere/at/all")
     good = b'{"text": "good"}\n\n'
     write(tmp_path, {
         "a.txt": b"text " * 1000,
         "late.txt": LATE,
+        "text.gz": gzip.compress(b"text " * 1000),
+        "table.parquet": b"PAR1" + b"text " * 1000,
+        "utf16.txt": ("text " * 1000).encode("utf-16"),
+        "binary.txt": b"text " * 1000 + b"\0",
+        "table.csv": b"id,text\n" + b"1,some words\n" * 1000,
+        "array.json": b'\xef\xbb\xbf[{"text": "a"},\n' + b'{"text": "some words"},\n' * 999,
+        "texts.json": b'["text",\n' + b'"some words",\n' * 999,
+        "lines.txt": b'{"id": 1, "text": "some words"}\n' * 999,
+        "stories.txt": b"some words\n" * 30_000 + b"<|endoftext|>\n" + b"some words\n" * 999,
         "earlier/text_train_000000.bin": b"a shard",
         "syntax.jsonl": good + b'{"text": ',
         "half.jsonl": good + b'{"text": "\\ud800"}'})  # of a surrogate pair
@@ -230,8 +267,8 @@ def test_the_printed_command_trains_on_the_shards(run_text, tmp_path, capsys, si
     content = (b"some words of text\n" * 6100)[:size]
     printed = run_text("--out", "my [odd] folder", "-", stdin=content)
     said, command = printed.splitlines()[-2:]
-    assert "--repeat_data true in place of --preset pocket" in said
-    record = command.replace("--preset pocket", "--repeat_data true")
+    assert "without --preset pocket" in said
+    record = command.replace("--preset pocket ", "")
     assert train_gpt.parse_args(shlex.split(record)[2:]).preset == "record"
     program, script, *flags = shlex.split(command)
     assert program == "python" and (tmp_path / script).resolve() == REPO / "train_gpt.py"

@@ -3,6 +3,7 @@
 import json
 import types
 
+import bench
 import gpu_tables
 import pytest
 import torch
@@ -82,6 +83,16 @@ def test_all_stages_count_by_their_steps_and_averages_by_theirs():
     found = Trace(facts, {}, [], {}, launches, {})
     assert [each.step_ms for each in cost.price(found, RATES, 8)] == pytest.approx([2, 4])
     assert cost.run_ms(found, RATES, 8) == pytest.approx(10 * 2 + 30 * 4 + 5 * 4)
+
+
+def test_memory_is_the_peak_of_all_stages():
+    stage = dict(steps=1, tokens=128, step_tokens=1024, width=1, head_tokens=1, block_pairs=1)
+    facts = dict(model_dim=64, period=2, averages={}, head_chunks=1,
+                 stages={"0": stage, "1": stage, "2": stage})
+    gib = {"state": 1, "pass of 0": 2, "pass of 1": 9, "pass of 2": 3, "validation": 4}
+    sizes = {name: size * 2**30 for name, size in gib.items()}
+    found = bench.modelled(Trace(facts, {}, [], sizes, [], {}))
+    assert found["gib"] == dict(training=9, validation=4, state=1)
 
 
 @pytest.fixture

@@ -32,6 +32,8 @@ def run_on(device, name, *flags):
 
 def train_without_waiting(run, cfg):
     """The script's loop. In its steps a GPU's host may not wait, and nothing is compiled."""
+    if isinstance(run, train_gpt.WarmUp):
+        return train(run, cfg)
     next_step = run.loader.next_step
     log_step = run.log_step
 

@@ -1,6 +1,7 @@
 """The hour of bench.py gpu: its order and its one file, and what it measures, on a CPU."""
 
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -86,3 +87,13 @@ def test_the_newest_record_needs_no_files_and_one_gpu():
     assert {stages.count(stage) for stage in range(len(cfg.stages))} == {half_hour.STAGE_STEPS}
     classes = min(row.classes for row in cfg.stages if row.classes)
     assert classes > cfg.eot_token // half_hour.NOISE_SHARE
+
+
+@pytest.mark.parametrize("record", ["2026-08-30_92g_NgramTable", "2026-08-30_92h_Fp8Products"])
+def test_a_script_that_plans_its_steps_ahead_takes_no_turns(record):
+    command = [sys.executable, "tests/bench.py", "turns", "--script",
+               f"records/{record}/train_gpt.py"]
+    done = subprocess.run(command, cwd=half_hour.REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "plans each step beside the one before" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -55,6 +55,9 @@ def test_nothing_is_compiled_after_the_warm_up(path, pocket_data, tmp_path, monk
     monkeypatch.setattr(script, "train", train_without_compiling)
     monkeypatch.setattr(script, "compile_on_gpu", lambda rule, _: torch.compile(
         rule, fullgraph=True, **options))
+    if by_stage:
+        monkeypatch.setattr(script, "dense_mask", lambda docs_BT, reach: torch.zeros(
+            docs_BT.numel() // 32, 1, 32, 32))
     files = [f"--train_files={pocket_data}/pocket_train_*.bin",
              f"--val_files={pocket_data}/pocket_val_*.bin"]
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
@@ -69,7 +72,6 @@ KINDS = {  # what may happen for the first time, and whose it is
     "update": "optimizer"}
 
 
-@pytest.mark.xfail(strict=True, reason="the warm-up steps untied, and takes no averages")
 @pytest.mark.parametrize("path", [REPO, NEWEST], ids=["root", "newest"])
 def test_the_warm_up_meets_every_kind_of_step(path, pocket_data, tmp_path, monkeypatch):
     """Tied and untied steps, averages as they come due, rows asked for ahead, steps of tables, and
@@ -105,7 +107,8 @@ def test_the_warm_up_meets_every_kind_of_step(path, pocket_data, tmp_path, monke
         return model, optimizers
 
     def train_noted(run, cfg):
-        now_in[0] = "run"
+        if not isinstance(run, script.WarmUp):
+            now_in[0] = "run"
         train(run, cfg)
 
     monkeypatch.chdir(tmp_path)

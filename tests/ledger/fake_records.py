@@ -135,7 +135,8 @@ def make_records(root: Path) -> Path:
         folder.mkdir(parents=True)
         (folder / "train_gpt.py").write_text(SCRIPT if name == PARENT else CHILD)
         (folder / "record.json").write_text(json.dumps(claim, indent=2))
-        (folder / "README.md").write_text(f"# {name}\n\n{block.format('')}\nEnd.\n")
+        parts = f"{block.format(' sources')}\n{block.format('')}"
+        (folder / "README.md").write_text(f"# {name}\n{parts}\nEnd.\n")
     (root / "records/public.toml").write_text(PUBLIC)
     for path, names in ((root / "records/README.md", ("", " public")),
                         (root / "README.md", ("", " gpus"))):

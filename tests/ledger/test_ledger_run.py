@@ -106,7 +106,8 @@ print("step:1/1 val_loss:3.2 train_time:943ms step_avg:943ms", file=log)
 @pytest.mark.parametrize("line, words", [
     ("sys.exit('bad luck')", "exit status 1, its last words: bad luck"),
     ("return", "it left no finished logs/s-"),
-    ("Path(__file__).write_text(Path(__file__).read_text() + '# changed')", "script was changed")])
+    ("Path(__file__).write_text(Path(__file__).read_text() + '# changed')",
+     "its log has another source")])
 def test_a_failing_run_is_named(line, words, tmp_path, capsys):
     (tmp_path / "s.py").write_text(SCRIPT)
     edit(tmp_path / "s.py", "    folder = Path", f"    {line}\n    folder = Path")
@@ -114,6 +115,19 @@ def test_a_failing_run_is_named(line, words, tmp_path, capsys):
     err = capsys.readouterr().err
     assert f"ledger: [1/1] {tmp_path}/s.py seed 0: " in err and words in err
     assert "what is done is kept in" in err
+
+
+def test_every_seed_trains_the_script_as_it_was_when_the_run_began(tmp_path, capsys):
+    """It is edited while the first seed runs. The same command then takes none of these runs."""
+    script = tmp_path / "s.py"
+    script.write_text(SCRIPT)
+    line = f"Path({str(script)!r}).write_text('edited = True')"
+    edit(script, "    folder = Path", f"    {line}\n    folder = Path")
+    source = script.read_text()
+    assert run(script, "--seeds", 2, "--out", tmp_path / "out") == 0
+    found = [logs.read_log(path).source for path in tmp_path.rglob("log.txt")]
+    assert found == [source, source]
+    assert run(script, "--seeds", 1, "--out", tmp_path / "out") == 2  # what is there now trains not
 
 
 @pytest.mark.slow

@@ -355,3 +355,13 @@ def test_the_pages_tell_what_is_here_and_what_it_gave(records, capsys):
     assert main(["list", str(records / NEWEST)]) == 0
     out = capsys.readouterr().out
     assert "Second" in out and "First" not in out and "Below target" in out
+
+
+def test_without_history_a_log_of_another_source_is_not_called_verified(measured, records, capsys):
+    assert main(["verify", str(records)]) == 0
+    assert "verified: the logs bear every claim" in capsys.readouterr().out
+    log = next((records / LOGS).glob("*-1-*"))
+    edit(log, "0.8**step", "0.7**step")
+    main(["verify", str(records)])
+    out = capsys.readouterr().out
+    assert "1 log(s) are not verified" in out and "bear every claim" not in out

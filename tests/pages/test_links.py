@@ -14,7 +14,8 @@ OTHERS = set("""--local-addr --shm-size --standalone --nproc_per_node --nnodes -
 
 def links_of(page):
     """(file, heading) of each link to this project; both may be empty."""
-    links = re.findall(r"\]\((?!https?:|\.\./\.\./(?:actions|deployments|issues))([^)\s]*)\)", prose_of(page))
+    elsewhere = r"https?:|\.\./\.\./(?:actions|deployments|issues)"
+    links = re.findall(rf"\]\((?!{elsewhere})([^)\s]*)\)", prose_of(page))
     parts = (link.partition("#") for link in links)
     return [((REPO / page).parent / path if path else REPO / page, heading)
             for path, _, heading in parts]
@@ -30,7 +31,8 @@ def headings_of(page):
 def test_links_lead_to_files_and_headings(page):
     for target, heading in links_of(page):
         assert target.exists()
-        assert not heading or heading in headings_of(target)
+        if target.suffix != ".py":  # there it is a line, of which the ledger takes care
+            assert not heading or heading in headings_of(target)
 
 
 def test_the_files_that_contributing_lists_are_there():

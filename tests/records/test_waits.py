@@ -105,8 +105,14 @@ def waits_of(record, folder):
     golden.write_tables(folder)
     golden.shrink_blocks(script)
     cfg = golden.tiny(script, folder, layers=few_layers_of(script))
+    dense_mask = script.dense_mask
+
+    def mask_of_some_reach(docs, reach):  # a GPU has FlexAttention's, which asks for no number
+        return dense_mask(docs, 16)
+
     run = MetaRun(script, cfg)
-    stand_ins = dict(dist=Collectives(), ThreadPoolExecutor=AtOnce)
+    stand_ins = dict(
+        dist=Collectives(), dense_mask=mask_of_some_reach, ThreadPoolExecutor=AtOnce)
     with mock.patch.multiple(script, **stand_ins), Waits() as waits:
         script.train(run, cfg)
     assert len(run.stages) > 1

@@ -146,7 +146,7 @@ def test_a_checkpoint_of_another_version_is_told_as_that(run):
         torch.save(other, path)
         line = one_error(run(["--resume", str(path), "--run_id", "x"]))
         assert "of another version of the script, of commit " in line
-        assert f"differing are {missing}; resume it with that version" in line
+        assert f"it differs in {missing}; resume it with that version" in line
     again = run(save_every=2, resume="auto")
     assert again.code == 0 and again.err.startswith(f"skipped {path}: of another version")
 

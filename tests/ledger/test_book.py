@@ -61,13 +61,13 @@ def write(out, *words):
     return {path.stem: Page(path) for path in out.glob("*.html")}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def drawn(monkeypatch):
     monkeypatch.setattr(book, "draw_ladder", draw_ladder)  # no stand-in of another file
 
 
 @pytest.mark.slow
-def test_the_book_of_some_records_is_whole(drawn, tmp_path):
+def test_the_book_of_some_records_is_whole(tmp_path):
     """Their pages have no dead link, ids that differ, a way home, and each changed line."""
     for record in records.find_records(REPO / "records")[-4:]:
         shutil.copytree(record.folder, tmp_path / "records" / record.folder.name)
@@ -126,7 +126,7 @@ def test_the_book_of_some_records_is_whole(drawn, tmp_path):
         assert "prefers-color-scheme: dark" in (out / file).read_text()
 
 
-def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(drawn, tmp_path):
+def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(tmp_path):
     """Of records without runs that share a parent, and a script with what looks like HTML."""
     fakes = make_records(tmp_path)
     shutil.copytree(fakes / NEWEST, fakes / THIRD)
@@ -149,7 +149,7 @@ def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(drawn, 
     assert main(["book", str(fakes), "--out", str(fakes)]) == 2  # among other files
 
 
-def test_the_front_page_has_the_story_and_the_race_where_they_are(drawn, tmp_path):
+def test_the_front_page_has_the_story_and_the_race_where_they_are(tmp_path):
     fakes = make_records(tmp_path)
     (fakes / "race.png").write_bytes(b"a picture")
     (fakes.parent / "docs").mkdir()

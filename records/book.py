@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 from book_code import Side, change_table, scripts_data, techniques_of
+from book_ideas import chart_html, idea_html, ideas_of, name_links, read_ideas, trace
 from book_plots import schedule_plots
 from ledger import pages
 from ledger.logs import LedgerError, read_text
@@ -141,6 +142,11 @@ def write_book(records: list, out: Path, source: str | None) -> list:
     names = {record.folder.resolve(): f"{record.folder.name}.html" for record in records}
     names |= {folder / "README.md": "index.html", docs / "story.md": "index.html#story",
               docs / "techniques.md": "techniques.html", folder / "ladder.svg": "ladder.svg"}
+    root = folder.parent / "train_gpt.py"
+    for record in records:
+        names[record.folder.resolve() / "train_gpt.py"] = f"compare.html#b={record.folder.name}"
+        if root.exists() and read_text(root) == record.script:
+            names[root] = f"compare.html#b={record.folder.name}"
     race = story = ""
     if (folder / "race.png").exists():
         shutil.copyfile(folder / "race.png", out / "race.png")
@@ -164,7 +170,12 @@ def write_book(records: list, out: Path, source: str | None) -> list:
         body = from_markdown(read_text(docs / "techniques.md"), docs,
                              source and f"{source}/docs/", names)
         site["techniques"] = ("Techniques", "All techniques, each with its effect and its first "
-                              "record", ['<a href="index.html">The ladder</a>'], body)
+                              "record", ['<a href="ideas.html">Ideas through time</a>'], body)
+    ideas = []
+    if (docs / "techniques.md").exists():
+        ideas = read_ideas(docs / "techniques.md", Path(__file__).with_name("ideas.toml"))
+        site |= idea_pages(ideas, records, lambda text: from_markdown(
+            text, docs, source and f"{source}/docs/", names))
     options = "".join(f'<option value="{record.folder.name}">{escape(record.name)}</option>'
                       for record in records)
     site["compare"] = ("Compare", "Any two of the scripts side by side, or one as a whole",
@@ -183,7 +194,7 @@ def write_book(records: list, out: Path, source: str | None) -> list:
         top = from_markdown(text[:place.start()], record.folder, address, names)
         rest = from_markdown(text[place.end():], record.folder, address, names)
         plots = schedule_plots(record.script, record.parent and record.parent.script)
-        body = top + plots + change_of(record) + rest
+        body = top + ideas_of(record, ideas) + plots + change_of(record, ideas) + rest
         site[name] = (record.name, record.claim["change"], links, body)
     header = header_of(site, story, source)
     for name, (title, description, links, body) in site.items():
@@ -194,13 +205,31 @@ def write_book(records: list, out: Path, source: str | None) -> list:
     return list(site)
 
 
+def idea_pages(ideas: list, records: list, render) -> dict:
+    """The chart of ideas and a page for each. `render` makes HTML of Markdown."""
+    for idea in ideas:
+        trace(idea, records)
+    site = {"ideas": ("Ideas", "Which scripts have which idea, and where each went",
+                      ['<a href="techniques.html">All techniques on one page</a>'],
+                      chart_html(ideas, records))}
+    for before, idea, after in zip([None, *ideas], ideas, [*ideas[1:], None]):
+        links = ['<a href="ideas.html">All ideas</a>']
+        for other, word, rel in (before, "Previous", "prev"), (after, "Next", "next"):
+            if other:
+                links.append(f'<a href="{other.page}.html" rel="{rel}">{word}: '
+                             f"{escape(other.name)}</a>")
+        what = re.sub(r"\[(.+?)\]\(.+?\)|[*`]", r"\1", idea.what)
+        site[idea.page] = (idea.name, what, links, idea_html(idea, render))
+    return site
+
+
 def header_of(site: dict, story: str, source: str | None) -> str:
     """Links that stand on each page. The repository is where `source` has its files."""
     links = [("index.html", NAME), ("index.html#ladder", "Ladder")]
     if story:
         links.append(("index.html#story", "Story"))
     if "techniques" in site:
-        links.append(("techniques.html", "Techniques"))
+        links += [("ideas.html", "Ideas"), ("techniques.html", "Techniques")]
     links.append(("compare.html", "Compare"))
     if source and "/blob/" in source:
         links.append((source.partition("/blob/")[0], "GitHub"))
@@ -247,6 +276,8 @@ def on_site(link: str, folder: Path, address: str | None, names: dict) -> str:
     """Where a link of a page in a folder leads from the site."""
     path, _, fragment = link.partition("#")
     name = names.get((folder / path).resolve()) if path else None
+    if name and "compare.html#" in name:  # the fragment is a line
+        return f"{name}&line={fragment[1:]}" if fragment else name
     if name:
         return f"{name.partition('#')[0]}#{fragment}" if fragment else name
     if "://" in link or not path or not address:
@@ -254,7 +285,7 @@ def on_site(link: str, folder: Path, address: str | None, names: dict) -> str:
     return urljoin(address, link)
 
 
-def change_of(record: Record) -> str:
+def change_of(record: Record, ideas: list) -> str:
     """What the record changes of its parent, section by section, and where its techniques are."""
     script = Side(record.script)
     whole = f"compare.html#b={record.folder.name}"
@@ -287,7 +318,8 @@ def change_of(record: Record) -> str:
         for technique, places in rows:
             names = [f'<a href="{whole}&amp;line={line}">{escape(name)}</a>' if line
                      else escape(name) for name, line in places]
-            parts.append(f"<tr><td>{escape(technique)}</td><td>{', '.join(names)}</td></tr>")
+            parts.append(f"<tr><td>{name_links(technique, ideas)}</td>"
+                         f"<td>{', '.join(names)}</td></tr>")
         parts.append("</tbody></table>")
     docstring = script.sections.get("Docstring", [])
     shown = escape("\n".join(script.lines[number] for number in docstring))

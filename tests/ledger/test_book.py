@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import book
 import book_code
+import book_ideas
 import book_plots
 import matplotlib.image
 import pytest
@@ -19,6 +20,7 @@ from conftest import REPO
 from fake_records import NEWEST, PARENT, edit, make_records
 from ledger import records
 from ledger.__main__ import main
+from ledger.logs import LedgerError
 from ledger.scripts import above, sections
 
 THIRD = "2026-03-03_Third"
@@ -73,7 +75,8 @@ def test_the_book_of_some_records_is_whole(tmp_path):
         shutil.copytree(record.folder, tmp_path / "records" / record.folder.name)
     shutil.copy(REPO / "records/public.toml", tmp_path / "records")
     shutil.copytree(REPO / "docs", tmp_path / "docs")
-    others = {"index", "techniques", "compare"}
+    ideas = book_ideas.read_ideas(REPO / "docs/techniques.md", REPO / "records/ideas.toml")
+    others = {"index", "techniques", "compare", "ideas", *(idea.page for idea in ideas)}
     out = tmp_path / "site"
     pages = write(out, str(tmp_path / "records"), "--source", SOURCE)
     known = {one.folder.name: one for one in records.find_records(tmp_path / "records")}
@@ -92,6 +95,10 @@ def test_the_book_of_some_records_is_whole(tmp_path):
     assert {"ladder.svg", *(f"{name}.html" for name in known)} <= set(pages["index"].links)
     lines = set(pages["index"].text.splitlines())
     assert lines >= {f"#{number}" for number in range(1, 93)}
+    for idea in ideas:
+        if idea.records[-1] in known:
+            assert idea.records[-1] in pages[idea.page].ids, idea.name
+            assert f"{idea.page}.html#{idea.records[-1]}" in pages["ideas"].links, idea.name
     for name, page in pages.items():
         assert not {"iframe", "object"} & set(page.tags), name
         assert page.tags.count("nav") == 2 and "meta" in page.tags, name
@@ -200,6 +207,58 @@ def test_each_script_can_be_made_of_the_data_and_each_technique_is_where_it_says
         for place, line in places:
             assert line is None or place.split(".")[-1] in shown[line - 1], place
         assert sum(line is None for _, line in places) < 5
+
+
+@pytest.mark.slow
+def test_each_idea_changes_lines_where_its_row_says():
+    """And each technique that a docstring names has a page."""
+    known = records.find_records(REPO / "records")
+    ideas = book_ideas.read_ideas(REPO / "docs/techniques.md", REPO / "records/ideas.toml")
+    assert len({idea.page for idea in ideas}) == len(ideas) > 100
+    for idea in ideas:
+        book_ideas.trace(idea, known)
+        kinds = {step.record.folder.name: step.kind for step in idea.steps}
+        if idea.lines:
+            assert kinds[idea.records[0]] == "came", idea.name
+            assert all(kinds[name] in ("came", "changed") for name in idea.records), idea.name
+    for record in known:
+        for technique, _ in book_code.techniques_of(record.script):
+            linked = book_ideas.name_links(technique, ideas)
+            rest = re.sub("<a.*?</a>", "", linked)
+            assert not rest.strip(", "), (record.name, technique)
+
+
+def test_an_idea_comes_changes_and_goes(tmp_path):
+    """Neither comments nor the pocket's values count, nor what precedes its first record."""
+    sources = [
+        '"""Doc: smear."""\nx = 1\n', "x = smear(1)\n", "y = 2\nx = smear(1)  # a comment\n",
+        "x = smear(2)\n", "POCKET = dict(\n    smear=1,\n)\nx = 2\n"]
+    known, parent = [], None
+    for number, source in enumerate(["x = smear(0)\n", *sources]):
+        folder = tmp_path / f"2026-01-0{number + 1}_R{number}"
+        folder.mkdir()
+        (folder / "train_gpt.py").write_text(source)
+        claim = {"published": None, "change": "", "parent": None}
+        known.append(parent := records.Record(folder, claim, parent))
+    idea = book_ideas.Idea("S", "Smear", "What.", "By", "–", "[#2](../records/2026-01-02_R1)", "f",
+                           re.compile("smear"), ["Smear"])
+    book_ideas.trace(idea, known)
+    assert [(step.kind, step.numbers) for step in idea.steps] == [
+        ("came", [0]), ("same", [1]), ("changed", [0]), ("gone", [])]
+    page = book_ideas.idea_html(idea, lambda text: text)
+    assert re.findall('<h3 id="(.*?)">(.) ', page) == [
+        ("2026-01-03_R2", "+"), ("2026-01-05_R4", "±"), ("2026-01-06_R5", "−")]
+    assert 'compare.html#b=2026-01-04_R3&amp;line=2">R3</a>' in page
+    row = book_ideas.chart_row(idea, known)
+    assert re.findall('class="(.*?)"', row) == ["", "came", "same", "changed", "gone"]
+    assert book_ideas.ranges([1, 2, 3, 7]) == "2-4,8"
+
+
+def test_a_technique_without_a_rule_is_named(tmp_path):
+    (tmp_path / "page.md").write_text("| New idea | a | b | c | d | e |\n")
+    (tmp_path / "ideas.toml").write_text("")
+    with pytest.raises(LedgerError, match="New idea"):
+        book_ideas.read_ideas(tmp_path / "page.md", tmp_path / "ideas.toml")
 
 
 def test_a_schedule_is_drawn_from_its_script_beside_its_parents():

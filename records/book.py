@@ -9,8 +9,9 @@ from html import escape
 from pathlib import Path
 from urllib.parse import urljoin
 
-from book_code import Side, change_table, scripts_data, techniques_of
+from book_code import Notes, change_table, scripts_data, side_of, techniques_of
 from book_ideas import chart_html, idea_html, ideas_of, name_links, read_ideas, trace
+from book_model import model_html
 from book_plots import schedule_plots
 from ledger import pages
 from ledger.logs import LedgerError, read_text
@@ -193,8 +194,12 @@ def write_book(records: list, out: Path, source: str | None) -> list:
         place = PLACE.search(text)
         top = from_markdown(text[:place.start()], record.folder, address, names)
         rest = from_markdown(text[place.end():], record.folder, address, names)
-        plots = schedule_plots(record.script, record.parent and record.parent.script)
-        body = top + ideas_of(record, ideas) + plots + change_of(record, ideas) + rest
+        told = re.sub(r"^## [^\n]*|^```sh\n.*?^```", "", place[0], flags=re.M | re.S)
+        scripts = record.script, record.parent and record.parent.script
+        pictures = model_html(*scripts) + schedule_plots(*scripts)
+        body = (top + ideas_of(record, ideas) + pictures
+                + change_of(record, ideas, from_markdown(told, record.folder, address, names),
+                            Notes(told + "\n" + sentences_on_lines(text))) + rest)
         site[name] = (record.name, record.claim["change"], links, body)
     header = header_of(site, story, source)
     for name, (title, description, links, body) in site.items():
@@ -285,19 +290,28 @@ def on_site(link: str, folder: Path, address: str | None, names: dict) -> str:
     return urljoin(address, link)
 
 
-def change_of(record: Record, ideas: list) -> str:
-    """What the record changes of its parent, section by section, and where its techniques are."""
-    script = Side(record.script)
+def sentences_on_lines(text: str) -> str:
+    """What a page says of its lines elsewhere, above its first part that is folded."""
+    sentences = re.split(r"(?<=\.)\s+(?=[A-Z`])", text.partition("<details>")[0])
+    return " ".join(one for one in sentences if re.search(r"\b(diff|lines?)\b.*`", one, re.S))
+
+
+def change_of(record: Record, ideas: list, told: str, notes: Notes) -> str:
+    """What the record changes of its parent, section by section, and where its techniques are.
+
+    `told` is what its page says of all lines; `notes` stand at the places that they are about.
+    """
+    script = side_of(record.script)
     whole = f"compare.html#b={record.folder.name}"
     links = [f'<a href="{whole}">The whole script</a>']
     parts = ['<h2 id="change">The script</h2>']
-    parent = Side("")
+    parent = side_of("")
     if record.parent:
         parts = ['<h2 id="change">The change</h2>']
-        parent = Side(record.parent.script)
+        parent = side_of(record.parent.script)
         links.append(f'<a href="compare.html#a={record.parent.folder.name}&amp;'
                      f'b={record.folder.name}">This change with all lines between</a>')
-    parts.append(f"<p>{' · '.join(links)}</p>")
+    parts.append(f"<p>{' · '.join(links)}</p>{told}")
     for title in script.sections | parent.sections:
         lines = [[side.lines[number] for number in side.sections.get(title, [])]
                  for side in (script, parent)]
@@ -306,7 +320,7 @@ def change_of(record: Record, ideas: list) -> str:
         anchor = f"change-{slug(title)}"
         parts.append(f'<h3 id="{anchor}">{escape(title)}</h3>')
         if record.parent:
-            parts.append(change_table(parent, script, title, anchor))
+            parts.append(change_table(parent, script, title, anchor, notes))
         else:
             numbers = script.sections[title]
             cell = script.cell("new", numbers, [()] * len(numbers))

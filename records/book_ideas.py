@@ -3,7 +3,6 @@
 records/ideas.toml has how the lines of a technique are found.
 """
 
-import ast
 import bisect
 import functools
 import re
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from book_code import Side
+from book_code import definitions, side_of
 from ledger.logs import LedgerError, read_text
 from ledger.records import Record
 from ledger.scripts import above, titles
@@ -99,11 +98,6 @@ def own_lines(source: str) -> list:
     return found
 
 
-@functools.cache
-def is_match(pattern: re.Pattern, line: str) -> bool:
-    return bool(pattern.search(line))
-
-
 def code_of(line: str) -> str:
     """A line without its comment and its place."""
     return re.sub(r"(^|\s)#.*", "", line).strip()
@@ -113,12 +107,14 @@ def trace(idea: Idea, records: list):
     """Fill in what becomes of an idea in each record, held to its parent."""
     if not idea.lines:
         return
-    known = {}  # lines by the record's folder
+    known, is_match = {}, {}  # lines by the record's folder; whether a line is the idea's
     for record in records:
         if record.folder.name < idea.records[0]:
             continue
-        ours = [(number, line) for number, line in own_lines(record.script)
-                if is_match(idea.lines, line)]
+        for _, line in own_lines(record.script):
+            if line not in is_match:
+                is_match[line] = bool(idea.lines.search(line))
+        ours = [(number, line) for number, line in own_lines(record.script) if is_match[line]]
         theirs = known.get(record.parent and record.parent.folder.name, [])
         known[record.folder.name] = ours
         before = Counter(code_of(line) for _, line in theirs)
@@ -131,23 +127,6 @@ def trace(idea: Idea, records: list):
         left = [number for number, line in theirs if before[code_of(line)] > after[code_of(line)]]
         new = [number for number, line in ours if after[code_of(line)] > before[code_of(line)]]
         idea.steps.append(Step(record, kind, [number for number, _ in ours], left, new))
-
-
-@functools.cache
-def definitions(source: str) -> list:
-    """(first line from 0, last line, name) of functions, classes and their methods, in order."""
-    found = []
-
-    def add(nodes, owner):
-        for node in nodes:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                name = f"{owner}{node.name}"
-                found.append((node.lineno - 1, node.end_lineno - 1, name))
-                if isinstance(node, ast.ClassDef):
-                    add(node.body, f"{name}.")
-
-    add(ast.parse(above(source)).body, "")
-    return found
 
 
 def place_of(source: str, number: int) -> str:
@@ -193,8 +172,8 @@ def step_html(step: Step) -> str:
     links = [link_to_lines(record, numbers, name) for name, numbers in places.items()]
     if links:
         parts.append(f"<p>In {', '.join(links)}.</p>")
-    old = Side(record.parent.script if record.parent else "")
-    new = Side(record.script)
+    old = side_of(record.parent.script if record.parent else "")
+    new = side_of(record.script)
     cells = [side.cell(name, numbers, [()] * len(numbers))
              for name, side, numbers in (("old", old, step.left), ("new", new, step.new))]
     parts.append(f'<table class="diff"><tr class="changed">{"".join(cells)}</tr></table>')

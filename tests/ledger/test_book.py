@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import book
 import book_code
 import book_ideas
+import book_model
 import book_plots
 import matplotlib.image
 import pytest
@@ -186,6 +187,56 @@ def test_a_change_shows_old_lines_then_new_ones_with_numbers_and_marked_words():
     assert '<span class="c"># slow</span>' in before and "<mark>rate" not in before + after
 
 
+def test_sentences_stand_where_their_names_change_and_gaps_where_lines_are_equal():
+    head = "# ---- Model ----\n" + "".join(f"x{number} = 0\n" for number in range(9))
+    old = head + "tied = 1\n" + head.replace("x", "y") + "loose = 1\n"
+    new = old.replace("tied = 1", "tied = 2").replace("loose = 1", "loose = 2")
+    told = "`tied` is [one](x.md) idea & `loose` another. `untied` is none. `tie` is none."
+    table = book_code.change_table(book_code.Side(old), book_code.Side(new), "Model", "m",
+                                   book_code.Notes(told))
+    notes = re.findall('<tr class="note">.*?<p>(.*?)</p></td>', table)
+    first, second = [f"<mark><code>{name}</code></mark>" for name in ("tied", "loose")]
+    assert notes == [f"{first} is one idea &amp; <code>loose</code> another.",
+                     f"<code>tied</code> is one idea &amp; {second} another."]
+    gaps = re.findall('data-old="(.*?)" data-new="(.*?)" data-count="(.*?)"', table)
+    assert gaps == [("1", "1", "7"), ("15", "15", "4")]
+
+
+MODELS = {  # of the layers: skips, what is saved, the windows whose mask is not the parent's
+    "2024-06-06_AdamW": ([], [], []),
+    "2024-11-19_FlexAttention": ([(5 - pair, 6 + pair) for pair in range(6)], [], [""]),
+    "2025-12-22_MultiTokenPrediction": ([(3, 6)], [7], []),
+    "2026-01-07_PairedHeads": ([(3, 6)], [7], ["P"]),
+    "2026-08-30_92d_FiveStages": ([(3, 6)], [7], ["L", "P", "S"])}
+
+
+@pytest.mark.slow
+def test_a_model_is_drawn_as_its_script_builds_it():
+    known = {one.folder.name: one for one in records.find_records(REPO / "records")}
+    for name, (skips, saved, changed) in MODELS.items():
+        record = known[name]
+        model = book_model.model_of(record.script)
+        parent = record.parent and book_model.model_of(record.parent.script)
+        old = parent.masks if parent else {}
+        assert (model.skips, model.saved) == (skips, saved), name
+        assert changed == sorted(window for window, first in model.masks.items()
+                                 if old.get(window) != first), name
+        drawn = book_model.model_html(record.script, record.parent and record.parent.script)
+        ElementTree.fromstring(f"<div>{drawn}</div>")
+        assert ('id="mask"' in drawn) == bool(changed), name
+        for first in model.masks.values():  # no token reads a later one, or another document
+            share = len(first) // book_model.TOKENS
+            starts = [share * start for start in book_model.STARTS]
+            assert all(max(start for start in starts if start <= at) <= key <= at
+                       for at, key in enumerate(first)), name
+    rows = model.rows
+    assert [row["table"] for row in rows] == [None, 0, 1, *5 * [None], 2, None, 3]
+    assert [row["count"] for row in rows] == [*7 * [1], 0, 2, 1, 1]
+    assert not rows[4]["attention"] and "xsa" in rows[1]["flags"] and rows[1]["gated_table"]
+    assert "<rect class=\"new\"" not in drawn and "As in the parent." in drawn
+    assert book_model.model_html("x = 1", None) == ""
+
+
 def test_each_script_can_be_made_of_the_data_and_each_technique_is_where_it_says():
     folders = [REPO / "records" / name for name in
                ("2025-12-21_SmoothedScalars", "2025-12-22_MultiTokenPrediction")]
@@ -221,11 +272,11 @@ def test_each_idea_changes_lines_where_its_row_says():
         if idea.lines:
             assert kinds[idea.records[0]] == "came", idea.name
             assert all(kinds[name] in ("came", "changed") for name in idea.records), idea.name
-    for record in known:
-        for technique, _ in book_code.techniques_of(record.script):
-            linked = book_ideas.name_links(technique, ideas)
-            rest = re.sub("<a.*?</a>", "", linked)
-            assert not rest.strip(", "), (record.name, technique)
+    named = {technique for record in known
+             for technique, _ in book_code.techniques_of(record.script)}
+    for technique in named:
+        rest = re.sub("<a.*?</a>", "", book_ideas.name_links(technique, ideas))
+        assert not rest.strip(", "), technique
 
 
 def test_an_idea_comes_changes_and_goes(tmp_path):

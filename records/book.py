@@ -191,6 +191,9 @@ def write_book(records: list, out: Path, source: str | None) -> list:
                      else '<a href="index.html#all-public-records">Next: all public records</a>')
         address = source and f"{source}/{folder.name}/{name}/"
         text = read_text(record.folder / "README.md").replace(f"# {name}", f"# {record.name}", 1)
+        if record.parent:  # GitHub has no other way to its diff
+            diff = f"compare.html#a={record.parent.folder.name}&b={name}"
+            names[(record.folder / pages.BOOK).resolve()] = diff
         place = PLACE.search(text)
         top = from_markdown(text[:place.start()], record.folder, address, names)
         rest = from_markdown(text[place.end():], record.folder, address, names)

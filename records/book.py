@@ -1,6 +1,6 @@
-"""The ladder as a picture, and as a book: a static site with a page for each record.
+"""The ladder as a book: a static site with a page for each record and each idea.
 
-`python records/ledger book --out SITE` writes the site, `list --write` the picture.
+`python records/ledger book --out SITE` writes it.
 """
 
 import re
@@ -11,11 +11,12 @@ from urllib.parse import urljoin
 
 from book_code import Notes, change_table, scripts_data, side_of, techniques_of
 from book_ideas import chart_html, idea_html, ideas_of, name_links, read_ideas, trace
+from book_ladder import ladder_svg
 from book_model import model_html
 from book_plots import schedule_plots
 from ledger import pages
 from ledger.logs import LedgerError, read_text
-from ledger.records import Record, read_public
+from ledger.records import Record
 
 NAME = "A NanoGPT speedrun in one file"
 PAGE = """<!DOCTYPE html>
@@ -27,6 +28,8 @@ PAGE = """<!DOCTYPE html>
 <meta name="description" content="{description}">
 <meta property="og:title" content="{title}">
 <meta property="og:description" content="{description}">
+<meta property="og:type" content="website">
+{preview}
 <link rel="stylesheet" href="style.css">
 <script src="book.js" defer></script>
 </head>
@@ -48,13 +51,13 @@ diff and the whole script.
 
 {race}
 
+LADDER
+
+{story}
+
 <h2 id="ladder">The ladder, record by record</h2>
 
 {ladder}
-
-![Published minutes on eight H100s of each public record](ladder.svg)
-
-{story}
 
 ## All public records
 
@@ -73,64 +76,23 @@ COMPARE = """<h1>Two records side by side</h1>
 RACE = "![Published validation loss against seconds, a curve for each record](race.png)"
 # Where a page has the change: in place of the section that says how to see it
 PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
-SHADES = {"#000000": "currentColor", "#e3e6e9": "#88888855", "#006ba4": "#3189c9"}  # in the dark
-SVG_STYLE = ("<style>svg { color: #1c2126; fill: currentColor } "
-             "@media (prefers-color-scheme: dark) { svg { color: #dde2e6 } }</style></svg>")
-
-
-# ---- The picture ----
-def draw_ladder(folder: Path, records: list, path: Path):
-    """Minutes of all public records by their number, with names where there is room."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({
-            "font.size": 10, "axes.grid": True, "grid.color": "#e3e6e9", "axes.spines.top": False,
-            "axes.spines.right": False, "svg.fonttype": "none", "svg.hashsalt": "ladder"}):
-        figure = Figure(figsize=(9, 5), layout="constrained")
-        axis = figure.subplots()
-        public = read_public(folder)
-        minutes = [float(row["minutes"]) for row in public.values()]
-        axis.plot([*public], minutes, ".", color="C7", label="public record")
-        scripts = [record for record in records if record.number]
-        places = {one.number: float(one.minutes or 45) for one in scripts}
-        axis.plot([*places], [*places.values()], "o", color="#006ba4", label="with a script here")
-        axis.set(xlabel="number of the public record", ylabel="published minutes on 8×H100",
-                 yscale="log", xlim=(0, max([*public, *places, 1]) + 22))
-        axis.set_yticks([0.7, 1, 1.5, 2, 3, 5, 10, 20, 40])
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.minorticks_off()
-        axis.legend(frameon=False)
-        figure.draw_without_rendering()  # so that places in it are known
-        taken = []
-        for one in sorted(scripts, key=lambda one: one.number not in pages.MILESTONES):
-            label = f"{one.name}, {one.minutes} min"
-            name = axis.annotate(label, (one.number, places[one.number]), (4, 4),
-                                 textcoords="offset points", fontsize=7)
-            box = name.get_window_extent()
-            if any(map(box.overlaps, taken)):
-                name.remove()
-            else:
-                taken.append(box)
-        is_png = path.suffix == ".png"
-        metadata = {"Software": None} if is_png else {"Date": None}  # equal files again
-        figure.savefig(path, dpi=200, transparent=not is_png, metadata=metadata)
 
 
 # ---- The site ----
-def write_book(records: list, out: Path, source: str | None) -> list:
-    """Write the site to a folder, and return its pages. Other files are read at `source`."""
+def write_book(
+    records: list, out: Path, source: str | None = None, address_of_site: str | None = None
+) -> list:
+    """Write the site to a folder, and return its pages.
+
+    Other files are read at `source`. The site itself is read at `address_of_site`: previews of
+    links need it.
+    """
     if not records:
         raise LedgerError("no records there, so no pages; give a folder that has")
     if out.is_dir() and any(out.iterdir()) and not (out / "style.css").exists():
         raise LedgerError(f"--out {out}: it has other files; give a folder of its own")
     out.mkdir(parents=True, exist_ok=True)
     folder = records[0].folder.parent.resolve()
-    draw_ladder(folder, records, out / "ladder.svg")
-    drawn = read_text(out / "ladder.svg")
-    for color, shade in SHADES.items():
-        drawn = drawn.replace(color, shade)
-    (out / "ladder.svg").write_text(drawn.replace("</svg>", SVG_STYLE), encoding="utf-8")
     style = read_text(Path(__file__).with_suffix(".css"))
     (out / "style.css").write_text(style, encoding="utf-8")
 
@@ -142,7 +104,7 @@ def write_book(records: list, out: Path, source: str | None) -> list:
     docs = folder.parent / "docs"
     names = {record.folder.resolve(): f"{record.folder.name}.html" for record in records}
     names |= {folder / "README.md": "index.html", docs / "story.md": "index.html#story",
-              docs / "techniques.md": "techniques.html", folder / "ladder.svg": "ladder.svg"}
+              docs / "techniques.md": "techniques.html"}
     root = folder.parent / "train_gpt.py"
     for record in records:
         names[record.folder.resolve() / "train_gpt.py"] = f"compare.html#b={record.folder.name}"
@@ -163,6 +125,8 @@ def write_book(records: list, out: Path, source: str | None) -> list:
                          story="STORY", public=blocks[" public"]).split("STORY\n")
     address = source and f"{source}/{folder.name}/"
     body = story.join(from_markdown(text, folder, address, names) for text in texts)
+    drawn = f'<div class="wide">{ladder_svg(folder, records)}</div>'
+    body = with_row_ids(body).replace("<p>LADDER</p>", drawn)
     links = ['<a href="#all-public-records">All public records</a>',
              link_to(records[0], "Next", "next")]
     description = f"{len(records)} scripts, each a small change of its parent, with the reason"
@@ -205,12 +169,22 @@ def write_book(records: list, out: Path, source: str | None) -> list:
                             Notes(told + "\n" + sentences_on_lines(text))) + rest)
         site[name] = (record.name, record.claim["change"], links, body)
     header = header_of(site, story, source)
+    preview = ""
+    if race:
+        picture = urljoin(f"{(address_of_site or '').rstrip('/')}/", "race.png").lstrip("/")
+        preview = (f'<meta property="og:image" content="{escape(picture)}">\n'
+                   '<meta name="twitter:card" content="summary_large_image">')
     for name, (title, description, links, body) in site.items():
         title = f"{title} · {NAME}" if title else NAME
         page = PAGE.format(title=escape(title), description=escape(description), header=header,
-                           links="\n".join(links), body=body)
+                           preview=preview, links="\n".join(links), body=body)
         (out / f"{name}.html").write_text(page, encoding="utf-8")
     return list(site)
+
+
+def with_row_ids(html: str) -> str:
+    """Each row of a table that begins with a public record's number gets an id."""
+    return re.sub(r"<tr>(?=\n<td>(?:<a [^>]*>)?#(\d+)(?:</a>)?</td>)", r'<tr id="public-\1">', html)
 
 
 def idea_pages(ideas: list, records: list, render) -> dict:
@@ -227,7 +201,7 @@ def idea_pages(ideas: list, records: list, render) -> dict:
                 links.append(f'<a href="{other.page}.html" rel="{rel}">{word}: '
                              f"{escape(other.name)}</a>")
         what = re.sub(r"\[(.+?)\]\(.+?\)|[*`]", r"\1", idea.what)
-        site[idea.page] = (idea.name, what, links, idea_html(idea, render))
+        site[idea.page] = (idea.name, what, links, idea_html(idea, records[-1], render))
     return site
 
 

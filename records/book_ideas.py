@@ -180,8 +180,8 @@ def step_html(step: Step) -> str:
     return "\n".join(parts)
 
 
-def idea_html(idea: Idea, render) -> str:
-    """An idea's page. `render` makes HTML of Markdown."""
+def idea_html(idea: Idea, newest: Record, render) -> str:
+    """An idea's page. `render` makes HTML of Markdown; `newest` is the last record of all."""
     page = (f"# {idea.name}\n\n{idea.what}\n\n**By** {idea.by}\n\n"
             f"**Published effect.** {idea.effect}\n\n**First here** {idea.here}\n\n"
             f"**Begin reading at** {idea.function}\n")
@@ -201,8 +201,11 @@ def idea_html(idea: Idea, render) -> str:
             same = []
         if step:
             parts.append(step_html(step))
-    if idea.steps[-1].kind != "gone":
+    last = idea.steps[-1]
+    if last.record is newest and last.kind != "gone":
         parts.append("<p>The newest script has it.</p>")
+    elif last.kind != "gone":
+        parts.append(f"<p>No later script is a change of {escape(last.record.name)}.</p>")
     return "\n".join(parts)
 
 

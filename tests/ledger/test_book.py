@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,9 +14,9 @@ from xml.etree import ElementTree
 import book
 import book_code
 import book_ideas
+import book_ladder
 import book_model
 import book_plots
-import matplotlib.image
 import pytest
 from conftest import REPO
 from fake_records import NEWEST, PARENT, edit, make_records
@@ -28,7 +29,6 @@ THIRD = "2026-03-03_Third"
 SOURCE = "https://example.org/blob/main"
 VOID = {"meta", "link", "img", "br", "hr", "wbr"}  # elements without an end
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-draw_ladder = book.draw_ladder
 
 
 class Page(HTMLParser):
@@ -64,11 +64,6 @@ def write(out, *words):
     return {path.stem: Page(path) for path in out.glob("*.html")}
 
 
-@pytest.fixture(autouse=True)
-def drawn(monkeypatch):
-    monkeypatch.setattr(book, "draw_ladder", draw_ladder)  # no stand-in of another file
-
-
 @pytest.mark.slow
 def test_the_book_of_some_records_is_whole(tmp_path):
     """Their pages have no dead link, ids that differ, a way home, and each changed line."""
@@ -93,7 +88,7 @@ def test_the_book_of_some_records_is_whole(tmp_path):
     for name, following in zip(known, [*known][1:]):
         assert f'{name}.html" rel="prev"' in (out / f"{following}.html").read_text()
         assert f'{following}.html" rel="next"' in (out / f"{name}.html").read_text()
-    assert {"ladder.svg", *(f"{name}.html" for name in known)} <= set(pages["index"].links)
+    assert {f"{name}.html" for name in known} <= set(pages["index"].links)
     lines = set(pages["index"].text.splitlines())
     assert lines >= {f"#{number}" for number in range(1, 93)}
     for idea in ideas:
@@ -129,9 +124,7 @@ def test_the_book_of_some_records_is_whole(tmp_path):
         for title in (script.keys() | parent.keys()) - {"Docstring"}:
             old, new = set(parent.get(title, [])), set(script.get(title, []))
             assert {line.rstrip() for line in old ^ new} <= shown, (name, title)
-    ElementTree.fromstring((out / "ladder.svg").read_text())
-    for file in ("ladder.svg", "style.css"):
-        assert "prefers-color-scheme: dark" in (out / file).read_text()
+    assert "prefers-color-scheme: dark" in (out / "style.css").read_text()
 
 
 def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(tmp_path):
@@ -296,10 +289,14 @@ def test_an_idea_comes_changes_and_goes(tmp_path):
     book_ideas.trace(idea, known)
     assert [(step.kind, step.numbers) for step in idea.steps] == [
         ("came", [0]), ("same", [1]), ("changed", [0]), ("gone", [])]
-    page = book_ideas.idea_html(idea, lambda text: text)
+    page = book_ideas.idea_html(idea, known[-1], lambda text: text)
     assert re.findall('<h3 id="(.*?)">(.) ', page) == [
         ("2026-01-03_R2", "+"), ("2026-01-05_R4", "±"), ("2026-01-06_R5", "−")]
     assert 'compare.html#b=2026-01-04_R3&amp;line=2">R3</a>' in page
+    assert "newest script" not in page and "No later" not in page  # it went
+    book_ideas.trace(branch := replace(idea, steps=[]), known[:3])
+    assert "The newest script has it" in book_ideas.idea_html(branch, known[2], str)
+    assert "No later script is a change of R2" in book_ideas.idea_html(branch, known[-1], str)
     row = book_ideas.chart_row(idea, known)
     assert re.findall('class="(.*?)"', row) == ["", "came", "same", "changed", "gone"]
     assert book_ideas.ranges([1, 2, 3, 7]) == "2-4,8"
@@ -331,13 +328,25 @@ def test_the_picture_has_names_only_where_there_is_room(tmp_path):
     known = []
     for number, row in records.read_public(tmp_path).items():
         claim = {"published": {"number": number}, "change": "", "parent": None}
-        known.append(records.Record(tmp_path / "2026-01-01_Name", claim, minutes=row["minutes"]))
-    draw_ladder(tmp_path, known, tmp_path / "ladder.svg")
-    named = set(re.findall(r"#(\d+) Name", (tmp_path / "ladder.svg").read_text()))
-    assert {"2", "92", "53"} <= named and 15 < len(named) < 60
-    draw_ladder(tmp_path, known, tmp_path / "ladder.png")
-    pixels = matplotlib.image.imread(tmp_path / "ladder.png")
-    assert pixels.shape[1] == 1800 and pixels[..., :3].std() > 0.02
+        folder = tmp_path / f"{row['date']}_Name{number}"
+        known.append(records.Record(folder, claim, minutes=row["minutes"]))
+    drawn = book_ladder.ladder_svg(tmp_path, known)
+    named = set(re.findall(r">#(\d+) Name\d+, [\d.]+ min<", drawn))
+    assert {"2", "92", "53"} <= named and 12 < len(named) < 60
+
+
+def test_each_point_of_the_ladder_is_a_link(tmp_path):
+    """To a record's page, or else to its row in the table of all public records."""
+    row = '{number = 7, date = "2024-10-18", minutes = "12.0", idea = "a < b", by = "@a"}'
+    (tmp_path / "public.toml").write_text(f"record = [{row}]")
+    claim = {"published": {"number": 9}, "change": "x & y", "parent": None}
+    one = records.Record(tmp_path / "2024-11-06_Name", claim, minutes="8.2")
+    drawn = ElementTree.fromstring(book_ladder.ladder_svg(tmp_path, [one]))
+    links = {link.get("href"): link[0].text for link in drawn.iter("a")}
+    assert links == {"#public-7": "#7, 12.0 min: a < b",
+                     "2024-11-06_Name.html": "#9 Name, 8.2 min: x & y"}
+    rows = '<tr>\n<td><a href="x">#7</a></td></tr><tr>\n<td>#9</td></tr><tr>\n<td>#9 A</td></tr>'
+    assert re.findall('id="(.*?)"', book.with_row_ids(rows)) == ["public-7", "public-9"]
 
 
 def dump(path: Path, address: str, script: str = "") -> str:

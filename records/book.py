@@ -141,6 +141,8 @@ def write_book(
         ideas = read_ideas(docs / "techniques.md", Path(__file__).with_name("ideas.toml"))
         site |= idea_pages(ideas, records, lambda text: from_markdown(
             text, docs, source and f"{source}/docs/", names))
+        techniques = site["techniques"]
+        site["techniques"] = *techniques[:3], with_idea_links(techniques[3], ideas)
     options = "".join(f'<option value="{record.folder.name}">{escape(record.name)}</option>'
                       for record in records)
     site["compare"] = ("Compare", "Any two of the scripts side by side, or one as a whole",
@@ -185,6 +187,15 @@ def write_book(
 def with_row_ids(html: str) -> str:
     """Each row of a table that begins with a public record's number gets an id."""
     return re.sub(r"<tr>(?=\n<td>(?:<a [^>]*>)?#(\d+)(?:</a>)?</td>)", r'<tr id="public-\1">', html)
+
+
+def with_idea_links(html: str, ideas: list) -> str:
+    """The table of techniques, whose names lead to their pages."""
+    for idea in ideas:
+        name = escape(idea.name, quote=False)
+        html = html.replace(f"<tr>\n<td>{name}</td>",
+                            f'<tr>\n<td><a href="{idea.page}.html">{name}</a></td>')
+    return html
 
 
 def idea_pages(ideas: list, records: list, render) -> dict:

@@ -349,41 +349,53 @@ def test_each_point_of_the_ladder_is_a_link(tmp_path):
     assert re.findall('id="(.*?)"', book.with_row_ids(rows)) == ["public-7", "public-9"]
 
 
-def dump(path: Path, address: str, script: str = "") -> str:
-    """What a browser makes of a page: its text as HTML, once a script has run in it, too."""
-    page = path.with_name(f"tried_{path.name}")
-    more = f"<script>addEventListener('load', () => {{{script}}})</script></body>"
-    page.write_text(path.read_text().replace("</body>", more))
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000",
-             "--window-size=1280,900", "--enable-logging=stderr", "--dump-dom"]
-    found = subprocess.run([BROWSER, *words, f"file://{page}{address}"], capture_output=True,
-                           text=True, timeout=120)
-    assert "CONSOLE" not in found.stderr, found.stderr
-    return found.stdout
+def try_in_browser(site: Path, **wanted) -> dict:
+    """What tried.js finds in the site; its page has the site's pages in frames."""
+    script = (REPO / "tests/ledger/tried.js").read_text()
+    page = site / "tried.html"
+    page.write_text(f"<!DOCTYPE html><body><script>const WANTED = {json.dumps(wanted)};\n"
+                    f"{script}</script></body>")
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=60000",
+             "--allow-file-access-from-files", "--enable-logging=stderr", "--dump-dom"]
+    done = subprocess.run([BROWSER, *words, f"file://{page}"], capture_output=True, text=True,
+                          timeout=120)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    found = json.loads(unescape(re.search('<pre id="found">(.*?)</pre>', done.stdout)[1]))
+    assert "error" not in found, found
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="there is no Chromium here")
-def test_a_browser_filters_and_compares(tmp_path):
-    """The front page's filter, a comparison of distant records, and a line of a whole script."""
-    for record in records.find_records(REPO / "records")[:3]:
-        shutil.copytree(record.folder, tmp_path / "records" / record.folder.name)
-    shutil.copy(REPO / "records/public.toml", tmp_path / "records")
-    first, second, third = sorted(path.name for path in (tmp_path / "records").glob("20*"))
+def test_a_browser_shows_the_book(tmp_path):
+    """No page is wider than its window; filter, keys, links of the picture, comparisons work."""
+    known = records.find_records(REPO / "records")
+    names = [known[place].folder.name for place in (0, 1, -1)]
+    for name in names:
+        shutil.copytree(REPO / "records" / name, tmp_path / "records" / name)
+    for name in ("records/public.toml", "records/race.png", "docs/techniques.md", "docs/story.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPO / name, tmp_path / name)
+    first, second, third = names
     site = tmp_path / "site"
-    write(site, str(tmp_path / "records"))
-    typed = ("const box = document.getElementById('filter'); box.value = 'muon #4'; "
-             "box.dispatchEvent(new Event('input'));")
-    front = dump(site / "index.html", "", typed)
-    assert "<output>1 of 3</output>" in front and len(re.findall('<tr hidden="">', front)) > 80
+    pages = write(site, str(tmp_path / "records"))
+    kinds = ["index", "ideas", "idea-smear", "techniques", second, third, "compare"]
+    found = try_in_browser(site, first=first, third=third, widths=[320, 375, 1280],
+                           pages=[f"{kind}.html" for kind in kinds])
+    assert len(found["wider"]) == 3 * len(kinds)
+    assert {page: wider for page, wider in found["wider"].items() if wider > 0} == {}
+    assert found["filter"] == "1 of 3" and found["hidden"] > 80
+    assert len(found["points"]) == 92 and f"{third}.html" not in found["points"]
+    assert {link[1:] for link in found["points"] if link[0] == "#"} <= set(pages["index"].ids)
+    assert [found["clicked"], *found["keys"]] == [f"{first}.html", f"{second}.html",
+                                                  f"{first}.html"]
 
-    page = dump(site / "compare.html", f"#a={first}&b={third}")
-    sides = [above((tmp_path / "records" / name / "train_gpt.py").read_text()).splitlines()
-             for name in (first, third)]
-    for side, lines, other in ("old", *sides), ("new", *sides[::-1]):
-        cells = re.findall(rf'<tr class="changed">.*?<td class="{side}">(.*?)</td>', page)
-        shown = {int(number) for cell in cells for number in re.findall(r'data-n="(\d+)"', cell)}
-        missing = [number for number, line in enumerate(lines, 1) if line not in other]
-        assert missing and shown >= set(missing)
-    page = dump(site / "compare.html", f"#b={second}&line=30")
-    assert re.search('<div id="L30" data-n="30" class="marked">', page)
+    scripts = {name: above((tmp_path / "records" / name / "train_gpt.py").read_text()).splitlines()
+               for name in names}
+    for side, name, other in ("old", first, third), ("new", third, first):
+        missing = {number for number, line in enumerate(scripts[name], 1)
+                   if line not in scripts[other]}
+        assert missing and set(found[side]) >= missing
+    assert found["marked"] == ["L30", "L31", "L40"]
+    start, count = int(found["gap"]["new"]), int(found["gap"]["count"])
+    assert found["unfolded"] == scripts[second][start - 1:start - 1 + count]

@@ -279,8 +279,10 @@ def on_site(link: str, folder: Path, address: str | None, names: dict) -> str:
 
 
 def sentences_on_lines(text: str) -> str:
-    """What a page says of its lines elsewhere, above its first part that is folded."""
-    sentences = re.split(r"(?<=\.)\s+(?=[A-Z`])", text.partition("<details>")[0])
+    """What a page's prose says of lines of code, above its section on the change."""
+    parts = re.split(r"^## See the change|^<details>", text, flags=re.M)[0].split("\n\n")
+    sentences = [sentence for part in parts if re.match(r"[\w`*]", part)
+                 for sentence in re.split(r"(?<=\.)\s+(?=[A-Z`])", part)]
     return " ".join(one for one in sentences if re.search(r"\b(diff|lines?)\b.*`", one, re.S))
 
 

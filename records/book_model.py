@@ -214,12 +214,13 @@ def model_html(source: str, parent: str | None) -> str:
             if window in old:
                 figures.append(mask_svg(old[window], f"{name}, before"))
             figures.append(mask_svg(first, name))
+        short = f", short ones of {SHORT}" if len(model.masks) > 1 else ""
         cut = ("" if "attention_cut" not in source else
                f" Attention is cut after {CUT} tokens of a document.")
         html += (f'<h3 id="mask">The attention mask</h3>\n<p>What each token reads in a sequence '
                  f"of {TOKENS} with three documents, by the script's own code. A row is a token, "
                  f"marked are those that it reads. Sizes are tiny, so that one can see them: "
-                 f"blocks of {BLOCK} tokens, a window of {LONG}, short {SHORT}.{cut}</p>\n"
+                 f"blocks of {BLOCK} tokens, a window of {LONG}{short}.{cut}</p>\n"
                  f'<div class="plots">{"".join(figures)}</div>\n')
     return html
 

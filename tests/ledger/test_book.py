@@ -195,6 +195,12 @@ def test_sentences_stand_where_their_names_change_and_gaps_where_lines_are_equal
     assert gaps == [("1", "1", "7"), ("15", "15", "4")]
 
 
+def test_sentences_on_lines_are_of_prose():
+    text = ("# P\n\nWhy. The diff has it in a line: `tied`. No `code`.\n\n    a line `x`\n\n"
+            "## See the change\n\nThe line `y`.\n")
+    assert book.sentences_on_lines(text) == "The diff has it in a line: `tied`."
+
+
 MODELS = {  # of the layers: skips, what is saved, the windows whose mask is not the parent's
     "2024-06-06_AdamW": ([], [], []),
     "2024-11-19_FlexAttention": ([(5 - pair, 6 + pair) for pair in range(6)], [], [""]),

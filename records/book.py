@@ -169,6 +169,7 @@ def write_book(
         body = (top + ideas_of(record, ideas) + pictures
                 + change_of(record, ideas, from_markdown(told, record.folder, address, names),
                             Notes(told + "\n" + sentences_on_lines(text))) + rest)
+        body = body.replace("</h1>", f"</h1>\n{contents_of(body)}", 1)
         site[name] = (record.name, record.claim["change"], links, body)
     header = header_of(site, story, source)
     preview = ""
@@ -182,6 +183,13 @@ def write_book(
                            preview=preview, links="\n".join(links), body=body)
         (out / f"{name}.html").write_text(page, encoding="utf-8")
     return list(site)
+
+
+def contents_of(html: str) -> str:
+    """Links to the headings of a page."""
+    heads = re.findall(r'<h2 id="(.*?)">(.*?)</h2>', html)
+    links = [f'<a href="#{anchor}">{title}</a>' for anchor, title in heads]
+    return f'<p class="contents">{" · ".join(links)}</p>'
 
 
 def with_row_ids(html: str) -> str:

@@ -84,6 +84,7 @@ def test_the_book_of_some_records_is_whole(tmp_path):
         assert f"<title>{title}</title>" in page
         assert f'<meta property="og:title" content="{title}">' in page
         if name in known:
+            assert '<a href="#model">The model</a>' in page
             assert f'<meta name="description" content="{known[name].claim["change"]}">' in page
     for name, following in zip(known, [*known][1:]):
         assert f'{name}.html" rel="prev"' in (out / f"{following}.html").read_text()
@@ -321,7 +322,8 @@ def test_a_schedule_is_drawn_from_its_script_beside_its_parents():
     steps, values = book_plots.schedule_of(new)
     assert steps == 1920 and values["lr_factor"][0] == 1 and max(values["seq_len"]) == 49152
     drawn = book_plots.schedule_plots(new, old)
-    assert drawn.count("<svg") == 4 and "dashed" in drawn
+    assert drawn.count("<svg") == 5 and "dashed" in drawn
+    assert values["tokens"][-1] == 8 * 49152
     assert 'class="theirs"' not in book_plots.schedule_plots(new, new)
     assert book_plots.schedule_plots("x = 1", None) == ""
     assert book_plots.points_of([0, 1, 2, 3, 3, 3]) == [(0, 0), (3, 3), (5, 3)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 from book_code import Notes, change_table, scripts_data, side_of, techniques_of
-from book_ideas import chart_html, idea_html, ideas_of, name_links, read_ideas, trace
+from book_ideas import chart_html, idea_html, ideas_of, name_links, read_ideas, trace_all
 from book_ladder import ladder_svg
 from book_model import model_html
 from book_plots import schedule_plots
@@ -208,8 +208,7 @@ def with_idea_links(html: str, ideas: list) -> str:
 
 def idea_pages(ideas: list, records: list, render) -> dict:
     """The chart of ideas and a page for each. `render` makes HTML of Markdown."""
-    for idea in ideas:
-        trace(idea, records)
+    trace_all(ideas, records)
     site = {"ideas": ("Ideas", "Which scripts have which idea, and where each went",
                       ['<a href="techniques.html">All techniques on one page</a>'],
                       chart_html(ideas, records))}

@@ -103,18 +103,22 @@ def code_of(line: str) -> str:
     return re.sub(r"(^|\s)#.*", "", line).strip()
 
 
-def trace(idea: Idea, records: list):
-    """Fill in what becomes of an idea in each record, held to its parent."""
-    if not idea.lines:
-        return
-    known, is_match = {}, {}  # lines by the record's folder; whether a line is the idea's
-    for record in records:
+def trace_all(ideas: list, records: list):
+    """Fill in what becomes of each idea in each record, held to its parent."""
+    scripts = [(record, own_lines(record.script)) for record in records]
+    distinct = {line for _, lines in scripts for _, line in lines}
+    for idea in ideas:
+        if idea.lines:
+            trace(idea, scripts, {line for line in distinct if idea.lines.search(line)})
+
+
+def trace(idea: Idea, scripts: list, matches: set):
+    """Fill in an idea's steps. `scripts` are of (record, its own lines); `matches` its lines."""
+    known = {}  # lines by the record's folder
+    for record, lines in scripts:
         if record.folder.name < idea.records[0]:
             continue
-        for _, line in own_lines(record.script):
-            if line not in is_match:
-                is_match[line] = bool(idea.lines.search(line))
-        ours = [(number, line) for number, line in own_lines(record.script) if is_match[line]]
+        ours = [(number, line) for number, line in lines if line in matches]
         theirs = known.get(record.parent and record.parent.folder.name, [])
         known[record.folder.name] = ours
         before = Counter(code_of(line) for _, line in theirs)

@@ -266,8 +266,8 @@ def test_each_idea_changes_lines_where_its_row_says():
     known = records.find_records(REPO / "records")
     ideas = book_ideas.read_ideas(REPO / "docs/techniques.md", REPO / "records/ideas.toml")
     assert len({idea.page for idea in ideas}) == len(ideas) > 100
+    book_ideas.trace_all(ideas, known)
     for idea in ideas:
-        book_ideas.trace(idea, known)
         kinds = {step.record.folder.name: step.kind for step in idea.steps}
         if idea.lines:
             assert kinds[idea.records[0]] == "came", idea.name
@@ -293,7 +293,7 @@ def test_an_idea_comes_changes_and_goes(tmp_path):
         known.append(parent := records.Record(folder, claim, parent))
     idea = book_ideas.Idea("S", "Smear", "What.", "By", "–", "[#2](../records/2026-01-02_R1)", "f",
                            re.compile("smear"), ["Smear"])
-    book_ideas.trace(idea, known)
+    book_ideas.trace_all([idea], known)
     assert [(step.kind, step.numbers) for step in idea.steps] == [
         ("came", [0]), ("same", [1]), ("changed", [0]), ("gone", [])]
     page = book_ideas.idea_html(idea, known[-1], lambda text: text)
@@ -301,7 +301,7 @@ def test_an_idea_comes_changes_and_goes(tmp_path):
         ("2026-01-03_R2", "+"), ("2026-01-05_R4", "±"), ("2026-01-06_R5", "−")]
     assert 'compare.html#b=2026-01-04_R3&amp;line=2">R3</a>' in page
     assert "newest script" not in page and "No later" not in page  # it went
-    book_ideas.trace(branch := replace(idea, steps=[]), known[:3])
+    book_ideas.trace_all([branch := replace(idea, steps=[])], known[:3])
     assert "The newest script has it" in book_ideas.idea_html(branch, known[2], str)
     assert "No later script is a change of R2" in book_ideas.idea_html(branch, known[-1], str)
     row = book_ideas.chart_row(idea, known)

@@ -9,11 +9,11 @@ from html import escape
 from pathlib import Path
 from urllib.parse import urljoin
 
-from book_code import Notes, change_table, scripts_data, side_of, techniques_of
-from book_ideas import chart_html, idea_html, ideas_of, name_links, read_ideas, trace_all
+from book_code import scripts_data
+from book_ideas import chart_html, idea_html, read_ideas, trace_all
 from book_ladder import ladder_svg
-from book_model import model_html
-from book_plots import schedule_plots
+from book_markdown import Renderer
+from book_record import record_html
 from ledger import pages
 from ledger.logs import LedgerError, read_text
 from ledger.records import Record
@@ -53,7 +53,7 @@ diff and the whole script.
 
 LADDER
 
-{story}
+STORY
 
 <h2 id="ladder">The ladder, record by record</h2>
 
@@ -74,8 +74,6 @@ COMPARE = """<h1>Two records side by side</h1>
 <script src="compare.js"></script>
 """
 RACE = "![Published validation loss against seconds, a curve for each record](race.png)"
-# Where a page has the change: in place of the section that says how to see it
-PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
 
 
 # ---- The site ----
@@ -102,75 +100,23 @@ def write_book(
     (out / "scripts.js").write_text(data, encoding="utf-8")
 
     docs = folder.parent / "docs"
-    names = {record.folder.resolve(): f"{record.folder.name}.html" for record in records}
-    names |= {folder / "README.md": "index.html", docs / "story.md": "index.html#story",
-              docs / "techniques.md": "techniques.html"}
-    root = folder.parent / "train_gpt.py"
-    for record in records:
-        names[record.folder.resolve() / "train_gpt.py"] = f"compare.html#b={record.folder.name}"
-        if root.exists() and read_text(root) == record.script:
-            names[root] = f"compare.html#b={record.folder.name}"
-    race = story = ""
-    if (folder / "race.png").exists():
+    renderer = Renderer(folder.parent, source, names_of(records))
+    race = (folder / "race.png").exists()
+    if race:
         shutil.copyfile(folder / "race.png", out / "race.png")
-        names[folder / "race.png"] = "race.png"
-        race = RACE
-    if (docs / "story.md").exists():
-        title, _, chapters = read_text(docs / "story.md").partition("\n")
-        chapters = re.sub(r"^!\[.*?\]\(.*?\)\n", "", chapters, flags=re.M)  # it stands above
-        story = f'<h2 id="story">{escape(title.removeprefix("# "))}</h2>\n' + from_markdown(
-            re.sub("^## ", "### ", chapters, flags=re.M), docs, source and f"{source}/docs/", names)
-    blocks = pages.blocks(folder, records)[folder / "README.md"]
-    texts = INDEX.format(name=NAME, count=len(records), race=race, ladder=blocks[""],
-                         story="STORY", public=blocks[" public"]).split("STORY\n")
-    address = source and f"{source}/{folder.name}/"
-    body = story.join(from_markdown(text, folder, address, names) for text in texts)
-    drawn = f'<div class="wide">{ladder_svg(folder, records)}</div>'
-    body = with_row_ids(body).replace("<p>LADDER</p>", drawn)
-    links = ['<a href="#all-public-records">All public records</a>',
-             link_to(records[0], "Next", "next")]
-    description = f"{len(records)} scripts, each a small change of its parent, with the reason"
-    site = {"index": ("", description, links, body)}
-    if (docs / "techniques.md").exists():
-        body = from_markdown(read_text(docs / "techniques.md"), docs,
-                             source and f"{source}/docs/", names)
-        site["techniques"] = ("Techniques", "All techniques, each with its effect and its first "
-                              "record", ['<a href="ideas.html">Ideas through time</a>'], body)
-    ideas = []
+    story = story_html(docs / "story.md", renderer) if (docs / "story.md").exists() else ""
+    site, ideas = {"index": front_page(records, folder, race, story, renderer)}, []
     if (docs / "techniques.md").exists():
         ideas = read_ideas(docs / "techniques.md", Path(__file__).with_name("ideas.toml"))
-        site |= idea_pages(ideas, records, lambda text: from_markdown(
-            text, docs, source and f"{source}/docs/", names))
-        techniques = site["techniques"]
-        site["techniques"] = *techniques[:3], with_idea_links(techniques[3], ideas)
+        site |= idea_pages(ideas, records, docs, renderer)
     options = "".join(f'<option value="{record.folder.name}">{escape(record.name)}</option>'
                       for record in records)
     site["compare"] = ("Compare", "Any two of the scripts side by side, or one as a whole",
                        ['<a href="index.html">The ladder</a>'], COMPARE.format(options=options))
     for before, record, after in zip([None, *records], records, [*records[1:], None]):
-        name = record.folder.name
-        links = [link_to(before, "Previous", "prev") if before
-                 else '<a href="index.html" rel="prev">Previous: the ladder</a>']
-        if record.parent and record.parent is not before:
-            links.append(link_to(record.parent, "Parent"))
-        links.append(link_to(after, "Next", "next") if after
-                     else '<a href="index.html#all-public-records">Next: all public records</a>')
-        address = source and f"{source}/{folder.name}/{name}/"
-        text = read_text(record.folder / "README.md").replace(f"# {name}", f"# {record.name}", 1)
-        if record.parent:  # GitHub has no other way to its diff
-            diff = f"compare.html#a={record.parent.folder.name}&b={name}"
-            names[(record.folder / pages.BOOK).resolve()] = diff
-        place = PLACE.search(text)
-        top = from_markdown(text[:place.start()], record.folder, address, names)
-        rest = from_markdown(text[place.end():], record.folder, address, names)
-        told = re.sub(r"^## [^\n]*|^```sh\n.*?^```", "", place[0], flags=re.M | re.S)
-        scripts = record.script, record.parent and record.parent.script
-        pictures = model_html(*scripts) + schedule_plots(*scripts)
-        body = (top + ideas_of(record, ideas) + pictures
-                + change_of(record, ideas, from_markdown(told, record.folder, address, names),
-                            Notes(told + "\n" + sentences_on_lines(text))) + rest)
-        body = body.replace("</h1>", f"</h1>\n{contents_of(body)}", 1)
-        site[name] = (record.name, record.claim["change"], links, body)
+        site[record.folder.name] = (record.name, record.claim["change"],
+                                    links_of(before, record, after),
+                                    record_html(record, ideas, renderer))
     header = header_of(site, story, source)
     preview = ""
     if race:
@@ -185,11 +131,58 @@ def write_book(
     return list(site)
 
 
-def contents_of(html: str) -> str:
-    """Links to the headings of a page."""
-    heads = re.findall(r'<h2 id="(.*?)">(.*?)</h2>', html)
-    links = [f'<a href="#{anchor}">{title}</a>' for anchor, title in heads]
-    return f'<p class="contents">{" · ".join(links)}</p>'
+def names_of(records: list) -> dict:
+    """The site's pages and pictures by the file or folder that they are of."""
+    folder = records[0].folder.parent.resolve()
+    docs, root = folder.parent / "docs", folder.parent / "train_gpt.py"
+    names = {folder / "README.md": "index.html", docs / "story.md": "index.html#story",
+             docs / "techniques.md": "techniques.html"}
+    if (folder / "race.png").exists():
+        names[folder / "race.png"] = "race.png"
+    newest = read_text(root) if root.exists() else None
+    for record in records:
+        home, name = record.folder.resolve(), record.folder.name
+        names[home] = f"{name}.html"
+        names[home / "train_gpt.py"] = f"compare.html#b={name}"
+        if record.script == newest:
+            names[root] = f"compare.html#b={name}"
+    return names
+
+
+def story_html(path: Path, renderer: Renderer) -> str:
+    """The story's chapters, below a heading."""
+    title, _, chapters = read_text(path).partition("\n")
+    chapters = re.sub(r"^!\[.*?\]\(.*?\)\n", "", chapters, flags=re.M)  # it stands above
+    chapters = re.sub("^## ", "### ", chapters, flags=re.M)
+    return (f'<h2 id="story">{escape(title.removeprefix("# "))}</h2>\n'
+            f"{renderer.html(chapters, path.parent)}")
+
+
+def front_page(
+    records: list, folder: Path, has_race: bool, story: str, renderer: Renderer
+) -> tuple:
+    """The race, the ladder as a picture, the story, the ladder and all public records."""
+    blocks = pages.blocks(folder, records)[folder / "README.md"]
+    text = INDEX.format(name=NAME, count=len(records), race=RACE if has_race else "",
+                        ladder=blocks[""], public=blocks[" public"])
+    body = with_row_ids(renderer.html(text, folder))
+    drawn = f'<div class="wide">{ladder_svg(folder, records)}</div>'
+    body = body.replace("<p>LADDER</p>", drawn).replace("<p>STORY</p>", story)
+    links = ['<a href="#all-public-records">All public records</a>',
+             link_to(records[0], "Next", "next")]
+    description = f"{len(records)} scripts, each a small change of its parent, with the reason"
+    return "", description, links, body
+
+
+def links_of(before: Record | None, record: Record, after: Record | None) -> list:
+    """The ways from a record's page to its neighbours and its parent."""
+    links = [link_to(before, "Previous", "prev") if before
+             else '<a href="index.html" rel="prev">Previous: the ladder</a>']
+    if record.parent and record.parent is not before:
+        links.append(link_to(record.parent, "Parent"))
+    links.append(link_to(after, "Next", "next") if after
+                 else '<a href="index.html#all-public-records">Next: all public records</a>')
+    return links
 
 
 def with_row_ids(html: str) -> str:
@@ -206,12 +199,18 @@ def with_idea_links(html: str, ideas: list) -> str:
     return html
 
 
-def idea_pages(ideas: list, records: list, render) -> dict:
-    """The chart of ideas and a page for each. `render` makes HTML of Markdown."""
+def idea_pages(ideas: list, records: list, docs: Path, renderer: Renderer) -> dict:
+    """The page of all techniques, the chart of ideas and a page for each."""
+    def render(text):
+        return renderer.html(text, docs)
+
     trace_all(ideas, records)
+    techniques = with_idea_links(render(read_text(docs / "techniques.md")), ideas)
     site = {"ideas": ("Ideas", "Which scripts have which idea, and where each went",
                       ['<a href="techniques.html">All techniques on one page</a>'],
-                      chart_html(ideas, records))}
+                      chart_html(ideas, records)),
+            "techniques": ("Techniques", "All techniques, each with its effect and its first "
+                           "record", ['<a href="ideas.html">Ideas through time</a>'], techniques)}
     for before, idea, after in zip([None, *ideas], ideas, [*ideas[1:], None]):
         links = ['<a href="ideas.html">All ideas</a>']
         for other, word, rel in (before, "Previous", "prev"), (after, "Next", "next"):
@@ -239,100 +238,3 @@ def header_of(site: dict, story: str, source: str | None) -> str:
 def link_to(record: Record, word: str, rel: str = "") -> str:
     rel = rel and f' rel="{rel}"'
     return f'<a href="{record.folder.name}.html"{rel}>{word}: {escape(record.name)}</a>'
-
-
-def slug(title: str) -> str:
-    """A heading's id, as GitHub makes it."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
-def from_markdown(text: str, folder: Path, address: str | None, names: dict) -> str:
-    """HTML of a page's Markdown, whose links lead somewhere from the site, or are plain words.
-
-    `address` is where the files of the page's folder are read, and ends with a slash. `names` has
-    the site's pages and pictures by the file or folder that they are of. Headings get ids.
-    """
-    from markdown_it import MarkdownIt  # which no verb but `book` needs
-
-    parser = MarkdownIt("commonmark").enable("table")
-    tokens = parser.parse(text)
-    for token, following in zip(tokens, [*tokens[1:], None]):
-        if token.type == "heading_open":
-            words = [child.content for child in following.children]
-            token.attrs["id"] = slug("".join(words))
-        is_dead = False
-        for child in token.children or ():
-            if child.type == "link_open":
-                child.attrs["href"] = link = on_site(child.attrs["href"], folder, address, names)
-                is_dead = "://" not in link and link[:1] != "#" and ".html" not in link
-            elif child.type == "image":
-                child.attrs["src"] = on_site(child.attrs["src"], folder, address, names)
-            if child.type in ("link_open", "link_close"):
-                child.hidden = is_dead
-    return parser.renderer.render(tokens, parser.options, {})
-
-
-def on_site(link: str, folder: Path, address: str | None, names: dict) -> str:
-    """Where a link of a page in a folder leads from the site."""
-    path, _, fragment = link.partition("#")
-    name = names.get((folder / path).resolve()) if path else None
-    if name and "compare.html#" in name:  # the fragment is a line
-        return f"{name}&line={fragment[1:]}" if fragment else name
-    if name:
-        return f"{name.partition('#')[0]}#{fragment}" if fragment else name
-    if "://" in link or not path or not address:
-        return link
-    return urljoin(address, link)
-
-
-def sentences_on_lines(text: str) -> str:
-    """What a page's prose says of lines of code, above its section on the change."""
-    parts = re.split(r"^## See the change|^<details>", text, flags=re.M)[0].split("\n\n")
-    sentences = [sentence for part in parts if re.match(r"[\w`*]", part)
-                 for sentence in re.split(r"(?<=\.)\s+(?=[A-Z`])", part)]
-    return " ".join(one for one in sentences if re.search(r"\b(diff|lines?)\b.*`", one, re.S))
-
-
-def change_of(record: Record, ideas: list, told: str, notes: Notes) -> str:
-    """What the record changes of its parent, section by section, and where its techniques are.
-
-    `told` is what its page says of all lines; `notes` stand at the places that they are about.
-    """
-    script = side_of(record.script)
-    whole = f"compare.html#b={record.folder.name}"
-    links = [f'<a href="{whole}">The whole script</a>']
-    parts = ['<h2 id="change">The script</h2>']
-    parent = side_of("")
-    if record.parent:
-        parts = ['<h2 id="change">The change</h2>']
-        parent = side_of(record.parent.script)
-        links.append(f'<a href="compare.html#a={record.parent.folder.name}&amp;'
-                     f'b={record.folder.name}">This change with all lines between</a>')
-    parts.append(f"<p>{' · '.join(links)}</p>{told}")
-    for title in script.sections | parent.sections:
-        lines = [[side.lines[number] for number in side.sections.get(title, [])]
-                 for side in (script, parent)]
-        if title == "Docstring" or lines[0] == lines[1]:
-            continue
-        anchor = f"change-{slug(title)}"
-        parts.append(f'<h3 id="{anchor}">{escape(title)}</h3>')
-        if record.parent:
-            parts.append(change_table(parent, script, title, anchor, notes))
-        else:
-            numbers = script.sections[title]
-            cell = script.cell("new", numbers, [()] * len(numbers))
-            parts.append(f'<table class="diff alone"><tr>{cell}</tr></table>')
-    rows = techniques_of(record.script)
-    if rows:
-        parts.append('<h2 id="techniques">Techniques in the script</h2>\n<table>'
-                     "<thead><tr><th>Technique</th><th>Where it is</th></tr></thead><tbody>")
-        for technique, places in rows:
-            names = [f'<a href="{whole}&amp;line={line}">{escape(name)}</a>' if line
-                     else escape(name) for name, line in places]
-            parts.append(f"<tr><td>{name_links(technique, ideas)}</td>"
-                         f"<td>{', '.join(names)}</td></tr>")
-        parts.append("</tbody></table>")
-    docstring = script.sections.get("Docstring", [])
-    shown = escape("\n".join(script.lines[number] for number in docstring))
-    parts.append(f"<details><summary>The script's docstring</summary><pre>{shown}</pre></details>")
-    return "\n".join(parts)

@@ -17,6 +17,7 @@ import book_ideas
 import book_ladder
 import book_model
 import book_plots
+import book_record
 import pytest
 from conftest import REPO
 from fake_records import NEWEST, PARENT, edit, make_records
@@ -85,6 +86,10 @@ def test_the_book_of_some_records_is_whole(tmp_path):
         assert f'<meta property="og:title" content="{title}">' in page
         if name in known:
             assert '<a href="#model">The model</a>' in page
+            parent = known[name].parent
+            diff = f"compare.html#a={parent.folder.name}&b={name}" if parent else None
+            assert [link for link in pages[name].links if link.startswith("compare.html#a=")] == (
+                2 * [diff] if parent else [])
             assert f'<meta name="description" content="{known[name].claim["change"]}">' in page
     for name, following in zip(known, [*known][1:]):
         assert f'{name}.html" rel="prev"' in (out / f"{following}.html").read_text()
@@ -199,7 +204,7 @@ def test_sentences_stand_where_their_names_change_and_gaps_where_lines_are_equal
 def test_sentences_on_lines_are_of_prose():
     text = ("# P\n\nWhy. The diff has it in a line: `tied`. No `code`.\n\n    a line `x`\n\n"
             "## See the change\n\nThe line `y`.\n")
-    assert book.sentences_on_lines(text) == "The diff has it in a line: `tied`."
+    assert book_record.sentences_on_lines(text) == "The diff has it in a line: `tied`."
 
 
 MODELS = {  # of the layers: skips, what is saved, the windows whose mask is not the parent's

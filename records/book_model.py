@@ -35,16 +35,12 @@ class Model:
 @functools.lru_cache(maxsize=4)  # a parent's is shown on its children's pages, too
 def model_of(source: str) -> Model | None:
     """A script's model; None where the script has another form than ours."""
-    import torch
-
     module = types.ModuleType("script of a record")
     module.__file__ = __file__
     sys.modules[module.__name__] = module  # where dataclasses look their own up
     try:
         exec(compile(above(source), module.__name__, "exec"), vars(module))
-        cfg = module.Hyperparameters()
-        with torch.device("meta"):
-            model = module.GPT(cfg)
+        model = small_model(module)
         rows = [layer_of(block, index) for index, block in enumerate(model.blocks)]
         tables = getattr(model, "value_embeds", ())
         for index, row in enumerate(rows):
@@ -62,7 +58,7 @@ def model_of(source: str) -> Model | None:
             skips.append((pairs - 1 - index, pairs + index))
         saved = [index for index, row in enumerate(rows) if row.get("saved")]
         entry = [words for name, words in ENTRY.items() if hasattr(model, name)]
-        return Model(rows, entry, skips, saved, meaning, masks_of(module))
+        return Model(rows, entry, skips, saved, meaning, masks_of(model))
     except Exception:  # of any kind: a script of one's own may have another model
         return None
     finally:
@@ -103,18 +99,24 @@ def window_words(comment: str) -> dict:
     return dict(found)
 
 
-def masks_of(module) -> dict:
-    """For each window of a script, the first position that each of a tiny sequence's reads."""
+def small_model(module):
+    """A script's model with the layers of the record, and else as small as the pocket's."""
+    if hasattr(module, "first_keys"):
+        module.BLOCK = BLOCK
+        module.dense_mask = module.first_keys  # so that a view has no mask, but what it is made of
+    whole = vars(module.Hyperparameters())
+    sizes = dict(attention_cut=CUT, window_tokens=LONG)
+    sizes |= {name: whole.get(name) for name in ("layers", "num_layers")}
+    sizes = {name: value for name, value in sizes.items() if name in whole}
+    return module.GPT(module.Hyperparameters(**module.POCKET | sizes))
+
+
+def masks_of(model) -> dict:
+    """For each window of a model, the first position that each of a tiny sequence's reads."""
     import torch
 
-    if not hasattr(module, "first_keys"):
+    if not (hasattr(model, "views") or hasattr(model, "view")):
         return {}
-    module.BLOCK = BLOCK
-    module.dense_mask = module.first_keys  # so that a view has no mask, but what it is made of
-    whole = vars(module.Hyperparameters())
-    sizes = dict(attention_cut=CUT, window_tokens=LONG, layers=whole.get("layers"))
-    sizes = {name: value for name, value in sizes.items() if name in whole}
-    model = module.GPT(module.Hyperparameters(**module.POCKET | sizes))
     if hasattr(model, "reach"):
         model.reach.fill_(LONG)
         if model.reach.ndim:

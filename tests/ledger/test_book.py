@@ -130,6 +130,7 @@ def test_the_book_of_some_records_is_whole(tmp_path):
         for title in (script.keys() | parent.keys()) - {"Docstring"}:
             old, new = set(parent.get(title, [])), set(script.get(title, []))
             assert {line.rstrip() for line in old ^ new} <= shown, (name, title)
+    assert max(path.stat().st_size for path in out.glob("*.html")) < 250_000
     assert "prefers-color-scheme: dark" in (out / "style.css").read_text()
 
 
@@ -390,6 +391,9 @@ def test_a_browser_shows_the_book(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPO / name, tmp_path / name)
     first, second, third = names
+    with (tmp_path / "records" / second / "README.md").open("a") as file:
+        long = {name: name * 80 for name in ("head", "word", "code", "cell")}
+        file.write("\n## {head}\n\n{word} `{code}`\n\n| {cell} |\n|---|\n".format(**long))
     site = tmp_path / "site"
     pages = write(site, str(tmp_path / "records"))
     kinds = ["index", "ideas", "idea-smear", "techniques", second, third, "compare"]

@@ -30,6 +30,7 @@ PAGE = """<!DOCTYPE html>
 <meta property="og:description" content="{description}">
 <meta property="og:type" content="website">
 {preview}
+<link rel="icon" href="icon.svg">
 <link rel="stylesheet" href="style.css">
 <script src="book.js" defer></script>
 </head>
@@ -42,6 +43,9 @@ PAGE = """<!DOCTYPE html>
 <nav>{links}</nav>
 </body>
 </html>
+"""
+ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">
+<path d="M2 2C4 10 8 13 14 13" fill="none" stroke="#3189c9" stroke-width="2.5"></path></svg>
 """
 INDEX = """# {name}
 
@@ -93,7 +97,7 @@ def write_book(
     folder = records[0].folder.parent.resolve()
     style = read_text(Path(__file__).with_suffix(".css"))
     (out / "style.css").write_text(style, encoding="utf-8")
-
+    (out / "icon.svg").write_text(ICON, encoding="utf-8")
     for name in ("book.js", "compare.js"):
         (out / name).write_text(read_text(Path(__file__).with_name(name)), encoding="utf-8")
     data = scripts_data({record.folder.name: record.script for record in records})

@@ -192,7 +192,10 @@ def idea_html(idea: Idea, newest: Record, render) -> str:
     parts = [render(page), '<h2 id="lines">Its lines through time</h2>']
     if not idea.steps:
         return "\n".join([*parts, "<p>None of the scripts here has lines of its own.</p>"])
-    parts.append("<p>A plus is where it came, ± where its lines changed, a minus where it went. "
+    having = [step.record for step in idea.steps if step.kind != "gone"]
+    parts.append(f"<p>{len(having)} scripts have it, from {escape(having[0].name)} to "
+                 f"{escape(having[-1].name)}. "
+                 "A plus is where it came, ± where its lines changed, a minus where it went. "
                  "Between these the lines are the same, but for comments.</p>")
     same = []
     for step in [*idea.steps, None]:

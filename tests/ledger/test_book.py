@@ -306,6 +306,7 @@ def test_an_idea_comes_changes_and_goes(tmp_path):
     assert re.findall('<h3 id="(.*?)">(.) ', page) == [
         ("2026-01-03_R2", "+"), ("2026-01-05_R4", "±"), ("2026-01-06_R5", "−")]
     assert 'compare.html#b=2026-01-04_R3&amp;line=2">R3</a>' in page
+    assert "3 scripts have it, from R2 to R4." in page
     assert "newest script" not in page and "No later" not in page  # it went
     book_ideas.trace_all([branch := replace(idea, steps=[])], known[:3])
     assert "The newest script has it" in book_ideas.idea_html(branch, known[2], str)

@@ -35,6 +35,8 @@ class Model:
 @functools.lru_cache(maxsize=4)  # a parent's is shown on its children's pages, too
 def model_of(source: str) -> Model | None:
     """A script's model; None where the script has another form than ours."""
+    import torch  # noqa: F401  its lack is told, and is no other form of a script
+
     module = types.ModuleType("script of a record")
     module.__file__ = __file__
     sys.modules[module.__name__] = module  # where dataclasses look their own up

@@ -180,7 +180,7 @@ def main(argv: list | None = None) -> int:
     except OSError as error:
         message = f"{error.filename or 'its output'}: {error.strerror}; give another path"
     except ImportError as error:
-        message = f"{error}; pip install -r requirements-dev.txt"
+        message = f"{error}; pip install -r requirements.txt -r requirements-dev.txt"
     except (LedgerError, ValueError) as error:
         message = error
     tell([message])

@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-09-03_FA3
-Parent: 2025-08-23_SparseAttnGate. Change: documents are cut and packed into sequences;
-windows are exact to the token, and grow in three stages.
+Parent: 2025-09-03_29a_PackedDocuments. Change: windows are exact to the token, and grow in three
+stages.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

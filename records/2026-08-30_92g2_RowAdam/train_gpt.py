@@ -326,8 +326,6 @@ def check(cfg, require):
     require(cfg.rope_base > 0, "rope_base", "be above 0")
     is_even = cfg.ngram_rows % 2 == 0 and cfg.ngram_rows >= 4
     require(is_even, "ngram_rows", "be even, at least 4")
-    can_save = cfg.ngram_rows <= MOST_SAVED_ROWS or not cfg.save_every
-    require(can_save, "save_every", f"be 0 with more than {MOST_SAVED_ROWS} ngram_rows")
     may_begin = cfg.resume or not cfg.init  # a longer run that goes on keeps its table
     require(may_begin, "init", "be empty, as a checkpoint's weights are without its table")
     require(cfg.sign_rows > 0, "sign_rows", "be above 0")
@@ -394,7 +392,6 @@ LR_FLOOR = 0.3  # factor of all rates in the extension
 LOWEST_MOMENTUM = 0.85  # of Muon, in the first step and after the last
 SLOW_MOMENTUM = 0.98  # of Muon's slow mean of gradients
 SLOW_SHARE = 0.5615  # of the slow mean in what Muon steps by, where it is blended in
-MOST_SAVED_ROWS = 1_000_000  # of the n-gram table, in a checkpoint: one of all has 130 GB
 ADAM_EVERY = 2  # steps from one of Adam's to the next: @classiclarryd, #39
 
 
@@ -1718,7 +1715,6 @@ class NgramTable:
 
     A forward pass reads some rows, and after the backward pass their gradients wait for a step.
     That is Adam's without a first moment, and with one second moment a row. Each rank has all rows.
-    Raises OSError where a GPU has no room.
     """
 
     def __init__(self, name, group, cfg, ranks):
@@ -1728,12 +1724,8 @@ class NgramTable:
         self.averages = {}  # of its rows there are none
         self.numel = cfg.ngram_rows * cfg.model_dim
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else None
-        try:
-            rows = torch.zeros(cfg.ngram_rows, cfg.model_dim, dtype=dtype, device=ranks.device)
-            self.grads = torch.zeros(rows.shape, device=ranks.device)  # they wait for a step
-        except torch.OutOfMemoryError:
-            raise OSError(f"--ngram_rows {cfg.ngram_rows}: this GPU has no memory for "
-                          "so many") from None
+        rows = torch.zeros(cfg.ngram_rows, cfg.model_dim, dtype=dtype, device=ranks.device)
+        self.grads = torch.zeros(rows.shape, device=ranks.device)  # they wait for a step
         self.state = dict(rows=rows, square=torch.zeros(cfg.ngram_rows, device=ranks.device))
         self.count = torch.zeros((), device=ranks.device)  # steps taken
         # The warm-up leaves the table as it is. So its step is compiled here, where no row moves.

@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-08-30_92g_NgramTable
-Parent: 2026-08-30_92g3_RowsByRank. Change: the table has 224 times the rows, and they are fetched
-a step ahead.
+Parent: 2026-08-30_92g4_SparseSteps. Change: the table has 224 times the rows, and they are
+fetched a step ahead.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

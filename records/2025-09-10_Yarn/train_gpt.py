@@ -197,9 +197,8 @@ def check(cfg, require):
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
     require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
     last = cfg.last_validation
-    has_more = last != Stage(long_window=last.long_window, short_window=last.short_window)
-    require(not has_more, "last_validation", "have two windows and no more")
-    require(min(last.long_window, last.short_window) > 0, "last_validation", "see tokens back")
+    at_least = dict(long_window=max(1, last.long_window), short_window=max(1, last.short_window))
+    require(last == Stage(**at_least), "last_validation", "have two windows above 0, no more")
     for row in cfg.rows()[:-1]:
         numbers = row.seq_len, row.long_window, row.short_window
         require(min(numbers) > 0, "stages", "have lengths and windows above 0")

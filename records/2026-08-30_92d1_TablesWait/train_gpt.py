@@ -266,8 +266,7 @@ def check(cfg, require):
     require(is_even, "model_dim", "be an even multiple of head_dim")
     require(cfg.model_dim >= GATE_CHANNELS, "model_dim", f"be at least {GATE_CHANNELS}")
     require(cfg.channel_groups > 0, "channel_groups", "be above 0")
-    has_groups = cfg.model_dim % cfg.channel_groups == 0
-    require(has_groups, "model_dim", "be a multiple of channel_groups")
+    require(cfg.model_dim % cfg.channel_groups == 0, "model_dim", "be a multiple of channel_groups")
     require(cfg.rope_base > 0, "rope_base", "be above 0")
     require(cfg.bigram_rows > 1, "bigram_rows", "be at least 2")
     fits = 0 < cfg.bigram_width <= cfg.model_dim
@@ -298,12 +297,10 @@ def check(cfg, require):
     num_stages = len(Hyperparameters.stages)
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
     require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
-    has_neither = cfg.extension.share == cfg.extension.lr_factor == 0
-    require(has_neither, "extension", "have no share and no lr_factor")
-    last = cfg.last_validation
-    has_more = last != Stage(long_window=last.long_window, short_window=last.short_window)
-    require(not has_more, "last_validation", "have two windows and no more")
-    require(min(last.long_window, last.short_window) > 0, "last_validation", "see tokens back")
+    extension, last = cfg.extension, cfg.last_validation
+    require(extension.share == extension.lr_factor == 0, "extension", "have no share or lr_factor")
+    at_least = dict(long_window=max(1, last.long_window), short_window=max(1, last.short_window))
+    require(last == Stage(**at_least), "last_validation", "have two windows above 0, no more")
     for row in cfg.rows()[:-1]:
         numbers = row.seq_len, row.long_window, row.short_window
         require(min(numbers) > 0, "stages", "have lengths and windows above 0")

@@ -14,8 +14,7 @@ RULE = "=" * 100  # the line between the parts of a log
 SETTING = {  # what is equal where runs are compared, and the words for it
     "preset": "Preset {}", "device": " on {}", "world_size": ", {} rank(s)",
     "threads": ", {} thread(s)", "torch": ", torch {}", "cuda": ", CUDA {}",
-    "driver": ", driver {}", "nccl": ", NCCL {}", "triton": ", Triton {}",
-    "jobs": ", {} runs at once"}
+    "driver": ", driver {}", "jobs": ", {} runs at once"}
 NEEDED = "preset device torch threads world_size seed target_loss val_digest".split()
 LONGEST_MS = 1e10  # four months
 ENDINGS = (".txt", ".log", ".out", ".stdout")  # of other people's logs

@@ -6,7 +6,7 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2025-08-23_SparseAttnGate
-Parent: 2025-07-18_TritonMuon. Change: attention has gates.
+Parent: 2025-08-23_28a_ScaledRotary. Change: attention has gates.
 
 The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
 below the banner reads data, validates, saves and logs. It is the same in every record.

@@ -63,7 +63,7 @@ class Stage:
     """A row of the table of stages: what holds from the first step of a stage to its last."""
 
     share: float = 0.0  # relative length; shares are divided by their sum
-    seq_len: int  # tokens of a training sequence
+    seq_len: int = 0  # tokens of a training sequence
     long_window: int  # tokens seen back
     short_window: int  # the same of layers with short windows
 
@@ -112,7 +112,7 @@ class Hyperparameters:
         Stage(share=1.0, seq_len=49152, long_window=896, short_window=384),
         Stage(share=1.0, seq_len=49152, long_window=1408, short_window=640),
     )
-    last_validation: Stage = Stage(seq_len=49152, long_window=1664, short_window=768)
+    last_validation: Stage = Stage(long_window=1664, short_window=768)
     last_window: int = 2560  # tokens seen back in the last validation, where the window is "F"
     cooldown_frac: float = 0.5  # last share of the run, in which rates fall
     momentum_warmup: int = 300  # first steps, in which Muon's momentum rises
@@ -168,7 +168,7 @@ POCKET = dict(
         Stage(share=1.0, seq_len=256, long_window=128, short_window=64),
         Stage(share=1.0, seq_len=256, long_window=192, short_window=96),
     ),
-    last_validation=Stage(seq_len=256, long_window=224, short_window=96),
+    last_validation=Stage(long_window=224, short_window=96),
     last_window=256,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
@@ -198,8 +198,10 @@ def check(cfg, require):
     num_stages = len(Hyperparameters.stages)
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
     require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
-    require(cfg.last_validation.share == 0, "last_validation", "have no share")
-    for row in cfg.all_stages():
+    last = cfg.last_validation
+    at_least = dict(long_window=max(1, last.long_window), short_window=max(1, last.short_window))
+    require(last == Stage(**at_least), "last_validation", "have two windows above 0, no more")
+    for row in cfg.all_stages()[:-1]:
         numbers = row.seq_len, row.long_window, row.short_window
         require(min(numbers) > 0, "stages", "have lengths and windows above 0")
         require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
@@ -216,7 +218,6 @@ def shorten(cfg) -> Hyperparameters:
         cfg,
         sequences_per_step=cfg.sequences_per_step * cfg.shorten,
         stages=tuple(shorter(row) for row in cfg.stages),
-        last_validation=shorter(cfg.last_validation),
     )
 
 

@@ -64,10 +64,10 @@ class Stage:
     """A row of the table of stages: what holds from the first step of a stage to its last."""
 
     share: float = 0.0  # relative length; shares are divided by their sum
-    seq_len: int  # tokens of a training sequence
+    seq_len: int = 0  # tokens of a training sequence
     long_window: int  # tokens seen back
     short_window: int  # the same of layers with short windows
-    lr_factor: float  # of all rates
+    lr_factor: float = 0.0  # of all rates
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,8 @@ class Hyperparameters:
             lr_factor=1.93,
         ),
     )
-    extension: Stage = Stage(
-        seq_len=49152, long_window=1664, short_window=768,
-        lr_factor=1.93,
-    )
-    last_validation: Stage = Stage(
-        seq_len=49152, long_window=2560, short_window=768,
-        lr_factor=1.93,
-    )
+    extension: Stage = Stage(seq_len=49152, long_window=1664, short_window=768)
+    last_validation: Stage = Stage(long_window=2560, short_window=768)
     cooldown_frac: float = 0.55  # last share of the schedule, in which rates fall
     momentum_warmup: int = 300  # first steps, in which Muon's momentum rises
     momentum_cooldown: int = 50  # last steps, in which it falls again
@@ -197,14 +191,8 @@ POCKET = dict(
             lr_factor=1.93,
         ),
     ),
-    extension=Stage(
-        seq_len=384, long_window=224, short_window=96,
-        lr_factor=1.93,
-    ),
-    last_validation=Stage(
-        seq_len=384, long_window=256, short_window=96,
-        lr_factor=1.93,
-    ),
+    extension=Stage(seq_len=384, long_window=224, short_window=96),
+    last_validation=Stage(long_window=256, short_window=96),
     momentum_cooldown=5,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
@@ -238,9 +226,11 @@ def check(cfg, require):
     num_stages = len(Hyperparameters.stages)
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
     require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
-    require(cfg.extension.share == 0, "extension", "have no share")
-    require(cfg.last_validation.share == 0, "last_validation", "have no share")
-    for row in cfg.all_stages():
+    extension, last = cfg.extension, cfg.last_validation
+    require(extension.share == extension.lr_factor == 0, "extension", "have no share or lr_factor")
+    at_least = dict(long_window=max(1, last.long_window), short_window=max(1, last.short_window))
+    require(last == Stage(**at_least), "last_validation", "have two windows above 0, no more")
+    for row in cfg.all_stages()[:-1]:
         numbers = row.seq_len, row.long_window, row.short_window
         require(min(numbers) > 0, "stages", "have lengths and windows above 0")
         require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
@@ -258,7 +248,6 @@ def shorten(cfg) -> Hyperparameters:
         sequences_per_step=cfg.sequences_per_step * cfg.shorten,
         stages=tuple(shorter(row) for row in cfg.stages),
         extension=shorter(cfg.extension),
-        last_validation=shorter(cfg.last_validation),
     )
 
 
@@ -288,7 +277,7 @@ def schedule(step: int, cfg) -> Schedule:
 
     # Learning rate: the stage's factor, then linearly down to the floor where the extension begins
     # Factors change at 0.33 and 0.66 of the schedule, some steps before the stages, as published.
-    lr_row = cfg.all_stages()[min(len(cfg.stages), stage_of(step / 0.99, cfg))]
+    lr_row = cfg.stages[min(len(cfg.stages) - 1, stage_of(step / 0.99, cfg))]
     progress = min(1.0, step / max(1, cfg.num_iterations - cfg.extension_steps))
     kept = min(1.0, (1 - progress) / cfg.cooldown_frac)
     lr_factor = kept * lr_row.lr_factor + (1 - kept) * LR_FLOOR

@@ -93,12 +93,12 @@ class Stage:
     """A row of the table of stages: what holds from the first step of a stage to its last."""
 
     share: float = 0.0  # relative length; shares are divided by their sum
-    seq_len: int  # tokens of a training sequence
+    seq_len: int = 0  # tokens of a training sequence
     long_window: int  # tokens seen back
     short_window: int  # the same of layers with short windows
-    lr_factor: float  # of all rates
-    num_targets: int  # tokens predicted at each position
-    max_document_tokens: int  # documents are cut to it and packed
+    lr_factor: float = 0.0  # of all rates
+    num_targets: int = 1  # tokens predicted at each position
+    max_document_tokens: int = 0  # documents are cut to it and packed
     classes: int = 0  # ids in the softmax of a training sequence; 0: all
 
 
@@ -190,12 +190,9 @@ class Hyperparameters:
     )
     extension: Stage = Stage(
         seq_len=16384, long_window=1664, short_window=768,
-        lr_factor=1.0, num_targets=1, max_document_tokens=3072,
+        num_targets=1, max_document_tokens=3072,
     )
-    last_validation: Stage = Stage(
-        seq_len=16384, long_window=2560, short_window=768,
-        lr_factor=1.0, num_targets=1, max_document_tokens=3072,
-    )
+    last_validation: Stage = Stage(long_window=2560, short_window=768)
     attention_cut: int = 2560  # tokens of a document that attend to each other in training
     period_from: int = 336  # the step from which tables wait for four steps, and not for two
     averages: tuple = (
@@ -287,12 +284,9 @@ POCKET = dict(
     ),
     extension=Stage(
         seq_len=128, long_window=224, short_window=96,
-        lr_factor=1.0, num_targets=1, max_document_tokens=256,
+        num_targets=1, max_document_tokens=256,
     ),
-    last_validation=Stage(
-        seq_len=128, long_window=256, short_window=96,
-        lr_factor=1.0, num_targets=1, max_document_tokens=256,
-    ),
+    last_validation=Stage(long_window=256, short_window=96),
     attention_cut=192,
     period_from=40,
     averages=(
@@ -321,13 +315,10 @@ def check(cfg, require):
     require(is_even, "model_dim", "be an even multiple of head_dim")
     require(cfg.model_dim >= GATE_CHANNELS, "model_dim", f"be at least {GATE_CHANNELS}")
     require(cfg.channel_groups > 0, "channel_groups", "be above 0")
-    has_groups = cfg.model_dim % cfg.channel_groups == 0
-    require(has_groups, "model_dim", "be a multiple of channel_groups")
+    require(cfg.model_dim % cfg.channel_groups == 0, "model_dim", "be a multiple of channel_groups")
     require(cfg.rope_base > 0, "rope_base", "be above 0")
     is_even = cfg.ngram_rows % 2 == 0 and cfg.ngram_rows >= 4
     require(is_even, "ngram_rows", "be even, at least 4")
-    can_save = cfg.ngram_rows <= MOST_SAVED_ROWS or not cfg.save_every
-    require(can_save, "save_every", f"be 0 with more than {MOST_SAVED_ROWS} ngram_rows")
     may_begin = cfg.resume or not cfg.init  # a longer run that goes on keeps its table
     require(may_begin, "init", "be empty, as a checkpoint's weights are without its table")
     require(cfg.sign_rows > 0, "sign_rows", "be above 0")
@@ -360,9 +351,11 @@ def check(cfg, require):
     num_stages = len(Hyperparameters.stages)
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
     require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
-    require(cfg.extension.share == 0, "extension", "have no share")
-    require(cfg.last_validation.share == 0, "last_validation", "have no share")
-    for row in cfg.all_stages():
+    extension, last = cfg.extension, cfg.last_validation
+    require(extension.share == extension.lr_factor == 0, "extension", "have no share or lr_factor")
+    at_least = dict(long_window=max(1, last.long_window), short_window=max(1, last.short_window))
+    require(last == Stage(**at_least), "last_validation", "have two windows above 0, no more")
+    for row in cfg.all_stages()[:-1]:
         numbers = row.seq_len, row.long_window, row.short_window
         require(min(numbers) > 0, "stages", "have lengths and windows above 0")
         require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
@@ -384,7 +377,6 @@ def shorten(cfg) -> Hyperparameters:
         sequences_per_step=cfg.sequences_per_step * cfg.shorten,
         stages=tuple(shorter(row) for row in cfg.stages),
         extension=shorter(cfg.extension),
-        last_validation=shorter(cfg.last_validation),
     )
 
 
@@ -394,7 +386,6 @@ LR_FLOOR = 0.3  # factor of all rates in the extension
 LOWEST_MOMENTUM = 0.85  # of Muon, in the first step and after the last
 SLOW_MOMENTUM = 0.98  # of Muon's slow mean of gradients
 SLOW_SHARE = 0.5615  # of the slow mean in what Muon steps by, where it is blended in
-MOST_SAVED_ROWS = 1_000_000  # of the n-gram table, in a checkpoint: one of all has 130 GB
 ADAM_EVERY = 2  # steps from one of Adam's to the next: @classiclarryd, #39
 
 
@@ -1718,7 +1709,6 @@ class NgramTable:
 
     A forward pass reads some rows, and after the backward pass their gradients wait for a step.
     That is Adam's without a first moment, and with one second moment a row. Each rank has all rows.
-    Raises OSError where a GPU has no room.
     """
 
     def __init__(self, name, group, cfg, ranks):
@@ -1728,12 +1718,8 @@ class NgramTable:
         self.averages = {}  # of its rows there are none
         self.numel = cfg.ngram_rows * cfg.model_dim
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else None
-        try:
-            rows = torch.zeros(cfg.ngram_rows, cfg.model_dim, dtype=dtype, device=ranks.device)
-            self.grads = torch.zeros(rows.shape, device=ranks.device)  # they wait for a step
-        except torch.OutOfMemoryError:
-            raise OSError(f"--ngram_rows {cfg.ngram_rows}: this GPU has no memory for "
-                          "so many") from None
+        rows = torch.zeros(cfg.ngram_rows, cfg.model_dim, dtype=dtype, device=ranks.device)
+        self.grads = torch.zeros(rows.shape, device=ranks.device)  # they wait for a step
         self.state = dict(rows=rows, square=torch.zeros(cfg.ngram_rows, device=ranks.device))
         self.count = torch.zeros((), device=ranks.device)  # steps taken
         # The warm-up leaves the table as it is. So its step is compiled here, where no row moves.

@@ -92,12 +92,12 @@ class Stage:
     """A row of the table of stages: what holds from the first step of a stage to its last."""
 
     share: float = 0.0  # relative length; shares are divided by their sum
-    seq_len: int  # tokens of a training sequence
+    seq_len: int = 0  # tokens of a training sequence
     long_window: int  # tokens seen back
     short_window: int  # the same of layers with short windows
-    lr_factor: float  # of all rates
-    num_targets: int  # tokens predicted at each position
-    max_document_tokens: int  # documents are cut to it and packed
+    lr_factor: float = 0.0  # of all rates
+    num_targets: int = 1  # tokens predicted at each position
+    max_document_tokens: int = 0  # documents are cut to it and packed
     classes: int = 0  # ids in the softmax of a training sequence; 0: all
 
 
@@ -189,12 +189,9 @@ class Hyperparameters:
     )
     extension: Stage = Stage(
         seq_len=16384, long_window=1664, short_window=768,
-        lr_factor=1.0, num_targets=1, max_document_tokens=3072,
+        num_targets=1, max_document_tokens=3072,
     )
-    last_validation: Stage = Stage(
-        seq_len=16384, long_window=2560, short_window=768,
-        lr_factor=1.0, num_targets=1, max_document_tokens=3072,
-    )
+    last_validation: Stage = Stage(long_window=2560, short_window=768)
     attention_cut: int = 2560  # tokens of a document that attend to each other in training
     period_from: int = 336  # the step from which tables wait for four steps, and not for two
     averages: tuple = (
@@ -286,12 +283,9 @@ POCKET = dict(
     ),
     extension=Stage(
         seq_len=128, long_window=224, short_window=96,
-        lr_factor=1.0, num_targets=1, max_document_tokens=256,
+        num_targets=1, max_document_tokens=256,
     ),
-    last_validation=Stage(
-        seq_len=128, long_window=256, short_window=96,
-        lr_factor=1.0, num_targets=1, max_document_tokens=256,
-    ),
+    last_validation=Stage(long_window=256, short_window=96),
     attention_cut=192,
     period_from=40,
     averages=(
@@ -320,13 +314,10 @@ def check(cfg, require):
     require(is_even, "model_dim", "be an even multiple of head_dim")
     require(cfg.model_dim >= GATE_CHANNELS, "model_dim", f"be at least {GATE_CHANNELS}")
     require(cfg.channel_groups > 0, "channel_groups", "be above 0")
-    has_groups = cfg.model_dim % cfg.channel_groups == 0
-    require(has_groups, "model_dim", "be a multiple of channel_groups")
+    require(cfg.model_dim % cfg.channel_groups == 0, "model_dim", "be a multiple of channel_groups")
     require(cfg.rope_base > 0, "rope_base", "be above 0")
     is_even = cfg.ngram_rows % 2 == 0 and cfg.ngram_rows >= 4
     require(is_even, "ngram_rows", "be even, at least 4")
-    can_save = cfg.ngram_rows <= MOST_SAVED_ROWS or not cfg.save_every
-    require(can_save, "save_every", f"be 0 with more than {MOST_SAVED_ROWS} ngram_rows")
     may_begin = cfg.resume or not cfg.init  # a longer run that goes on keeps its table
     require(may_begin, "init", "be empty, as a checkpoint's weights are without its table")
     require(cfg.sign_rows > 0, "sign_rows", "be above 0")
@@ -359,9 +350,11 @@ def check(cfg, require):
     num_stages = len(Hyperparameters.stages)
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
     require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
-    require(cfg.extension.share == 0, "extension", "have no share")
-    require(cfg.last_validation.share == 0, "last_validation", "have no share")
-    for row in cfg.all_stages():
+    extension, last = cfg.extension, cfg.last_validation
+    require(extension.share == extension.lr_factor == 0, "extension", "have no share or lr_factor")
+    at_least = dict(long_window=max(1, last.long_window), short_window=max(1, last.short_window))
+    require(last == Stage(**at_least), "last_validation", "have two windows above 0, no more")
+    for row in cfg.all_stages()[:-1]:
         numbers = row.seq_len, row.long_window, row.short_window
         require(min(numbers) > 0, "stages", "have lengths and windows above 0")
         require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
@@ -383,7 +376,6 @@ def shorten(cfg) -> Hyperparameters:
         sequences_per_step=cfg.sequences_per_step * cfg.shorten,
         stages=tuple(shorter(row) for row in cfg.stages),
         extension=shorter(cfg.extension),
-        last_validation=shorter(cfg.last_validation),
     )
 
 
@@ -393,7 +385,6 @@ LR_FLOOR = 0.3  # factor of all rates in the extension
 LOWEST_MOMENTUM = 0.85  # of Muon, in the first step and after the last
 SLOW_MOMENTUM = 0.98  # of Muon's slow mean of gradients
 SLOW_SHARE = 0.5615  # of the slow mean in what Muon steps by, where it is blended in
-MOST_SAVED_ROWS = 1_000_000  # of the n-gram table, in a checkpoint: one of all has 130 GB
 ADAM_EVERY = 2  # steps from one of Adam's to the next: @classiclarryd, #39
 
 
@@ -1708,24 +1699,21 @@ class Reading(NamedTuple):
     asked: Tensor  # which ones, in the order of ranks
 
 
-def row_adam_update(rows, square, count, ids, grads, numbers):
-    """A step of Adam in place for some rows: no first moment, and one second moment a row.
+def row_adam_update(rows, square, count, grads, numbers):
+    """A step of Adam in place: no first moment, and one second moment a row.
 
-    rows: (N, D). square: (N,). count: steps taken. ids: (n,), of the rows that step. grads: (n, D),
-    fp32. numbers: the learning rate, the second beta, decay, and what gradients are divided by; a
-    tensor, so that one graph serves.
+    rows: (N, D). square: (N,). count: steps taken. grads: (N, D), fp32. numbers: the learning rate,
+    the second beta, decay, and what gradients are divided by; a tensor, so that one graph serves.
     """
     count += 1
     lr, beta2, decay, divisor = numbers
     grads = grads / divisor
-    square.mul_(beta2)  # of all rows
-    moment = square[ids] + (1 - beta2) * grads.square().mean(-1)
-    square[ids] = moment
-    step_size = lr * (1 - beta2**count).sqrt() / (moment.sqrt() + 1e-10)
+    square.lerp_(grads.square().mean(-1), 1 - beta2)
+    step_size = lr * (1 - beta2**count).sqrt() / (square.sqrt() + 1e-10)
     change = step_size[:, None] * grads
-    old = rows[ids].float()
+    old = rows.float()
     shrinking = torch.where(change * old > 0, old, 0)
-    rows[ids] = (old - change - decay * shrinking).type_as(rows)
+    rows.copy_(old - change - decay * shrinking)
 
 
 class NgramTable:
@@ -1734,7 +1722,6 @@ class NgramTable:
     A forward pass reads some rows, and after the backward pass their gradients wait for a step.
     That is Adam's without a first moment, and with one second moment a row. Rank r owns the r-th
     part of the rows. Others get them from it, and send it their gradients.
-    Raises OSError where a GPU has no room.
     """
 
     def __init__(self, name, group, cfg, ranks):
@@ -1746,20 +1733,15 @@ class NgramTable:
         self.num_rows = cfg.ngram_rows  # of all ranks
         self.my_rows = -(-self.num_rows // ranks.world_size)
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else None
-        try:
-            rows = torch.zeros(self.my_rows, cfg.model_dim, dtype=dtype, device=ranks.device)
-        except torch.OutOfMemoryError:
-            raise OSError(f"--ngram_rows {cfg.ngram_rows}: this GPU has no memory for "
-                          "so many") from None
+        rows = torch.zeros(self.my_rows, cfg.model_dim, dtype=dtype, device=ranks.device)
+        self.grads = torch.zeros(rows.shape, device=ranks.device)  # they wait for a step
         self.state = dict(rows=rows, square=torch.zeros(self.my_rows, device=ranks.device))
         self.count = torch.zeros((), device=ranks.device)  # steps taken
         # The warm-up leaves the table as it is. So its step is compiled here, where no row moves.
         self.step_fn = compile_on_gpu(row_adam_update, ranks.device)
-        some = torch.arange(2, device=ranks.device) % self.my_rows  # a rank may have one
         numbers = torch.ones(4, device=ranks.device)
-        self.step_rows(some, torch.zeros_like(rows[some]).float(), numbers)
+        self.step_fn(**self.state, count=self.count, grads=self.grads, numbers=numbers)
         self.count.zero_()
-        self.waiting = []  # places of this rank's rows, and their gradients
 
     def tensors(self):
         return [self.state["square"], self.count]  # rows do not move at the warm-up's rate, 0
@@ -1811,7 +1793,7 @@ class NgramTable:
         summed = grads.new_zeros(sum(reading.num_read), grads.size(-1))
         summed.index_add_(0, reading.place.flatten(), grads)
         received = self.exchange(summed.type_as(rows), reading.num_read, reading.num_asked)
-        self.waiting.append((reading.asked, received))
+        self.grads.index_add_(0, to_device(reading.asked, rows.device).long(), received.float())
 
     def is_due(self, now):
         return now.tables_step
@@ -1823,31 +1805,18 @@ class NgramTable:
         """Nothing: no exchange is asynchronous."""
 
     def clear(self):
-        self.waiting.clear()
+        self.grads.zero_()
 
     def average(self, now):
         """Nothing: no average is taken of so many rows."""
 
-    def step_rows(self, ids, grads, numbers):
-        """Step the rows with these ids. One compiled graph serves any number of them."""
-        for x in (ids, grads):
-            torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.step_fn(**self.state, count=self.count, ids=ids, grads=grads, numbers=numbers)
-
     def update(self, now, divisor):
-        """Step the rows that were read since the last step, by gradients / divisor."""
+        """Step all rows, by gradients / divisor. A row that was not read stays."""
         lr = self.group.lr * now.lr_factor
         beta2 = self.group.betas[1] ** now.table_power
         decay = now.table_power * self.group.decay * lr**2
-        rows = self.state["rows"]
-        asked, parts = zip(*self.waiting)
-        mine, place = torch.cat(asked).unique(return_inverse=True)  # on the host
-        mine, place = (to_device(x, rows.device).long() for x in (mine, place))
-        grads = torch.zeros(len(mine), rows.size(-1), device=rows.device)
-        for some, part in zip(place.split([*map(len, asked)]), parts):
-            grads.index_add_(0, some, part.float())
-        numbers = to_device(torch.tensor([lr, beta2, decay, divisor]), grads.device)
-        self.step_rows(mine, grads, numbers)
+        numbers = to_device(torch.tensor([lr, beta2, decay, divisor]), self.count.device)
+        self.step_fn(**self.state, count=self.count, grads=self.grads, numbers=numbers)
 
     def full_state(self):
         """The state of all ranks, without padding. All ranks call it."""

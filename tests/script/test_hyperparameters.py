@@ -69,7 +69,12 @@ def test_a_bad_table_is_named_with_its_rule(monkeypatch):
     for name, table, said in (
         ("layers", POCKET["layers"][1:], "layers in train_gpt.py must have one row with skip"),
         ("stages", POCKET["stages"][1:], "stages in train_gpt.py must have 3 rows"),
-        ("extension", POCKET["stages"][0], "extension in train_gpt.py must have no share"),
+        ("extension", POCKET["stages"][0],
+         "extension in train_gpt.py must have no share or lr_factor"),
+        ("last_validation", POCKET["extension"],
+         "last_validation in train_gpt.py must have two windows above 0, no more"),
+        ("last_validation", dataclasses.replace(POCKET["last_validation"], short_window=0),
+         "last_validation in train_gpt.py must have two windows above 0, no more"),
     ):
         with monkeypatch.context() as patch, pytest.raises(train_gpt.UserError) as error:
             patch.setitem(POCKET, name, table)

@@ -165,9 +165,9 @@ POCKET = dict(
     num_iterations=120,
     extension_steps=5,
     stages=(
-        Stage(share=1.0, seq_len=256, long_window=64, short_window=32),
-        Stage(share=1.0, seq_len=256, long_window=128, short_window=64),
-        Stage(share=1.0, seq_len=256, long_window=192, short_window=96),
+        replace(Hyperparameters.stages[0], seq_len=256, long_window=64, short_window=32),
+        replace(Hyperparameters.stages[1], seq_len=256, long_window=128, short_window=64),
+        replace(Hyperparameters.stages[2], seq_len=256, long_window=192, short_window=96),
     ),
     extension=Stage(seq_len=256, long_window=224, short_window=96),
     last_validation=Stage(long_window=256, short_window=96),

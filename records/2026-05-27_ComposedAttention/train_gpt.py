@@ -203,17 +203,17 @@ POCKET = dict(
     num_iterations=120,
     extension_steps=5,
     stages=(
-        Stage(
-            share=1.0, seq_len=128, long_window=64, short_window=32,
-            lr_factor=1.0, num_targets=3, max_document_tokens=128,
+        replace(
+            Hyperparameters.stages[0],
+            seq_len=128, long_window=64, short_window=32, max_document_tokens=128,
         ),
-        Stage(
-            share=1.0, seq_len=256, long_window=128, short_window=64,
-            lr_factor=1.52, num_targets=2, max_document_tokens=256,
+        replace(
+            Hyperparameters.stages[1],
+            seq_len=256, long_window=128, short_window=64, max_document_tokens=256,
         ),
-        Stage(
-            share=1.0, seq_len=384, long_window=192, short_window=96,
-            lr_factor=1.73, num_targets=1, max_document_tokens=256,
+        replace(
+            Hyperparameters.stages[2],
+            seq_len=384, long_window=192, short_window=96, max_document_tokens=256,
         ),
     ),
     extension=Stage(

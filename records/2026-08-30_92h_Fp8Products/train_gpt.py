@@ -261,25 +261,30 @@ POCKET = dict(
     num_iterations=120,
     extension_steps=5,
     stages=(
-        Stage(
-            share=32.0, seq_len=128, long_window=64, short_window=32,
-            lr_factor=1.0, num_targets=3, max_document_tokens=128, classes=112,
+        replace(
+            Hyperparameters.stages[0],
+            share=32.0, seq_len=128, long_window=64, short_window=32, max_document_tokens=128,
+            classes=112,
         ),
-        Stage(
-            share=36.0, seq_len=256, long_window=128, short_window=64,
-            lr_factor=1.52, num_targets=2, max_document_tokens=256, classes=112,
+        replace(
+            Hyperparameters.stages[1],
+            share=36.0, seq_len=256, long_window=128, short_window=64, max_document_tokens=256,
+            classes=112,
         ),
-        Stage(
-            share=27.0, seq_len=384, long_window=192, short_window=96,
-            lr_factor=1.73, num_targets=1, max_document_tokens=256, classes=144,
+        replace(
+            Hyperparameters.stages[2],
+            share=27.0, seq_len=384, long_window=192, short_window=96, max_document_tokens=256,
+            classes=144,
         ),
-        Stage(
-            share=13.0, seq_len=384, long_window=192, short_window=96,
-            lr_factor=1.73, num_targets=1, max_document_tokens=256, classes=224,
+        replace(
+            Hyperparameters.stages[3],
+            share=13.0, seq_len=384, long_window=192, short_window=96, max_document_tokens=256,
+            classes=224,
         ),
-        Stage(
-            share=7.0, seq_len=384, long_window=192, short_window=96,
-            lr_factor=1.58, num_targets=1, max_document_tokens=256,
+        replace(
+            Hyperparameters.stages[4],
+            share=7.0, seq_len=384, long_window=192, short_window=96, lr_factor=1.58,
+            max_document_tokens=256,
         ),
     ),
     extension=Stage(

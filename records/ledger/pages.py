@@ -248,7 +248,7 @@ def contest(contestants: list, with_tests: bool) -> str:
     """What `run` found: each contestant against the first one."""
     rows = []
     for one in contestants:
-        name = Path(one.operand).name.replace(".py", "", 1)
+        name = one.operand.replace(".py", "", 1)
         difference = shown_from = time = ""
         found = compare(one.logs, contestants[0].logs) if one is not contestants[0] else None
         if found:

@@ -70,10 +70,6 @@ def contestants_of(operands: list, preset: str) -> list:
         inside = sorted(Path(operand).glob("*/record.json"))
         for each in [str(claim.parent) for claim in inside] or [operand]:
             found.append(contestant_of(each, preset))
-    for one in found:
-        for name in ("val_files", "val_tokens"):
-            if one.flags.get(name) != found[0].flags.get(name):
-                raise LedgerError(f"{one.operand} has other {name} than {found[0].operand}")
     return found
 
 
@@ -146,6 +142,8 @@ def run_all(contestants: list, args):
             log.describe()
             one.logs.append(log)
             first = contestants[0].logs[0]
+            if log.header.get("val_digest") != first.header.get("val_digest"):
+                raise LedgerError(f"it has other validation data than {first.path}")
             if log.setting != first.setting:
                 raise LedgerError(f"it is of {machine_words(log.setting)}; {first.path} is of "
                                   f"{machine_words(first.setting)}; give another --out")

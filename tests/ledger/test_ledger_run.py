@@ -78,6 +78,9 @@ def test_scripts_of_one_name_flags_data_and_threads_make_runs_of_their_own(
          "\ndevice: Fake 1", "\ndevice: Fake 3")  # kept on a disk that two machines share
     assert run(*words) == 2
     assert "Fake 3" in (err := capsys.readouterr().err) and "give another --out" in err
+    (tmp_path / "t.py").write_text(SCRIPT.replace("1407c02db97ab9a7", "2"))
+    assert run("../s.py", "../t.py", "--seeds", 1) == 2
+    assert "t.py seed 0: it has other validation data than" in capsys.readouterr().err
 
 
 def test_two_jobs_of_any_script_run_at_once_and_their_logs_tell(tmp_path, monkeypatch, capsys):
@@ -175,7 +178,6 @@ def test_standard_streams_may_be_closed():
 
 
 @pytest.mark.parametrize("command, words", [
-    ("run a.py:val_tokens=2048 a.py", "a.py has other val_tokens than a.py:val_tokens=2048"),
     ("run a.py a.py:seed=3", "'seed=3' is no name=value that"),
     ("run a.py bad.py", "bad.py: invalid syntax"),
     ("run a.py --jobs 0", "--jobs: 0 is not a whole number"),

@@ -139,8 +139,6 @@ def read_run(path: Path) -> Log:
         for name in NEEDED:
             if name not in log.header:
                 raise ValueError(f"no {name}")
-        if "parameters" not in log.final:  # among its last lines, of which some are cut off
-            raise ValueError("no parameters")
         numbers = [float(log.header["target_loss"]), log.val_loss, log.train_time_ms]
         for loss, ms in (*log.train.values(), *log.val.values()):
             numbers += [loss, ms]

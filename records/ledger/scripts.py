@@ -44,18 +44,12 @@ def drop_docstrings(node):
             drop_docstrings(child)
 
 
-@functools.lru_cache(maxsize=4)  # all records' trees at once would be slow to collect
-def parse(source: str) -> ast.Module:
-    """The tree of a source, without docstrings."""
-    tree = ast.parse(source.encode())  # as Python reads it, if a comment names its encoding
-    drop_docstrings(tree)
-    return tree
-
-
 @functools.cache
 def meaning(source: str) -> str:
     """A source without comments and docstrings."""
-    return ast.dump(parse(source))
+    tree = ast.parse(source.encode())  # as Python reads it, if a comment names its encoding
+    drop_docstrings(tree)
+    return ast.dump(tree)
 
 
 def is_same(source: str, other: str) -> bool:
@@ -68,7 +62,7 @@ def is_same(source: str, other: str) -> bool:
 def settings_of(source: str, preset: str) -> dict:
     """The settings of a script's preset that flags may change, by name, as headers show them."""
     found = {}
-    for node in parse(above(source)).body:
+    for node in ast.parse(above(source).encode()).body:
         pairs = []
         if isinstance(node, ast.ClassDef) and node.name == "Hyperparameters":
             fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
@@ -92,7 +86,12 @@ def git(folder: Path, *words) -> str:
         return ""
 
 
-def versions_with(harness: str, script: Path):
+def has_history(script: Path) -> bool:
+    """Whether git has all that a script has been."""
+    return git(script.parent, "rev-parse", "--is-shallow-repository") == "false\n"
+
+
+def versions(script: Path, harness: str):
     """Yield what a script was when it had this harness, newest first, as far as git knows.
 
     Of a merge the branch that was merged does not count: there a cheat may come and go.

@@ -12,15 +12,14 @@ from pathlib import Path
 from ledger import pages
 from ledger.logs import SETTING, LedgerError, Log, machine_words, read_run, read_text
 from ledger.records import CLAIM, FOLDER_NAME, RULES, Record, find_records
-from ledger.scripts import above, below, is_same, meaning, settings_of, versions_with
+from ledger.scripts import above, below, has_history, is_same, meaning, settings_of, versions
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
 # the script finds out itself.
 FREE = set("""seed device run_id resume save_every val_every warmup_steps sequences_per_forward
     head_chunks""".split())
 FILES = {"README.md", "record.json", "train_gpt.py", "logs"}  # of a record's folder
-FOREIGN = ("was not written by this train_gpt.py, nor by an earlier version of it or its harness "
-           "in git's history (git fetch --unshallow gets all of it)")
+FOREIGN = "was not written by this train_gpt.py, nor by an earlier version of it or its harness"
 UNREADABLE = LedgerError, MemoryError, OSError, RecursionError, SyntaxError, ValueError
 
 
@@ -70,8 +69,8 @@ def is_foreign(log: Log, record: Record, root: Path) -> bool:
     source = log.source or ""
     harness = below(source)
     if not is_same(source, record.script):
-        return not any(is_same(source, old) for old in versions_with(harness, record.path))
-    return harness != below(read_text(root)) and not any(versions_with(harness, root))
+        return not any(is_same(source, old) for old in versions(record.path, harness))
+    return harness != below(read_text(root)) and not any(versions(root, harness))
 
 
 def log_faults(log: Log, record: Record):
@@ -113,7 +112,9 @@ def logs_faults(record: Record, root: Path, seen: dict):
     """Faults of a record's logs, by themselves and beside those of older records, the `seen`."""
     for log in record.logs:
         preset, digest = log.header["preset"], log.header["val_digest"]
-        wrong = [FOREIGN] if is_foreign(log, record, root) else list(log_faults(log, record))
+        wrong = list(log_faults(log, record))
+        if is_foreign(log, record, root):
+            wrong = [FOREIGN] if has_history(root) else []
         if log.path.name != file_name(log):
             wrong.append(f"is not called {file_name(log)}, which is made from what is in it")
         # Two records may compute the same. Then their times differ.
@@ -137,20 +138,26 @@ def seeds_left_out(record: Record):
             yield f"{record.folder.name} lacks seeds {missing}: {machine_words(setting)}"
 
 
-def notes_on(known: list):
-    """What is not wrong, but what a reader of the tables should know."""
-    earlier = 0
+def remarks_on(known: list, root: Path):
+    """(why not all is verified, what else a reader of the tables should know): lines of each."""
+    doubts, notes, earlier = [], [], 0
     for record in known:
-        yield from seeds_left_out(record)
+        notes += seeds_left_out(record)
+        if not record.logs:
+            doubts.append(f"{record.folder.name} has no logs: its runs are not verified")
         for log in record.logs:
             with contextlib.suppress(*UNREADABLE):  # which is a fault, and told as one
                 earlier += not is_same(log.source or "", record.script)
-    if earlier:
-        yield f"{earlier} log(s) were written by earlier versions of their scripts"
+    if earlier and has_history(root):
+        notes.append(f"{earlier} log(s) were written by earlier versions of their scripts")
+    elif earlier:
+        doubts.append(f"{earlier} log(s) are not verified: they have another source than their "
+                      "record's, and git's whole history is not here: git fetch --unshallow")
+    return doubts, notes
 
 
 def verify(folder: Path, only: str | None):
-    """(records, faults, notes): those of a folder, or of the one record that is meant."""
+    """(records, faults, doubts, notes) of a folder, or of the one record that is meant."""
     known, faults = find_records(folder), []
     if not known:
         raise LedgerError(f"{folder} has no record.json; give records/ or a record")
@@ -172,7 +179,7 @@ def verify(folder: Path, only: str | None):
     if only:
         known = [record for record in known if record.folder.name == only]
         faults = [words for words in faults if only in words]
-    return known, faults, notes_on(known)
+    return known, faults, *remarks_on(known, root)
 
 
 # ---- Logs are filed ----
@@ -201,5 +208,4 @@ def file_log(path: Path, folder: Path, known: list) -> str:
     target.parent.mkdir(exist_ok=True)
     target.write_text(read_text(path).replace("\r\n", "\n"), encoding="utf-8", newline="")
     record.logs.append(read_run(target))
-    no_time = "" if log.measured_ms else ", without its time"
-    return f"{path} → {target.relative_to(folder)}{no_time}"
+    return f"{path} → {target.relative_to(folder)}"

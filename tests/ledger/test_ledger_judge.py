@@ -152,4 +152,4 @@ def test_replay_holds_a_log_to_the_tokens_that_its_script_plans(records, verdict
     rename(records / NEWEST / "logs")
     assert main(["verify", str(records / NEWEST), "--replay", "1"]) == 1
     out = capsys.readouterr().out
-    assert "says planned_tokens 9999999; it plans 9900 when it is run again" in out
+    assert "plans 9900 tokens when it is run again" in out

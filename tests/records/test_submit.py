@@ -49,8 +49,8 @@ def test_a_copy_of_an_older_record_with_another_constant_is_a_record(tmp_path, p
     golden = [sys.executable, "tests/records/golden.py", "--write", NAME]
     chosen = ["tests/records", "-k", f"{NAME} or not 202"]  # none of another record alone
     for command, words in ((golden, NAME), ([*ledger, "list", "--write"], "OwnRecord"),
-                           ([*ledger, "verify"], f"{len(RECORDS) + 1} record(s) verified"),
+                           ([*ledger, "verify"], f"^{NAME} has no logs"),
                            ([*tests, *chosen], r"\d+ passed")):
         done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert re.search(words.replace("(s)", r"\(s\)"), done.stdout), done.stdout
+        assert re.search(words, done.stdout), done.stdout

@@ -143,7 +143,7 @@ def make_parser() -> Parser:
     flag = add(file_verb, "put finished logs into the folders of the records they are of")
     flag("operands", nargs="+", metavar="LOG", help="logs/RUN/log.txt")
     flag("--folder", default=RECORDS, help="of records (default: records/)")
-    flag = add(list_verb, "the table of records, or of other people's logs, folder by folder")
+    flag = add(list_verb, "the table of records, or of other people's logs beside their baseline")
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
     flag("--write", action="store_true", help="also make the READMEs' blocks and ladder.png anew")
     flag("--target", type=float, default=3.28, help="of other people's losses (default: 3.28)")

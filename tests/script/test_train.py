@@ -86,26 +86,6 @@ def test_the_clock_stops_for_validation_and_checkpoints(run, monkeypatch):
     assert values["process_time_ms"] == str(500 * STEPS)
 
 
-def test_on_cuda_a_step_is_logged_one_step_late_under_its_own_number(monkeypatch):
-    """So that the host need not wait. Before a validation it does, and the clock is right."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(train_gpt, "validate", lambda *args: 9.0)
-    run, lines = object.__new__(train_gpt.Run), []
-    run.ranks = SimpleNamespace(device=torch.device("cuda"), all_gather=lambda x: x[None])
-    run.cfg, run.model, run.val_tokens = tiny(num_iterations=3), None, None
-    run.signalled_at, run.pending, run.stop, run.last, run.saved_step = None, [], False, 3, 0
-    run.train_time_ms, run.started = 1000.0, 0.0
-    run.process_time_ms, run.process_started = 0.0, 0.0
-    run.log_losses = lambda step, ms, **losses: lines.append((step, ms, *losses.values()))
-    for step in range(3):
-        run.exchange_losses(step, torch.tensor([10.0 + step]))
-        monkeypatch.setattr(train_gpt.time, "perf_counter", lambda step=step: step + 1.0)
-        run.log_step(step + 1)
-    assert lines == [(1, 3000, 10), (2, 4000, 11)]
-    assert run.validate_and_save(3, can_save=True)
-    assert lines[2:] == [(3, 4000, 12), (3, 4000, 9)]
-
-
 def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     changes = dict(muon_lr=0.125, seed=7, save_every=2, target_loss=0.1)
     result = run(**changes)

@@ -124,24 +124,6 @@ def test_the_clock_counts_all_that_the_gpu_was_asked_for_and_losses_are_those_th
     assert run.train_time_ms == run.process_time_ms == 5000
 
 
-def test_the_memory_that_a_log_tells_is_of_the_steps_and_not_of_the_warm_up(
-    run, data_flags, monkeypatch
-):
-    events = []
-    cfg = tiny(**data_flags)
-    monkeypatch.setattr(train_gpt, "build", lambda *_: (None, []))
-    monkeypatch.setattr(train_gpt, "machine_facts", lambda device: {})
-    monkeypatch.setattr(train_gpt.Run, "open_log", lambda *_: None)
-    monkeypatch.setattr(train_gpt.Run, "warm_up", lambda _: events.append("warm-up"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: events.append("from here"))
-    ranks = SimpleNamespace(device=torch.device("cuda", 0), rank=0, world_size=1,
-                            agree=lambda facts: None)
-    train_gpt.Run(cfg, ranks, train_gpt.NEW_RUN, may_exist=False)
-    assert events == ["warm-up", "from here"]
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 2**20 + 1)
-    assert train_gpt.peak_memory_mib(ranks.device) == 3
-
-
 # ---- A card's kernels ----
 
 
@@ -246,6 +228,23 @@ def test_a_rank_takes_its_own_card_of_its_machine_and_waits_for_those_that_compi
         raise UserError
     # Without the first, a rank that has failed would wait for the others.
     assert calls.mock_calls[2:] == [call.world.abort(), call.destroy_process_group()]
+
+
+def test_the_memory_that_a_log_tells_is_of_the_steps_and_not_of_the_warm_up(
+    run, cards, monkeypatch
+):
+    cards(1)
+    events = []
+    for name, event in (("open_log", "log"), ("warm_up", "warm-up"), ("finish", "results")):
+        monkeypatch.setattr(train_gpt.Run, name, lambda *_, event=event: events.append(event))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: events.append("from here"))
+    monkeypatch.setattr(train_gpt.Run, "stopped", False, raising=False)
+    monkeypatch.setattr(train_gpt, "build", lambda *_: (None, []))
+    monkeypatch.setattr(train_gpt, "train", lambda *_: events.append("steps"))
+    assert run(device="auto", head_chunks=1).code == 0
+    assert events == ["log", "warm-up", "from here", "steps", "results"]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 100 * 2**20 + 1)
+    assert train_gpt.peak_memory_mib(torch.device("cuda", 0)) == 100
 
 
 @pytest.mark.parametrize("machine, said", [

@@ -63,6 +63,36 @@ def test_warm_up_leaves_no_trace_in_a_run_which_its_seed_decides(run, monkeypatc
     assert run(seed=4, run_id="z").losses[1:] != result.losses[1:]
 
 
+def test_a_warm_up_restores_all_that_its_steps_change(run, monkeypatch):
+    """Also gradients that wait for the next step, and what model and loader note of a stage."""
+    seen = []
+
+    def traces(run):
+        tensors = [x.clone() for each in run.optimizers for x in (each.grads, *each.tensors())]
+        objects = vars(run.model) | vars(run.loader)
+        objects |= {each.name: each.group for each in run.optimizers}
+        return tensors, objects
+
+    def warm_up(run, warm_up=train_gpt.Run.warm_up):
+        before, objects = traces(run)
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gpt, "train", train_and_note)
+            warm_up(run)
+        after, later = traces(run)
+        assert all(map(torch.equal, before, after))
+        assert [name for name in objects.keys() | later.keys()
+                if objects.get(name) is not later.get(name)] == []
+        raise KeyboardInterrupt  # the run itself is not looked at here
+
+    def train_and_note(run, cfg, train=train_gpt.train):
+        train(run, cfg)
+        seen.append(any(each.grads.any() for each in run.optimizers))
+
+    monkeypatch.setattr(train_gpt.Run, "warm_up", warm_up)
+    assert run(warmup_steps=1).code == 130
+    assert any(seen), "some gradients must wait"
+
+
 def test_the_clock_stops_for_validation_and_checkpoints(run, monkeypatch):
     """By a clock of the test's own, on which gradients take a second, the others hours."""
     now = [0.0]

@@ -1,7 +1,10 @@
 """data/machine.py: threads for the CPU, and what a machine with GPUs lacks."""
 
+import errno
+import os
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import machine
 import pytest
@@ -84,3 +87,11 @@ def test_what_a_gpu_needs_is_told_with_its_remedy(system, monkeypatch, tmp_path)
     sizes.append(64)
     with pytest.raises(machine.MachineError, match="has 64 MiB.*--shm-size=1g"):
         machine.check_shared_memory(2)
+
+
+def test_a_file_system_without_locks_is_used_as_it_is(tmp_path, monkeypatch):
+    flock = Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK)))
+    monkeypatch.setattr(machine.fcntl, "flock", flock)
+    with open(tmp_path / "lock", "w") as file:
+        machine.lock(file.fileno(), "writes here")
+    flock.assert_called_once()

@@ -116,6 +116,25 @@ def test_the_clock_stops_for_validation_and_checkpoints(run, monkeypatch):
     assert values["process_time_ms"] == str(500 * STEPS)
 
 
+@pytest.mark.parametrize("last, shown", [
+    (25, [3, 5, 8, 10, 13, 15, 18, 20, 23, 25]), (6, [1, 2, 3, 4, 5, 6])])
+def test_the_console_has_a_line_for_each_tenth_of_a_run_and_the_time_that_is_left(last, shown):
+    run, shown_there, log = object.__new__(train_gpt.Run), {}, []
+    run.last, run.tokens_before = last, [512 * step for step in range(last + 1)]
+
+    def note(text, left, console):
+        log.append(text)
+        if console:
+            shown_there[len(log)] = left
+
+    run.log = note
+    for step in range(1, last + 1):
+        run.log_losses(step, 2000.0 * step, train_loss=1.0)
+    assert shown_there == {step: f" left:{2 * (last - step)}s" for step in shown}
+    assert log[-1] == (f"step:{last}/{last} train_loss:1.0000 train_time:{2000 * last}ms "
+                       "step_avg:2000.00ms tokens_per_s:256")
+
+
 def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     changes = dict(muon_lr=0.125, seed=7, save_every=2, target_loss=0.1)
     result = run(**changes)

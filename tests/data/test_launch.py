@@ -82,6 +82,7 @@ def torchrun(monkeypatch):
     with contextlib.ExitStack() as after:
         for number in signal.SIGUSR1, signal.SIGXCPU:
             after.callback(signal.signal, number, signal.getsignal(number))
+            signal.signal(number, signal.SIG_IGN)  # else they would end the tests
         yield lambda run: monkeypatch.setattr(torchrun, "run", run)
 
 

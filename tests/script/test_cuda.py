@@ -25,6 +25,27 @@ from train_gpt import UserError
 run, data_flags = tiny_runs.run, tiny_runs.data_flags  # fixtures
 
 
+@pytest.fixture
+def cards(monkeypatch):
+    """`cards(count, **variables)` makes a machine of cards, and of this process a rank; what is
+    asked of CUDA and of torch.distributed."""
+    def make(count, capability=(9, 0), hip=None, **variables):
+        calls = Mock()
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
+        monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
+        monkeypatch.setattr(train_gpt.dist, "init_process_group", calls.init_process_group)
+        monkeypatch.setattr(train_gpt.dist, "destroy_process_group", calls.destroy_process_group)
+        monkeypatch.setattr(train_gpt.dist, "group", SimpleNamespace(WORLD=calls.world))
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        return calls
+
+    return make
+
+
 # ---- The clock ----
 
 
@@ -124,6 +145,18 @@ def test_the_clock_counts_all_that_the_gpu_was_asked_for_and_losses_are_those_th
     assert run.train_time_ms == run.process_time_ms == 5000
 
 
+def test_the_log_of_a_run_on_gpus_tells_the_card_and_its_software(cards, monkeypatch):
+    cards(8)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(train_gpt, "version", lambda name: f"of {name}")
+    monkeypatch.setattr(train_gpt.collect_env, "get_nvidia_driver_version", lambda run: "580.65")
+    facts = train_gpt.machine_facts(torch.device("cuda", 0))
+    told = dict(device="A Card", gpus=8, cuda="13.0", driver="580.65", nccl=(2, 28, 9),
+                triton="of triton", torch=torch.__version__)
+    assert told.items() <= facts.items()
+
+
 # ---- A card's kernels ----
 
 
@@ -190,27 +223,6 @@ def test_a_smaller_card_takes_the_head_in_chunks(monkeypatch):
 
 
 # ---- Ranks and cards ----
-
-
-@pytest.fixture
-def cards(monkeypatch):
-    """`cards(count, **variables)` makes a machine of cards, and of this process a rank; what is
-    asked of CUDA and of torch.distributed."""
-    def make(count, capability=(9, 0), hip=None, **variables):
-        calls = Mock()
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
-        monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
-        monkeypatch.setattr(train_gpt.dist, "init_process_group", calls.init_process_group)
-        monkeypatch.setattr(train_gpt.dist, "destroy_process_group", calls.destroy_process_group)
-        monkeypatch.setattr(train_gpt.dist, "group", SimpleNamespace(WORLD=calls.world))
-        for name, value in variables.items():
-            monkeypatch.setenv(name, str(value))
-        return calls
-
-    return make
 
 
 def test_a_rank_takes_its_own_card_of_its_machine_and_waits_for_those_that_compile(cards):

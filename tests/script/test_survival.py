@@ -249,6 +249,9 @@ def test_two_ranks_resume_as_two_or_one(start, whole, tmp_path):
     first = start(2, save_every=4)
     assert first.wait() == [0, 0], first.err()
     assert first.losses() == pytest.approx(whole.losses(), abs=1.1e-4)  # of four decimals
+    validated = [re.findall(r" val_loss:(\S+)", run.log()) for run in (first, whole)]
+    of_two, of_one = ([float(loss) for loss in losses] for losses in validated)
+    assert len(of_two) > 3 and of_two == pytest.approx(of_one, abs=1.1e-4)
     assert first.out(0) and not first.out(1)
     expected = first.state(STEPS)["model"]
     newest = first.folder / f"step-{STEPS:06d}.pt"

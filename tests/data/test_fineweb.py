@@ -106,6 +106,17 @@ def test_a_download_that_is_not_what_was_published_is_not_kept_and_the_rest_is(
     assert sorted(path.name for path in folder.iterdir()) == [*TRAIN[:3], VAL]
 
 
+def test_a_larger_download_that_was_cut_short_is_kept_for_the_call_that_goes_on(fineweb, folder):
+    cut = folder / ".incoming" / ".cache" / "huggingface" / "download" / "a.incomplete"
+    cut.parent.mkdir(parents=True)  # where the library keeps them
+    cut.write_bytes(b"200 MB")
+    fineweb(1)
+    assert cut.read_bytes() == b"200 MB"
+    cut.unlink()
+    fineweb(2)
+    assert not (folder / ".incoming").exists()
+
+
 def test_another_hub_may_tell_no_sums_or_know_fewer_shards(hub, fineweb, folder):
     """What it sent is never deleted, but for what is no shard."""
     hub.has_sums = False

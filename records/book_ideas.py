@@ -4,7 +4,6 @@ records/ideas.toml has how the lines of a technique are found.
 """
 
 import bisect
-import functools
 import re
 import tomllib
 from collections import Counter
@@ -82,18 +81,17 @@ def read_ideas(page: Path, rules: Path) -> list:
 
 
 # ---- Its lines ----
-@functools.cache
-def own_lines(source: str) -> list:
-    """(number, line) of what a technique may be in: neither the docstring nor the pocket's values.
+def own_lines(source: str) -> dict:
+    """By line its numbers, of what a technique may be in: the part above the banner.
 
-    Above the banner, that is.
+    Neither the docstring nor the pocket's values count.
     """
     source = above(source)
-    found, is_pocket = [], False
+    found, is_pocket = {}, False
     for number, (title, line) in enumerate(zip(titles(source), source.splitlines())):
         is_pocket |= line.startswith("POCKET = ")
         if title != "Docstring" and not is_pocket:
-            found.append((number, line))
+            found.setdefault(line, []).append(number)
         is_pocket &= line != ")"
     return found
 
@@ -106,19 +104,19 @@ def code_of(line: str) -> str:
 def trace_all(ideas: list, records: list):
     """Fill in what becomes of each idea in each record, held to its parent."""
     scripts = [(record, own_lines(record.script)) for record in records]
-    distinct = {line for _, lines in scripts for _, line in lines}
+    distinct = {line for _, lines in scripts for line in lines}
     for idea in ideas:
         if idea.lines:
             trace(idea, scripts, {line for line in distinct if idea.lines.search(line)})
 
 
 def trace(idea: Idea, scripts: list, matches: set):
-    """Fill in an idea's steps. `scripts` are of (record, its own lines); `matches` its lines."""
+    """Fill in an idea's steps. `scripts` are of (record, `own_lines`); `matches` its lines."""
     known = {}  # lines by the record's folder
     for record, lines in scripts:
         if record.folder.name < idea.records[0]:
             continue
-        ours = [(number, line) for number, line in lines if line in matches]
+        ours = sorted((number, line) for line in matches for number in lines.get(line, ()))
         theirs = known.get(record.parent and record.parent.folder.name, [])
         known[record.folder.name] = ours
         before = Counter(code_of(line) for _, line in theirs)

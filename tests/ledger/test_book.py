@@ -65,10 +65,18 @@ def write(out, *words):
     return {path.stem: Page(path) for path in out.glob("*.html")}
 
 
+@pytest.fixture(scope="module")
+def ladder():
+    """All records, without their logs, which take longer to read than all else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "read_run", lambda path: None)
+        return records.find_records(REPO / "records")
+
+
 @pytest.mark.slow
-def test_the_book_of_some_records_is_whole(tmp_path):
+def test_the_book_of_some_records_is_whole(tmp_path, ladder):
     """Their pages have no dead link, ids that differ, a way home, and each changed line."""
-    for record in records.find_records(REPO / "records")[-4:]:
+    for record in ladder[-4:]:
         shutil.copytree(record.folder, tmp_path / "records" / record.folder.name)
     shutil.copy(REPO / "records/public.toml", tmp_path / "records")
     shutil.copytree(REPO / "docs", tmp_path / "docs")
@@ -217,8 +225,8 @@ MODELS = {  # of the layers: skips, what is saved, the windows whose mask is not
 
 
 @pytest.mark.slow
-def test_a_model_is_drawn_as_its_script_builds_it():
-    known = {one.folder.name: one for one in records.find_records(REPO / "records")}
+def test_a_model_is_drawn_as_its_script_builds_it(ladder):
+    known = {one.folder.name: one for one in ladder}
     for name, (skips, saved, changed) in MODELS.items():
         record = known[name]
         model = book_model.model_of(record.script)
@@ -267,18 +275,17 @@ def test_each_script_can_be_made_of_the_data_and_each_technique_is_where_it_says
 
 
 @pytest.mark.slow
-def test_each_idea_changes_lines_where_its_row_says():
+def test_each_idea_changes_lines_where_its_row_says(ladder):
     """And each technique that a docstring names has a page."""
-    known = records.find_records(REPO / "records")
     ideas = book_ideas.read_ideas(REPO / "docs/techniques.md", REPO / "records/ideas.toml")
     assert len({idea.page for idea in ideas}) == len(ideas) > 100
-    book_ideas.trace_all(ideas, known)
+    book_ideas.trace_all(ideas, ladder)
     for idea in ideas:
         kinds = {step.record.folder.name: step.kind for step in idea.steps}
         if idea.lines:
             assert kinds[idea.records[0]] == "came", idea.name
             assert all(kinds[name] in ("came", "changed") for name in idea.records), idea.name
-    named = {technique for record in known
+    named = {technique for record in ladder
              for technique, _ in book_code.techniques_of(record.script)}
     for technique in named:
         rest = re.sub("<a.*?</a>", "", book_ideas.name_links(technique, ideas))
@@ -382,10 +389,9 @@ def try_in_browser(site: Path, **wanted) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="there is no Chromium here")
-def test_a_browser_shows_the_book(tmp_path):
+def test_a_browser_shows_the_book(tmp_path, ladder):
     """No page is wider than its window; filter, keys, links of the picture, comparisons work."""
-    known = records.find_records(REPO / "records")
-    names = [known[place].folder.name for place in (0, 1, -1)]
+    names = [ladder[place].folder.name for place in (0, 1, -1)]
     for name in names:
         shutil.copytree(REPO / "records" / name, tmp_path / "records" / name)
     for name in ("records/public.toml", "records/race.png", "docs/techniques.md", "docs/story.md"):

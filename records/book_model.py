@@ -168,7 +168,7 @@ def layers_svg(model: Model, parent: Model | None) -> str:
             words.insert(0, f"table {row['table']}{' gated' * row['gated_table']}")
         parts.append(f'<text x="222" y="{top + 15}">{escape(", ".join(words))}</text>')
     for source, target in model.skips:
-        bulge = ARCS + 8 + 12 * (target - source)
+        bulge = ARCS + 8 + 8 * (target - source)
         start, end = TOP + ROW * (source + 1) - 4, TOP + ROW * target + 4
         parts.append(f'<path class="skip" d="M{ARCS} {start}C{bulge} {start} {bulge} {end} '
                      f'{ARCS} {end}"><title>skip from layer {source} to layer {target}</title>'

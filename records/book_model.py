@@ -10,8 +10,7 @@ from html import escape
 
 from ledger.scripts import above
 
-WIDTH, ROW, TOP = 480, 22, 30  # of the picture of layers, in points
-ARCS = 395  # where its lines between layers begin
+ROW, TOP, LETTER = 22, 30, 5.5  # of the picture of layers, in pixels
 # What a model may have beside its layers: how the picture calls it
 ENTRY = {"smear_gate": "smear", "bigram_embed": "bigram table", "ngram_table": "n-gram table"}
 DRAWN = ("window", "table", "no_mlp", "mlps", "skip", "takes_skip", "saved")  # not as words
@@ -136,7 +135,7 @@ def layers_svg(model: Model, parent: Model | None) -> str:
     """The layers from the embedding down to the head; rows that the parent lacks are marked."""
     new = set()
     if parent:
-        keys = [[repr(row) for row in one.rows] for one in (parent, model)]
+        keys = [[*map(drawn, one.rows)] for one in (parent, model)]
         for tag, _, _, start, end in difflib.SequenceMatcher(None, *keys, False).get_opcodes():
             new |= set(range(start, end)) if tag != "equal" else set()
 
@@ -145,13 +144,16 @@ def layers_svg(model: Model, parent: Model | None) -> str:
 
     count = len(model.rows)
     height = TOP + ROW * count + 30
+    longest = max(len(words_of(row)) for row in model.rows)
+    arcs = round(222 + LETTER * longest)  # where the lines between layers begin
+    width = arcs + 8 * count + 10
     entry = ", ".join(["token embedding", *model.entry])
     parts = [f'<text x="24" y="18">{escape(entry)}</text>',
              f'<text x="24" y="{height - 10}">head</text>']
     for index, row in enumerate(model.rows):
         top = TOP + ROW * index
         if index in new:
-            parts.append(f'<rect class="new" x="0" y="{top}" width="{ARCS - 5}" '
+            parts.append(f'<rect class="new" x="0" y="{top}" width="{arcs - 5}" '
                          f'height="{ROW}"></rect>')
         parts.append(f'<text x="4" y="{top + 15}">{index}</text>')
         if row["attention"]:
@@ -163,22 +165,32 @@ def layers_svg(model: Model, parent: Model | None) -> str:
             parts.append(f'<rect class="mlp" x="{148 + 36 * number}" y="{top + 3}" width="32" '
                          f'height="16"></rect><text x="{151 + 36 * number}" y="{top + 15}">MLP'
                          '</text>')
-        words = list(row["flags"])
-        if row.get("table") is not None:
-            words.insert(0, f"table {row['table']}{' gated' * row['gated_table']}")
-        parts.append(f'<text x="222" y="{top + 15}">{escape(", ".join(words))}</text>')
+        parts.append(f'<text x="222" y="{top + 15}">{escape(words_of(row))}</text>')
     for source, target in model.skips:
-        bulge = ARCS + 8 + 8 * (target - source)
+        bulge = arcs + 8 + 8 * (target - source)
         start, end = TOP + ROW * (source + 1) - 4, TOP + ROW * target + 4
-        parts.append(f'<path class="skip" d="M{ARCS} {start}C{bulge} {start} {bulge} {end} '
-                     f'{ARCS} {end}"><title>skip from layer {source} to layer {target}</title>'
+        parts.append(f'<path class="skip" d="M{arcs} {start}C{bulge} {start} {bulge} {end} '
+                     f'{arcs} {end}"><title>skip from layer {source} to layer {target}</title>'
                      "</path>")
     for source in model.saved:
         start, end = TOP + ROW * (source + 1) - 4, height - 14
-        parts.append(f'<path class="saved" d="M{ARCS} {start}C{WIDTH} {start} {WIDTH} {end} 50 '
+        parts.append(f'<path class="saved" d="M{arcs} {start}C{width} {start} {width} {end} 50 '
                      f'{end}"><title>the output of layer {source} is read later</title></path>')
-    return (f'<svg class="model" viewBox="0 0 {WIDTH} {height}" role="img" '
+    return (f'<svg class="model" width="{width}" height="{height}" role="img" '
             f'aria-label="The {count} layers of the model">{"".join(parts)}</svg>')
+
+
+def words_of(row: dict) -> str:
+    """What stands beside a layer: its value table and what is true of it."""
+    words = list(row["flags"])
+    if row.get("table") is not None:
+        words.insert(0, f"table {row['table']}{' gated' * row['gated_table']}")
+    return ", ".join(words)
+
+
+def drawn(row: dict) -> tuple:
+    """What the picture shows of a layer."""
+    return row["attention"] and row["words"], row["count"], words_of(row)
 
 
 def mask_svg(first: list, title: str) -> str:
@@ -203,8 +215,9 @@ def model_html(source: str, parent: str | None) -> str:
     words |= {name for name in ("skip", "saved") if any(row.get(name) for row in model.rows)}
     legend = "; ".join(f"<b>{escape(name)}</b>: {escape(text)}"
                        for name, text in model.meaning.items() if name in words)
-    same = before and [before.rows, before.skips, before.saved, before.entry] == [
-        model.rows, model.skips, model.saved, model.entry]
+    facts = [[[*map(drawn, one.rows)], one.skips, one.saved, one.entry]
+             for one in (model, before) if one]
+    same = before and facts[0] == facts[1]
     text = "As in the parent." if same else "Layers that the parent has not so are marked."
     html = (f'<h2 id="model">The model</h2>\n<p>Its layers, as the script builds them. '
             f'{text if before else ""} {legend + "." if legend else ""}</p>\n'

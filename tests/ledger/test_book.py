@@ -249,6 +249,10 @@ def test_a_model_is_drawn_as_its_script_builds_it(ladder):
     assert not rows[4]["attention"] and "xsa" in rows[1]["flags"] and rows[1]["gated_table"]
     assert "<rect class=\"new\"" not in drawn and "As in the parent." in drawn
     assert book_model.model_html("x = 1", None) == ""
+    changed = known["2026-08-30_92a_MlpsByLayer"]
+    drawn = book_model.model_html(changed.script, changed.parent.script)
+    tops = [int(top) for top in re.findall('<rect class="new" x="0" y="(.*?)"', drawn)]
+    assert [(top - book_model.TOP) // book_model.ROW for top in tops] == [7, 8]
 
 
 def test_each_script_can_be_made_of_the_data_and_each_technique_is_where_it_says():

@@ -190,7 +190,7 @@ def test_an_import_does_nothing_and_a_run_needs_no_utf8_and_no_home(data_flags, 
     (tmp_path / "cwd").mkdir()
     variables = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", HOME="",
                      PYTHONPATH=str(REPO), PYTHONDONTWRITEBYTECODE="1",
-                     PYTHONWARNINGS="error::ResourceWarning")  # a log that stays open
+                     PYTHONWARNINGS="error", PYTHONDEVMODE="1")
     flags = FLAGS | data_flags | dict(num_iterations=1, warmup_steps=0)
     done = subprocess.run(
         [sys.executable, "-c", PROCESS, *to_argv(flags)], cwd=tmp_path / "cwd",

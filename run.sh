@@ -126,7 +126,7 @@ install() {
 
 # install_torch NAME: torch alone, with a bar. Where it fails, the next call of pip says why.
 install_torch() {
-    local source=()
+    local source=() failed=
     # A machine without an NVIDIA driver needs none of the CUDA libraries, gigabytes on Linux.
     if [ "$(uname -s)" = Linux ] && ! has_nvidia; then
         source=(-i https://download.pytorch.org/whl/cpu)
@@ -136,10 +136,13 @@ install_torch() {
     fi
     # uv draws its bar on the stream of its errors.
     if [ -n "$uv" ] && [ -t 2 ]; then
-        pip_install --no-deps ${source[@]+"${source[@]}"} "$1" >&2 || true
+        pip_install --no-deps ${source[@]+"${source[@]}"} "$1" >&2 || failed=1
     else
-        pip_install --no-deps ${source[@]+"${source[@]}"} "$1" >&2 2>/dev/null || true
+        pip_install --no-deps ${source[@]+"${source[@]}"} "$1" >&2 2>/dev/null || failed=1
     fi
+    [ -z "$failed" ] || [ ${#source[@]} = 0 ] ||
+        say "packages: download.pytorch.org gave no torch; trying the package index, whose torch" \
+            "brings NVIDIA's libraries, some gigabytes without a bar"
 }
 
 # Neither the user's settings nor a variable may send the packages elsewhere.

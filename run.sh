@@ -115,7 +115,7 @@ install() {
     install_torch "$(grep ^torch= "$1")"
     pip_install -q "${files[@]}" >&2 2>"$errors" || failed=1
     rm "$venv/unfinished"
-    said=$(grep -i '^ *\(ERROR\|error\|╰─▶\|Caused by\)' "$errors" | tail -n 1) || true
+    said=$(grep -i '^ *\(ERROR\|error\|╰─▶\|Caused by\|cause:\)' "$errors" | tail -n 1) || true
     [ -z "$failed" ] || die "pip could not install ${file##*/} (${said:-is the disk full?});" \
         "all that it said is in $errors." \
         "A Python that has the packages can be named: PYTHON=/path/to/python"

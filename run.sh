@@ -116,6 +116,7 @@ install() {
     pip_install -q "${files[@]}" >&2 2>"$errors" || failed=1
     rm "$venv/unfinished"
     said=$(grep -i '^ *\(ERROR\|error\|╰─▶\|Caused by\|cause:\)' "$errors" | tail -n 1) || true
+    said=${said#  }  # uv indents causes
     [ -z "$failed" ] || die "pip could not install ${file##*/} (${said:-is the disk full?});" \
         "all that it said is in $errors." \
         "A Python that has the packages can be named: PYTHON=/path/to/python"

@@ -323,7 +323,7 @@ def write_all(files: list[str], args) -> None:
 
     print(f"{args.out}: {len(train):,} training and {len(val):,} validation tokens of "
           f"{documents:,} document(s)")
-    print("Train the pocket on it (on GPUs, leave out --preset pocket to train the record):\n"
+    print("Train the pocket on it (without --preset pocket, the record on GPUs):\n"
           + training_command(args.out, args.tokenizer, len(val)))
 
 

@@ -139,6 +139,7 @@ class KernelStandIn:
 NO_KERNEL = re.compile(r"empty|detach|alias|_unsafe_view|prim\.")
 WRITES_ONLY = re.compile(r"aten\.(copy_|zero_|fill_)")
 GATHERS = re.compile(r"aten\.(index|index_select|embedding|gather)\.")
+SCATTERS = re.compile(r"aten\.(index_put_|index_add_)\.")
 
 
 class Recorder(TorchDispatchMode):
@@ -168,6 +169,9 @@ class Recorder(TorchDispatchMode):
         moved = given if "out" in kwargs or WRITES_ONLY.match(name) else given + made
         if GATHERS.match(name):  # it reads as much of its first argument as it makes
             moved = given[1:] + 2 * made
+        if SCATTERS.match(name):  # it reads and writes rows of its first as large as its last
+            rows_alone = given[1:] + 2 * given[-1:]
+            moved = min(moved, rows_alone, key=lambda tensors: sum(map(num_bytes, tensors)))
         flop_of = flop_registry.get(getattr(func, "overloadpacket", None))
         flop = flop_of(*args, **kwargs, out_val=result) if flop_of else 0
         if "_scaled_mm" in name and not kwargs.get("use_fast_accum", args[-1] is True):

@@ -1839,7 +1839,7 @@ class ValueAdam(Adam):
 class Muon(ShardedOptimizer):
     """NorMuon on a batch of matrices of one shape. A parameter may hold several of them.
 
-    Where weights are bf16 their owner also has the rest, what fp32 has beyond bf16: @devenpzak, #92.
+    Where weights are bf16 their owner also has the rest, what fp32 has beyond bf16: #57.
     """
 
     def __init__(self, name, group, params, ranks):

@@ -646,10 +646,15 @@ class FP8Product(torch.autograd.Function):
 
     x and w are cast to e4m3, which has more digits; the gradient to e5m2, which has more range, or
     as its scales say. torch.compile fuses the casts with the operations before them.
+    of_relu2: ReLU²(x) is multiplied. The backward pass finds its derivative, 2 ReLU(x), by the root
+    of the FP8 numbers, so that x need not be kept: @devenpzak, #92.
     """
 
     @staticmethod
-    def forward(ctx, x, w, scales=None):
+    def forward(ctx, x, w, scales=None, of_relu2=False):
+        if of_relu2:
+            x = F.relu(x).square()
+        ctx.of_relu2 = of_relu2
         x_scale, *ctx.of_grad = scales or (FP8_X_SCALE, FP8_GRAD_SCALE, torch.float8_e5m2)
         w_scale = torch.full((), FP8_W_SCALE, device=w.device)
         if scales is not None:
@@ -668,16 +673,19 @@ class FP8Product(torch.autograd.Function):
         # The right factor must be column-major: copy the transpose, then transpose back.
         w_columns = w_f8.T.contiguous().T  # (N, K)
         grad_x = scaled_mm(grad_f8, w_columns, grad_scale, w_scale, use_fast_accum=False)
+        if ctx.of_relu2:
+            relu = (x_f8.float() / ctx.x_scale).sqrt()
+            grad_x = (2 * relu * grad_x).type_as(grad_x)
         # Row-major, as the buffer that it is added to
         grad_rows = grad_f8.T.contiguous()  # (N, S)
         x_columns = x_f8.T.contiguous().T  # (S, K)
         grad_w = scaled_mm(grad_rows, x_columns, grad_scale, ctx.x_scale, use_fast_accum=False)
-        return grad_x, grad_w, None
+        return grad_x, grad_w, None, None
 
 
-def fp8_linear(x: Tensor, w: Tensor, scales: Fp8Scales) -> Tensor:
-    """`F.linear` of x (…, K) and w (N, K) by FP8Product."""
-    return FP8Product.apply(x.flatten(0, -2), w, scales).unflatten(0, x.shape[:-1])
+def fp8_linear(x: Tensor, w: Tensor, scales: Fp8Scales, of_relu2=False) -> Tensor:
+    """`F.linear` of x (…, K), or of ReLU²(x), and w (N, K) by FP8Product."""
+    return FP8Product.apply(x.flatten(0, -2), w, scales, of_relu2).unflatten(0, x.shape[:-1])
 
 
 class Head(CastedLinear):
@@ -981,10 +989,12 @@ class MLP(nn.Module):
 
     def forward(self, x):
         c_fc, c_proj = self.c_fc.type_as(x), self.c_proj.type_as(x)
-        is_fp8 = self.use_fp8 and self.training
-        x = fp8_linear(x, c_fc, MLP_IN_SCALES) if is_fp8 else F.linear(x, c_fc)  # (B, T, mlp_dim)
+        if self.use_fp8 and self.training:
+            x = fp8_linear(x, c_fc, MLP_IN_SCALES)  # (B, T, mlp_dim)
+            return fp8_linear(x, c_proj.T, MLP_OUT_SCALES, of_relu2=True)
+        x = F.linear(x, c_fc)
         x = F.relu(x).square()  # ReLU²: https://arxiv.org/abs/2109.08668
-        return fp8_linear(x, c_proj.T, MLP_OUT_SCALES) if is_fp8 else x @ c_proj
+        return x @ c_proj
 
 
 class Factors(nn.Module):

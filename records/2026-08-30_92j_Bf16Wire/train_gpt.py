@@ -95,12 +95,12 @@ class Stage:
     """A row of the table of stages: what holds from the first step of a stage to its last."""
 
     share: float = 0.0  # relative length; shares are divided by their sum
-    seq_len: int  # tokens of a training sequence
+    seq_len: int = 0  # tokens of a training sequence
     long_window: int  # tokens seen back
     short_window: int  # the same of layers with short windows
-    lr_factor: float  # of all rates
-    num_targets: int  # tokens predicted at each position
-    max_document_tokens: int  # documents are cut to it and packed
+    lr_factor: float = 0.0  # of all rates
+    num_targets: int = 1  # tokens predicted at each position
+    max_document_tokens: int = 0  # documents are cut to it and packed
     classes: int = 0  # ids in the softmax of a training sequence; 0: all
 
 
@@ -193,12 +193,9 @@ class Hyperparameters:
     )
     extension: Stage = Stage(
         seq_len=16384, long_window=1664, short_window=768,
-        lr_factor=1.0, num_targets=1, max_document_tokens=3072,
+        num_targets=1, max_document_tokens=3072,
     )
-    last_validation: Stage = Stage(
-        seq_len=16384, long_window=2560, short_window=768,
-        lr_factor=1.0, num_targets=1, max_document_tokens=3072,
-    )
+    last_validation: Stage = Stage(long_window=2560, short_window=768)
     attention_cut: int = 2560  # tokens of a document that attend to each other in training
     period_from: int = 336  # the step from which tables wait for four steps, and not for two
     averages: tuple = (
@@ -295,12 +292,9 @@ POCKET = dict(
     ),
     extension=Stage(
         seq_len=128, long_window=224, short_window=96,
-        lr_factor=1.0, num_targets=1, max_document_tokens=256,
+        num_targets=1, max_document_tokens=256,
     ),
-    last_validation=Stage(
-        seq_len=128, long_window=256, short_window=96,
-        lr_factor=1.0, num_targets=1, max_document_tokens=256,
-    ),
+    last_validation=Stage(long_window=256, short_window=96),
     attention_cut=192,
     period_from=40,
     averages=(
@@ -329,8 +323,7 @@ def check(cfg, require):
     require(is_even, "model_dim", "be an even multiple of head_dim")
     require(cfg.model_dim >= GATE_CHANNELS, "model_dim", f"be at least {GATE_CHANNELS}")
     require(cfg.channel_groups > 0, "channel_groups", "be above 0")
-    has_groups = cfg.model_dim % cfg.channel_groups == 0
-    require(has_groups, "model_dim", "be a multiple of channel_groups")
+    require(cfg.model_dim % cfg.channel_groups == 0, "model_dim", "be a multiple of channel_groups")
     require(cfg.rope_base > 0, "rope_base", "be above 0")
     is_even = cfg.ngram_rows % 2 == 0 and cfg.ngram_rows >= 4
     require(is_even, "ngram_rows", "be even, at least 4")
@@ -370,9 +363,11 @@ def check(cfg, require):
     num_stages = len(Hyperparameters.stages)
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
     require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
-    require(cfg.extension.share == 0, "extension", "have no share")
-    require(cfg.last_validation.share == 0, "last_validation", "have no share")
-    for row in cfg.all_stages():
+    extension, last = cfg.extension, cfg.last_validation
+    require(extension.share == extension.lr_factor == 0, "extension", "have no share or lr_factor")
+    at_least = dict(long_window=max(1, last.long_window), short_window=max(1, last.short_window))
+    require(last == Stage(**at_least), "last_validation", "have two windows above 0, no more")
+    for row in cfg.all_stages()[:-1]:
         numbers = row.seq_len, row.long_window, row.short_window
         require(min(numbers) > 0, "stages", "have lengths and windows above 0")
         require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
@@ -394,7 +389,6 @@ def shorten(cfg) -> Hyperparameters:
         sequences_per_step=cfg.sequences_per_step * cfg.shorten,
         stages=tuple(shorter(row) for row in cfg.stages),
         extension=shorter(cfg.extension),
-        last_validation=shorter(cfg.last_validation),
     )
 
 

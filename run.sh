@@ -126,7 +126,7 @@ install() {
 # why_not_installed FILE: the cause among the errors of pip or uv.
 why_not_installed() {
     local said lost
-    said=$(grep -i '^ *\(ERROR\|error\|╰─▶\|Caused by\)' "$1" | tail -n 1 | sed 's/^ *//') || true
+    said=$(grep -i '^ *\(ERROR\|error\|╰─▶\|Caused by\|cause:\)' "$1" | tail -n 1 | sed 's/^ *//') || true
     # An index that pip cannot reach is to it an index without packages.
     lost=$(sed -n "s/.* connection broken by '\(.*\)': .*/\1/p" "$1" | sed 's/<[^>]*>: //' |
         tail -n 1) || true
@@ -138,7 +138,7 @@ why_not_installed() {
 
 # install_torch NAME: torch alone, with a bar. Where it fails, the next call of pip says why.
 install_torch() {
-    local source=()
+    local source=() failed=
     # A machine without an NVIDIA driver needs none of the CUDA libraries, gigabytes on Linux.
     if [ "$(uname -s)" = Linux ] && ! has_nvidia; then
         source=(-i https://download.pytorch.org/whl/cpu)
@@ -148,10 +148,13 @@ install_torch() {
     fi
     # uv draws its bar on the stream of its errors.
     if [ -n "$uv" ] && [ -t 2 ]; then
-        pip_install --no-deps ${source[@]+"${source[@]}"} "$1" >&2 || true
+        pip_install --no-deps ${source[@]+"${source[@]}"} "$1" >&2 || failed=1
     else
-        pip_install --no-deps ${source[@]+"${source[@]}"} "$1" >&2 2>/dev/null || true
+        pip_install --no-deps ${source[@]+"${source[@]}"} "$1" >&2 2>/dev/null || failed=1
     fi
+    [ -z "$failed" ] || [ ${#source[@]} = 0 ] ||
+        say "packages: download.pytorch.org gave no torch; trying the package index, whose torch" \
+            "brings NVIDIA's libraries, some gigabytes without a bar"
 }
 
 # Neither the user's settings nor a variable may send the packages elsewhere.

@@ -322,7 +322,7 @@ def uniform(std):
 def weight(*shape, group, init=zeros, bf16=False) -> nn.Parameter:
     """A parameter, not yet initialised.
 
-    group: its row in `parameter_groups`. init: sets its initial values. bf16: on a GPU it is bf16,
+    group: its row in `parameter_groups`. init: initialises it. bf16: on a GPU it is bf16,
     as published, else fp32.
     """
     param = nn.Parameter(torch.empty(shape))
@@ -604,7 +604,7 @@ class CausalSelfAttention(nn.Module):
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             v = v + self.lambdas[1] * value_embed.view_as(v)
         y = attend(q, k, v, view.mask, self.kernel_options)
-        # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
+        # Sparse gate: a head can turn itself off: @classiclarryd, #28, about 50 steps
         gate_BTH = torch.sigmoid(self.attn_gate(x[..., :GATE_CHANNELS]))
         y = (y * gate_BTH[..., None]).flatten(2)  # (B, T, D)
         return F.linear(y, self.c_proj.type_as(x))
@@ -684,7 +684,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Give every parameter its initial values."""
+        """Initialise every parameter."""
         for param in self.parameters():
             param.init(param, generator)
 
@@ -1693,12 +1693,12 @@ class Log:
                 if any(self.folder.glob("step-*.pt")):
                     remedy += ", or go on with its run by --resume auto"
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
-            # --resume auto, of a run that ended before it saved: it begins anew, the log is kept.
+            # --resume auto, of a run that ended before it saved: it starts over, the log is kept.
             kept = self.path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
             kept.write_bytes(written)
             self.file.truncate(0)
             self(header, console=False)
-            self(f"nothing was saved, so the run begins anew; its log is now {kept}")
+            self(f"nothing was saved, so the run starts over; its log is now {kept}")
         elif not written:
             self(header, console=False)
         elif not written.endswith(b"\n"):  # as of a full disk
@@ -2000,8 +2000,9 @@ class Run:
 
     def finish(self):
         """Log the results."""
-        reached = "reached" if self.val_loss <= self.cfg.target_loss else "not reached"
-        self.log(f"target loss {self.cfg.target_loss}: {reached}")
+        target = self.cfg.target_loss
+        reached = "reached" if self.val_loss <= target else "not reached"
+        self.log(f"validation loss {self.val_loss:.4f}: the target, {target}, is {reached}")
         given = self.loader.tokens_given if self.loader else 0
         results = dict(
             val_loss=f"{self.val_loss:.6f}",

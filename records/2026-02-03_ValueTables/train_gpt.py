@@ -315,7 +315,7 @@ def schedule(step: int, cfg) -> Schedule:
 
 
 def stage_of(step: int, cfg) -> tuple[int, float]:
-    """The index of a step's stage, and which part of the stage lies behind the step."""
+    """The index of a step's stage, and which fraction of the stage is done."""
     first_steps = [*stage_starts(cfg), math.inf]
     index = bisect.bisect(first_steps, step) - 1
     start, end = first_steps[index : index + 2]
@@ -371,7 +371,7 @@ def uniform(std):
 def weight(*shape, group, init=zeros, bf16=False) -> nn.Parameter:
     """A parameter, not yet initialised.
 
-    group: its row in `parameter_groups`. init: sets its initial values. bf16: on a GPU it is bf16,
+    group: its row in `parameter_groups`. init: initialises it. bf16: on a GPU it is bf16,
     as published, else fp32.
     """
     param = nn.Parameter(torch.empty(shape))
@@ -688,7 +688,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (each.reshape(woven) for each in (q, k, v))
         y = attend(q, k, v, view.mask, self.kernel_options)
         y = y.view(*x.shape[:2], self.num_heads, -1)
-        # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
+        # Sparse gate: a head can turn itself off: @classiclarryd, #28, about 50 steps
         gate_BTH = torch.sigmoid(self.attn_gate(x[..., :GATE_CHANNELS]))
         y = (y * gate_BTH[..., None]).flatten(2)  # (B, T, D)
         c_proj = proj_lambda * self.c_proj
@@ -786,7 +786,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Give every parameter its initial values."""
+        """Initialise every parameter."""
         for param in self.parameters():
             param.init(param, generator)
         self.embed.weight.copy_(self.lm_head.weight)
@@ -1866,12 +1866,12 @@ class Log:
                 if any(self.folder.glob("step-*.pt")):
                     remedy += ", or go on with its run by --resume auto"
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
-            # --resume auto, of a run that ended before it saved: it begins anew, the log is kept.
+            # --resume auto, of a run that ended before it saved: it starts over, the log is kept.
             kept = self.path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
             kept.write_bytes(written)
             self.file.truncate(0)
             self(header, console=False)
-            self(f"nothing was saved, so the run begins anew; its log is now {kept}")
+            self(f"nothing was saved, so the run starts over; its log is now {kept}")
         elif not written:
             self(header, console=False)
         elif not written.endswith(b"\n"):  # as of a full disk
@@ -2173,8 +2173,9 @@ class Run:
 
     def finish(self):
         """Log the results."""
-        reached = "reached" if self.val_loss <= self.cfg.target_loss else "not reached"
-        self.log(f"target loss {self.cfg.target_loss}: {reached}")
+        target = self.cfg.target_loss
+        reached = "reached" if self.val_loss <= target else "not reached"
+        self.log(f"validation loss {self.val_loss:.4f}: the target, {target}, is {reached}")
         given = self.loader.tokens_given if self.loader else 0
         results = dict(
             val_loss=f"{self.val_loss:.6f}",

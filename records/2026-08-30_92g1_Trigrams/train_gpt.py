@@ -486,7 +486,7 @@ def average_rates(step: int, tables_step: bool, cfg) -> dict:
 
 
 def stage_of(step: int, cfg) -> tuple[int, float]:
-    """The index of a step's stage, and which part of the stage lies behind the step."""
+    """The index of a step's stage, and which fraction of the stage is done."""
     first_steps = [*stage_starts(cfg), math.inf]
     index = bisect.bisect(first_steps, step) - 1
     start, end = first_steps[index : index + 2]
@@ -543,7 +543,7 @@ def uniform(std):
 def weight(*shape, group, init=zeros, bf16=False) -> nn.Parameter:
     """A parameter, not yet initialised.
 
-    group: its row in `parameter_groups`. init: sets its initial values. bf16: on a GPU it is bf16,
+    group: its row in `parameter_groups`. init: initialises it. bf16: on a GPU it is bf16,
     as published, else fp32.
     """
     param = nn.Parameter(torch.empty(shape))
@@ -1025,7 +1025,7 @@ class Block(nn.Module):
         return factors["resid_mlp"] * x + factors["post_mlp"] * y
 
 
-# First values of the last layer's factors: it is like the others, but its table counts twice.
+# Initial factors of the last layer: it is like the others, but its table counts twice.
 LAST_FACTORS = dict(
     value_first=[0.0], value_saved=[0.0], value_x=[0.0],  # of what is added to its values
     stream_first=[0.0], stream_saved=[0.0], stream_x=[0.0],  # of what is added to its input
@@ -1061,14 +1061,14 @@ class LastBlock(Block):
         return super().forward(x, read, stream, value, view, factors)
 
 
-# First values of the output's factors. Half of what was saved is subtracted: backout, @snimu, #40
+# Initial factors of the output. Half of what was saved is subtracted: backout, @snimu, #40
 OUTPUT_FACTORS = dict(
     first=[0.0], saved=[-0.5], entry=[0.0], skip=[0.0], attn_input=[0.0], mlp_input=[0.0]
 )
 
 
 def initial_gates(cfg, indices) -> dict:
-    """First values of the gates of some layers, by name and layer: @Lisennlp, #85.
+    """Initial gates of some layers, by name and layer: @Lisennlp, #85.
 
     xsa: of what a head drops. heads: of its output. x0, bigram, skip: of what a layer adds.
     """
@@ -1180,7 +1180,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Give every parameter its initial values."""
+        """Initialise every parameter."""
         for param in self.parameters():
             param.init(param, generator)
         self.embed.weight.copy_(self.lm_head.weight)
@@ -1690,7 +1690,7 @@ def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
 
 def build_optimizers(model: GPT, cfg, ranks) -> list:
     """An optimizer for each group that has parameters. Raises KeyError for an unknown group."""
-    # Each group compiles its step anew. Beyond the limit torch would run it uncompiled.
+    # Each group recompiles its step. Beyond the limit torch would run it uncompiled.
     torch._dynamo.config.recompile_limit = 32
     groups = parameter_groups(cfg)
     members = {name: [] for name in groups}
@@ -2435,12 +2435,12 @@ class Log:
                 if any(self.folder.glob("step-*.pt")):
                     remedy += ", or go on with its run by --resume auto"
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
-            # --resume auto, of a run that ended before it saved: it begins anew, the log is kept.
+            # --resume auto, of a run that ended before it saved: it starts over, the log is kept.
             kept = self.path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
             kept.write_bytes(written)
             self.file.truncate(0)
             self(header, console=False)
-            self(f"nothing was saved, so the run begins anew; its log is now {kept}")
+            self(f"nothing was saved, so the run starts over; its log is now {kept}")
         elif not written:
             self(header, console=False)
         elif not written.endswith(b"\n"):  # as of a full disk
@@ -2742,8 +2742,9 @@ class Run:
 
     def finish(self):
         """Log the results."""
-        reached = "reached" if self.val_loss <= self.cfg.target_loss else "not reached"
-        self.log(f"target loss {self.cfg.target_loss}: {reached}")
+        target = self.cfg.target_loss
+        reached = "reached" if self.val_loss <= target else "not reached"
+        self.log(f"validation loss {self.val_loss:.4f}: the target, {target}, is {reached}")
         given = self.loader.tokens_given if self.loader else 0
         results = dict(
             val_loss=f"{self.val_loss:.6f}",

@@ -24,7 +24,7 @@ paired heads                                      CausalSelfAttention, GPT.views
 half-truncated rotary embedding                   GPT.set_stage, rotate
 YaRN, growing windows                             yarn, GPT.set_stage
 sliding windows over documents, FlexAttention     first_keys, flex_mask, attend
-FP8 products                                      FP8Product, Head, MLP, CausalSelfAttention
+FP8 matmuls                                       FP8Product, Head, MLP, CausalSelfAttention
 softcapped logits                                 GPT.logits
 sampled softmax                                   candidates, GPT.head_loss
 multi-token prediction                            schedule, GPT.forward, GPT.head_loss
@@ -494,7 +494,7 @@ def average_rates(step: int, tables_step: bool, cfg) -> dict:
 
 
 def stage_of(step: int, cfg) -> tuple[int, float]:
-    """The index of a step's stage, and which part of the stage lies behind the step."""
+    """The index of a step's stage, and which fraction of the stage is done."""
     first_steps = [*stage_starts(cfg), math.inf]
     index = bisect.bisect(first_steps, step) - 1
     start, end = first_steps[index : index + 2]
@@ -551,7 +551,7 @@ def uniform(std):
 def weight(*shape, group, init=zeros, bf16=False) -> nn.Parameter:
     """A parameter, not yet initialised.
 
-    group: its row in `parameter_groups`. init: sets its initial values. bf16: on a GPU it is bf16,
+    group: its row in `parameter_groups`. init: initialises it. bf16: on a GPU it is bf16,
     as published, else fp32.
     """
     param = nn.Parameter(torch.empty(shape))
@@ -628,7 +628,7 @@ FP8_GRAD_SCALE = 448 / 0.75
 
 
 class Fp8Scales(NamedTuple):
-    """Scales of a product in a layer. That of a weight brings its largest entry to 448."""
+    """Scales of a matmul in a layer. That of a weight brings its largest entry to 448."""
 
     x: float
     grad: float
@@ -646,10 +646,15 @@ class FP8Product(torch.autograd.Function):
 
     x and w are cast to e4m3, which has more digits; the gradient to e5m2, which has more range, or
     as its scales say. torch.compile fuses the casts with the operations before them.
+    of_relu2: ReLU²(x) is multiplied. The backward pass finds its derivative, 2 ReLU(x), by the root
+    of the FP8 numbers, so that x need not be kept: @devenpzak, #92.
     """
 
     @staticmethod
-    def forward(ctx, x, w, scales=None):
+    def forward(ctx, x, w, scales=None, of_relu2=False):
+        if of_relu2:
+            x = F.relu(x).square()
+        ctx.of_relu2 = of_relu2
         x_scale, *ctx.of_grad = scales or (FP8_X_SCALE, FP8_GRAD_SCALE, torch.float8_e5m2)
         w_scale = torch.full((), FP8_W_SCALE, device=w.device)
         if scales is not None:
@@ -668,16 +673,19 @@ class FP8Product(torch.autograd.Function):
         # The right factor must be column-major: copy the transpose, then transpose back.
         w_columns = w_f8.T.contiguous().T  # (N, K)
         grad_x = scaled_mm(grad_f8, w_columns, grad_scale, w_scale, use_fast_accum=False)
+        if ctx.of_relu2:
+            relu = (x_f8.float() / ctx.x_scale).sqrt()
+            grad_x = (2 * relu * grad_x).type_as(grad_x)
         # Row-major, as the buffer that it is added to
         grad_rows = grad_f8.T.contiguous()  # (N, S)
         x_columns = x_f8.T.contiguous().T  # (S, K)
         grad_w = scaled_mm(grad_rows, x_columns, grad_scale, ctx.x_scale, use_fast_accum=False)
-        return grad_x, grad_w, None
+        return grad_x, grad_w, None, None
 
 
-def fp8_linear(x: Tensor, w: Tensor, scales: Fp8Scales) -> Tensor:
-    """`F.linear` of x (…, K) and w (N, K) by FP8Product."""
-    return FP8Product.apply(x.flatten(0, -2), w, scales).unflatten(0, x.shape[:-1])
+def fp8_linear(x: Tensor, w: Tensor, scales: Fp8Scales, of_relu2=False) -> Tensor:
+    """`F.linear` of x (…, K), or of ReLU²(x), and w (N, K) by FP8Product."""
+    return FP8Product.apply(x.flatten(0, -2), w, scales, of_relu2).unflatten(0, x.shape[:-1])
 
 
 class Head(CastedLinear):
@@ -981,10 +989,12 @@ class MLP(nn.Module):
 
     def forward(self, x):
         c_fc, c_proj = self.c_fc.type_as(x), self.c_proj.type_as(x)
-        is_fp8 = self.use_fp8 and self.training
-        x = fp8_linear(x, c_fc, MLP_IN_SCALES) if is_fp8 else F.linear(x, c_fc)  # (B, T, mlp_dim)
+        if self.use_fp8 and self.training:
+            x = fp8_linear(x, c_fc, MLP_IN_SCALES)  # (B, T, mlp_dim)
+            return fp8_linear(x, c_proj.T, MLP_OUT_SCALES, of_relu2=True)
+        x = F.linear(x, c_fc)
         x = F.relu(x).square()  # ReLU²: https://arxiv.org/abs/2109.08668
-        return fp8_linear(x, c_proj.T, MLP_OUT_SCALES) if is_fp8 else x @ c_proj
+        return x @ c_proj
 
 
 class Factors(nn.Module):
@@ -1069,7 +1079,7 @@ class Block(nn.Module):
         return factors["resid_mlp"] * x + factors["post_mlp"] * y
 
 
-# First values of the last layer's factors: it is like the others, but its table counts twice.
+# Initial factors of the last layer: it is like the others, but its table counts twice.
 LAST_FACTORS = dict(
     value_first=[0.0], value_saved=[0.0], value_x=[0.0],  # of what is added to its values
     stream_first=[0.0], stream_saved=[0.0], stream_x=[0.0],  # of what is added to its input
@@ -1105,14 +1115,14 @@ class LastBlock(Block):
         return super().forward(x, read, stream, value, view, factors)
 
 
-# First values of the output's factors. Half of what was saved is subtracted: backout, @snimu, #40
+# Initial factors of the output. Half of what was saved is subtracted: backout, @snimu, #40
 OUTPUT_FACTORS = dict(
     first=[0.0], saved=[-0.5], entry=[0.0], skip=[0.0], attn_input=[0.0], mlp_input=[0.0]
 )
 
 
 def initial_gates(cfg, indices) -> dict:
-    """First values of the gates of some layers, by name and layer: @Lisennlp, #85.
+    """Initial gates of some layers, by name and layer: @Lisennlp, #85.
 
     xsa: of what a head drops. heads: of its output. x0, bigram, skip: of what a layer adds.
     """
@@ -1224,7 +1234,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Give every parameter its initial values."""
+        """Initialise every parameter."""
         for param in self.parameters():
             param.init(param, generator)
         self.embed.weight.copy_(self.lm_head.weight)
@@ -1936,7 +1946,7 @@ def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
 
 def build_optimizers(model: GPT, cfg, ranks) -> list:
     """An optimizer for each group that has parameters. Raises KeyError for an unknown group."""
-    # Each group compiles its step anew. Beyond the limit torch would run it uncompiled.
+    # Each group recompiles its step. Beyond the limit torch would run it uncompiled.
     torch._dynamo.config.recompile_limit = 32
     groups = parameter_groups(cfg)
     members = {name: [] for name in groups}
@@ -2718,12 +2728,12 @@ class Log:
                 if any(self.folder.glob("step-*.pt")):
                     remedy += ", or go on with its run by --resume auto"
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
-            # --resume auto, of a run that ended before it saved: it begins anew, the log is kept.
+            # --resume auto, of a run that ended before it saved: it starts over, the log is kept.
             kept = self.path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
             kept.write_bytes(written)
             self.file.truncate(0)
             self(header, console=False)
-            self(f"nothing was saved, so the run begins anew; its log is now {kept}")
+            self(f"nothing was saved, so the run starts over; its log is now {kept}")
         elif not written:
             self(header, console=False)
         elif not written.endswith(b"\n"):  # as of a full disk
@@ -3025,8 +3035,9 @@ class Run:
 
     def finish(self):
         """Log the results."""
-        reached = "reached" if self.val_loss <= self.cfg.target_loss else "not reached"
-        self.log(f"target loss {self.cfg.target_loss}: {reached}")
+        target = self.cfg.target_loss
+        reached = "reached" if self.val_loss <= target else "not reached"
+        self.log(f"validation loss {self.val_loss:.4f}: the target, {target}, is {reached}")
         given = self.loader.tokens_given if self.loader else 0
         results = dict(
             val_loss=f"{self.val_loss:.6f}",

@@ -1,6 +1,6 @@
 """The records: a folder each, with a claim, a script, a page and logs; the rules; what runs show.
 
-All runs of a record lie in its logs/, whoever made them and wherever: their headers tell the
+All runs of a record are in its logs/, from any person and machine: their headers tell the
 setting, and a file's name is made from what is in it.
 """
 

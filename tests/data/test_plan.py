@@ -139,7 +139,7 @@ def test_memory_follows_the_tokens_of_a_forward_pass_and_fp8(record, gib, fp8, f
     ("2024-06-06_AdamW", 51), ("2025-01-26_BatchSize", 7), ("2025-09-05_SkipMLPBlocks", 10),
     ("2025-11-29_BatchSizeSchedule", 9), ("2025-12-22_MultiTokenPrediction", 8)])
 def test_shards_suffice_where_documents_are_cut(record, shards):
-    """Nine sufficed for #30 in public, and are not enough by the share that is counted on."""
+    """Nine were enough for the published #30, and are not by the share that is counted on."""
     script = script_module(f"records/{record}/train_gpt.py")
     assert plan_tool.count_shards(script, script.parse_args([])) == shards
 

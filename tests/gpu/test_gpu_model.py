@@ -57,6 +57,21 @@ def test_rows_that_are_gathered_count_and_not_their_table():
     assert [x["bytes"] for x in notes.launches] == [ids.nbytes + 2 * 5 * 4 * 4]
 
 
+def test_rows_that_are_put_into_a_table_count_and_not_the_table():
+    """Those that it has are read and written, as large as the new ones."""
+    notes = Notes()
+    notes.phase = "update of 0 on 1"
+    table, ids, rows = torch.zeros(1000, 4), torch.arange(5), torch.ones(5, 4)
+    few, places = torch.zeros(2, 4), torch.tensor([0, 1, 0, 1, 0])
+    with Recorder(notes):
+        table[ids] = rows
+        table.index_add_(0, ids, rows)
+        few.index_add_(0, places, rows)  # here all of it is less
+    of_rows = ids.nbytes + 3 * rows.nbytes
+    of_few = ids.nbytes + rows.nbytes + 2 * few.nbytes
+    assert [x["bytes"] for x in notes.launches] == [of_rows, of_rows, of_few]
+
+
 def launch(phase="pass of 0", kind="aten", name="aten.mm.out", num_bytes=0.0, flop=0.0):
     return dict(phase=phase, kind=kind, name=name, bytes=num_bytes, flop=flop, tensors=[])
 

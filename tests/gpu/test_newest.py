@@ -12,7 +12,7 @@ from test_gpu import nothing_compiled, relative_error  # noqa: F401 (a fixture)
 from test_run_state import table_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
-RECORD = REPO / "records" / "2026-08-30_92h_Fp8Products"
+RECORD = REPO / "records" / "2026-08-30_92j_Bf16Wire"  # it has all of them
 # FP8 keeps 4 bits of a weight or activation, and 3 of a gradient: 3 to 6 % a rounding.
 FP8_ERROR = 0.15  # of some three roundings
 

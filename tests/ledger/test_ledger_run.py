@@ -27,7 +27,7 @@ def headers_in(folder):
     return [logs.read_log(path).header for path in folder.rglob("log.txt")]
 
 
-def test_runs_go_in_turns_and_results_are_those_of_the_logs(measured, capsys):
+def test_runs_are_interleaved_and_results_are_those_of_the_logs(measured, capsys):
     paths = (measured / "out/logs").glob("*/log.txt")
     order = sorted(paths, key=lambda path: path.stat().st_mtime_ns)
     names = [re.sub("-[0-9a-f]{8}-seed-", " ", path.parent.name) for path in order]

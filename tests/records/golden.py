@@ -269,7 +269,7 @@ class TinyRun:
         self.model = make_model(script, cfg)
         self.optimizers = script.build_optimizers(self.model, cfg, self.ranks)
         for optimizer in self.optimizers:
-            optimizer.dtype = torch.float64  # of Muon's products
+            optimizer.dtype = torch.float64  # of Muon's matmuls
             if hasattr(optimizer, "updates"):
                 optimizer.updates = optimizer.updates.double()
         for table in self.tables():

@@ -1,4 +1,4 @@
-"""FP8 products of attention and MLPs: their ranges, and that they are products of rounded factors.
+"""FP8 matmuls of attention and MLPs: their ranges, and that they multiply rounded factors.
 
 torch multiplies FP8 on a CPU as well, so what a GPU with FP8 would compute is computed here.
 """
@@ -65,6 +65,59 @@ def test_results_are_products_of_the_rounded_factors(record, name):
             error = (found.double().flatten(0, -2) - exact).abs()
             assert found.dtype == torch.bfloat16
             assert (error <= BF16_STEP * exact.abs() + FP32_SUM * size).all()
+
+
+@for_each(WITH_FP8_LAYERS)
+def test_the_derivative_of_relu2_is_that_of_the_rounded_activation(record):
+    """Of all hidden units in bf16. It is off by as much as the record's page says."""
+    script = load(record)
+    sixteen_bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    hidden = sixteen_bits.view(torch.bfloat16)
+    hidden = hidden[hidden.abs() < 128].view(-1, 32)
+    x = hidden.clone().requires_grad_()
+    eye = torch.eye(32).bfloat16()  # so that the gradient of ReLU² is that of the product
+    out = script.fp8_linear(x, eye, script.MLP_OUT_SCALES, of_relu2=True)
+    (slope,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    activation = out.detach().double()
+    low = script.to_fp8(torch.relu(hidden).square(), script.MLP_OUT_SCALES.x, E4M3).double()
+    assert activation.equal(low)  # four bits are few enough for bf16
+    exact_slope = 2 * low.sqrt()
+    error = (slope.double() - exact_slope).abs()
+    assert (error <= 1.01 * BF16_STEP * exact_slope).all()
+
+    hidden, slope = hidden.double(), slope.double()
+    error = (slope - 2 * hidden).abs()
+    vanishes = hidden <= 2**-5
+    is_small = ~vanishes & (hidden <= 2**-3)
+    is_clipped = hidden > 448**0.5
+    assert not slope[vanishes].any() and slope[~vanishes].all()
+    assert error[is_small].max() <= 0.026
+    is_normal = ~vanishes & ~is_small & ~is_clipped
+    assert (error[is_normal] / (2 * hidden[is_normal])).max() <= 0.031 + BF16_STEP
+    assert slope[is_clipped].unique().tolist() == [42.25]  # 2 √448 = 42.33 in bf16
+
+
+@for_each(WITH_FP8_LAYERS)
+def test_no_hidden_units_are_kept_in_bf16(record, tmp_path):
+    """For the backward pass an MLP keeps its inner activation as FP8 numbers, a byte each."""
+    script = load(record)
+    golden.write_tables(tmp_path)
+    cfg = golden.tiny(script, tmp_path, mlp_dim=128)
+    mlp = script.MLP(cfg)
+    mlp.use_fp8 = True
+    with torch.no_grad():
+        for param in mlp.parameters():
+            param.fill_(0.1)
+    x = torch.ones(64, cfg.model_dim).bfloat16().requires_grad_()
+    kept = []
+
+    def note(tensor):
+        kept.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        mlp(x)
+    assert [dtype for shape, dtype in kept if shape == (64, cfg.mlp_dim)] == [E4M3]
 
 
 @for_each(WITH_FP8_LAYERS)

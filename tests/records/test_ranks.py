@@ -103,7 +103,7 @@ class RankRun(TinyRun):
         def of_this_rank(cfg):
             ranks = make_ranks(cfg)
             ranks.rank = rank
-            ranks.world_size = count if exchange else 1
+            ranks.world_size = exchange.world_size if exchange else 1
             return ranks
 
         script.Ranks = of_this_rank

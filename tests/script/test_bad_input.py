@@ -102,7 +102,7 @@ def test_a_file_system_without_locks_is_trained_on_and_named(run, monkeypatch):
 def test_runs_without_a_name_that_begin_in_one_second_have_logs_of_their_own(run):
     for _ in range(2):
         done = run(run_id="", num_iterations=1, warmup_steps=0, head_chunks=2, target_loss=9)
-        assert done.code == 0 and "\ntarget loss 9.0: reached\n" in done.out
+        assert done.code == 0 and ": the target, 9.0, is reached\n" in done.out
     assert " in 2 chunk(s), logs/" in done.out
     assert len(list(Path("logs").iterdir())) == 2
 
@@ -145,7 +145,7 @@ def test_a_run_tells_its_threads_and_a_resumed_one_takes_its_checkpoints(run, mo
 
 @pytest.mark.slow
 def test_init_takes_weights_trains_on_other_data_and_can_be_resumed(run, tiny_shards):
-    """Moments and schedules begin anew, and an untied head stays untied. With --resume auto, it
+    """Moments and schedules start over, and an untied head stays untied. With --resume auto, it
     begins with the weights where there is nothing yet to go on from."""
     run(save_every=2)
     line = one_error(run(run_id="tuned", init=WEIGHTS, model_dim=64))
@@ -190,7 +190,7 @@ def test_an_import_does_nothing_and_a_run_needs_no_utf8_and_no_home(data_flags, 
     (tmp_path / "cwd").mkdir()
     variables = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", HOME="",
                      PYTHONPATH=str(REPO), PYTHONDONTWRITEBYTECODE="1",
-                     PYTHONWARNINGS="error::ResourceWarning")  # a log that stays open
+                     PYTHONWARNINGS="error", PYTHONDEVMODE="1")
     flags = FLAGS | data_flags | dict(num_iterations=1, warmup_steps=0)
     done = subprocess.run(
         [sys.executable, "-c", PROCESS, *to_argv(flags)], cwd=tmp_path / "cwd",

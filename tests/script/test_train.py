@@ -180,7 +180,7 @@ def test_the_log_has_source_facts_steps_and_results(run, data_flags, tmp_path):
     same = {name: facts[name] for name in ("parameters", "world_size", "torch", "seed", "threads")}
     same |= dict(steps=str(STEPS), tokens=str(TOKENS))
     assert same.items() <= values.items()
-    assert "\ntarget loss 0.1: not reached\n" in result.out
+    assert ": the target, 0.1, is not reached\n" in result.out
 
 
 def test_a_finished_run_is_evaluated_without_training_data(run, tmp_path, tiny_shards):

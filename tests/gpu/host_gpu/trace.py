@@ -139,6 +139,7 @@ class KernelStandIn:
 NO_KERNEL = re.compile(r"empty|detach|alias|_unsafe_view|prim\.")
 WRITES_ONLY = re.compile(r"aten\.(copy_|zero_|fill_)")
 GATHERS = re.compile(r"aten\.(index|index_select|embedding|gather)\.")
+SCATTERS = re.compile(r"aten\.(index_put_|index_add_)\.")
 
 
 class Recorder(TorchDispatchMode):
@@ -168,6 +169,9 @@ class Recorder(TorchDispatchMode):
         moved = given if "out" in kwargs or WRITES_ONLY.match(name) else given + made
         if GATHERS.match(name):  # it reads as much of its first argument as it makes
             moved = given[1:] + 2 * made
+        if SCATTERS.match(name):  # it reads and writes rows of its first as large as its last
+            rows_alone = given[1:] + 2 * given[-1:]
+            moved = min(moved, rows_alone, key=lambda tensors: sum(map(num_bytes, tensors)))
         flop_of = flop_registry.get(getattr(func, "overloadpacket", None))
         flop = flop_of(*args, **kwargs, out_val=result) if flop_of else 0
         if "_scaled_mm" in name and not kwargs.get("use_fast_accum", args[-1] is True):
@@ -184,7 +188,8 @@ class Wire:
 
     def __getattr__(self, name: str):
         def collective(*tensors, **options):
-            self.notes.launch("wire", name, max(map(num_bytes, tensors)))
+            given = [x for x in tensors if isinstance(x, torch.Tensor)]  # beside numbers of rows
+            self.notes.launch("wire", name, max(map(num_bytes, given)))
             return self
 
         return collective
@@ -253,6 +258,7 @@ def cast_weights(model):
 
 
 DISTINCT = 0.8  # of the rows that a pass reads; 0.71 to 0.91 were counted, of text
+READ_IDS = 3  # of so many ids a rank reads one between two steps of value tables: an estimate
 ROW_BYTES = 26_000  # that a step of the table of n-grams moves a row, by the shapes in its update
 
 
@@ -277,6 +283,8 @@ class Tracer:
         self.table = getattr(self.model, "ngram_table", None)
         if self.table:  # which rows differ is not known without tokens
             self.model.read_rows = self.some_rows
+        self.value_adam = getattr(self.model, "value_adam", None)  # as of 92i
+        script.to_device = self.to_device
         owned = [*self.model.parameters(), *self.model.buffers()]
         for optimizer in self.optimizers:
             owned += [*vars(optimizer).values(), *optimizer.state.values()]
@@ -293,6 +301,7 @@ class Tracer:
             self.sharded[world_size] = script.build_optimizers(self.model, cfg,
                                                                self.ranks(world_size))
         self.model.ngram_table = self.table
+        self.model.value_adam = self.value_adam
 
     def note(self, phase: str, function) -> None:
         """Run it once, which compiles it, and once more to be noted."""
@@ -317,6 +326,18 @@ class Tracer:
             batch = batch._replace(classes=targets.new_zeros(rows, classes))
         return batch
 
+    def to_device(self, x, device):
+        """In place of a copy from the host's memory, which is not pinned without a GPU."""
+        return torch.zeros(x.shape, dtype=x.dtype, device=device)
+
+    def with_values(self, batch):
+        """The batch with rows of the value tables, where a script plans them."""
+        if not self.value_adam:
+            return batch
+        ids = torch.zeros(self.value_adam.rows_of(batch), dtype=torch.int64, device=self.device)
+        place = torch.zeros_like(batch.targets)
+        return batch._replace(values=self.script.ValueReading(ids, place, is_read=False))
+
     def some_rows(self, tokens):
         """Two rows of the n-gram table for each token, read as a script does that has planned."""
         table = self.table
@@ -334,7 +355,7 @@ class Tracer:
 
         def gradients():
             batch = self.batch(self.cfg.sequences_per_forward, now.seq_len, facts["classes"])
-            self.script.accumulate_gradients(self.model, [batch], now)
+            self.script.accumulate_gradients(self.model, [self.with_values(batch)], now)
             if self.table:
                 del self.table.waiting[1:]
 
@@ -374,6 +395,9 @@ class Tracer:
                 now = self.script.schedule(step, self.cfg)
                 tied = getattr(now, "tied", False)  # as of #53
                 update = self.script.step_tied if tied else self.script.step_optimizers
+                for optimizer in optimizers:
+                    if hasattr(optimizer, "is_read"):
+                        optimizer.is_read[:, ::READ_IDS] = True
                 update(optimizers, now, divisor=1)
                 if self.table:
                     self.step_table(stage, world_size, now)

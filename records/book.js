@@ -10,6 +10,41 @@ document.addEventListener("keydown", (event) => {
   if (isPlain && link && !isBusy) location.href = link.href;
 });
 
+// Equal lines between the places of a change: a button shows them, once scripts.js is read.
+function addGaps() {
+  for (const gap of document.querySelectorAll("tbody.gap")) {
+    const count = Number(gap.dataset.count);
+    gap.innerHTML = `<tr><td colspan="2"><button>Show ${count} equal line${count > 1 ? "s" : ""}`
+      + "</button></td></tr>";
+    gap.querySelector("button").addEventListener("click", () => withScripts(() => fill(gap)));
+  }
+}
+
+function withScripts(action) {
+  if (typeof SCRIPTS !== "undefined") return action();
+  const script = document.createElement("script");
+  script.src = "scripts.js";
+  script.addEventListener("load", action);
+  document.head.append(script);
+}
+
+function fill(gap) {
+  const name = location.pathname.split("/").pop().replace(/\.html$/, "");
+  const { runs } = SCRIPTS[gap.closest("table").dataset.script || name];
+  const ids = runs.flatMap(([first, count]) =>
+    Array.from({ length: count }, (_, index) => first + index));
+  const count = Number(gap.dataset.count), start = Number(gap.dataset.new);
+  const cell = (side, first) => {
+    const lines = Array.from({ length: count }, (_, index) =>
+      `<div data-n="${first + index}">${LINES[ids[start - 1 + index]]}</div>`);
+    return `<td class="${side}">${lines.join("")}</td>`;
+  };
+  gap.innerHTML = `<tr class="equal">${cell("old", Number(gap.dataset.old))}`
+    + `${cell("new", start)}</tr>`;
+  gap.classList.remove("gap");
+}
+addGaps();
+
 // A box on the front page keeps the rows that have all its words: of ideas, authors, numbers.
 function addFilter() {
   const tables = ["ladder", "all-public-records"].map((id) =>

@@ -1,6 +1,6 @@
-"""The ladder as a picture, and as a book: a static site with a page for each record.
+"""The ladder as a book: a static site with a page for each record and each idea.
 
-`python records/ledger book --out SITE` writes the site, `list --write` the picture.
+`python records/ledger book --out SITE` writes it.
 """
 
 import re
@@ -9,11 +9,14 @@ from html import escape
 from pathlib import Path
 from urllib.parse import urljoin
 
-from book_code import Side, change_table, scripts_data, techniques_of
-from book_plots import schedule_plots
+from book_code import scripts_data
+from book_ideas import chart_html, idea_html, read_ideas, trace_all
+from book_ladder import ladder_svg
+from book_markdown import Renderer
+from book_record import record_html
 from ledger import pages
 from ledger.logs import LedgerError, read_text
-from ledger.records import Record, read_public
+from ledger.records import Record
 
 NAME = "A NanoGPT speedrun in one file"
 PAGE = """<!DOCTYPE html>
@@ -25,6 +28,9 @@ PAGE = """<!DOCTYPE html>
 <meta name="description" content="{description}">
 <meta property="og:title" content="{title}">
 <meta property="og:description" content="{description}">
+<meta property="og:type" content="website">
+{preview}
+<link rel="icon" href="icon.svg">
 <link rel="stylesheet" href="style.css">
 <script src="book.js" defer></script>
 </head>
@@ -38,6 +44,9 @@ PAGE = """<!DOCTYPE html>
 </body>
 </html>
 """
+ICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">
+<path d="M2 2C4 10 8 13 14 13" fill="none" stroke="#3189c9" stroke-width="2.5"></path></svg>
+"""
 INDEX = """# {name}
 
 In two years a GPT-2 small that took 45 minutes on eight H100s came to train in 40 seconds. Here are
@@ -46,13 +55,13 @@ diff and the whole script.
 
 {race}
 
+LADDER
+
+STORY
+
 <h2 id="ladder">The ladder, record by record</h2>
 
 {ladder}
-
-![Published minutes on eight H100s of each public record](ladder.svg)
-
-{story}
 
 ## All public records
 
@@ -69,129 +78,152 @@ COMPARE = """<h1>Two records side by side</h1>
 <script src="compare.js"></script>
 """
 RACE = "![Published validation loss against seconds, a curve for each record](race.png)"
-# Where a page has the change: in place of the section that says how to see it
-PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
-SHADES = {"#000000": "currentColor", "#e3e6e9": "#88888855", "#006ba4": "#3189c9"}  # in the dark
-SVG_STYLE = ("<style>svg { color: #1c2126; fill: currentColor } "
-             "@media (prefers-color-scheme: dark) { svg { color: #dde2e6 } }</style></svg>")
-
-
-# ---- The picture ----
-def draw_ladder(folder: Path, records: list, path: Path):
-    """Minutes of all public records by their number, with names where there is room."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({
-            "font.size": 10, "axes.grid": True, "grid.color": "#e3e6e9", "axes.spines.top": False,
-            "axes.spines.right": False, "svg.fonttype": "none", "svg.hashsalt": "ladder"}):
-        figure = Figure(figsize=(9, 5), layout="constrained")
-        axis = figure.subplots()
-        public = read_public(folder)
-        minutes = [float(row["minutes"]) for row in public.values()]
-        axis.plot([*public], minutes, ".", color="C7", label="public record")
-        scripts = [record for record in records if record.number]
-        places = {one.number: float(one.minutes or 45) for one in scripts}
-        axis.plot([*places], [*places.values()], "o", color="#006ba4", label="with a script here")
-        axis.set(xlabel="number of the public record", ylabel="published minutes on 8×H100",
-                 yscale="log", xlim=(0, max([*public, *places, 1]) + 22))
-        axis.set_yticks([0.7, 1, 1.5, 2, 3, 5, 10, 20, 40])
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.minorticks_off()
-        axis.legend(frameon=False)
-        figure.draw_without_rendering()  # so that places in it are known
-        taken = []
-        for one in sorted(scripts, key=lambda one: one.number not in pages.MILESTONES):
-            label = f"{one.name}, {one.minutes} min"
-            name = axis.annotate(label, (one.number, places[one.number]), (4, 4),
-                                 textcoords="offset points", fontsize=7)
-            box = name.get_window_extent()
-            if any(map(box.overlaps, taken)):
-                name.remove()
-            else:
-                taken.append(box)
-        is_png = path.suffix == ".png"
-        metadata = {"Software": None} if is_png else {"Date": None}  # equal files again
-        figure.savefig(path, dpi=200, transparent=not is_png, metadata=metadata)
 
 
 # ---- The site ----
-def write_book(records: list, out: Path, source: str | None) -> list:
-    """Write the site to a folder, and return its pages. Other files are read at `source`."""
+def write_book(
+    records: list, out: Path, source: str | None = None, address_of_site: str | None = None
+) -> list:
+    """Write the site to a folder, and return its pages.
+
+    Other files are read at `source`. The site itself is read at `address_of_site`: previews of
+    links need it.
+    """
     if not records:
         raise LedgerError("no records there, so no pages; give a folder that has")
     if out.is_dir() and any(out.iterdir()) and not (out / "style.css").exists():
         raise LedgerError(f"--out {out}: it has other files; give a folder of its own")
     out.mkdir(parents=True, exist_ok=True)
     folder = records[0].folder.parent.resolve()
-    draw_ladder(folder, records, out / "ladder.svg")
-    drawn = read_text(out / "ladder.svg")
-    for color, shade in SHADES.items():
-        drawn = drawn.replace(color, shade)
-    (out / "ladder.svg").write_text(drawn.replace("</svg>", SVG_STYLE), encoding="utf-8")
     style = read_text(Path(__file__).with_suffix(".css"))
     (out / "style.css").write_text(style, encoding="utf-8")
-
+    (out / "icon.svg").write_text(ICON, encoding="utf-8")
     for name in ("book.js", "compare.js"):
         (out / name).write_text(read_text(Path(__file__).with_name(name)), encoding="utf-8")
     data = scripts_data({record.folder.name: record.script for record in records})
     (out / "scripts.js").write_text(data, encoding="utf-8")
 
     docs = folder.parent / "docs"
-    names = {record.folder.resolve(): f"{record.folder.name}.html" for record in records}
-    names |= {folder / "README.md": "index.html", docs / "story.md": "index.html#story",
-              docs / "techniques.md": "techniques.html", folder / "ladder.svg": "ladder.svg"}
-    race = story = ""
-    if (folder / "race.png").exists():
+    renderer = Renderer(folder.parent, source, names_of(records))
+    race = (folder / "race.png").exists()
+    if race:
         shutil.copyfile(folder / "race.png", out / "race.png")
-        names[folder / "race.png"] = "race.png"
-        race = RACE
-    if (docs / "story.md").exists():
-        title, _, chapters = read_text(docs / "story.md").partition("\n")
-        chapters = re.sub(r"^!\[.*?\]\(.*?\)\n", "", chapters, flags=re.M)  # it stands above
-        story = f'<h2 id="story">{escape(title.removeprefix("# "))}</h2>\n' + from_markdown(
-            re.sub("^## ", "### ", chapters, flags=re.M), docs, source and f"{source}/docs/", names)
-    blocks = pages.blocks(folder, records)[folder / "README.md"]
-    texts = INDEX.format(name=NAME, count=len(records), race=race, ladder=blocks[""],
-                         story="STORY", public=blocks[" public"]).split("STORY\n")
-    address = source and f"{source}/{folder.name}/"
-    body = story.join(from_markdown(text, folder, address, names) for text in texts)
-    links = ['<a href="#all-public-records">All public records</a>',
-             link_to(records[0], "Next", "next")]
-    description = f"{len(records)} scripts, each a small change of its parent, with the reason"
-    site = {"index": ("", description, links, body)}
+    story = story_html(docs / "story.md", renderer) if (docs / "story.md").exists() else ""
+    site, ideas = {"index": front_page(records, folder, race, story, renderer)}, []
     if (docs / "techniques.md").exists():
-        body = from_markdown(read_text(docs / "techniques.md"), docs,
-                             source and f"{source}/docs/", names)
-        site["techniques"] = ("Techniques", "All techniques, each with its effect and its first "
-                              "record", ['<a href="index.html">The ladder</a>'], body)
+        ideas = read_ideas(docs / "techniques.md", Path(__file__).with_name("ideas.toml"))
+        site |= idea_pages(ideas, records, docs, renderer)
     options = "".join(f'<option value="{record.folder.name}">{escape(record.name)}</option>'
                       for record in records)
     site["compare"] = ("Compare", "Any two of the scripts side by side, or one as a whole",
                        ['<a href="index.html">The ladder</a>'], COMPARE.format(options=options))
     for before, record, after in zip([None, *records], records, [*records[1:], None]):
-        name = record.folder.name
-        links = [link_to(before, "Previous", "prev") if before
-                 else '<a href="index.html" rel="prev">Previous: the ladder</a>']
-        if record.parent and record.parent is not before:
-            links.append(link_to(record.parent, "Parent"))
-        links.append(link_to(after, "Next", "next") if after
-                     else '<a href="index.html#all-public-records">Next: all public records</a>')
-        address = source and f"{source}/{folder.name}/{name}/"
-        text = read_text(record.folder / "README.md").replace(f"# {name}", f"# {record.name}", 1)
-        place = PLACE.search(text)
-        top = from_markdown(text[:place.start()], record.folder, address, names)
-        rest = from_markdown(text[place.end():], record.folder, address, names)
-        plots = schedule_plots(record.script, record.parent and record.parent.script)
-        body = top + plots + change_of(record) + rest
-        site[name] = (record.name, record.claim["change"], links, body)
+        site[record.folder.name] = (record.name, record.claim["change"],
+                                    links_of(before, record, after),
+                                    record_html(record, ideas, renderer))
     header = header_of(site, story, source)
+    preview = ""
+    if race:
+        picture = urljoin(f"{(address_of_site or '').rstrip('/')}/", "race.png").lstrip("/")
+        preview = (f'<meta property="og:image" content="{escape(picture)}">\n'
+                   '<meta name="twitter:card" content="summary_large_image">')
     for name, (title, description, links, body) in site.items():
         title = f"{title} · {NAME}" if title else NAME
         page = PAGE.format(title=escape(title), description=escape(description), header=header,
-                           links="\n".join(links), body=body)
+                           preview=preview, links="\n".join(links), body=body)
         (out / f"{name}.html").write_text(page, encoding="utf-8")
     return list(site)
+
+
+def names_of(records: list) -> dict:
+    """The site's pages and pictures by the file or folder that they are of."""
+    folder = records[0].folder.parent.resolve()
+    docs, root = folder.parent / "docs", folder.parent / "train_gpt.py"
+    names = {folder / "README.md": "index.html", docs / "story.md": "index.html#story",
+             docs / "techniques.md": "techniques.html"}
+    if (folder / "race.png").exists():
+        names[folder / "race.png"] = "race.png"
+    newest = read_text(root) if root.exists() else None
+    for record in records:
+        home, name = record.folder.resolve(), record.folder.name
+        names[home] = f"{name}.html"
+        names[home / "train_gpt.py"] = f"compare.html#b={name}"
+        if record.script == newest:
+            names[root] = f"compare.html#b={name}"
+    return names
+
+
+def story_html(path: Path, renderer: Renderer) -> str:
+    """The story's chapters, below a heading."""
+    title, _, chapters = read_text(path).partition("\n")
+    chapters = re.sub(r"^!\[.*?\]\(.*?\)\n", "", chapters, flags=re.M)  # it stands above
+    chapters = re.sub("^## ", "### ", chapters, flags=re.M)
+    return (f'<h2 id="story">{escape(title.removeprefix("# "))}</h2>\n'
+            f"{renderer.html(chapters, path.parent)}")
+
+
+def front_page(
+    records: list, folder: Path, has_race: bool, story: str, renderer: Renderer
+) -> tuple:
+    """The race, the ladder as a picture, the story, the ladder and all public records."""
+    blocks = pages.blocks(folder, records)[folder / "README.md"]
+    text = INDEX.format(name=NAME, count=len(records), race=RACE if has_race else "",
+                        ladder=blocks[""], public=blocks[" public"])
+    body = with_row_ids(renderer.html(text, folder))
+    drawn = f'<div class="wide">{ladder_svg(folder, records)}</div>'
+    body = body.replace("<p>LADDER</p>", drawn).replace("<p>STORY</p>", story)
+    links = ['<a href="#all-public-records">All public records</a>',
+             link_to(records[0], "Next", "next")]
+    description = f"{len(records)} scripts, each a small change of its parent, with the reason"
+    return "", description, links, body
+
+
+def links_of(before: Record | None, record: Record, after: Record | None) -> list:
+    """The ways from a record's page to its neighbours and its parent."""
+    links = [link_to(before, "Previous", "prev") if before
+             else '<a href="index.html" rel="prev">Previous: the ladder</a>']
+    if record.parent and record.parent is not before:
+        links.append(link_to(record.parent, "Parent"))
+    links.append(link_to(after, "Next", "next") if after
+                 else '<a href="index.html#all-public-records">Next: all public records</a>')
+    return links
+
+
+def with_row_ids(html: str) -> str:
+    """Each row of a table that begins with a public record's number gets an id."""
+    return re.sub(r"<tr>(?=\n<td>(?:<a [^>]*>)?#(\d+)(?:</a>)?</td>)", r'<tr id="public-\1">', html)
+
+
+def with_idea_links(html: str, ideas: list) -> str:
+    """The table of techniques, whose names lead to their pages."""
+    for idea in ideas:
+        name = escape(idea.name, quote=False)
+        html = html.replace(f"<tr>\n<td>{name}</td>",
+                            f'<tr>\n<td><a href="{idea.page}.html">{name}</a></td>')
+    return html
+
+
+def idea_pages(ideas: list, records: list, docs: Path, renderer: Renderer) -> dict:
+    """The page of all techniques, the chart of ideas and a page for each."""
+    def render(text):
+        return renderer.html(text, docs)
+
+    trace_all(ideas, records)
+    techniques = with_idea_links(render(read_text(docs / "techniques.md")), ideas)
+    site = {"ideas": ("Ideas", "Which scripts have which idea, and where each went",
+                      ['<a href="techniques.html">All techniques on one page</a>'],
+                      chart_html(ideas, records)),
+            "techniques": ("Techniques", "All techniques, each with its effect and its first "
+                           "record", ['<a href="ideas.html">Ideas through time</a>'], techniques)}
+    for before, idea, after in zip([None, *ideas], ideas, [*ideas[1:], None]):
+        links = ['<a href="ideas.html">All ideas</a>']
+        for other, word, rel in (before, "Previous", "prev"), (after, "Next", "next"):
+            if other:
+                links.append(f'<a href="{other.page}.html" rel="{rel}">{word}: '
+                             f"{escape(other.name)}</a>")
+        what = re.sub(r"\[(.+?)\]\(.+?\)|[*`]", r"\1", idea.what)
+        site[idea.page] = (idea.name, what, links, idea_html(idea, records[-1], render))
+    return site
 
 
 def header_of(site: dict, story: str, source: str | None) -> str:
@@ -200,7 +232,7 @@ def header_of(site: dict, story: str, source: str | None) -> str:
     if story:
         links.append(("index.html#story", "Story"))
     if "techniques" in site:
-        links.append(("techniques.html", "Techniques"))
+        links += [("ideas.html", "Ideas"), ("techniques.html", "Techniques")]
     links.append(("compare.html", "Compare"))
     if source and "/blob/" in source:
         links.append((source.partition("/blob/")[0], "GitHub"))
@@ -210,86 +242,3 @@ def header_of(site: dict, story: str, source: str | None) -> str:
 def link_to(record: Record, word: str, rel: str = "") -> str:
     rel = rel and f' rel="{rel}"'
     return f'<a href="{record.folder.name}.html"{rel}>{word}: {escape(record.name)}</a>'
-
-
-def slug(title: str) -> str:
-    """A heading's id, as GitHub makes it."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
-def from_markdown(text: str, folder: Path, address: str | None, names: dict) -> str:
-    """HTML of a page's Markdown, whose links lead somewhere from the site, or are plain words.
-
-    `address` is where the files of the page's folder are read, and ends with a slash. `names` has
-    the site's pages and pictures by the file or folder that they are of. Headings get ids.
-    """
-    from markdown_it import MarkdownIt  # which no verb but `book` needs
-
-    parser = MarkdownIt("commonmark").enable("table")
-    tokens = parser.parse(text)
-    for token, following in zip(tokens, [*tokens[1:], None]):
-        if token.type == "heading_open":
-            words = [child.content for child in following.children]
-            token.attrs["id"] = slug("".join(words))
-        is_dead = False
-        for child in token.children or ():
-            if child.type == "link_open":
-                child.attrs["href"] = link = on_site(child.attrs["href"], folder, address, names)
-                is_dead = "://" not in link and link[:1] != "#" and ".html" not in link
-            elif child.type == "image":
-                child.attrs["src"] = on_site(child.attrs["src"], folder, address, names)
-            if child.type in ("link_open", "link_close"):
-                child.hidden = is_dead
-    return parser.renderer.render(tokens, parser.options, {})
-
-
-def on_site(link: str, folder: Path, address: str | None, names: dict) -> str:
-    """Where a link of a page in a folder leads from the site."""
-    path, _, fragment = link.partition("#")
-    name = names.get((folder / path).resolve()) if path else None
-    if name:
-        return f"{name.partition('#')[0]}#{fragment}" if fragment else name
-    if "://" in link or not path or not address:
-        return link
-    return urljoin(address, link)
-
-
-def change_of(record: Record) -> str:
-    """What the record changes of its parent, section by section, and where its techniques are."""
-    script = Side(record.script)
-    whole = f"compare.html#b={record.folder.name}"
-    links = [f'<a href="{whole}">The whole script</a>']
-    parts = ['<h2 id="change">The script</h2>']
-    parent = Side("")
-    if record.parent:
-        parts = ['<h2 id="change">The change</h2>']
-        parent = Side(record.parent.script)
-        links.append(f'<a href="compare.html#a={record.parent.folder.name}&amp;'
-                     f'b={record.folder.name}">This change with all lines between</a>')
-    parts.append(f"<p>{' · '.join(links)}</p>")
-    for title in script.sections | parent.sections:
-        lines = [[side.lines[number] for number in side.sections.get(title, [])]
-                 for side in (script, parent)]
-        if title == "Docstring" or lines[0] == lines[1]:
-            continue
-        anchor = f"change-{slug(title)}"
-        parts.append(f'<h3 id="{anchor}">{escape(title)}</h3>')
-        if record.parent:
-            parts.append(change_table(parent, script, title, anchor))
-        else:
-            numbers = script.sections[title]
-            cell = script.cell("new", numbers, [()] * len(numbers))
-            parts.append(f'<table class="diff alone"><tr>{cell}</tr></table>')
-    rows = techniques_of(record.script)
-    if rows:
-        parts.append('<h2 id="techniques">Techniques in the script</h2>\n<table>'
-                     "<thead><tr><th>Technique</th><th>Where it is</th></tr></thead><tbody>")
-        for technique, places in rows:
-            names = [f'<a href="{whole}&amp;line={line}">{escape(name)}</a>' if line
-                     else escape(name) for name, line in places]
-            parts.append(f"<tr><td>{escape(technique)}</td><td>{', '.join(names)}</td></tr>")
-        parts.append("</tbody></table>")
-    docstring = script.sections.get("Docstring", [])
-    shown = escape("\n".join(script.lines[number] for number in docstring))
-    parts.append(f"<details><summary>The script's docstring</summary><pre>{shown}</pre></details>")
-    return "\n".join(parts)

@@ -18,21 +18,21 @@ ALIKE = 0.4  # the least ratio of blocks whose changed words are marked
 
 def words_of(source: str) -> list:
     """For each line of a source its words, with the class of each: [[(class, word), ...], ...]."""
-    sections = [[]]
+    parts = [[]]
     for line in source.splitlines():
-        if HEADING.fullmatch(line):
-            sections.append([])
-        sections[-1].append(line)
-    return [words for lines in sections if lines for words in words_in("\n".join(lines))]
+        if HEADING.fullmatch(line) or line.startswith(("def ", "class ")):
+            parts.append([])
+        parts[-1].append(line)
+    return [words for lines in parts if lines for words in words_in("\n".join(lines))]
 
 
-@functools.lru_cache(maxsize=512)  # most sections of a script are those of the one before
-def words_in(section: str) -> list:
+@functools.cache  # most functions of a script are those of the one before
+def words_in(part: str) -> list:
     from pygments.lexers import PythonLexer  # which no verb but `book` needs
 
     lines = [[]]
     lexer = PythonLexer(stripnl=False, ensurenl=False)
-    for kind, text in lexer.get_tokens(section):
+    for kind, text in lexer.get_tokens(part):
         name = str(kind).removeprefix("Token.")
         color = next((COLORS[start] for start in COLORS if name.startswith(start)), "")
         first, *rest = text.split("\n")
@@ -84,6 +84,11 @@ def changed_words(old: list, new: list) -> tuple:
     return marks
 
 
+@functools.cache
+def side_of(source: str) -> "Side":
+    return Side(source)
+
+
 class Side:
     """One script of a change: by the title of a section, the numbers of its lines."""
 
@@ -99,7 +104,47 @@ class Side:
         return f'<td class="{name}">{"".join(lines)}</td>'
 
 
-def change_table(old: Side, new: Side, title: str, anchor: str) -> str:
+class Notes:
+    """A page's sentences about which lines are which, each once at a place that it is about."""
+
+    def __init__(self, text: str):
+        # A name of the code stands in backticks. Links and emphasis are for the page alone.
+        sentences = re.split(r"(?<=\.)\s+(?=[A-Z`])", " ".join(text.split()))
+        self.left = [(sentence, name) for sentence in sentences
+                     for name in re.findall(r"`([^`]+)`", sentence)]
+
+    def take(self, lines: list) -> str:
+        """HTML of the sentences that name something in these changed lines."""
+        code = "\n".join(lines)
+        found = [(sentence, name) for sentence, name in self.left
+                 if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", code)]
+        self.left = [one for one in self.left if one not in found]
+        html = ""
+        for sentence in dict.fromkeys(sentence for sentence, _ in found):
+            names = [name for other, name in found if other == sentence]
+            html += f"<p>{in_code(sentence, names)}</p>"
+        return html
+
+
+def in_code(sentence: str, marked: list) -> str:
+    """HTML of a sentence of Markdown, with what stands in backticks as code."""
+    sentence = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", sentence)
+    parts = [escape(part) for part in sentence.split("`")]
+    for place in range(1, len(parts), 2):
+        name = f"<code>{parts[place]}</code>"
+        parts[place] = f"<mark>{name}</mark>" if parts[place] in map(escape, marked) else name
+    return "".join(parts)
+
+
+def gap(old: list, new: list) -> str:
+    """A row in place of equal lines, which a button can show: book.js makes it."""
+    if not new:
+        return ""
+    return (f'\n<tbody class="gap" data-old="{old[0] + 1}" data-new="{new[0] + 1}" '
+            f'data-count="{len(new)}"></tbody>')
+
+
+def change_table(old: Side, new: Side, title: str, anchor: str, notes: Notes | None = None) -> str:
     """What a section's change is: a part of the table for each place, which has an id.
 
     A row is a block of lines: equal ones on both sides, or what was replaced and by what.
@@ -108,8 +153,16 @@ def change_table(old: Side, new: Side, title: str, anchor: str) -> str:
     matcher = difflib.SequenceMatcher(None, [old.lines[number] for number in before],
                                       [new.lines[number] for number in after], autojunk=False)
     html = '<table class="diff">'
+    end = end_before = 0
     for place, group in enumerate(matcher.get_grouped_opcodes(), 1):
+        html += gap(before[end_before:group[0][1]], after[end:group[0][3]])
+        end_before, end = group[-1][2], group[-1][4]
         html += f'\n<tbody id="{anchor}-{place}">'
+        lines = [side.lines[number] for tag, i, i_end, j, j_end in group if tag != "equal"
+                 for side, numbers in ((new, after[j:j_end]), (old, before[i:i_end]))
+                 for number in numbers]
+        if notes and (words := notes.take(lines)):
+            html += f'\n<tr class="note"><td colspan="2">{words}</td></tr>'
         for tag, i, i_end, j, j_end in group:
             theirs, ours = before[i:i_end], after[j:j_end]
             marks = [()] * len(theirs), [()] * len(ours)
@@ -120,7 +173,7 @@ def change_table(old: Side, new: Side, title: str, anchor: str) -> str:
             html += (f'\n<tr class="{kind}">{old.cell("old", theirs, marks[0])}'
                      f'{new.cell("new", ours, marks[1])}</tr>')
         html += "</tbody>"
-    return html + "</table>"
+    return html + gap(before[end_before:], after[end:]) + "</table>"
 
 
 # ---- All scripts, for the browser ----
@@ -150,17 +203,28 @@ def scripts_data(sources: dict) -> str:
             f"const SCRIPTS = {json.dumps(scripts, separators=(',', ':'))};\n")
 
 
+@functools.cache
+def definitions(source: str) -> list:
+    """(first line from 0, last line, name) of functions, classes and their methods, in order."""
+    found = []
+
+    def add(nodes, owner):
+        for node in nodes:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                name = f"{owner}{node.name}"
+                found.append((node.lineno - 1, node.end_lineno - 1, name))
+                if isinstance(node, ast.ClassDef):
+                    add(node.body, f"{name}.")
+
+    add(ast.parse(source).body, "")
+    return found
+
+
 def techniques_of(source: str) -> list:
     """The docstring's rows: (technique, [(name of a function, its line or None), ...])."""
-    tree = ast.parse(source)
-    places = {}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            places[node.name] = node.lineno
-            for part in getattr(node, "body", ()):
-                if isinstance(node, ast.ClassDef) and isinstance(part, ast.FunctionDef):
-                    places[f"{node.name}.{part.name}"] = part.lineno
-    table = (ast.get_docstring(tree) or "").partition("\nTechnique ")[2]
+    places = {name: start + 1 for start, _, name in definitions(source)}
+    docstring = source.partition('"""')[2].partition('"""')[0]
+    table = docstring.partition("\nTechnique ")[2]
     rows = []
     for line in table.partition("\n\n")[0].splitlines()[1:]:
         technique, _, names = line.partition("  ")

@@ -10,7 +10,7 @@ from ledger.scripts import above, sections
 # Title of a plot: the values of a schedule that it shows
 PLOTS = {"learning rate, relative": ("lr_factor",), "Muon's momentum": ("momentum",),
          "attention window, tokens": ("window", "long_window", "short_window"),
-         "sequence length, tokens": ("seq_len",)}
+         "sequence length, tokens": ("seq_len",), "tokens a step": ("tokens",)}
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 220, 120, 44, 22, 18
 MOST_POINTS = 400
 
@@ -31,6 +31,8 @@ def schedule_of(source: str) -> tuple | None:
         exec(compile(code, module.__name__, "exec"), vars(module))
         cfg = module.Hyperparameters()
         steps = [vars(module.schedule(step, cfg)) for step in range(cfg.num_iterations)]
+        for values in steps:
+            values["tokens"] = cfg.sequences_per_step * values["seq_len"]
     except Exception:  # of any kind: a script of one's own may have other sections
         return None
     finally:

@@ -67,6 +67,16 @@ function equalRows(old, fresh, theirs, ours, isFirst, isLast) {
     + part("equal", end, ours.length);
 }
 
+// The lines that an address names, as 7 or 7-9,12; only those that are shown.
+function linesOf(text) {
+  const numbers = text.split(",").flatMap((part) => {
+    const [first, last] = part.split("-").map(Number);
+    return Array.from({ length: Math.min(5000, (last || first) - first + 1) || 0 },
+      (_, index) => first + index);
+  });
+  return numbers.map((number) => document.getElementById(`L${number}`)).filter(Boolean);
+}
+
 function show() {
   const wanted = new URLSearchParams(location.hash.slice(1) || location.search);
   const [first, second] = ["a", "b"].map((id) => document.getElementById(id));
@@ -94,11 +104,9 @@ function show() {
   }
   document.getElementById("shown").innerHTML = html || "<p>Both are the same.</p>";
   document.querySelectorAll(".marked").forEach((line) => line.classList.remove("marked"));
-  const line = document.getElementById(`L${wanted.get("line")}`);
-  if (line) {
-    line.classList.add("marked");
-    line.scrollIntoView({ block: "center" });
-  }
+  const lines = linesOf(wanted.get("line") || "");
+  for (const line of lines) line.classList.add("marked");
+  if (lines.length) lines[0].scrollIntoView({ block: "center" });
 }
 
 for (const id of ["a", "b"]) {

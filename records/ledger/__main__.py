@@ -62,14 +62,11 @@ def list_verb(args) -> int:
     folder, only = split_folder(args.folder)
     records = find_records(folder)
     if args.write and records:
-        import book  # which draws the ladder
-
         for path, parts in pages.blocks(folder, records).items():
             text = pages.filled(path, parts)
             if text != logs.read_text(path):
                 path.write_text(text, encoding="utf-8", newline="")
                 print(f"wrote {path}")
-        book.draw_ladder(folder, records, folder / "ladder.png")
     elif records:
         shown = [record for record in records if only in (None, record.folder.name)]
         print(pages.plain(pages.runs_table(shown, tuple(RULES))))
@@ -102,7 +99,8 @@ def verify_verb(args) -> int:
 def book_verb(args) -> int:
     import book  # it needs a package that no other verb does
 
-    written = book.write_book(find_records(Path(args.folder)), Path(args.out), args.source)
+    written = book.write_book(find_records(Path(args.folder)), Path(args.out), args.source,
+                              args.address)
     print(f"wrote {len(written)} pages; open {args.out}/index.html")
     return 0
 
@@ -145,7 +143,7 @@ def make_parser() -> Parser:
     flag("--folder", default=RECORDS, help="of records (default: records/)")
     flag = add(list_verb, "the table of records, or of other people's logs beside their baseline")
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
-    flag("--write", action="store_true", help="also make the READMEs' blocks and ladder.png anew")
+    flag("--write", action="store_true", help="also make the READMEs' blocks anew")
     flag("--target", type=float, default=3.28, help="of other people's losses (default: 3.28)")
     flag = add(diff_verb, "what changed between two sources, section by section")
     flag("a", metavar="A", help="folder, script or log")
@@ -157,6 +155,7 @@ def make_parser() -> Parser:
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
     flag("--out", required=True, metavar="SITE", help="folder to write it to")
     flag("--source", metavar="URL", help="of the repository's files, for links to them")
+    flag("--address", metavar="URL", help="of the site, for previews of links to it")
     return parser
 
 
@@ -170,7 +169,7 @@ def main(argv: list | None = None) -> int:
     except OSError as error:
         message = f"{error.filename or 'its output'}: {error.strerror}; give another path"
     except ImportError as error:
-        message = f"{error}; pip install -r requirements-dev.txt"
+        message = f"{error}; pip install -r requirements.txt -r requirements-dev.txt"
     except (LedgerError, ValueError) as error:
         message = error
     tell([message])

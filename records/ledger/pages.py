@@ -1,5 +1,6 @@
 """What is shown: the generated lines of the READMEs, and the same for a terminal."""
 
+import csv
 import re
 import statistics
 from pathlib import Path
@@ -10,6 +11,8 @@ from ledger.scripts import count_changes, diff_sources
 
 UPSTREAM = "https://github.com/KellerJordan/modded-nanogpt/"
 PULL = f"{UPSTREAM}pull/"
+# Where GitHub leads to this repository's site, in any fork; seen from a record's page
+BOOK = "../../../../deployments/github-pages"
 # The public records that the front page keeps, beside our own and the newest
 MILESTONES = (2, 4, 5, 12, 14, 19, 29, 42, 53, 62, 81, 92)
 FRONT = ("Record", "Idea", "Public record (min)", "Changed lines")
@@ -157,8 +160,21 @@ def public_table(folder: Path, records: list) -> str:
     return table(PUBLIC, rows)
 
 
-def sources(record: Record, records: list, public: dict) -> str:
-    """Links to what a record retells and to its script; nothing of a record of our own."""
+def published_logs(folder: Path) -> dict:
+    """Number of a public record: (the place of its log, or of a folder of logs; how many)."""
+    path = folder / "public_curves.csv"
+    if not path.exists():
+        return {}
+    with path.open(encoding="utf-8") as file:
+        return {int(row["record"]): (row["source"], int(row["logs"]))
+                for row in csv.DictReader(file)}
+
+
+def sources(record: Record, records: list, public: dict, logs: dict) -> str:
+    """Links to what a record retells, its script and its diff; nothing of a record of our own.
+
+    `logs` are `published_logs`.
+    """
     number = record.number or record.leads_to
     if not number and (step := re.match(r"(\d+)[a-z]", record.name)):  # a part that comes after
         number = int(step[1])
@@ -166,19 +182,29 @@ def sources(record: Record, records: list, public: dict) -> str:
         return ""
     whole = next((one for one in records if one.number == number), record)
     links = []
+    log, count = logs.get(number, ("", 0))
     source = whole.published.get("source", "")
-    if place := re.search(r"records/[\w./-]+|(?<=commit )\w+", source):
+    place = re.search(r"records/[\w./-]+|(?<=commit )\w+", source) or re.match(
+        r"records/[\w-]+/[\w-]+", log)
+    if place:
         tree = "tree/master/" if "/" in place[0] else "tree/"
         links.append(f"[public record #{number}]({UPSTREAM}{tree}{place[0]})")
     if pull := public.get(number, {}).get("pr"):
         links.append(f"[pull request {pull}]({PULL}{pull})")
-    return " · ".join([*links, "[our script](train_gpt.py)"])
+    if log:
+        words = "published log" if count == 1 else f"{count} published logs"
+        tree = "blob" if count == 1 else "tree"
+        links.append(f"[{words}]({UPSTREAM}{tree}/master/{log})")
+    links.append("[our script](train_gpt.py)")
+    if record.parent:
+        links.append(f"[diff, in the book]({BOOK})")
+    return " · ".join(links)
 
 
 def blocks(folder: Path, records: list) -> dict:
     """Page: the generated lines of each of its blocks, by what stands in its first line."""
     found, on_gpu = {}, []  # of these are runs of full size
-    public = read_public(folder)
+    public, logs = read_public(folder), published_logs(folder)
     for record in records:
         presets = [log.header["preset"] for log in record.logs if log.on_gpu]
         if "record" in presets:
@@ -186,7 +212,7 @@ def blocks(folder: Path, records: list) -> dict:
         words = "" if presets else "No GPU has run this record yet.\n\n"
         runs = runs_table([record], tuple(RULES), "../") if record.logs else "It has no runs yet."
         found[record.folder / "README.md"] = {"": words + runs}
-        if line := sources(record, records, public):
+        if line := sources(record, records, public, logs):
             found[record.folder / "README.md"][" sources"] = line
 
     settings = [setting for record in records for setting in record.runs()]

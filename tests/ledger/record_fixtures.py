@@ -2,22 +2,13 @@
 
 import shutil
 
-import book
 import pytest
 from fake_records import NEWEST, PARENT, make_records
 from ledger.__main__ import main
 
 
-@pytest.fixture(autouse=True, scope="session")
-def no_ladder():
-    """The picture takes a second; test_book.py draws it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(book, "draw_ladder", lambda *_: None)
-        yield
-
-
 @pytest.fixture(scope="session")
-def measured(tmp_path_factory, no_ladder):
+def measured(tmp_path_factory):
     """The root of two records with ten runs each, which lie in out/ too."""
     root = tmp_path_factory.mktemp("measured")
     records = make_records(root)

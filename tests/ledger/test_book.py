@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,20 +13,23 @@ from xml.etree import ElementTree
 
 import book
 import book_code
+import book_ideas
+import book_ladder
+import book_model
 import book_plots
-import matplotlib.image
+import book_record
 import pytest
 from conftest import REPO
 from fake_records import NEWEST, PARENT, edit, make_records
 from ledger import records
 from ledger.__main__ import main
+from ledger.logs import LedgerError
 from ledger.scripts import above, sections
 
 THIRD = "2026-03-03_Third"
 SOURCE = "https://example.org/blob/main"
 VOID = {"meta", "link", "img", "br", "hr", "wbr"}  # elements without an end
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-draw_ladder = book.draw_ladder
 
 
 class Page(HTMLParser):
@@ -61,19 +65,23 @@ def write(out, *words):
     return {path.stem: Page(path) for path in out.glob("*.html")}
 
 
-@pytest.fixture(autouse=True)
-def drawn(monkeypatch):
-    monkeypatch.setattr(book, "draw_ladder", draw_ladder)  # no stand-in of another file
+@pytest.fixture(scope="module")
+def ladder():
+    """All records, without their logs, which take longer to read than all else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "read_run", lambda path: None)
+        return records.find_records(REPO / "records")
 
 
 @pytest.mark.slow
-def test_the_book_of_some_records_is_whole(tmp_path):
+def test_the_book_of_some_records_is_whole(tmp_path, ladder):
     """Their pages have no dead link, ids that differ, a way home, and each changed line."""
-    for record in records.find_records(REPO / "records")[-4:]:
+    for record in ladder[-4:]:
         shutil.copytree(record.folder, tmp_path / "records" / record.folder.name)
     shutil.copy(REPO / "records/public.toml", tmp_path / "records")
     shutil.copytree(REPO / "docs", tmp_path / "docs")
-    others = {"index", "techniques", "compare"}
+    ideas = book_ideas.read_ideas(REPO / "docs/techniques.md", REPO / "records/ideas.toml")
+    others = {"index", "techniques", "compare", "ideas", *(idea.page for idea in ideas)}
     out = tmp_path / "site"
     pages = write(out, str(tmp_path / "records"), "--source", SOURCE)
     known = {one.folder.name: one for one in records.find_records(tmp_path / "records")}
@@ -85,13 +93,22 @@ def test_the_book_of_some_records_is_whole(tmp_path):
         assert f"<title>{title}</title>" in page
         assert f'<meta property="og:title" content="{title}">' in page
         if name in known:
+            assert '<a href="#model">The model</a>' in page
+            parent = known[name].parent
+            diff = f"compare.html#a={parent.folder.name}&b={name}" if parent else None
+            assert [link for link in pages[name].links if link.startswith("compare.html#a=")] == (
+                2 * [diff] if parent else [])
             assert f'<meta name="description" content="{known[name].claim["change"]}">' in page
     for name, following in zip(known, [*known][1:]):
         assert f'{name}.html" rel="prev"' in (out / f"{following}.html").read_text()
         assert f'{following}.html" rel="next"' in (out / f"{name}.html").read_text()
-    assert {"ladder.svg", *(f"{name}.html" for name in known)} <= set(pages["index"].links)
+    assert {f"{name}.html" for name in known} <= set(pages["index"].links)
     lines = set(pages["index"].text.splitlines())
     assert lines >= {f"#{number}" for number in range(1, 93)}
+    for idea in ideas:
+        if idea.records[-1] in known:
+            assert idea.records[-1] in pages[idea.page].ids, idea.name
+            assert f"{idea.page}.html#{idea.records[-1]}" in pages["ideas"].links, idea.name
     for name, page in pages.items():
         assert not {"iframe", "object"} & set(page.tags), name
         assert page.tags.count("nav") == 2 and "meta" in page.tags, name
@@ -121,9 +138,8 @@ def test_the_book_of_some_records_is_whole(tmp_path):
         for title in (script.keys() | parent.keys()) - {"Docstring"}:
             old, new = set(parent.get(title, [])), set(script.get(title, []))
             assert {line.rstrip() for line in old ^ new} <= shown, (name, title)
-    ElementTree.fromstring((out / "ladder.svg").read_text())
-    for file in ("ladder.svg", "style.css"):
-        assert "prefers-color-scheme: dark" in (out / file).read_text()
+    assert max(path.stat().st_size for path in out.glob("*.html")) < 250_000
+    assert "prefers-color-scheme: dark" in (out / "style.css").read_text()
 
 
 def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(tmp_path):
@@ -179,6 +195,66 @@ def test_a_change_shows_old_lines_then_new_ones_with_numbers_and_marked_words():
     assert '<span class="c"># slow</span>' in before and "<mark>rate" not in before + after
 
 
+def test_sentences_stand_where_their_names_change_and_gaps_where_lines_are_equal():
+    head = "# ---- Model ----\n" + "".join(f"x{number} = 0\n" for number in range(9))
+    old = head + "tied = 1\n" + head.replace("x", "y") + "loose = 1\n"
+    new = old.replace("tied = 1", "tied = 2").replace("loose = 1", "loose = 2")
+    told = "`tied` is [one](x.md) idea & `loose` another. `untied` is none. `tie` is none."
+    table = book_code.change_table(book_code.Side(old), book_code.Side(new), "Model", "m",
+                                   book_code.Notes(told))
+    notes = re.findall('<tr class="note">.*?<p>(.*?)</p></td>', table)
+    first, second = [f"<mark><code>{name}</code></mark>" for name in ("tied", "loose")]
+    assert notes == [f"{first} is one idea &amp; <code>loose</code> another.",
+                     f"<code>tied</code> is one idea &amp; {second} another."]
+    gaps = re.findall('data-old="(.*?)" data-new="(.*?)" data-count="(.*?)"', table)
+    assert gaps == [("1", "1", "7"), ("15", "15", "4")]
+
+
+def test_sentences_on_lines_are_of_prose():
+    text = ("# P\n\nWhy. The diff has it in a line: `tied`. No `code`.\n\n    a line `x`\n\n"
+            "## See the change\n\nThe line `y`.\n")
+    assert book_record.sentences_on_lines(text) == "The diff has it in a line: `tied`."
+
+
+MODELS = {  # of the layers: skips, what is saved, the windows whose mask is not the parent's
+    "2024-06-06_AdamW": ([], [], []),
+    "2024-11-19_FlexAttention": ([(5 - pair, 6 + pair) for pair in range(6)], [], [""]),
+    "2025-12-22_MultiTokenPrediction": ([(3, 6)], [7], []),
+    "2026-01-07_PairedHeads": ([(3, 6)], [7], ["P"]),
+    "2026-08-30_92d_FiveStages": ([(3, 6)], [7], ["L", "P", "S"])}
+
+
+@pytest.mark.slow
+def test_a_model_is_drawn_as_its_script_builds_it(ladder):
+    known = {one.folder.name: one for one in ladder}
+    for name, (skips, saved, changed) in MODELS.items():
+        record = known[name]
+        model = book_model.model_of(record.script)
+        parent = record.parent and book_model.model_of(record.parent.script)
+        old = parent.masks if parent else {}
+        assert (model.skips, model.saved) == (skips, saved), name
+        assert changed == sorted(window for window, first in model.masks.items()
+                                 if old.get(window) != first), name
+        drawn = book_model.model_html(record.script, record.parent and record.parent.script)
+        ElementTree.fromstring(f"<div>{drawn}</div>")
+        assert ('id="mask"' in drawn) == bool(changed), name
+        for first in model.masks.values():  # no token reads a later one, or another document
+            share = len(first) // book_model.TOKENS
+            starts = [share * start for start in book_model.STARTS]
+            assert all(max(start for start in starts if start <= at) <= key <= at
+                       for at, key in enumerate(first)), name
+    rows = model.rows
+    assert [row["table"] for row in rows] == [None, 0, 1, *5 * [None], 2, None, 3]
+    assert [row["count"] for row in rows] == [*7 * [1], 0, 2, 1, 1]
+    assert not rows[4]["attention"] and "xsa" in rows[1]["flags"] and rows[1]["gated_table"]
+    assert "<rect class=\"new\"" not in drawn and "As in the parent." in drawn
+    assert book_model.model_html("x = 1", None) == ""
+    changed = known["2026-08-30_92a_MlpsByLayer"]
+    drawn = book_model.model_html(changed.script, changed.parent.script)
+    tops = [int(top) for top in re.findall('<rect class="new" x="0" y="(.*?)"', drawn)]
+    assert [(top - book_model.TOP) // book_model.ROW for top in tops] == [7, 8]
+
+
 def test_each_script_can_be_made_of_the_data_and_each_technique_is_where_it_says():
     folders = [REPO / "records" / name for name in
                ("2025-12-21_SmoothedScalars", "2025-12-22_MultiTokenPrediction")]
@@ -202,13 +278,70 @@ def test_each_script_can_be_made_of_the_data_and_each_technique_is_where_it_says
         assert sum(line is None for _, line in places) < 5
 
 
+@pytest.mark.slow
+def test_each_idea_changes_lines_where_its_row_says(ladder):
+    """And each technique that a docstring names has a page."""
+    ideas = book_ideas.read_ideas(REPO / "docs/techniques.md", REPO / "records/ideas.toml")
+    assert len({idea.page for idea in ideas}) == len(ideas) > 100
+    book_ideas.trace_all(ideas, ladder)
+    for idea in ideas:
+        kinds = {step.record.folder.name: step.kind for step in idea.steps}
+        if idea.lines:
+            assert kinds[idea.records[0]] == "came", idea.name
+            assert all(kinds[name] in ("came", "changed") for name in idea.records), idea.name
+    named = {technique for record in ladder
+             for technique, _ in book_code.techniques_of(record.script)}
+    for technique in named:
+        rest = re.sub("<a.*?</a>", "", book_ideas.name_links(technique, ideas))
+        assert not rest.strip(", "), technique
+
+
+def test_an_idea_comes_changes_and_goes(tmp_path):
+    """Neither comments nor the pocket's values count, nor what precedes its first record."""
+    sources = [
+        '"""Doc: smear."""\nx = 1\n', "x = smear(1)\n", "y = 2\nx = smear(1)  # a comment\n",
+        "x = smear(2)\n", "POCKET = dict(\n    smear=1,\n)\nx = 2\n"]
+    known, parent = [], None
+    for number, source in enumerate(["x = smear(0)\n", *sources]):
+        folder = tmp_path / f"2026-01-0{number + 1}_R{number}"
+        folder.mkdir()
+        (folder / "train_gpt.py").write_text(source)
+        claim = {"published": None, "change": "", "parent": None}
+        known.append(parent := records.Record(folder, claim, parent))
+    idea = book_ideas.Idea("S", "Smear", "What.", "By", "–", "[#2](../records/2026-01-02_R1)", "f",
+                           re.compile("smear"), ["Smear"])
+    book_ideas.trace_all([idea], known)
+    assert [(step.kind, step.numbers) for step in idea.steps] == [
+        ("came", [0]), ("same", [1]), ("changed", [0]), ("gone", [])]
+    page = book_ideas.idea_html(idea, known[-1], lambda text: text)
+    assert re.findall('<h3 id="(.*?)">(.) ', page) == [
+        ("2026-01-03_R2", "+"), ("2026-01-05_R4", "±"), ("2026-01-06_R5", "−")]
+    assert 'compare.html#b=2026-01-04_R3&amp;line=2">R3</a>' in page
+    assert "3 scripts have it, from R2 to R4." in page
+    assert "newest script" not in page and "No later" not in page  # it went
+    book_ideas.trace_all([branch := replace(idea, steps=[])], known[:3])
+    assert "The newest script has it" in book_ideas.idea_html(branch, known[2], str)
+    assert "No later script is a change of R2" in book_ideas.idea_html(branch, known[-1], str)
+    row = book_ideas.chart_row(idea, known)
+    assert re.findall('class="(.*?)"', row) == ["", "came", "same", "changed", "gone"]
+    assert book_ideas.ranges([1, 2, 3, 7]) == "2-4,8"
+
+
+def test_a_technique_without_a_rule_is_named(tmp_path):
+    (tmp_path / "page.md").write_text("| New idea | a | b | c | d | e |\n")
+    (tmp_path / "ideas.toml").write_text("")
+    with pytest.raises(LedgerError, match="New idea"):
+        book_ideas.read_ideas(tmp_path / "page.md", tmp_path / "ideas.toml")
+
+
 def test_a_schedule_is_drawn_from_its_script_beside_its_parents():
     names = ["2025-12-21_SmoothedScalars", "2025-12-22_MultiTokenPrediction"]
     old, new = [(REPO / "records" / name / "train_gpt.py").read_text() for name in names]
     steps, values = book_plots.schedule_of(new)
     assert steps == 1920 and values["lr_factor"][0] == 1 and max(values["seq_len"]) == 49152
     drawn = book_plots.schedule_plots(new, old)
-    assert drawn.count("<svg") == 4 and "dashed" in drawn
+    assert drawn.count("<svg") == 5 and "dashed" in drawn
+    assert values["tokens"][-1] == 8 * 49152
     assert 'class="theirs"' not in book_plots.schedule_plots(new, new)
     assert book_plots.schedule_plots("x = 1", None) == ""
     assert book_plots.points_of([0, 1, 2, 3, 3, 3]) == [(0, 0), (3, 3), (5, 3)]
@@ -221,50 +354,76 @@ def test_the_picture_has_names_only_where_there_is_room(tmp_path):
     known = []
     for number, row in records.read_public(tmp_path).items():
         claim = {"published": {"number": number}, "change": "", "parent": None}
-        known.append(records.Record(tmp_path / "2026-01-01_Name", claim, minutes=row["minutes"]))
-    draw_ladder(tmp_path, known, tmp_path / "ladder.svg")
-    named = set(re.findall(r"#(\d+) Name", (tmp_path / "ladder.svg").read_text()))
-    assert {"2", "92", "53"} <= named and 15 < len(named) < 60
-    draw_ladder(tmp_path, known, tmp_path / "ladder.png")
-    pixels = matplotlib.image.imread(tmp_path / "ladder.png")
-    assert pixels.shape[1] == 1800 and pixels[..., :3].std() > 0.02
+        folder = tmp_path / f"{row['date']}_Name{number}"
+        known.append(records.Record(folder, claim, minutes=row["minutes"]))
+    drawn = book_ladder.ladder_svg(tmp_path, known)
+    named = set(re.findall(r">#(\d+) Name\d+, [\d.]+ min<", drawn))
+    assert {"2", "92", "53"} <= named and 12 < len(named) < 60
 
 
-def dump(path: Path, address: str, script: str = "") -> str:
-    """What a browser makes of a page: its text as HTML, once a script has run in it, too."""
-    page = path.with_name(f"tried_{path.name}")
-    more = f"<script>addEventListener('load', () => {{{script}}})</script></body>"
-    page.write_text(path.read_text().replace("</body>", more))
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000",
-             "--window-size=1280,900", "--enable-logging=stderr", "--dump-dom"]
-    found = subprocess.run([BROWSER, *words, f"file://{page}{address}"], capture_output=True,
-                           text=True, timeout=120)
-    assert "CONSOLE" not in found.stderr, found.stderr
-    return found.stdout
+def test_each_point_of_the_ladder_is_a_link(tmp_path):
+    """To a record's page, or else to its row in the table of all public records."""
+    row = '{number = 7, date = "2024-10-18", minutes = "12.0", idea = "a < b", by = "@a"}'
+    (tmp_path / "public.toml").write_text(f"record = [{row}]")
+    claim = {"published": {"number": 9}, "change": "x & y", "parent": None}
+    one = records.Record(tmp_path / "2024-11-06_Name", claim, minutes="8.2")
+    drawn = ElementTree.fromstring(book_ladder.ladder_svg(tmp_path, [one]))
+    links = {link.get("href"): link[0].text for link in drawn.iter("a")}
+    assert links == {"#public-7": "#7, 12.0 min: a < b",
+                     "2024-11-06_Name.html": "#9 Name, 8.2 min: x & y"}
+    rows = '<tr>\n<td><a href="x">#7</a></td></tr><tr>\n<td>#9</td></tr><tr>\n<td>#9 A</td></tr>'
+    assert re.findall('id="(.*?)"', book.with_row_ids(rows)) == ["public-7", "public-9"]
+
+
+def try_in_browser(site: Path, **wanted) -> dict:
+    """What tried.js finds in the site; its page has the site's pages in frames."""
+    script = (REPO / "tests/ledger/tried.js").read_text()
+    page = site / "tried.html"
+    page.write_text(f"<!DOCTYPE html><body><script>const WANTED = {json.dumps(wanted)};\n"
+                    f"{script}</script></body>")
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=60000",
+             "--allow-file-access-from-files", "--enable-logging=stderr", "--dump-dom"]
+    done = subprocess.run([BROWSER, *words, f"file://{page}"], capture_output=True, text=True,
+                          timeout=120)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    found = json.loads(unescape(re.search('<pre id="found">(.*?)</pre>', done.stdout)[1]))
+    assert "error" not in found, found
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="there is no Chromium here")
-def test_a_browser_filters_and_compares(tmp_path):
-    """The front page's filter, a comparison of distant records, and a line of a whole script."""
-    for record in records.find_records(REPO / "records")[:3]:
-        shutil.copytree(record.folder, tmp_path / "records" / record.folder.name)
-    shutil.copy(REPO / "records/public.toml", tmp_path / "records")
-    first, second, third = sorted(path.name for path in (tmp_path / "records").glob("20*"))
+def test_a_browser_shows_the_book(tmp_path, ladder):
+    """No page is wider than its window; filter, keys, links of the picture, comparisons work."""
+    names = [ladder[place].folder.name for place in (0, 1, -1)]
+    for name in names:
+        shutil.copytree(REPO / "records" / name, tmp_path / "records" / name)
+    for name in ("records/public.toml", "records/race.png", "docs/techniques.md", "docs/story.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPO / name, tmp_path / name)
+    first, second, third = names
+    with (tmp_path / "records" / second / "README.md").open("a") as file:
+        long = {name: name * 80 for name in ("head", "word", "code", "cell")}
+        file.write("\n## {head}\n\n{word} `{code}`\n\n| {cell} |\n|---|\n".format(**long))
     site = tmp_path / "site"
-    write(site, str(tmp_path / "records"))
-    typed = ("const box = document.getElementById('filter'); box.value = 'muon #4'; "
-             "box.dispatchEvent(new Event('input'));")
-    front = dump(site / "index.html", "", typed)
-    assert "<output>1 of 3</output>" in front and len(re.findall('<tr hidden="">', front)) > 80
+    pages = write(site, str(tmp_path / "records"))
+    kinds = ["index", "ideas", "idea-smear", "techniques", second, third, "compare"]
+    found = try_in_browser(site, first=first, third=third, widths=[320, 375, 1280],
+                           pages=[f"{kind}.html" for kind in kinds])
+    assert len(found["wider"]) == 3 * len(kinds)
+    assert {page: wider for page, wider in found["wider"].items() if wider > 0} == {}
+    assert found["filter"] == "1 of 3" and found["hidden"] > 80
+    assert len(found["points"]) == 92 and f"{third}.html" not in found["points"]
+    assert {link[1:] for link in found["points"] if link[0] == "#"} <= set(pages["index"].ids)
+    assert [found["clicked"], *found["keys"]] == [f"{first}.html", f"{second}.html",
+                                                  f"{first}.html"]
 
-    page = dump(site / "compare.html", f"#a={first}&b={third}")
-    sides = [above((tmp_path / "records" / name / "train_gpt.py").read_text()).splitlines()
-             for name in (first, third)]
-    for side, lines, other in ("old", *sides), ("new", *sides[::-1]):
-        cells = re.findall(rf'<tr class="changed">.*?<td class="{side}">(.*?)</td>', page)
-        shown = {int(number) for cell in cells for number in re.findall(r'data-n="(\d+)"', cell)}
-        missing = [number for number, line in enumerate(lines, 1) if line not in other]
-        assert missing and shown >= set(missing)
-    page = dump(site / "compare.html", f"#b={second}&line=30")
-    assert re.search('<div id="L30" data-n="30" class="marked">', page)
+    scripts = {name: above((tmp_path / "records" / name / "train_gpt.py").read_text()).splitlines()
+               for name in names}
+    for side, name, other in ("old", first, third), ("new", third, first):
+        missing = {number for number, line in enumerate(scripts[name], 1)
+                   if line not in scripts[other]}
+        assert missing and set(found[side]) >= missing
+    assert found["marked"] == ["L30", "L31", "L40"]
+    start, count = int(found["gap"]["new"]), int(found["gap"]["count"])
+    assert found["unfolded"] == scripts[second][start - 1:start - 1 + count]

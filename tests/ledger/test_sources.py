@@ -25,7 +25,7 @@ def test_a_record_links_what_it_retells():
     step = record("2025-05-29_24a_Step", leads_to=24)
     part = record("2025-05-31_24h_Part")
     for one in whole, step, part:
-        assert pages.sources(one, [step, whole, part], {24: {"pr": 102}}) == (
+        assert pages.sources(one, [step, whole, part], {24: {"pr": 102}}, {}) == (
             f"[public record #24]({HOME}/tree/master/records/track_1_short/2025-05-30_none)"
             f" · [pull request 102]({HOME}/pull/102) · [our script](train_gpt.py)")
 
@@ -33,13 +33,33 @@ def test_a_record_links_what_it_retells():
 def test_a_record_without_a_folder_links_its_commit():
     source = "KellerJordan/modded-nanogpt, commit ab8cf2d6"
     one = record("2026-07-13_One", published={"number": 88, "source": source})
-    assert pages.sources(one, [one], {}) == (
+    assert pages.sources(one, [one], {}, {}) == (
         f"[public record #88]({HOME}/tree/ab8cf2d6) · [our script](train_gpt.py)")
+
+
+def test_a_record_links_its_published_logs_and_its_diff(tmp_path):
+    """Where record.json names no folder, the log's is the public record's."""
+    (tmp_path / "public_curves.csv").write_text(
+        "record,step,last_step,val_loss,train_time_s,logs,source\n"
+        "92,9,9,3.2,40,1,records/track_1_short/2026-08-30_Two/runs/a.txt\n"
+        "85,9,9,3.2,40,20,records/track_1_short/2026-05-27-Many\n")
+    logs = pages.published_logs(tmp_path)
+    parent = record("2026-05-27_Whole", published={"number": 85, "source": "PR 316"})
+    step = record("2026-08-30_92a_Step", leads_to=92, parent=parent)
+    line = pages.sources(step, [parent, step], {}, logs)
+    folder = f"{HOME}/tree/master/records/track_1_short"
+    assert line == (
+        f"[public record #92]({folder}/2026-08-30_Two)"
+        f" · [published log]({HOME}/blob/master/records/track_1_short/2026-08-30_Two/runs/a.txt)"
+        f" · [our script](train_gpt.py) · [diff, in the book]({pages.BOOK})")
+    many = f"[20 published logs]({folder}/2026-05-27-Many)"
+    assert many in pages.sources(parent, [parent, step], {}, logs)
+    assert pages.published_logs(tmp_path / "none") == {}
 
 
 def test_a_record_of_our_own_has_no_sources():
     one = record("2027-01-01_Own")
-    assert pages.sources(one, [one], {}) == ""
+    assert pages.sources(one, [one], {}, {}) == ""
 
 
 SCRIPT = """class First:

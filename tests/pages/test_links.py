@@ -14,7 +14,7 @@ OTHERS = set("""--local-addr --shm-size --standalone --nproc_per_node --nnodes -
 
 def links_of(page):
     """(file, heading) of each link to this project; both may be empty."""
-    elsewhere = r"https?:|\.\./\.\./(?:actions|deployments|issues)"
+    elsewhere = r"https?:|(?:\.\./){2,}(?:actions|deployments|issues)"
     links = re.findall(rf"\]\((?!{elsewhere})([^)\s]*)\)", prose_of(page))
     parts = (link.partition("#") for link in links)
     return [((REPO / page).parent / path if path else REPO / page, heading)

@@ -104,7 +104,7 @@ has_installer() {
 }
 
 install() {
-    local file files=() said failed= uv errors=$venv/pip-errors.txt
+    local file files=() failed= uv errors=$venv/pip-errors.txt
     uv=$(command -v uv) || true
     for file; do files+=(-r "$file"); done
     trap 'say "interrupted; the next call goes on"; exit 130' INT
@@ -115,8 +115,7 @@ install() {
     install_torch "$(grep ^torch= "$1")"
     pip_install -q "${files[@]}" >&2 2>"$errors" || failed=1
     rm "$venv/unfinished"
-    said=$(grep -i '^ *\(ERROR\|error\|╰─▶\|Caused by\)' "$errors" | tail -n 1) || true
-    [ -z "$failed" ] || die "pip could not install ${file##*/} (${said:-is the disk full?});" \
+    [ -z "$failed" ] || die "pip could not install ${file##*/} ($(why_not_installed "$errors"));" \
         "all that it said is in $errors." \
         "A Python that has the packages can be named: PYTHON=/path/to/python"
     has_packages "$python" "$oldest_torch" "$@" || die "$venv lacks packages that pip says are" \
@@ -124,9 +123,22 @@ install() {
     trap 'exit 130' INT
 }
 
+# why_not_installed FILE: the cause among the errors of pip or uv.
+why_not_installed() {
+    local said lost
+    said=$(grep -i '^ *\(ERROR\|error\|╰─▶\|Caused by\|cause:\)' "$1" | tail -n 1 | sed 's/^ *//') || true
+    # An index that pip cannot reach is to it an index without packages.
+    lost=$(sed -n "s/.* connection broken by '\(.*\)': .*/\1/p" "$1" | sed 's/<[^>]*>: //' |
+        tail -n 1) || true
+    case $said in *"No matching distribution"* | *ResolutionImpossible*)
+        [ -z "$lost" ] || said="no network, or a wrong proxy or index: $lost" ;;
+    esac
+    printf %s "${said:-is the disk full?}"
+}
+
 # install_torch NAME: torch alone, with a bar. Where it fails, the next call of pip says why.
 install_torch() {
-    local source=()
+    local source=() failed=
     # A machine without an NVIDIA driver needs none of the CUDA libraries, gigabytes on Linux.
     if [ "$(uname -s)" = Linux ] && ! has_nvidia; then
         source=(-i https://download.pytorch.org/whl/cpu)
@@ -136,10 +148,13 @@ install_torch() {
     fi
     # uv draws its bar on the stream of its errors.
     if [ -n "$uv" ] && [ -t 2 ]; then
-        pip_install --no-deps ${source[@]+"${source[@]}"} "$1" >&2 || true
+        pip_install --no-deps ${source[@]+"${source[@]}"} "$1" >&2 || failed=1
     else
-        pip_install --no-deps ${source[@]+"${source[@]}"} "$1" >&2 2>/dev/null || true
+        pip_install --no-deps ${source[@]+"${source[@]}"} "$1" >&2 2>/dev/null || failed=1
     fi
+    [ -z "$failed" ] || [ ${#source[@]} = 0 ] ||
+        say "packages: download.pytorch.org gave no torch; trying the package index, whose torch" \
+            "brings NVIDIA's libraries, some gigabytes without a bar"
 }
 
 # Neither the user's settings nor a variable may send the packages elsewhere.

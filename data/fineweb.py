@@ -56,7 +56,7 @@ def fetch(names: list[str], folder: Path) -> None:
             with open(path, "rb") as shard:
                 right = hashlib.file_digest(shard, "sha256").hexdigest() == published[name]
         else:  # as some mirrors answer
-            print(f"{name}: {hub.constants.ENDPOINT} tells no sha256 to compare")
+            print(f"{name}: {hub.constants.ENDPOINT} gives no sha256 to compare")
             right = is_whole(path)
         if not right:
             path.unlink()  # else the hub's library would take it for fetched

@@ -23,18 +23,18 @@ from shards import load_script
 
 SHARD_TOKENS = 10**8  # of FineWeb's training shards
 FEWEST_SHARDS = 8  # enough for most records
-# Share of the text that is trained on, where documents are cut at so many tokens or more. In public
-# nine shards sufficed for #30, which cuts at 2,048 and trains on 670 million tokens: 0.745, and
-# here are some to spare. Half of it for shorter documents is a guess to be on the safe side.
+# Share of the text that is trained on, where documents are cut at so many tokens or more. Nine
+# shards were enough for the published #30, which cuts at 2,048 and trains on 670 million tokens:
+# 0.745. This is a little less. Half of the text for shorter documents is a guess on the safe side.
 LEAST_KEPT = {0: 0.5, 2048: 0.7}
 TABLES = {  # files that records read beside the text, and what makes them
     "data/fineweb10B/prefixes.npy": "prefixes.py",
     "data/fineweb10B/canonical.npz": "canonical.py"}
 
-# GiB of one GPU as docs/gpus.md counts them with the head in one piece, by how the names of records
-# begin: the peaks of training and of a validation, and what weights, gradients and state take of
-# both. A record is taken to need what the last one before it needs that was counted, and one that
-# is newer than all of them what the root needs.
+# GiB of one GPU, counted as in docs/gpus.md with the head in one piece: the peaks of training and
+# of a validation, and the part of both that weights, gradients and state take. Keys are beginnings
+# of records' names. A record that was not counted is taken to need what the last one before it
+# needs; one that is newer than all of them, what the root needs.
 MEMORY = {
     "2025-12-22": (27.2, 7.8, 2.4),
     "2026-01-04": (28.2, 8.5, 3.1),
@@ -55,13 +55,13 @@ MEMORY = {
     "2026-08-30_92d_": (29.8, 14.1, 7.3),
     "2026-08-30_92e_": (31.1, 15.4, 8.6),
     "2026-08-30_92f_": (27.5, 15.4, 8.6),
-    "2026-08-30_92g3": (28.1, 13.0, 5.5),
+    "2026-08-30_92g4": (28.1, 13.0, 5.5),
     "2026-08-30_92g_": (43.2, 28.1, 20.6),
     "2026-08-30_92h_": (39.2, 28.1, 20.6),
 }
 COUNTED_TOKENS = 49_152  # of a forward pass
-NEEDS_FP8 = {"2026-08-30_92h_": "2026-08-30_92g_"}  # what the first needs as the second without it
-TABLE_IN_PARTS = "2026-08-30_92g3"  # from here on a rank has its part; an eighth was counted
+NEEDS_FP8 = {"2026-08-30_92h_": "2026-08-30_92g_"}  # the first without FP8 needs as the second
+TABLE_IN_PARTS = "2026-08-30_92g4"  # from here on a rank has its part; an eighth was counted
 SAVED_BY_CHUNKS = {1: 0.0, 2: 4.4, 4: 6.5, 8: 7.4}  # GiB of training's, by pieces of the head
 SPARE = 2.0  # GiB for CUDA, gaps between tensors and a screen
 PARTS = (1, 2, 4, 8)  # into which a sequence may be cut
@@ -119,7 +119,7 @@ def counted_memory(script, cfg, ranks: int, fp8: bool) -> tuple[float, float, fl
 
 
 def flags_that_fit(script, cfg, memory: int, ranks: int, fp8: bool = True) -> str:
-    """Flags for GPUs of so many bytes, with FP8 products or without.
+    """Flags for GPUs of so many bytes, with FP8 matmuls or without.
 
     The tokens of a step stay. Raises MachineError.
     """

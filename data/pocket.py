@@ -36,7 +36,7 @@ def find_torch() -> Path:
 
 def read_paragraphs(package: Path) -> tuple[list[bytes], list[bytes]]:
     """Return the package's paragraphs for training and for validation, in their order."""
-    train, val = {}, {}  # paragraphs by the digest that says their place
+    train, val = {}, {}  # paragraphs by the digest that orders them
     for path in package.rglob("*.py"):
         name = path.relative_to(package).as_posix()
         if name == "version.py":  # written by the build, so that builds of one release differ in it
@@ -69,7 +69,7 @@ def hash_shards(paths: list[Path]) -> str | None:
 
 
 def write_corpus(shards: list[Path]) -> str:
-    """Write the shards of the installed torch; return what is to be said of it."""
+    """Write the shards of the installed torch; return what to say of it."""
     train, val = read_paragraphs(find_torch())
     for path, documents in zip(shards, (train, val)):
         write_shard(path, join_documents(documents))
@@ -90,8 +90,8 @@ def main() -> None:
                 made = write_corpus(shards)
     sha256 = hash_shards(shards)
     num_train, num_val = map(read_header, shards)
-    print(f"{out}: {num_train:,} training and {num_val:,} validation tokens, {made}")
-    print(f"sha256 {sha256}")
+    print(f"{out}: {num_train:,} training and {num_val:,} validation tokens, {made}; "
+          f"sha256 {sha256}")
     if sha256 != REFERENCE_SHA256:
         print(f"This is not the corpus of torch {REFERENCE_TORCH} (installed: torch "
               f"{importlib.metadata.version('torch')}): losses on it do not compare with others.")

@@ -323,7 +323,7 @@ def write_all(files: list[str], args) -> None:
 
     print(f"{args.out}: {len(train):,} training and {len(val):,} validation tokens of "
           f"{documents:,} document(s)")
-    print("Train a laptop's model on it (on CUDA devices, the record's: without --preset pocket):\n"
+    print("Train the pocket on it (without --preset pocket, the record on GPUs):\n"
           + training_command(args.out, args.tokenizer, len(val)))
 
 

@@ -95,10 +95,10 @@ def time_steps(argv, my_turn, other_turn, times):
 
 
 def turns(args, flags):
-    """Time the steps of train_gpt.py and of FILE in turns, so that both meet the same machine."""
+    """Time the steps of train_gpt.py and of FILE, interleaved, so both meet the same machine."""
     if "def next_batches(" in args.script.read_text():
         raise train_gpt.UserError(f"--script {args.script}: it plans each step beside the one "
-                                  "before, so they cannot take turns; time whole runs")
+                                  "before, so its steps cannot be interleaved; time whole runs")
     # Left to themselves, scripts that start side by side would find their cores taken.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     context = multiprocessing.get_context("spawn")

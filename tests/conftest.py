@@ -29,7 +29,7 @@ SCRIPTS = ["train_gpt.py", *sorted(str(path.relative_to(REPO))
                                     for path in REPO.glob("records/20*/train_gpt.py"))]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# Whoever starts the tests may ignore these, as nohup does; what the tests start does not.
+# nohup, for one, starts the tests with these ignored; what the tests start does not ignore them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -167,23 +167,23 @@ def uniform(std):
     return lambda param, generator: param.uniform_(-bound, bound, generator=generator)
 
 
-def weight(*shape, group, first=zeros) -> nn.Parameter:
+def weight(*shape, group, init=zeros) -> nn.Parameter:
     """A parameter, not yet initialised.
 
-    group: its row in `parameter_groups`. first: sets its first values.
+    group: its row in `parameter_groups`. init: initialises it.
     """
     param = nn.Parameter(torch.empty(shape))
     param.group = group
-    param.first = first
+    param.init = init
     return param
 
 
 class Table(nn.Module):
     """An embedding table."""
 
-    def __init__(self, rows, width, group, first=zeros):
+    def __init__(self, rows, width, group, init=zeros):
         super().__init__()
-        self.weight = weight(rows, width, group=group, first=first)
+        self.weight = weight(rows, width, group=group, init=init)
 
     def forward(self, ids):
         return F.embedding(ids, self.weight)
@@ -192,9 +192,9 @@ class Table(nn.Module):
 class CastedLinear(nn.Module):
     """A linear map. On a GPU autocast casts its weight."""
 
-    def __init__(self, in_features, out_features, group, first=zeros):
+    def __init__(self, in_features, out_features, group, init=zeros):
         super().__init__()
-        self.weight = weight(out_features, in_features, group=group, first=first)
+        self.weight = weight(out_features, in_features, group=group, init=init)
 
     def forward(self, x):
         return F.linear(x, self.weight)
@@ -240,11 +240,11 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
-        first = uniform((3 * dim) ** -0.5)
-        self.c_q = CastedLinear(dim, dim, group="attention", first=first)
-        self.c_k = CastedLinear(dim, dim, group="attention", first=first)
-        self.c_v = CastedLinear(dim, dim, group="attention", first=first)
-        self.c_proj = CastedLinear(dim, dim, group="attention", first=first)
+        init = uniform((3 * dim) ** -0.5)
+        self.c_q = CastedLinear(dim, dim, group="attention", init=init)
+        self.c_k = CastedLinear(dim, dim, group="attention", init=init)
+        self.c_v = CastedLinear(dim, dim, group="attention", init=init)
+        self.c_proj = CastedLinear(dim, dim, group="attention", init=init)
 
     def forward(self, x, rotary):
         # Queries, keys and values
@@ -265,9 +265,9 @@ class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         dim = cfg.model_dim
-        self.c_fc = CastedLinear(dim, 4 * dim, group="mlp in", first=uniform((3 * dim) ** -0.5))
-        first = uniform((3 * 4 * dim) ** -0.5)
-        self.c_proj = CastedLinear(4 * dim, dim, group="mlp out", first=first)
+        self.c_fc = CastedLinear(dim, 4 * dim, group="mlp in", init=uniform((3 * dim) ** -0.5))
+        init = uniform((3 * 4 * dim) ** -0.5)
+        self.c_proj = CastedLinear(4 * dim, dim, group="mlp out", init=init)
 
     def forward(self, x):
         x = self.c_fc(x)  # (B, T, 4 D)
@@ -296,8 +296,8 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
-        first = uniform((3 * cfg.model_dim) ** -0.5)
-        self.embed = Table(vocab, cfg.model_dim, group="embed", first=first)
+        init = uniform((3 * cfg.model_dim) ** -0.5)
+        self.embed = Table(vocab, cfg.model_dim, group="embed", init=init)
         self.blocks = nn.ModuleList([Block(cfg) for _ in range(cfg.num_layers)])
         self.lm_head = CastedLinear(cfg.model_dim, vocab, group="embed")
         self.lm_head.weight = self.embed.weight  # one matrix
@@ -311,9 +311,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Give every parameter its first values."""
+        """Initialise every parameter."""
         for param in self.parameters():
-            param.first(param, generator)
+            param.init(param, generator)
 
     @torch.no_grad()
     def set_rotary(self):
@@ -562,7 +562,7 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """All sequences of a step, of all ranks, on the host. Each array has an entry for each."""
+    """All sequences of a step, of all ranks, on the host. Each array has one entry a sequence."""
 
     tokens: np.ndarray  # (N, T + 1), uint16
 
@@ -675,7 +675,6 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import datetime, timedelta
-from importlib.metadata import version
 
 from torch.utils import collect_env
 
@@ -1030,11 +1029,8 @@ def machine_facts(device: torch.device) -> dict:
     if device.type == "cuda":
         facts |= dict(
             device=torch.cuda.get_device_name(device),
-            gpus=torch.cuda.device_count(),
             cuda=torch.version.cuda,
             driver=collect_env.get_nvidia_driver_version(collect_env.run),
-            nccl=torch.cuda.nccl.version(),
-            triton=version("triton"),
         )
     return facts
 
@@ -1146,7 +1142,7 @@ class Log:
             raise UserError(f"{error.filename}: cannot be written ({error.strerror}); start it in "
                             "another folder") from None
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         except BlockingIOError:
             raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
         except OSError as error:  # as on some network file systems
@@ -1158,12 +1154,12 @@ class Log:
                 if any(self.folder.glob("step-*.pt")):
                     remedy += ", or go on with its run by --resume auto"
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
-            # --resume auto, of a run that ended before it saved: it begins anew, the log is kept.
+            # --resume auto, of a run that ended before it saved: it starts over, the log is kept.
             kept = self.path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
             kept.write_bytes(written)
             self.file.truncate(0)
             self(header, console=False)
-            self(f"nothing was saved, so the run begins anew; its log is now {kept}")
+            self(f"nothing was saved, so the run starts over; its log is now {kept}")
         elif not written:
             self(header, console=False)
         elif not written.endswith(b"\n"):  # as of a full disk
@@ -1233,11 +1229,11 @@ def load_state(model, optimizers, state, path):
 class Run:
     """All that the training loop works with. Logs and checkpoints keep the settings."""
 
-    def __init__(self, settings, ranks, state, may_exist):
+    def __init__(self, settings, ranks, log, state, may_exist):
         self.settings = settings
         self.cfg = cfg = shorten(settings)
         self.ranks = ranks
-        self.log = Log(ranks)
+        self.log = log
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
@@ -1465,8 +1461,9 @@ class Run:
 
     def finish(self):
         """Log the results."""
-        reached = "reached" if self.val_loss <= self.cfg.target_loss else "not reached"
-        self.log(f"target loss {self.cfg.target_loss}: {reached}")
+        target = self.cfg.target_loss
+        reached = "reached" if self.val_loss <= target else "not reached"
+        self.log(f"validation loss {self.val_loss:.4f}: the target, {target}, is {reached}")
         given = self.loader.tokens_given if self.loader else 0
         results = dict(
             val_loss=f"{self.val_loss:.6f}",
@@ -1602,12 +1599,12 @@ def run_script(argv) -> int:
         before = replace(cfg, num_iterations=state["settings"]["num_iterations"])
         if schedule(step, cfg).stage < schedule(step, before).stage:
             cfg = replace(cfg, init=path)
-    with Ranks(cfg) as ranks:
+    with Ranks(cfg) as ranks, contextlib.closing(Log(ranks)) as log:
         # A finished record can be evaluated without a GPU.
         if cfg.preset == "record" and ranks.device.type != "cuda" and step < cfg.num_iterations:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
-        run = Run(cfg, ranks, state, may_exist=bool(given.get("resume")))
+        run = Run(cfg, ranks, log, state, may_exist=bool(given.get("resume")))
         try:
             train(run, run.cfg)
         except DataEnd:

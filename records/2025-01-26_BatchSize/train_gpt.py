@@ -83,7 +83,7 @@ class Hyperparameters:
     )
     attention_scale: float = 0.12  # factor of the attention scores
     rope_base: int = 1024  # inverse of the lowest rotary frequency
-    fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
+    fp8_head: bool = True  # FP8 matmuls in the head while training, where the GPU has them
     seed: int = 0  # seed of the initial weights
     # Optimizers
     embed_lr: float = 0.6  # Adam's rate of token and value embeddings
@@ -234,15 +234,15 @@ def uniform(std):
     return lambda param, generator: param.uniform_(-bound, bound, generator=generator)
 
 
-def weight(*shape, group, first=zeros, bf16=False) -> nn.Parameter:
+def weight(*shape, group, init=zeros, bf16=False) -> nn.Parameter:
     """A parameter, not yet initialised.
 
-    group: its row in `parameter_groups`. first: sets its first values. bf16: on a GPU it is bf16,
+    group: its row in `parameter_groups`. init: initialises it. bf16: on a GPU it is bf16,
     as published, else fp32.
     """
     param = nn.Parameter(torch.empty(shape))
     param.group = group
-    param.first = first
+    param.init = init
     param.bf16 = bf16
     return param
 
@@ -250,9 +250,9 @@ def weight(*shape, group, first=zeros, bf16=False) -> nn.Parameter:
 class Table(nn.Module):
     """An embedding table, bf16 on a GPU."""
 
-    def __init__(self, rows, width, group, first=zeros):
+    def __init__(self, rows, width, group, init=zeros):
         super().__init__()
-        self.weight = weight(rows, width, group=group, first=first, bf16=True)
+        self.weight = weight(rows, width, group=group, init=init, bf16=True)
 
     def forward(self, ids):
         return F.embedding(ids, self.weight)
@@ -261,9 +261,9 @@ class Table(nn.Module):
 class CastedLinear(nn.Module):
     """A linear map whose weight is cast to its input's type."""
 
-    def __init__(self, in_features, out_features, group, first=zeros):
+    def __init__(self, in_features, out_features, group, init=zeros):
         super().__init__()
-        self.weight = weight(out_features, in_features, group=group, first=first)
+        self.weight = weight(out_features, in_features, group=group, init=init)
 
     def forward(self, x):
         return F.linear(x, self.weight.type_as(x))
@@ -338,7 +338,7 @@ class FP8Product(torch.autograd.Function):
 
 
 class Head(CastedLinear):
-    """The output head. Its products may be FP8 while training: @YouJiacheng, @leloykun."""
+    """The output head. Its matmuls may be FP8 while training: @YouJiacheng, @leloykun."""
 
     use_fp8 = False
 
@@ -498,11 +498,11 @@ class CausalSelfAttention(nn.Module):
         self.scale = cfg.attention_scale
         self.kernel_options = None  # of FlexAttention
         # Merged: @fernbear.bsky.social, @YouJiacheng. Uniform at first: @YouJiacheng
-        self.qkv_w = weight(3, dim, dim, group="attention", first=uniform(0.5 * dim**-0.5))
+        self.qkv_w = weight(3, dim, dim, group="attention", init=uniform(0.5 * dim**-0.5))
         # Zero-initialised projections: @Grad62304977
         self.c_proj = weight(dim, dim, group="attention")
         # Factors of values and value embeddings
-        self.lambdas = weight(2, group="lambdas", first=constant(0.5, 0.5))
+        self.lambdas = weight(2, group="lambdas", init=constant(0.5, 0.5))
 
     def forward(self, x, value_embed, view):
         # Queries, keys and values
@@ -524,7 +524,7 @@ class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         dim = cfg.model_dim
-        self.c_fc = CastedLinear(dim, 4 * dim, group="mlp in", first=uniform(0.5 * dim**-0.5))
+        self.c_fc = CastedLinear(dim, 4 * dim, group="mlp in", init=uniform(0.5 * dim**-0.5))
         self.c_proj = CastedLinear(4 * dim, dim, group="mlp out")
 
     def forward(self, x):
@@ -544,7 +544,7 @@ class Block(nn.Module):
             self.attn = CausalSelfAttention(cfg)
         self.mlp = MLP(cfg)
         # The embedding's share begins at 0.
-        self.lambdas = weight(2, group="lambdas", first=constant(1.0, 0.0))
+        self.lambdas = weight(2, group="lambdas", init=constant(1.0, 0.0))
 
     def factors(self) -> dict:
         """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
@@ -565,15 +565,15 @@ class GPT(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        self.embed = Table(cfg.vocab_size, cfg.model_dim, group="embed", first=normal(1.0))
+        self.embed = Table(cfg.vocab_size, cfg.model_dim, group="embed", init=normal(1.0))
         self.value_embeds = nn.ModuleDict()
         for table in sorted({layer.table for layer in cfg.layers} - {None}):
-            values = Table(cfg.vocab_size, cfg.model_dim, group="value embeds", first=normal(1.0))
+            values = Table(cfg.vocab_size, cfg.model_dim, group="value embeds", init=normal(1.0))
             self.value_embeds[str(table)] = values
         self.blocks = nn.ModuleList([Block(cfg, layer) for layer in cfg.layers])
         # U-Net: for each layer of the second half, the weight of the earlier output that it adds.
         pairs = len(cfg.layers) // 2
-        self.skip_weights = weight(pairs, group="lambdas", first=constant(*[1.0] * pairs))
+        self.skip_weights = weight(pairs, group="lambdas", init=constant(*[1.0] * pairs))
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
         self.lm_head = Head(cfg.model_dim, vocab, group="head")
         # The head is computed in chunks of this many tokens.
@@ -589,9 +589,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Give every parameter its first values."""
+        """Initialise every parameter."""
         for param in self.parameters():
-            param.first(param, generator)
+            param.init(param, generator)
 
     @torch.no_grad()
     def set_window(self, now):
@@ -941,7 +941,7 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """All sequences of a step, of all ranks, on the host. Each array has an entry for each."""
+    """All sequences of a step, of all ranks, on the host. Each array has one entry a sequence."""
 
     tokens: np.ndarray  # (N, T + 1), uint16
 
@@ -1068,7 +1068,6 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import datetime, timedelta
-from importlib.metadata import version
 
 from torch.utils import collect_env
 
@@ -1423,11 +1422,8 @@ def machine_facts(device: torch.device) -> dict:
     if device.type == "cuda":
         facts |= dict(
             device=torch.cuda.get_device_name(device),
-            gpus=torch.cuda.device_count(),
             cuda=torch.version.cuda,
             driver=collect_env.get_nvidia_driver_version(collect_env.run),
-            nccl=torch.cuda.nccl.version(),
-            triton=version("triton"),
         )
     return facts
 
@@ -1539,7 +1535,7 @@ class Log:
             raise UserError(f"{error.filename}: cannot be written ({error.strerror}); start it in "
                             "another folder") from None
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         except BlockingIOError:
             raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
         except OSError as error:  # as on some network file systems
@@ -1551,12 +1547,12 @@ class Log:
                 if any(self.folder.glob("step-*.pt")):
                     remedy += ", or go on with its run by --resume auto"
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
-            # --resume auto, of a run that ended before it saved: it begins anew, the log is kept.
+            # --resume auto, of a run that ended before it saved: it starts over, the log is kept.
             kept = self.path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
             kept.write_bytes(written)
             self.file.truncate(0)
             self(header, console=False)
-            self(f"nothing was saved, so the run begins anew; its log is now {kept}")
+            self(f"nothing was saved, so the run starts over; its log is now {kept}")
         elif not written:
             self(header, console=False)
         elif not written.endswith(b"\n"):  # as of a full disk
@@ -1626,11 +1622,11 @@ def load_state(model, optimizers, state, path):
 class Run:
     """All that the training loop works with. Logs and checkpoints keep the settings."""
 
-    def __init__(self, settings, ranks, state, may_exist):
+    def __init__(self, settings, ranks, log, state, may_exist):
         self.settings = settings
         self.cfg = cfg = shorten(settings)
         self.ranks = ranks
-        self.log = Log(ranks)
+        self.log = log
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
@@ -1858,8 +1854,9 @@ class Run:
 
     def finish(self):
         """Log the results."""
-        reached = "reached" if self.val_loss <= self.cfg.target_loss else "not reached"
-        self.log(f"target loss {self.cfg.target_loss}: {reached}")
+        target = self.cfg.target_loss
+        reached = "reached" if self.val_loss <= target else "not reached"
+        self.log(f"validation loss {self.val_loss:.4f}: the target, {target}, is {reached}")
         given = self.loader.tokens_given if self.loader else 0
         results = dict(
             val_loss=f"{self.val_loss:.6f}",
@@ -1995,12 +1992,12 @@ def run_script(argv) -> int:
         before = replace(cfg, num_iterations=state["settings"]["num_iterations"])
         if schedule(step, cfg).stage < schedule(step, before).stage:
             cfg = replace(cfg, init=path)
-    with Ranks(cfg) as ranks:
+    with Ranks(cfg) as ranks, contextlib.closing(Log(ranks)) as log:
         # A finished record can be evaluated without a GPU.
         if cfg.preset == "record" and ranks.device.type != "cuda" and step < cfg.num_iterations:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
-        run = Run(cfg, ranks, state, may_exist=bool(given.get("resume")))
+        run = Run(cfg, ranks, log, state, may_exist=bool(given.get("resume")))
         try:
             train(run, run.cfg)
         except DataEnd:

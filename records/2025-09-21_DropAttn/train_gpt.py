@@ -62,7 +62,7 @@ class Stage:
     """A row of the table of stages: what holds from the first step of a stage to its last."""
 
     share: float = 0.0  # relative length; shares are divided by their sum
-    seq_len: int  # tokens of a training sequence
+    seq_len: int = 0  # tokens of a training sequence
     long_window: int  # tokens seen back
     short_window: int  # the same of layers with short windows
 
@@ -96,7 +96,7 @@ class Hyperparameters:
     )
     attention_scale: float = 0.1  # factor of the attention scores in the first stage
     rope_base: int = 1024  # inverse of the lowest rotary frequency
-    fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
+    fp8_head: bool = True  # FP8 matmuls in the head while training, where the GPU has them
     seed: int = 0  # seed of the initial weights
     # Optimizers
     embed_lr: float = 0.6  # Adam's rate of token and value embeddings
@@ -112,7 +112,7 @@ class Hyperparameters:
         Stage(share=1.0, seq_len=49152, long_window=1408, short_window=640),
     )
     extension: Stage = Stage(seq_len=49152, long_window=1408, short_window=640)
-    last_validation: Stage = Stage(seq_len=49152, long_window=2560, short_window=768)
+    last_validation: Stage = Stage(long_window=2560, short_window=768)
     yarn_window: int = 1664  # long window that YaRN assumes in the last validation
     cooldown_frac: float = 0.5  # last share of the schedule, in which rates fall
     momentum_warmup: int = 300  # first steps, in which Muon's momentum rises
@@ -137,8 +137,8 @@ class Hyperparameters:
     resume: str = ""  # checkpoint to resume; auto: the newest of --run_id
     init: str = ""  # checkpoint whose weights a new run starts from
 
-    def rows(self) -> tuple:
-        """All rows in the order of the run."""
+    def all_stages(self) -> tuple:
+        """All rows of stages in the order of the run."""
         return *self.stages, self.extension, self.last_validation
 
 
@@ -165,12 +165,12 @@ POCKET = dict(
     num_iterations=120,
     extension_steps=5,
     stages=(
-        Stage(share=1.0, seq_len=256, long_window=64, short_window=32),
-        Stage(share=1.0, seq_len=256, long_window=128, short_window=64),
-        Stage(share=1.0, seq_len=256, long_window=192, short_window=96),
+        replace(Hyperparameters.stages[0], seq_len=256, long_window=64, short_window=32),
+        replace(Hyperparameters.stages[1], seq_len=256, long_window=128, short_window=64),
+        replace(Hyperparameters.stages[2], seq_len=256, long_window=192, short_window=96),
     ),
     extension=Stage(seq_len=256, long_window=192, short_window=96),
-    last_validation=Stage(seq_len=256, long_window=256, short_window=96),
+    last_validation=Stage(long_window=256, short_window=96),
     yarn_window=224,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
@@ -202,8 +202,10 @@ def check(cfg, require):
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
     require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
     require(cfg.extension.share == 0, "extension", "have no share")
-    require(cfg.last_validation.share == 0, "last_validation", "have no share")
-    for row in cfg.rows():
+    last = cfg.last_validation
+    at_least = dict(long_window=max(1, last.long_window), short_window=max(1, last.short_window))
+    require(last == Stage(**at_least), "last_validation", "have two windows above 0, no more")
+    for row in cfg.all_stages()[:-1]:
         numbers = row.seq_len, row.long_window, row.short_window
         require(min(numbers) > 0, "stages", "have lengths and windows above 0")
         require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
@@ -221,7 +223,6 @@ def shorten(cfg) -> Hyperparameters:
         sequences_per_step=cfg.sequences_per_step * cfg.shorten,
         stages=tuple(shorter(row) for row in cfg.stages),
         extension=shorter(cfg.extension),
-        last_validation=shorter(cfg.last_validation),
     )
 
 
@@ -235,7 +236,7 @@ LOWEST_MOMENTUM = 0.85  # of Muon, in the first step
 class Schedule(Stage):
     """What holds in a step: the row of its stage, and what moves within the stage."""
 
-    stage: int  # the row's index in `rows`
+    stage: int  # the row's index in `all_stages`
     lr_factor: float  # of all rates
     momentum: float  # Muon's
 
@@ -243,7 +244,7 @@ class Schedule(Stage):
 def schedule(step: int, cfg) -> Schedule:
     """The schedule of a step from 0 to num_iterations. The last one only validates."""
     index = stage_of(step, cfg)
-    row = cfg.rows()[index]
+    row = cfg.all_stages()[index]
 
     # Learning rate: linearly down to nearly the floor where the extension begins
     progress = min(0.9999, step / max(1, cfg.num_iterations - cfg.extension_steps))
@@ -265,7 +266,7 @@ def schedule(step: int, cfg) -> Schedule:
 def stage_of(step: int, cfg) -> int:
     """The index of a step's stage."""
     if step == cfg.num_iterations:
-        return len(cfg.rows()) - 1  # the last validation
+        return len(cfg.all_stages()) - 1  # the last validation
     scheduled = max(1, cfg.num_iterations - cfg.extension_steps + 1)
     shares = [row.share for row in cfg.stages]
     behind = itertools.accumulate(shares, initial=0.0)  # shares before each stage
@@ -282,7 +283,7 @@ def yarn(stage: int, cfg, device=None):
     exponent = torch.linspace(0, 1, steps=cfg.head_dim // 4, device=device)
     frequency = (1 / cfg.rope_base) ** exponent
     scale = cfg.attention_scale
-    windows = [row.long_window for row in cfg.rows()[:-1]] + [cfg.yarn_window]
+    windows = [row.long_window for row in cfg.all_stages()[:-1]] + [cfg.yarn_window]
     for old, new in itertools.pairwise(windows[: stage + 1]):
         turns = old * frequency / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of 32 turns and more, none of one
@@ -310,15 +311,15 @@ def uniform(std):
     return lambda param, generator: param.uniform_(-bound, bound, generator=generator)
 
 
-def weight(*shape, group, first=zeros, bf16=False) -> nn.Parameter:
+def weight(*shape, group, init=zeros, bf16=False) -> nn.Parameter:
     """A parameter, not yet initialised.
 
-    group: its row in `parameter_groups`. first: sets its first values. bf16: on a GPU it is bf16,
+    group: its row in `parameter_groups`. init: initialises it. bf16: on a GPU it is bf16,
     as published, else fp32.
     """
     param = nn.Parameter(torch.empty(shape))
     param.group = group
-    param.first = first
+    param.init = init
     param.bf16 = bf16
     return param
 
@@ -326,9 +327,9 @@ def weight(*shape, group, first=zeros, bf16=False) -> nn.Parameter:
 class Table(nn.Module):
     """An embedding table, bf16 on a GPU."""
 
-    def __init__(self, rows, width, group, first=zeros):
+    def __init__(self, rows, width, group, init=zeros):
         super().__init__()
-        self.weight = weight(rows, width, group=group, first=first, bf16=True)
+        self.weight = weight(rows, width, group=group, init=init, bf16=True)
 
     def forward(self, ids):
         return F.embedding(ids, self.weight)
@@ -337,9 +338,9 @@ class Table(nn.Module):
 class CastedLinear(nn.Module):
     """A linear map whose weight, bf16 on a GPU, is cast to its input's type."""
 
-    def __init__(self, in_features, out_features, group, first=zeros):
+    def __init__(self, in_features, out_features, group, init=zeros):
         super().__init__()
-        self.weight = weight(out_features, in_features, group=group, first=first, bf16=True)
+        self.weight = weight(out_features, in_features, group=group, init=init, bf16=True)
 
     def forward(self, x):
         return F.linear(x, self.weight.type_as(x))
@@ -415,7 +416,7 @@ class FP8Product(torch.autograd.Function):
 
 
 class Head(CastedLinear):
-    """The output head. Its products may be FP8 while training: @YouJiacheng, @leloykun."""
+    """The output head. Its matmuls may be FP8 while training: @YouJiacheng, @leloykun."""
 
     use_fp8 = False
 
@@ -577,11 +578,11 @@ class CausalSelfAttention(nn.Module):
         self.num_heads = dim // cfg.head_dim
         self.kernel_options = None  # of FlexAttention
         # Merged: @fernbear.bsky.social, @YouJiacheng. Uniform at first: @YouJiacheng
-        self.qkv_w = weight(3, dim, dim, group="attention", first=uniform(0.5 * dim**-0.5))
+        self.qkv_w = weight(3, dim, dim, group="attention", init=uniform(0.5 * dim**-0.5))
         # Zero-initialised projections: @Grad62304977
         self.c_proj = weight(dim, dim, group="attention")
         # Factors of values and value embeddings
-        self.lambdas = weight(2, group="lambdas", first=constant(0.5, 0.5))
+        self.lambdas = weight(2, group="lambdas", init=constant(0.5, 0.5))
         self.attn_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
 
     def forward(self, x, value_embed, view):
@@ -595,7 +596,7 @@ class CausalSelfAttention(nn.Module):
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             v = v + self.lambdas[1] * value_embed.view_as(v)
         y = attend(q, k, v, view.mask, self.kernel_options)
-        # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
+        # Sparse gate: a head can turn itself off: @classiclarryd, #28, about 50 steps
         gate_BTH = torch.sigmoid(self.attn_gate(x[..., :GATE_CHANNELS]))
         y = (y * gate_BTH[..., None]).flatten(2)  # (B, T, D)
         return F.linear(y, self.c_proj.type_as(x))
@@ -607,7 +608,7 @@ class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         shape = (cfg.model_dim, 4 * cfg.model_dim)
-        self.c_fc = weight(*shape, group="mlp", first=uniform(0.5 * cfg.model_dim**-0.5))
+        self.c_fc = weight(*shape, group="mlp", init=uniform(0.5 * cfg.model_dim**-0.5))
         self.c_proj = weight(*shape, group="mlp")
 
     def forward(self, x):
@@ -627,7 +628,7 @@ class Block(nn.Module):
             self.attn = CausalSelfAttention(cfg)
         self.mlp = MLP(cfg)
         # The embedding's share begins at 0.
-        self.lambdas = weight(2, group="lambdas", first=constant(1.0, 0.0))
+        self.lambdas = weight(2, group="lambdas", init=constant(1.0, 0.0))
 
     def factors(self) -> dict:
         """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
@@ -649,10 +650,10 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
-        self.embed = Table(vocab, cfg.model_dim, group="embed", first=normal(1.0))
+        self.embed = Table(vocab, cfg.model_dim, group="embed", init=normal(1.0))
         self.value_embeds = nn.ModuleDict()
         for table in sorted({layer.table for layer in cfg.layers} - {None}):
-            values = Table(vocab, cfg.model_dim, group="value embeds", first=normal(1.0))
+            values = Table(vocab, cfg.model_dim, group="value embeds", init=normal(1.0))
             self.value_embeds[str(table)] = values
         self.blocks = nn.ModuleList([Block(cfg, layer) for layer in cfg.layers])
         self.smear_gate = CastedLinear(GATE_CHANNELS, 1, group="smear gate")
@@ -660,10 +661,10 @@ class GPT(nn.Module):
         # U-Net: for each layer of the second half, the weight of the earlier output that it adds.
         # Its sigmoid is the factor of the skip: 0.18 at first
         pairs = len(cfg.layers) // 2
-        self.skip_weights = weight(pairs, group="lambdas", first=constant(*[-1.5] * pairs))
+        self.skip_weights = weight(pairs, group="lambdas", init=constant(*[-1.5] * pairs))
         self.lm_head = Head(cfg.model_dim, vocab, group="head")
         # The head is computed in chunks of this many tokens.
-        longest = max(row.seq_len for row in cfg.rows())
+        longest = max(row.seq_len for row in cfg.all_stages())
         tokens = cfg.sequences_per_forward * longest / max(1, cfg.head_chunks)
         self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
         # Buffers, so that a new stage needs no recompilation: the reach of long and short windows
@@ -675,9 +676,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Give every parameter its first values."""
+        """Initialise every parameter."""
         for param in self.parameters():
-            param.first(param, generator)
+            param.init(param, generator)
 
     @torch.no_grad()
     def set_stage(self, now):
@@ -1027,7 +1028,7 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """All sequences of a step, of all ranks, on the host. Each array has an entry for each."""
+    """All sequences of a step, of all ranks, on the host. Each array has one entry a sequence."""
 
     tokens: np.ndarray  # (N, T + 1), uint16
 
@@ -1183,7 +1184,6 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import datetime, timedelta
-from importlib.metadata import version
 
 from torch.utils import collect_env
 
@@ -1538,11 +1538,8 @@ def machine_facts(device: torch.device) -> dict:
     if device.type == "cuda":
         facts |= dict(
             device=torch.cuda.get_device_name(device),
-            gpus=torch.cuda.device_count(),
             cuda=torch.version.cuda,
             driver=collect_env.get_nvidia_driver_version(collect_env.run),
-            nccl=torch.cuda.nccl.version(),
-            triton=version("triton"),
         )
     return facts
 
@@ -1654,7 +1651,7 @@ class Log:
             raise UserError(f"{error.filename}: cannot be written ({error.strerror}); start it in "
                             "another folder") from None
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         except BlockingIOError:
             raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
         except OSError as error:  # as on some network file systems
@@ -1666,12 +1663,12 @@ class Log:
                 if any(self.folder.glob("step-*.pt")):
                     remedy += ", or go on with its run by --resume auto"
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
-            # --resume auto, of a run that ended before it saved: it begins anew, the log is kept.
+            # --resume auto, of a run that ended before it saved: it starts over, the log is kept.
             kept = self.path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
             kept.write_bytes(written)
             self.file.truncate(0)
             self(header, console=False)
-            self(f"nothing was saved, so the run begins anew; its log is now {kept}")
+            self(f"nothing was saved, so the run starts over; its log is now {kept}")
         elif not written:
             self(header, console=False)
         elif not written.endswith(b"\n"):  # as of a full disk
@@ -1741,11 +1738,11 @@ def load_state(model, optimizers, state, path):
 class Run:
     """All that the training loop works with. Logs and checkpoints keep the settings."""
 
-    def __init__(self, settings, ranks, state, may_exist):
+    def __init__(self, settings, ranks, log, state, may_exist):
         self.settings = settings
         self.cfg = cfg = shorten(settings)
         self.ranks = ranks
-        self.log = Log(ranks)
+        self.log = log
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
@@ -1973,8 +1970,9 @@ class Run:
 
     def finish(self):
         """Log the results."""
-        reached = "reached" if self.val_loss <= self.cfg.target_loss else "not reached"
-        self.log(f"target loss {self.cfg.target_loss}: {reached}")
+        target = self.cfg.target_loss
+        reached = "reached" if self.val_loss <= target else "not reached"
+        self.log(f"validation loss {self.val_loss:.4f}: the target, {target}, is {reached}")
         given = self.loader.tokens_given if self.loader else 0
         results = dict(
             val_loss=f"{self.val_loss:.6f}",
@@ -2110,12 +2108,12 @@ def run_script(argv) -> int:
         before = replace(cfg, num_iterations=state["settings"]["num_iterations"])
         if schedule(step, cfg).stage < schedule(step, before).stage:
             cfg = replace(cfg, init=path)
-    with Ranks(cfg) as ranks:
+    with Ranks(cfg) as ranks, contextlib.closing(Log(ranks)) as log:
         # A finished record can be evaluated without a GPU.
         if cfg.preset == "record" and ranks.device.type != "cuda" and step < cfg.num_iterations:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
-        run = Run(cfg, ranks, state, may_exist=bool(given.get("resume")))
+        run = Run(cfg, ranks, log, state, may_exist=bool(given.get("resume")))
         try:
             train(run, run.cfg)
         except DataEnd:

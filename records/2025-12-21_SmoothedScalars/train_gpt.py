@@ -68,10 +68,10 @@ class Stage:
     """A row of the table of stages: what holds from the first step of a stage to its last."""
 
     share: float = 0.0  # relative length; shares are divided by their sum
-    seq_len: int  # tokens of a training sequence
+    seq_len: int = 0  # tokens of a training sequence
     long_window: int  # tokens seen back
     short_window: int  # the same of layers with short windows
-    lr_factor: float  # of all rates
+    lr_factor: float = 0.0  # of all rates
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Hyperparameters:
     )
     attention_scale: float = 0.1  # factor of the attention scores in the first stage
     rope_base: int = 1024  # inverse of the lowest rotary frequency
-    fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
+    fp8_head: bool = True  # FP8 matmuls in the head while training, where the GPU has them
     seed: int = 0  # seed of the initial weights
     # Optimizers
     embed_lr: float = 0.6  # Adam's rate of value embeddings alone
@@ -128,16 +128,10 @@ class Hyperparameters:
             lr_factor=1.93,
         ),
     )
-    extension: Stage = Stage(
-        seq_len=49152, long_window=1664, short_window=768,
-        lr_factor=1.93,
-    )
-    last_validation: Stage = Stage(
-        seq_len=49152, long_window=2560, short_window=768,
-        lr_factor=1.93,
-    )
+    extension: Stage = Stage(seq_len=49152, long_window=1664, short_window=768)
+    last_validation: Stage = Stage(long_window=2560, short_window=768)
     cooldown_frac: float = 0.55  # last share of the schedule, in which rates fall
-    freeze_steps: int = 40  # first steps of a stage, in which most lambdas are frozen
+    freeze_steps: int = 40  # first steps of a stage, in which the group "lambdas" is frozen
     momentum_warmup: int = 300  # first steps, in which Muon's momentum rises
     momentum_cooldown: int = 50  # last steps, in which it falls again
     # Data and validation
@@ -161,8 +155,8 @@ class Hyperparameters:
     resume: str = ""  # checkpoint to resume; auto: the newest of --run_id
     init: str = ""  # checkpoint whose weights a new run starts from
 
-    def rows(self) -> tuple:
-        """All rows in the order of the run."""
+    def all_stages(self) -> tuple:
+        """All rows of stages in the order of the run."""
         return *self.stages, self.extension, self.last_validation
 
 
@@ -189,27 +183,12 @@ POCKET = dict(
     num_iterations=120,
     extension_steps=5,
     stages=(
-        Stage(
-            share=1.0, seq_len=128, long_window=64, short_window=32,
-            lr_factor=1.0,
-        ),
-        Stage(
-            share=1.0, seq_len=256, long_window=128, short_window=64,
-            lr_factor=1.51,
-        ),
-        Stage(
-            share=1.0, seq_len=384, long_window=192, short_window=96,
-            lr_factor=1.93,
-        ),
+        replace(Hyperparameters.stages[0], seq_len=128, long_window=64, short_window=32),
+        replace(Hyperparameters.stages[1], seq_len=256, long_window=128, short_window=64),
+        replace(Hyperparameters.stages[2], seq_len=384, long_window=192, short_window=96),
     ),
-    extension=Stage(
-        seq_len=384, long_window=224, short_window=96,
-        lr_factor=1.93,
-    ),
-    last_validation=Stage(
-        seq_len=384, long_window=256, short_window=96,
-        lr_factor=1.93,
-    ),
+    extension=Stage(seq_len=384, long_window=224, short_window=96),
+    last_validation=Stage(long_window=256, short_window=96),
     freeze_steps=5,
     momentum_cooldown=5,
     train_files="data/pocket/pocket_train_*.bin",
@@ -244,9 +223,11 @@ def check(cfg, require):
     num_stages = len(Hyperparameters.stages)
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
     require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
-    require(cfg.extension.share == 0, "extension", "have no share")
-    require(cfg.last_validation.share == 0, "last_validation", "have no share")
-    for row in cfg.rows():
+    extension, last = cfg.extension, cfg.last_validation
+    require(extension.share == extension.lr_factor == 0, "extension", "have no share or lr_factor")
+    at_least = dict(long_window=max(1, last.long_window), short_window=max(1, last.short_window))
+    require(last == Stage(**at_least), "last_validation", "have two windows above 0, no more")
+    for row in cfg.all_stages()[:-1]:
         numbers = row.seq_len, row.long_window, row.short_window
         require(min(numbers) > 0, "stages", "have lengths and windows above 0")
         require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
@@ -264,7 +245,6 @@ def shorten(cfg) -> Hyperparameters:
         sequences_per_step=cfg.sequences_per_step * cfg.shorten,
         stages=tuple(shorter(row) for row in cfg.stages),
         extension=shorter(cfg.extension),
-        last_validation=shorter(cfg.last_validation),
     )
 
 
@@ -282,17 +262,17 @@ class Schedule(Stage):
     `lr_factor` moves, too: it is the row's until rates fall.
     """
 
-    stage: int  # the row's index in `rows`
+    stage: int  # the row's index in `all_stages`
     momentum: float  # Muon's
     adam_steps: bool
     tied: bool  # whether the embedding is the head
-    frozen: bool  # whether most lambdas are frozen
+    frozen: bool  # whether the group "lambdas" is frozen
 
 
 def schedule(step: int, cfg) -> Schedule:
     """The schedule of a step from 0 to num_iterations. The last one only validates."""
     index, _ = stage_of(step, cfg)
-    row = cfg.rows()[index]
+    row = cfg.all_stages()[index]
 
     # Learning rate: the stage's factor, then linearly down to the floor where the extension begins
     progress = min(1.0, step / max(1, cfg.num_iterations - cfg.extension_steps))
@@ -319,7 +299,7 @@ def schedule(step: int, cfg) -> Schedule:
 
 
 def stage_of(step: int, cfg) -> tuple[int, float]:
-    """The index of a step's stage, and which part of the stage lies behind the step."""
+    """The index of a step's stage, and which fraction of the stage is done."""
     first_steps = [*stage_starts(cfg), math.inf]
     index = bisect.bisect(first_steps, step) - 1
     start, end = first_steps[index : index + 2]
@@ -344,7 +324,7 @@ def yarn(stage: int, cfg, device=None):
     exponent = torch.linspace(0, 1, steps=cfg.head_dim // 4, device=device)
     frequency = (1 / cfg.rope_base) ** exponent
     scale = cfg.attention_scale
-    windows = [row.long_window for row in cfg.rows()[:-1]]  # the last validation extrapolates
+    windows = [row.long_window for row in cfg.all_stages()[:-1]]  # the last validation extrapolates
     for old, new in itertools.pairwise(windows[: stage + 1]):
         turns = old * frequency / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of 32 turns and more, none of one
@@ -372,15 +352,15 @@ def uniform(std):
     return lambda param, generator: param.uniform_(-bound, bound, generator=generator)
 
 
-def weight(*shape, group, first=zeros, bf16=False) -> nn.Parameter:
+def weight(*shape, group, init=zeros, bf16=False) -> nn.Parameter:
     """A parameter, not yet initialised.
 
-    group: its row in `parameter_groups`. first: sets its first values. bf16: on a GPU it is bf16,
+    group: its row in `parameter_groups`. init: initialises it. bf16: on a GPU it is bf16,
     as published, else fp32.
     """
     param = nn.Parameter(torch.empty(shape))
     param.group = group
-    param.first = first
+    param.init = init
     param.bf16 = bf16
     return param
 
@@ -388,9 +368,9 @@ def weight(*shape, group, first=zeros, bf16=False) -> nn.Parameter:
 class Table(nn.Module):
     """An embedding table, bf16 on a GPU."""
 
-    def __init__(self, rows, width, group, first=zeros):
+    def __init__(self, rows, width, group, init=zeros):
         super().__init__()
-        self.weight = weight(rows, width, group=group, first=first, bf16=True)
+        self.weight = weight(rows, width, group=group, init=init, bf16=True)
 
     def forward(self, ids):
         return F.embedding(ids, self.weight)
@@ -399,9 +379,9 @@ class Table(nn.Module):
 class CastedLinear(nn.Module):
     """A linear map whose weight, bf16 on a GPU, is cast to its input's type."""
 
-    def __init__(self, in_features, out_features, group, first=zeros):
+    def __init__(self, in_features, out_features, group, init=zeros):
         super().__init__()
-        self.weight = weight(out_features, in_features, group=group, first=first, bf16=True)
+        self.weight = weight(out_features, in_features, group=group, init=init, bf16=True)
 
     def forward(self, x):
         return F.linear(x, self.weight.type_as(x))
@@ -477,7 +457,7 @@ class FP8Product(torch.autograd.Function):
 
 
 class Head(CastedLinear):
-    """The output head. Its products may be FP8 while training: @YouJiacheng, @leloykun."""
+    """The output head. Its matmuls may be FP8 while training: @YouJiacheng, @leloykun."""
 
     use_fp8 = False
 
@@ -653,11 +633,11 @@ class CausalSelfAttention(nn.Module):
         self.offsets_keys = layer.window == "L"
         self.kernel_options = None  # of FlexAttention
         # Merged: @fernbear.bsky.social, @YouJiacheng. Uniform at first: @YouJiacheng
-        self.qkv_w = weight(3, dim, dim, group="attention", first=uniform(0.5 * dim**-0.5))
+        self.qkv_w = weight(3, dim, dim, group="attention", init=uniform(0.5 * dim**-0.5))
         # Zero-initialised projections: @Grad62304977
         self.c_proj = weight(dim, dim, group="attention")
         # Factors of qkv_w and c_proj
-        self.lambdas = weight(2, group="lambdas", first=constant(0.5, 1.0))
+        self.lambdas = weight(2, group="lambdas", init=constant(0.5, 1.0))
         self.attn_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
 
     def forward(self, x, value_embed, view):
@@ -673,7 +653,7 @@ class CausalSelfAttention(nn.Module):
         if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
             v = v + value_embed.view_as(v)
         y = attend(q, k, v, view.mask, self.kernel_options)
-        # Sparse gate: a head can turn itself off: @classiclarryd, #28, some 50 steps
+        # Sparse gate: a head can turn itself off: @classiclarryd, #28, about 50 steps
         gate_BTH = torch.sigmoid(self.attn_gate(x[..., :GATE_CHANNELS]))
         y = (y * gate_BTH[..., None]).flatten(2)  # (B, T, D)
         c_proj = proj_lambda * self.c_proj
@@ -686,7 +666,7 @@ class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         shape = (4 * cfg.model_dim, cfg.model_dim)
-        self.c_fc = weight(*shape, group="mlp", first=uniform(0.5 * cfg.model_dim**-0.5))
+        self.c_fc = weight(*shape, group="mlp", init=uniform(0.5 * cfg.model_dim**-0.5))
         self.c_proj = weight(*shape, group="mlp")
 
     def forward(self, x):
@@ -706,7 +686,7 @@ class Block(nn.Module):
             self.attn = CausalSelfAttention(cfg, layer)
         self.mlp = MLP(cfg)
         # The stream grows by 1.1 a layer at first; the embedding's share begins at 0.
-        self.x_lambda = weight(group="lambdas", first=constant(1.1))
+        self.x_lambda = weight(group="lambdas", init=constant(1.1))
         self.x0_lambda = weight(group="x0 lambdas")
 
     def factors(self) -> dict:
@@ -729,7 +709,7 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
-        self.embed = Table(vocab, cfg.model_dim, group="embed", first=normal(0.005))
+        self.embed = Table(vocab, cfg.model_dim, group="embed", init=normal(0.005))
         self.value_embeds = nn.ModuleDict()
         for table in sorted({layer.table for layer in cfg.layers} - {None}):
             self.value_embeds[str(table)] = Table(vocab, cfg.model_dim, group="value embeds")
@@ -737,11 +717,11 @@ class GPT(nn.Module):
         self.smear_gate = CastedLinear(GATE_CHANNELS, 1, group="smear gate")
         self.smear_lambda = weight(group="lambdas")  # nothing is smeared at first
         # Its sigmoid is the factor of the skip: 0.18 at first
-        self.skip_lambda = weight(group="lambdas", first=constant(-1.5))
-        self.backout_lambda = weight(group="lambdas", first=constant(0.5))
-        self.lm_head = Head(cfg.model_dim, vocab, group="head", first=normal(0.005))
+        self.skip_lambda = weight(group="lambdas", init=constant(-1.5))
+        self.backout_lambda = weight(group="lambdas", init=constant(0.5))
+        self.lm_head = Head(cfg.model_dim, vocab, group="head", init=normal(0.005))
         # The head is computed in chunks of this many tokens.
-        longest = max(row.seq_len for row in cfg.rows())
+        longest = max(row.seq_len for row in cfg.all_stages())
         tokens = cfg.sequences_per_forward * longest / max(1, cfg.head_chunks)
         self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
         # Buffers, so that a new stage needs no recompilation: the reach of long and short windows
@@ -753,9 +733,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Give every parameter its first values."""
+        """Initialise every parameter."""
         for param in self.parameters():
-            param.first(param, generator)
+            param.init(param, generator)
         self.embed.weight.copy_(self.lm_head.weight)
 
     @torch.no_grad()
@@ -1179,7 +1159,7 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """All sequences of a step, of all ranks, on the host. Each array has an entry for each."""
+    """All sequences of a step, of all ranks, on the host. Each array has one entry a sequence."""
 
     tokens: np.ndarray  # (N, T + 1), uint16
 
@@ -1338,7 +1318,6 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import datetime, timedelta
-from importlib.metadata import version
 
 from torch.utils import collect_env
 
@@ -1693,11 +1672,8 @@ def machine_facts(device: torch.device) -> dict:
     if device.type == "cuda":
         facts |= dict(
             device=torch.cuda.get_device_name(device),
-            gpus=torch.cuda.device_count(),
             cuda=torch.version.cuda,
             driver=collect_env.get_nvidia_driver_version(collect_env.run),
-            nccl=torch.cuda.nccl.version(),
-            triton=version("triton"),
         )
     return facts
 
@@ -1809,7 +1785,7 @@ class Log:
             raise UserError(f"{error.filename}: cannot be written ({error.strerror}); start it in "
                             "another folder") from None
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         except BlockingIOError:
             raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
         except OSError as error:  # as on some network file systems
@@ -1821,12 +1797,12 @@ class Log:
                 if any(self.folder.glob("step-*.pt")):
                     remedy += ", or go on with its run by --resume auto"
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
-            # --resume auto, of a run that ended before it saved: it begins anew, the log is kept.
+            # --resume auto, of a run that ended before it saved: it starts over, the log is kept.
             kept = self.path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
             kept.write_bytes(written)
             self.file.truncate(0)
             self(header, console=False)
-            self(f"nothing was saved, so the run begins anew; its log is now {kept}")
+            self(f"nothing was saved, so the run starts over; its log is now {kept}")
         elif not written:
             self(header, console=False)
         elif not written.endswith(b"\n"):  # as of a full disk
@@ -1896,11 +1872,11 @@ def load_state(model, optimizers, state, path):
 class Run:
     """All that the training loop works with. Logs and checkpoints keep the settings."""
 
-    def __init__(self, settings, ranks, state, may_exist):
+    def __init__(self, settings, ranks, log, state, may_exist):
         self.settings = settings
         self.cfg = cfg = shorten(settings)
         self.ranks = ranks
-        self.log = Log(ranks)
+        self.log = log
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
@@ -2128,8 +2104,9 @@ class Run:
 
     def finish(self):
         """Log the results."""
-        reached = "reached" if self.val_loss <= self.cfg.target_loss else "not reached"
-        self.log(f"target loss {self.cfg.target_loss}: {reached}")
+        target = self.cfg.target_loss
+        reached = "reached" if self.val_loss <= target else "not reached"
+        self.log(f"validation loss {self.val_loss:.4f}: the target, {target}, is {reached}")
         given = self.loader.tokens_given if self.loader else 0
         results = dict(
             val_loss=f"{self.val_loss:.6f}",
@@ -2265,12 +2242,12 @@ def run_script(argv) -> int:
         before = replace(cfg, num_iterations=state["settings"]["num_iterations"])
         if schedule(step, cfg).stage < schedule(step, before).stage:
             cfg = replace(cfg, init=path)
-    with Ranks(cfg) as ranks:
+    with Ranks(cfg) as ranks, contextlib.closing(Log(ranks)) as log:
         # A finished record can be evaluated without a GPU.
         if cfg.preset == "record" and ranks.device.type != "cuda" and step < cfg.num_iterations:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
-        run = Run(cfg, ranks, state, may_exist=bool(given.get("resume")))
+        run = Run(cfg, ranks, log, state, may_exist=bool(given.get("resume")))
         try:
             train(run, run.cfg)
         except DataEnd:

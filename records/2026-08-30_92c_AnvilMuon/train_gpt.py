@@ -33,7 +33,7 @@ saved activation: late attention, backout         GPT.hidden
 dense connections                                 Factors, LastBlock, GPT.hidden
 mix of ten sources by groups of channels          GroupFactors, GPT.hidden
 exclusive self-attention                          CausalSelfAttention
-gates of tokens                                   Factors, first_gates, GPT.hidden
+gates of tokens                                   Factors, initial_gates, GPT.hidden
 Polar Express, NorMuon                            orthogonalize, muon_update
 fast and slow means of gradients                  schedule, muon_update
 cautious weight decay                             muon_update, adam_update
@@ -89,12 +89,12 @@ class Stage:
     """A row of the table of stages: what holds from the first step of a stage to its last."""
 
     share: float = 0.0  # relative length; shares are divided by their sum
-    seq_len: int  # tokens of a training sequence
+    seq_len: int = 0  # tokens of a training sequence
     long_window: int  # tokens seen back
     short_window: int  # the same of layers with short windows
-    lr_factor: float  # of all rates
-    num_targets: int  # tokens predicted at each position
-    max_document_tokens: int  # documents are cut to it and packed
+    lr_factor: float = 0.0  # of all rates
+    num_targets: int = 1  # tokens predicted at each position
+    max_document_tokens: int = 0  # documents are cut to it and packed
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Hyperparameters:
     prefix_weight: float = 0.25  # in the loss, of the next token's prefix, in the first stage
     prefix_file: str = "data/fineweb10B/prefixes.npy"  # each token's prefix; empty: none
     canonical_file: str = "data/fineweb10B/canonical.npz"  # which tokens follow which; empty: all
-    fp8_head: bool = True  # FP8 products in the head while training, where the GPU has them
+    fp8_head: bool = True  # FP8 matmuls in the head while training, where the GPU has them
     seed: int = 0  # seed of the initial weights
     # Optimizers
     embed_lr: float = 0.6  # Adam's rate of value embeddings and bigram table
@@ -162,12 +162,9 @@ class Hyperparameters:
     )
     extension: Stage = Stage(
         seq_len=49152, long_window=1664, short_window=768,
-        lr_factor=1.73, num_targets=1, max_document_tokens=2048,
+        num_targets=1, max_document_tokens=2048,
     )
-    last_validation: Stage = Stage(
-        seq_len=49152, long_window=2560, short_window=768,
-        lr_factor=1.73, num_targets=1, max_document_tokens=2048,
-    )
+    last_validation: Stage = Stage(long_window=2560, short_window=768)
     cooldown_frac: float = 0.6  # last share of the schedule, in which rates fall
     momentum_warmup: int = 240  # first steps, in which Muon's momentum rises
     momentum_cooldown: int = 50  # last steps, in which it falls again
@@ -191,8 +188,8 @@ class Hyperparameters:
     resume: str = ""  # checkpoint to resume; auto: the newest of --run_id
     init: str = ""  # checkpoint whose weights a new run starts from
 
-    def rows(self) -> tuple:
-        """All rows in the order of the run."""
+    def all_stages(self) -> tuple:
+        """All rows of stages in the order of the run."""
         return *self.stages, self.extension, self.last_validation
 
 
@@ -228,27 +225,24 @@ POCKET = dict(
     num_iterations=120,
     extension_steps=5,
     stages=(
-        Stage(
-            share=1.0, seq_len=128, long_window=64, short_window=32,
-            lr_factor=1.0, num_targets=3, max_document_tokens=128,
+        replace(
+            Hyperparameters.stages[0],
+            seq_len=128, long_window=64, short_window=32, max_document_tokens=128,
         ),
-        Stage(
-            share=1.0, seq_len=256, long_window=128, short_window=64,
-            lr_factor=1.52, num_targets=2, max_document_tokens=256,
+        replace(
+            Hyperparameters.stages[1],
+            seq_len=256, long_window=128, short_window=64, max_document_tokens=256,
         ),
-        Stage(
-            share=1.0, seq_len=384, long_window=192, short_window=96,
-            lr_factor=1.73, num_targets=1, max_document_tokens=256,
+        replace(
+            Hyperparameters.stages[2],
+            seq_len=384, long_window=192, short_window=96, max_document_tokens=256,
         ),
     ),
     extension=Stage(
         seq_len=384, long_window=224, short_window=96,
-        lr_factor=1.73, num_targets=1, max_document_tokens=256,
+        num_targets=1, max_document_tokens=256,
     ),
-    last_validation=Stage(
-        seq_len=384, long_window=256, short_window=96,
-        lr_factor=1.73, num_targets=1, max_document_tokens=256,
-    ),
+    last_validation=Stage(long_window=256, short_window=96),
     momentum_cooldown=5,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
@@ -269,8 +263,7 @@ def check(cfg, require):
     require(is_even, "model_dim", "be an even multiple of head_dim")
     require(cfg.model_dim >= GATE_CHANNELS, "model_dim", f"be at least {GATE_CHANNELS}")
     require(cfg.channel_groups > 0, "channel_groups", "be above 0")
-    has_groups = cfg.model_dim % cfg.channel_groups == 0
-    require(has_groups, "model_dim", "be a multiple of channel_groups")
+    require(cfg.model_dim % cfg.channel_groups == 0, "model_dim", "be a multiple of channel_groups")
     require(cfg.rope_base > 0, "rope_base", "be above 0")
     require(cfg.bigram_rows > 1, "bigram_rows", "be at least 2")
     fits = 0 < cfg.bigram_width <= cfg.model_dim
@@ -301,9 +294,11 @@ def check(cfg, require):
     num_stages = len(Hyperparameters.stages)
     require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
     require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
-    require(cfg.extension.share == 0, "extension", "have no share")
-    require(cfg.last_validation.share == 0, "last_validation", "have no share")
-    for row in cfg.rows():
+    extension, last = cfg.extension, cfg.last_validation
+    require(extension.share == extension.lr_factor == 0, "extension", "have no share or lr_factor")
+    at_least = dict(long_window=max(1, last.long_window), short_window=max(1, last.short_window))
+    require(last == Stage(**at_least), "last_validation", "have two windows above 0, no more")
+    for row in cfg.all_stages()[:-1]:
         numbers = row.seq_len, row.long_window, row.short_window
         require(min(numbers) > 0, "stages", "have lengths and windows above 0")
         require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
@@ -323,7 +318,6 @@ def shorten(cfg) -> Hyperparameters:
         sequences_per_step=cfg.sequences_per_step * cfg.shorten,
         stages=tuple(shorter(row) for row in cfg.stages),
         extension=shorter(cfg.extension),
-        last_validation=shorter(cfg.last_validation),
     )
 
 
@@ -343,7 +337,7 @@ class Schedule(Stage):
     `lr_factor` moves, too: it is the row's until rates fall.
     """
 
-    stage: int  # the row's index in `rows`
+    stage: int  # the row's index in `all_stages`
     target_weights: list  # in the loss, of the next tokens and of the prefix
     prefix_weight: float  # the last of them, or 0 where the prefix is no target
     momentum: float  # Muon's
@@ -356,7 +350,7 @@ class Schedule(Stage):
 def schedule(step: int, cfg) -> Schedule:
     """The schedule of a step from 0 to num_iterations. The last one only validates."""
     index, done = stage_of(step, cfg)
-    row = cfg.rows()[index]
+    row = cfg.all_stages()[index]
 
     # Learning rate: the stage's factor, then linearly down to the floor where the extension begins
     scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
@@ -400,7 +394,7 @@ def schedule(step: int, cfg) -> Schedule:
 
 
 def stage_of(step: int, cfg) -> tuple[int, float]:
-    """The index of a step's stage, and which part of the stage lies behind the step."""
+    """The index of a step's stage, and which fraction of the stage is done."""
     first_steps = [*stage_starts(cfg), math.inf]
     index = bisect.bisect(first_steps, step) - 1
     start, end = first_steps[index : index + 2]
@@ -425,7 +419,7 @@ def yarn(stage: int, cfg, window: str, device=None):
     exponent = torch.linspace(0, 1, steps=cfg.head_dim // 4, device=device)
     frequency = (1 / cfg.rope_base) ** exponent
     scale = cfg.long_scale if window == "L" else cfg.short_scale
-    rows = cfg.rows()[:-1]  # the last validation extrapolates
+    rows = cfg.all_stages()[:-1]  # the last validation extrapolates
     windows = [row.long_window if window == "L" else row.short_window for row in rows]
     for old, new in itertools.pairwise(windows[: stage + 1]):
         turns = old * frequency / (2 * math.pi)
@@ -454,15 +448,15 @@ def uniform(std):
     return lambda param, generator: param.uniform_(-bound, bound, generator=generator)
 
 
-def weight(*shape, group, first=zeros, bf16=False) -> nn.Parameter:
+def weight(*shape, group, init=zeros, bf16=False) -> nn.Parameter:
     """A parameter, not yet initialised.
 
-    group: its row in `parameter_groups`. first: sets its first values. bf16: on a GPU it is bf16,
+    group: its row in `parameter_groups`. init: initialises it. bf16: on a GPU it is bf16,
     as published, else fp32.
     """
     param = nn.Parameter(torch.empty(shape))
     param.group = group
-    param.first = first
+    param.init = init
     param.bf16 = bf16
     return param
 
@@ -470,9 +464,9 @@ def weight(*shape, group, first=zeros, bf16=False) -> nn.Parameter:
 class Table(nn.Module):
     """An embedding table, bf16 on a GPU."""
 
-    def __init__(self, rows, width, group, first=zeros):
+    def __init__(self, rows, width, group, init=zeros):
         super().__init__()
-        self.weight = weight(rows, width, group=group, first=first, bf16=True)
+        self.weight = weight(rows, width, group=group, init=init, bf16=True)
 
     def forward(self, ids):
         return F.embedding(ids, self.weight)
@@ -481,9 +475,9 @@ class Table(nn.Module):
 class CastedLinear(nn.Module):
     """A linear map whose weight, bf16 on a GPU, is cast to its input's type."""
 
-    def __init__(self, in_features, out_features, group, first=zeros):
+    def __init__(self, in_features, out_features, group, init=zeros):
         super().__init__()
-        self.weight = weight(out_features, in_features, group=group, first=first, bf16=True)
+        self.weight = weight(out_features, in_features, group=group, init=init, bf16=True)
 
     def forward(self, x):
         return F.linear(x, self.weight.type_as(x))
@@ -561,7 +555,7 @@ class FP8Product(torch.autograd.Function):
 
 
 class Head(CastedLinear):
-    """The output head. Its products may be FP8 while training: @YouJiacheng, @leloykun."""
+    """The output head. Its matmuls may be FP8 while training: @YouJiacheng, @leloykun."""
 
     use_fp8 = False
 
@@ -692,7 +686,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, https://arxiv.org/abs/2104.09864, by angles (T, 1, P, K / 2).
 
-    A token has P positions, one or two, and its heads have them in turns.
+    A token has P positions, one or two, and its heads alternate between them.
     Entry i and entry i + K / 2 are a pair.
     """
     first, second = x_BTHK.float().unflatten(2, (-1, cos.size(-2))).chunk(2, dim=-1)
@@ -743,14 +737,14 @@ class CausalSelfAttention(nn.Module):
         self.v_dim = cfg.head_dim // 2 if layer.window == "S" else cfg.head_dim
         self.kernel_options = None  # of FlexAttention
         # Uniform: @YouJiacheng; the output, too: @srashedll, #64, 20 steps
-        first = uniform(0.5 * dim**-0.5)
+        init = uniform(0.5 * dim**-0.5)
         # A matrix for each pair of heads, of queries and then of keys: @samacqua, #80, 10 steps
         shape = (self.num_heads, 2 * cfg.head_dim, dim)
-        self.qk_w = weight(*shape, group="queries, keys", first=first)
-        self.v_w = weight(dim, dim, group="attention", first=first)
-        self.c_proj = weight(dim, dim, group="attention", first=first)
+        self.qk_w = weight(*shape, group="queries, keys", init=init)
+        self.v_w = weight(dim, dim, group="attention", init=init)
+        self.c_proj = weight(dim, dim, group="attention", init=init)
         # Factors of Q, K, V and of c_proj
-        self.lambdas = weight(2, group="lambdas", first=constant(0.5, 1.0))
+        self.lambdas = weight(2, group="lambdas", init=constant(0.5, 1.0))
         self.value_gate = None
         if layer.table is not None:
             self.value_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
@@ -818,7 +812,7 @@ class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         shape = (cfg.mlp_dim, cfg.model_dim)
-        self.c_fc = weight(*shape, group="mlp", first=uniform(0.5 * cfg.model_dim**-0.5))
+        self.c_fc = weight(*shape, group="mlp", init=uniform(0.5 * cfg.model_dim**-0.5))
         self.c_proj = weight(*shape, group="mlp")
 
     def forward(self, x):
@@ -830,18 +824,18 @@ class MLP(nn.Module):
 class Factors(nn.Module):
     """Factors of each token, by name, from its stream: (B, T, D) to (B, T, n) each.
 
-    first: their first values by name. Dense connections: @Lisennlp, #81, 65 steps,
+    initial: their initial values by name. Dense connections: @Lisennlp, #81, 65 steps,
     https://arxiv.org/abs/2502.12170.
     """
 
-    def __init__(self, dim, first, group):
+    def __init__(self, dim, initial, group):
         super().__init__()
-        self.sizes = {name: len(values) for name, values in first.items()}
-        biases = [value / FACTOR_SCALE for value in sum(first.values(), [])]
-        self.w1 = CastedLinear(dim, 64, group, first=uniform((3 * dim) ** -0.5))
+        self.sizes = {name: len(values) for name, values in initial.items()}
+        biases = [value / FACTOR_SCALE for value in sum(initial.values(), [])]
+        self.w1 = CastedLinear(dim, 64, group, init=uniform((3 * dim) ** -0.5))
         self.w2 = CastedLinear(64, len(biases), group)
-        first = constant(*biases)
-        self.bias = weight(len(biases), group=f"{group}, biases", first=first, bf16=True)
+        init = constant(*biases)
+        self.bias = weight(len(biases), group=f"{group}, biases", init=init, bf16=True)
 
     def forward(self, x, scale=FACTOR_SCALE):
         factors = scale * (self.w2(F.gelu(self.w1(x))) + self.bias)
@@ -854,9 +848,9 @@ class GroupFactors(Factors):
     A factor is one number for all groups and one of its own: @devenpzak, #92.
     """
 
-    def __init__(self, cfg, first, group):
-        super().__init__(cfg.model_dim, first, group)
-        self.groups = weight(len(first), cfg.channel_groups, 64, group=group, bf16=True)
+    def __init__(self, cfg, initial, group):
+        super().__init__(cfg.model_dim, initial, group)
+        self.groups = weight(len(initial), cfg.channel_groups, 64, group=group, bf16=True)
 
     def forward(self, x):
         hidden = F.gelu(self.w1(x))
@@ -880,9 +874,9 @@ class Block(nn.Module):
         self.mlp_2 = MLP(cfg) if layer.mlps > 1 else None
         # Factors of the stream and of what is added to it, by attention and by the MLP: @sisovicm,
         # #73. The stream grows by 1.1 a layer at first.
-        first = constant(1.1**0.5, 1.1**0.5)
-        self.resid_lambdas = weight(2, group="residual lambdas", first=first)
-        self.post_lambdas = weight(2, group="injection lambdas", first=constant(1.0, 1.0))
+        init = constant(1.1**0.5, 1.1**0.5)
+        self.resid_lambdas = weight(2, group="residual lambdas", init=init)
+        self.post_lambdas = weight(2, group="injection lambdas", init=constant(1.0, 1.0))
 
     def factors(self, x) -> dict:
         """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
@@ -909,7 +903,7 @@ class Block(nn.Module):
         return factors["resid_mlp"] * x + factors["post_mlp"] * y
 
 
-# First values of the last layer's factors: it is like the others, but its table counts twice.
+# Initial factors of the last layer: it is like the others, but its table counts twice.
 LAST_FACTORS = dict(
     value_first=[0.0], value_saved=[0.0], value_x=[0.0],  # of what is added to its values
     stream_first=[0.0], stream_saved=[0.0], stream_x=[0.0],  # of what is added to its input
@@ -945,32 +939,32 @@ class LastBlock(Block):
         return super().forward(x, read, stream, value, view, factors)
 
 
-# First values of the output's factors. Half of what was saved is subtracted: backout, @snimu, #40
+# Initial factors of the output. Half of what was saved is subtracted: backout, @snimu, #40
 OUTPUT_FACTORS = dict(
     first=[0.0], saved=[-0.5], entry=[0.0], skip=[0.0], attn_input=[0.0], mlp_input=[0.0]
 )
 
 
-def first_gates(cfg, indices) -> dict:
-    """First values of the gates of some layers, by name and layer: @Lisennlp, #85.
+def initial_gates(cfg, indices) -> dict:
+    """Initial gates of some layers, by name and layer: @Lisennlp, #85.
 
     xsa: of what a head drops. heads: of its output. x0, bigram, skip: of what a layer adds.
     """
     heads = cfg.model_dim // cfg.head_dim
-    first = {}
+    initial = {}
     for index in indices:
         layer = cfg.layers[index]
         if layer.xsa:
-            first["xsa", index] = [0.0] * heads
+            initial["xsa", index] = [0.0] * heads
         if layer.gate:
-            first["heads", index] = [0.25] * heads
+            initial["heads", index] = [0.25] * heads
         if layer.takes_skip:
-            first["skip", index] = [0.5]
+            initial["skip", index] = [0.5]
         if layer.x0:
-            first["x0", index] = [0.0]
+            initial["x0", index] = [0.0]
         if layer.bigram:
-            first["bigram", index] = [0.05]
-    return first
+            initial["bigram", index] = [0.05]
+    return initial
 
 
 def read_prefixes(cfg) -> Tensor:
@@ -1020,11 +1014,11 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
-        self.embed = Table(vocab, cfg.model_dim, group="embed", first=normal(0.005))
+        self.embed = Table(vocab, cfg.model_dim, group="embed", init=normal(0.005))
         self.value_embeds = nn.ModuleDict()
         for table in sorted({layer.table for layer in cfg.layers} - {None}):
             # Not zero at first: @photon_mz, #70
-            embedding = Table(vocab, cfg.model_dim, group="value embeds", first=normal(0.01))
+            embedding = Table(vocab, cfg.model_dim, group="value embeds", init=normal(0.01))
             self.value_embeds[str(table)] = embedding
         self.bigram_embed = Table(cfg.bigram_rows, cfg.bigram_width, group="bigrams")
         self.register_buffer("bigram_signs", torch.ones(cfg.sign_rows, cfg.bigram_width))
@@ -1035,18 +1029,18 @@ class GPT(nn.Module):
         self.output_factors = GroupFactors(cfg, sources, group="dense connections")
         # Gates of the layers up to the skip's source, from x0, and of those above it, from there
         below = next(index for index, layer in enumerate(cfg.layers) if layer.skip) + 1
-        early = first_gates(cfg, range(below))
-        late = first_gates(cfg, range(below, len(cfg.layers)))
+        early = initial_gates(cfg, range(below))
+        late = initial_gates(cfg, range(below, len(cfg.layers)))
         self.gates_early = Factors(cfg.model_dim, early, group="token gates")
         self.gates_late = Factors(cfg.model_dim, late, group="token gates")
-        self.gates_lambda = weight(group="gate scale", first=constant(FACTOR_SCALE))
+        self.gates_lambda = weight(group="gate scale", init=constant(FACTOR_SCALE))
         self.smear_gate = CastedLinear(GATE_CHANNELS, 1, group="smear gate")
         self.smear_lambda = weight(group="lambdas")  # nothing is smeared at first
         # Its sigmoid is the factor of the skip: 0.18 at first
-        self.skip_lambda = weight(group="lambdas", first=constant(-1.5))
-        self.lm_head = Head(cfg.model_dim, vocab, group="head", first=normal(0.005))
+        self.skip_lambda = weight(group="lambdas", init=constant(-1.5))
+        self.lm_head = Head(cfg.model_dim, vocab, group="head", init=normal(0.005))
         # The head is computed in chunks of this many tokens.
-        longest = max(row.seq_len for row in cfg.rows())
+        longest = max(row.seq_len for row in cfg.all_stages())
         tokens = cfg.sequences_per_forward * longest / max(1, cfg.head_chunks)
         self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
         self.register_buffer("prefixes", torch.full((vocab,), -1), persistent=False)
@@ -1064,16 +1058,16 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator):
-        """Give every parameter its first values."""
+        """Initialise every parameter."""
         for param in self.parameters():
-            param.first(param, generator)
+            param.init(param, generator)
         self.embed.weight.copy_(self.lm_head.weight)
         self.bigram_signs.normal_(generator=generator).sign_()
 
     @torch.no_grad()
     def set_stage(self, now):
         """Set the windows, the rotary embedding and the mask of logits for a stage."""
-        self.is_masked = now.stage == len(self.cfg.rows()) - 1
+        self.is_masked = now.stage == len(self.cfg.all_stages()) - 1
         self.reach[0] = now.long_window
         self.reach[1] = now.short_window
         for rotary, window in zip(self.rotary.split(1, dim=2), "LS"):
@@ -1521,7 +1515,7 @@ def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
 
 def build_optimizers(model: GPT, cfg, ranks) -> list:
     """An optimizer for each group that has parameters. Raises KeyError for an unknown group."""
-    # Each group compiles its step anew. Beyond the limit torch would run it uncompiled.
+    # Each group recompiles its step. Beyond the limit torch would run it uncompiled.
     torch._dynamo.config.recompile_limit = 32
     groups = parameter_groups(cfg)
     members = {name: [] for name in groups}
@@ -1573,7 +1567,7 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """All sequences of a step, of all ranks, on the host. Each array has an entry for each."""
+    """All sequences of a step, of all ranks, on the host. Each array has one entry a sequence."""
 
     tokens: np.ndarray  # (N, T + 1), uint16
 
@@ -1735,7 +1729,6 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import datetime, timedelta
-from importlib.metadata import version
 
 from torch.utils import collect_env
 
@@ -2090,11 +2083,8 @@ def machine_facts(device: torch.device) -> dict:
     if device.type == "cuda":
         facts |= dict(
             device=torch.cuda.get_device_name(device),
-            gpus=torch.cuda.device_count(),
             cuda=torch.version.cuda,
             driver=collect_env.get_nvidia_driver_version(collect_env.run),
-            nccl=torch.cuda.nccl.version(),
-            triton=version("triton"),
         )
     return facts
 
@@ -2206,7 +2196,7 @@ class Log:
             raise UserError(f"{error.filename}: cannot be written ({error.strerror}); start it in "
                             "another folder") from None
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         except BlockingIOError:
             raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
         except OSError as error:  # as on some network file systems
@@ -2218,12 +2208,12 @@ class Log:
                 if any(self.folder.glob("step-*.pt")):
                     remedy += ", or go on with its run by --resume auto"
                 raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
-            # --resume auto, of a run that ended before it saved: it begins anew, the log is kept.
+            # --resume auto, of a run that ended before it saved: it starts over, the log is kept.
             kept = self.path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
             kept.write_bytes(written)
             self.file.truncate(0)
             self(header, console=False)
-            self(f"nothing was saved, so the run begins anew; its log is now {kept}")
+            self(f"nothing was saved, so the run starts over; its log is now {kept}")
         elif not written:
             self(header, console=False)
         elif not written.endswith(b"\n"):  # as of a full disk
@@ -2293,11 +2283,11 @@ def load_state(model, optimizers, state, path):
 class Run:
     """All that the training loop works with. Logs and checkpoints keep the settings."""
 
-    def __init__(self, settings, ranks, state, may_exist):
+    def __init__(self, settings, ranks, log, state, may_exist):
         self.settings = settings
         self.cfg = cfg = shorten(settings)
         self.ranks = ranks
-        self.log = Log(ranks)
+        self.log = log
         self.last = cfg.num_iterations  # this step only validates
         self.first_step = self.saved_step = state["step"]
         self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
@@ -2525,8 +2515,9 @@ class Run:
 
     def finish(self):
         """Log the results."""
-        reached = "reached" if self.val_loss <= self.cfg.target_loss else "not reached"
-        self.log(f"target loss {self.cfg.target_loss}: {reached}")
+        target = self.cfg.target_loss
+        reached = "reached" if self.val_loss <= target else "not reached"
+        self.log(f"validation loss {self.val_loss:.4f}: the target, {target}, is {reached}")
         given = self.loader.tokens_given if self.loader else 0
         results = dict(
             val_loss=f"{self.val_loss:.6f}",
@@ -2662,12 +2653,12 @@ def run_script(argv) -> int:
         before = replace(cfg, num_iterations=state["settings"]["num_iterations"])
         if schedule(step, cfg).stage < schedule(step, before).stage:
             cfg = replace(cfg, init=path)
-    with Ranks(cfg) as ranks:
+    with Ranks(cfg) as ranks, contextlib.closing(Log(ranks)) as log:
         # A finished record can be evaluated without a GPU.
         if cfg.preset == "record" and ranks.device.type != "cuda" and step < cfg.num_iterations:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
-        run = Run(cfg, ranks, state, may_exist=bool(given.get("resume")))
+        run = Run(cfg, ranks, log, state, may_exist=bool(given.get("resume")))
         try:
             train(run, run.cfg)
         except DataEnd:

@@ -10,23 +10,23 @@ from ledger.scripts import count_changes, diff_sources
 
 UPSTREAM = "https://github.com/KellerJordan/modded-nanogpt/"
 PULL = f"{UPSTREAM}pull/"
-# The public records that the front page keeps, beside what GPUs have run, our own and the newest
+# The public records that the front page keeps, beside our own and the newest
 MILESTONES = (2, 4, 5, 12, 14, 19, 29, 42, 53, 62, 81, 92)
-FRONT = ("Record", "Idea", "Public record (min)", "Here", "Changed lines")
-LADDER = (*FRONT[:3], "Published loss (runs)", "Here",
-          "Small model, CPU", "Largest difference (float64)", "Changed lines")
+FRONT = ("Record", "Idea", "Public record (min)", "Changed lines")
+LADDER = (*FRONT[:3], "Published loss (runs)", "Small model, CPU", "Largest difference (float64)",
+          "Changed lines")
 RUNS = ("Record", "Machine", "Loss ± std (seeds)", "Below target", "Minutes", "From its parent")
 NO_GPU = "**No GPU has run one of our scripts yet.**"
 PUBLIC = ("Record", "Date", "Minutes", "Idea", "By", "Script here")
 CONTEST = ("Contestant", "Loss ± std (seeds)", "Difference", "Shown from", "Time")
 CONTEST_LEGEND = """\
-Difference, Time (the ratio, and by seed the smallest and largest): from the parent, or else the
-first contestant; * where p < 0.01. Shown from: the smallest difference that would have it. Runs
-that waited for other programs, ran beside others or were resumed have no time."""
-ELSEWHERE = " †"
+Difference, Time (the median of the ratios by seed, and the smallest and largest): from the first
+contestant; * where p < 0.01. Shown from: the smallest difference that would have it. Runs that
+waited for other programs, ran beside others or were resumed have no time."""
 # A link to where a function is defined: its name, the script, the line
 DEFINED = re.compile(r"\[`([\w.]+)`\]\(([\w./-]+\.py)#L(\d+)\)")
-OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Minutes")
+OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Median minutes (from–to)",
+          "From the baseline", "Sources that differ")
 
 
 # ---- Cells and tables ----
@@ -86,6 +86,16 @@ def minutes_of(times: list) -> str:
     return f"{statistics.median(times) / 60_000:.3f}" if times else ""
 
 
+def difference_words(difference: float, p: float | None, time: float | None) -> str:
+    """A difference of mean losses, with its p and the ratio of median times where they are."""
+    words = f"{difference:+.4f}"
+    if p is not None:
+        words += f" (p {p:.2g})"
+    if time:
+        words += f", ×{time:.3f}"
+    return words.replace("-", "−")
+
+
 def losses_of(logs: list) -> list:
     return [loss for loss, _ in by_seed(logs).values()]
 
@@ -96,41 +106,11 @@ def run_cells(record: Record, setting: tuple) -> list:
     losses = losses_of(logs)
     p = below(losses, float(logs[0].header["target_loss"])) if is_full else ""
     found = compare(logs, record.parent.runs().get(setting, []) if record.parent else [])
-    difference = f"{found.difference:+.4f}" if found else ""
-    if found and is_full and (test := found.test()):
-        difference += f" (p {test[0]:.2g})"
-    if found and found.time:
-        difference += f", ×{found.time:.3f}"
-    minutes = minutes_of([log.measured_ms for log in logs])
-    return [spread(losses), p, minutes, difference.replace("-", "−")]
-
-
-def here(record: Record) -> str:
-    """What our runs gave: on GPUs, on the most of one kind; of a record of our own, on any."""
-    settings = [*record.runs()]
-    if not settings:
-        return ""
-    if settings[0][0] == "record":
-        loss, _, minutes, _ = run_cells(record, settings[0])
-        device, ranks = settings[0][1:3]
-        card = re.sub(r"NVIDIA |GeForce |AMD |Instinct | \d+GB.*| HBM.*", "", device)
-        return f"{minutes or 'no'} min, {loss} on {ranks}×{card}"
-    if not record.is_own or place_of(record) != "own":
-        return ""
-    theirs = record.parent.runs() if record.parent else {}
-    compared = [setting for setting in settings if setting in theirs]
-    setting = (compared or settings)[0]
-    loss, _, _, difference = run_cells(record, setting)
-    return f"{setting[0]} {loss}, {difference or 'not run'} from its parent"
-
-
-def pocket_cell(record: Record, pocket: tuple) -> str:
-    """The record's losses of the pocket, with a mark where it ran in another setting alone."""
-    runs = {setting: logs for setting, logs in record.runs().items() if setting[0] == "pocket"}
-    if not runs:
-        return ""
-    setting = pocket if pocket in runs else next(iter(runs))
-    return spread(losses_of(runs[setting])) + ELSEWHERE * (setting != pocket)
+    difference = ""
+    if found:
+        test = found.test() if is_full else None
+        difference = difference_words(found.difference, test and test[0], found.time)
+    return [spread(losses), p, minutes_of([log.measured_ms for log in logs]), difference]
 
 
 # ---- Parts of pages ----
@@ -139,7 +119,7 @@ def ladder_rows(records: list, pocket: tuple, above: str = "") -> list:
     rows = []
     for record in records:
         minutes = record.minutes or place_of(record)
-        loss = equality = lines = ""
+        loss = equality = lines = small = ""
         if record.published.get("val_loss"):
             loss = "{val_loss:.4f} ({n})".format(**record.published)
         if record.claim["equality"]:
@@ -147,8 +127,9 @@ def ladder_rows(records: list, pocket: tuple, above: str = "") -> list:
         if record.parent:
             found = diff_sources(record.parent.script, record.script)
             lines = count_changes(*found.values())
-        cells = [link(record, above), record.claim["change"], minutes, loss, here(record),
-                 pocket_cell(record, pocket), equality, lines]
+        if pocket in record.runs():
+            small = spread(losses_of(record.runs()[pocket]))
+        cells = [link(record, above), record.claim["change"], minutes, loss, small, equality, lines]
         rows.append(dict(zip(LADDER, cells)))
     return rows
 
@@ -214,32 +195,32 @@ def blocks(folder: Path, records: list) -> dict:
     machine = machine_words(pocket).removeprefix("Preset pocket on ") or "no machine yet"
     ladder = table(LADDER, ladder_rows(records, pocket))
     legend = f"Small model (the preset pocket): on {machine}."
-    if ELSEWHERE in ladder:
-        legend += f"{ELSEWHERE}: in another setting, which the record's page names."
     parts = [ladder, legend, runs_table(records, ("record",))]
     found[folder / "README.md"] = {
         "": "\n\n".join(parts), " public": public_table(folder, records)}
 
-    kept = [record for record in records if record.number in MILESTONES or record in on_gpu
-            or record.is_own or record is records[-1]]
-    results = "; ".join(f"{record.name}: {here(record)}" for record in on_gpu)
+    kept = [record for record in records if record.number in MILESTONES
+            or not (record.number or record.leads_to) or record is records[-1]]
     if (folder.parent / "README.md").exists():
         found[folder.parent / "README.md"] = {
             "": table(FRONT, ladder_rows(kept, pocket, f"{folder.name}/")),
-            " gpus": f"**GPUs have run** {results}." if on_gpu else NO_GPU}
+            " gpus": runs_table(on_gpu, ("record",), f"{folder.name}/") if on_gpu else NO_GPU}
     if (techniques := folder.parent / "docs/techniques.md").exists():
         found[techniques] = {}  # no blocks, but links to functions
     return found
 
 
-def line_of(source: str, name: str) -> int:
-    """The line that defines a function, a class, or a class's method; 0 where none does."""
+def line_of(script: Path, name: str) -> int:
+    """The line that defines a function, a class, or a class's method. Raises LedgerError."""
     owner, _, own = name.rpartition(".")
     pattern = rf"^(class|def) {own}\b"
     if owner:
         pattern = rf"^class {owner}\b.*\n(( {{4}}.*)?\n)*? {{4}}def {own}\b"
+    source = read_text(script)
     found = re.search(pattern, source, re.MULTILINE)
-    return source.count("\n", 0, found.end()) + 1 if found else 0
+    if not found:
+        raise LedgerError(f"{script} does not define {name}; mend the pages that link it")
+    return source.count("\n", 0, found.end()) + 1
 
 
 def filled(path: Path, parts: dict) -> str:
@@ -257,28 +238,22 @@ def filled(path: Path, parts: dict) -> str:
 
     def with_line(link):
         name, script, _ = link.groups()
-        line = line_of(read_text(path.parent / script), name)
-        if not line:
-            raise LedgerError(f"{path} links {name}, which {script} does not define; mend the link")
-        return f"[`{name}`]({script}#L{line})"
+        return f"[`{name}`]({script}#L{line_of(path.parent / script, name)})"
 
     return DEFINED.sub(with_line, text)
 
 
 # ---- What a terminal shows ----
-def contest(contestants: list) -> str:
-    """What `run` found: each contestant against its parent, or else against the first one."""
-    by_folder = {one.record.folder.name: one for one in contestants if one.record}
+def contest(contestants: list, with_tests: bool) -> str:
+    """What `run` found: each contestant against the first one."""
     rows = []
     for one in contestants:
-        name, other = one.operand.replace(".py", "", 1), contestants[0]
-        if one.record:
-            name, other = one.record.name, by_folder.get(one.record.claim["parent"], other)
+        name = one.operand.replace(".py", "", 1)
         difference = shown_from = time = ""
-        found = compare(one.logs, other.logs) if one is not contestants[0] else None
+        found = compare(one.logs, contestants[0].logs) if one is not contestants[0] else None
         if found:
             difference = f"{found.difference:+.4f}"
-        if found and (test := found.test()):
+        if found and with_tests and (test := found.test()):
             p, smallest = test
             is_shown = p < SIGNIFICANCE and abs(found.difference) > 5e-5  # not by rounding
             difference += f" (p {p:.2g})" + "*" * is_shown
@@ -291,7 +266,10 @@ def contest(contestants: list) -> str:
 
 
 def others(logs: list, folder: Path, target: float) -> str:
-    """Other people's logs: a row for each folder, and of one folder alone for each of its logs."""
+    """Other people's logs: a row for each folder, and of one folder alone for each of its logs.
+
+    Runs are compared with those of the folder beside theirs that is called a baseline.
+    """
     groups = {}
     for log in logs:
         groups.setdefault(log.path.parent, []).append(log)
@@ -303,7 +281,38 @@ def others(logs: list, folder: Path, target: float) -> str:
         whole = [log for log in some if log.finished]
         steps = ", ".join(sorted({f"{log.last_step:,}" for log in whole or some}))
         losses = [log.val_loss for log in whole or some]
-        rows.append([name, str(len(whole)), steps if whole else f"stopped at {steps}",
-                     spread(losses), below(losses, target),
-                     minutes_of([log.train_time_ms for log in whole])])
+        times = [log.train_time_ms for log in whole if log.train_time_ms]
+        minutes = minutes_of(times)
+        if len(times) > 1:
+            minutes += f" ({minutes_of([min(times)])}–{minutes_of([max(times)])})"
+        beside = [other for other in groups if other.parent == path.parent
+                  and "baseline" in other.name.lower()]
+        difference = ""
+        if beside and path not in beside:
+            difference = from_baseline(whole, [log for log in groups[beside[0]] if log.finished])
+        rows.append(dict(zip(OTHERS, [
+            name, str(len(whole)), steps if whole else f"stopped at {steps}", spread(losses),
+            below(losses, target), minutes, difference, sources_differ(some)])))
     return table(OTHERS, rows)
+
+
+def from_baseline(logs: list, baseline: list) -> str:
+    """The difference of public runs, whose seeds differ: by Welch's test, of unequal variances."""
+    if min(len(logs), len(baseline)) < 2:
+        return ""
+    from scipy import stats
+
+    ours, theirs = ([log.val_loss for log in some] for some in (logs, baseline))
+    p = stats.ttest_ind(ours, theirs, equal_var=False).pvalue
+    times = [[log.train_time_ms for log in some if log.train_time_ms] for some in (logs, baseline)]
+    time = statistics.median(times[0]) / statistics.median(times[1]) if all(times) else None
+    return difference_words(statistics.fmean(ours) - statistics.fmean(theirs), p, time)
+
+
+def sources_differ(logs: list) -> str:
+    """How many sources wrote the logs, where they differ, and by how many lines, of two of them."""
+    found = sorted({log.source for log in logs if log.source})
+    if len(found) < 2:
+        return ""
+    changes = count_changes(*diff_sources(found[0], found[-1]).values())
+    return f"{len(found)} ({changes})"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ledger.logs import RULE, LedgerError, Log, machine_words, read_log, read_text
-from ledger.records import FLOOR, RULES, Record, read_claim
+from ledger.records import RULES, Record
 from ledger.scripts import meaning
 
 REPO = Path(__file__).resolve().parents[2]
@@ -32,10 +32,9 @@ class Contestant:
     """A script with its flags that `run` measures, and the logs of its runs."""
 
     operand: str  # as it was given
-    script: Path
+    name: str  # of its runs
     runs: list  # what decides a run: of the source what is no comment, the flags, the data
     flags: dict[str, str]
-    record: Record | None  # that it is, as it stands
     source: str  # of the script when `run` began: every seed trains it
     logs: list[Log] = field(default_factory=list)
 
@@ -61,9 +60,7 @@ def contestant_of(operand: str, preset: str) -> Contestant:
     for name in ("train_files", "val_files"):
         for file in sorted(glob.glob(str(REPO / (RULES[preset] | flags)[name]))):
             data.append([file, os.path.getsize(file), os.path.getmtime(file)])
-    is_record = (path / "record.json").exists() and not flags
-    record = Record(path, read_claim(path)) if is_record else None  # refused before the training
-    return Contestant(operand, script, [meant, flags, data], flags, record, source)
+    return Contestant(operand, path.stem, [meant, flags, data], flags, source)
 
 
 def contestants_of(operands: list, preset: str) -> list:
@@ -73,10 +70,6 @@ def contestants_of(operands: list, preset: str) -> list:
         inside = sorted(Path(operand).glob("*/record.json"))
         for each in [str(claim.parent) for claim in inside] or [operand]:
             found.append(contestant_of(each, preset))
-    for one in found:
-        for name in ("val_files", "val_tokens"):
-            if one.flags.get(name) != found[0].flags.get(name):
-                raise LedgerError(f"{one.operand} has other {name} than {found[0].operand}")
     return found
 
 
@@ -100,7 +93,8 @@ def train(source: str, folder: Path, flags: dict, ranks: int, threads: str) -> L
                           env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": threads})
     if done.returncode:
         last = (done.stdout.strip() or "nothing").splitlines()[-1]
-        raise LedgerError(f"exit status {done.returncode}, its last words: {last[:200]}")
+        raise LedgerError(f"exit status {done.returncode}, its last words: {last[:200]}; what ran "
+                          f"is a copy without the files beside it, {script}")
     path = folder / "logs" / flags["run_id"] / "log.txt"
     log = read_log(path) if path.exists() else None
     if not log or not log.finished or "seed" not in log.header:
@@ -117,7 +111,7 @@ def run_one(one: Contestant, seed: int, args) -> Log:
     what = [one.runs, args.preset, args.nproc, args.jobs, threads,
             importlib.metadata.version("torch")]
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
-    name = re.sub(r"\W", "-", one.script.parent.name if one.record else one.script.stem)
+    name = re.sub(r"\W", "-", one.name)
     run_id = f"{name}-{digest[:8]}-seed-{seed}"
     path = args.out / "logs" / run_id / "log.txt"
     start = f"{RULE}\njobs: {args.jobs}\n" if args.jobs > 1 else f"{RULE}\n"  # of the header
@@ -148,6 +142,8 @@ def run_all(contestants: list, args):
             log.describe()
             one.logs.append(log)
             first = contestants[0].logs[0]
+            if log.header.get("val_digest") != first.header.get("val_digest"):
+                raise LedgerError(f"it has other validation data than {first.path}")
             if log.setting != first.setting:
                 raise LedgerError(f"it is of {machine_words(log.setting)}; {first.path} is of "
                                   f"{machine_words(first.setting)}; give another --out")
@@ -184,22 +180,18 @@ def replay(record: Record, old: Log) -> list:
     new.header["jobs"] = old.header.get("jobs", "1")  # which change no loss
     new.describe()
     name = f"{record.folder.name}: logs/{old.path.name}"
-    words = f"{name} run again: {new.val_loss - old.val_loss:+.6f} from its val_loss"
-    if new.setting != old.setting:
-        words += f", on {machine_words(new.setting)}"
-    elif new.val_loss != old.val_loss and not new.on_gpu:
-        words += "; another machine of this name?"
-    print(words, file=sys.stderr)
+    print(f"{name} run again: {new.val_loss - old.val_loss:+.6f} from its val_loss, "
+          f"{machine_words(new.setting)}", file=sys.stderr)
 
     digest, loss = RULES[preset]["val_digest"], found["loss"]
     reasons = [
+        (new.header["planned_tokens"] != old.header.get("planned_tokens"),
+         f"plans {new.header['planned_tokens']} tokens when it is run again"),
         (digest and {found["digest"], new.header["val_digest"]} != {digest},
          "is run again on other validation data than the rules'"),
         (abs(loss - new.val_loss) > SAME_WEIGHTS[device],
          f"says val_loss {new.val_loss} when it is run again, and its weights have {loss:.6f}"),
-        (loss < FLOOR[preset], f"has weights of loss {loss:.4f}, which no honest model reaches"),
-        (found["leaks"], "is of a model whose logits depend on later tokens"),
-        (found["mixes"], "is of a model whose logits depend on other rows")]
+        (found["leaks"], "is of a model whose logits depend on later tokens")]
     return [f"{name} {words}" for is_wrong, words in reasons if is_wrong]
 
 

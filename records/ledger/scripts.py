@@ -44,18 +44,12 @@ def drop_docstrings(node):
             drop_docstrings(child)
 
 
-@functools.lru_cache(maxsize=4)  # all records' trees at once would be slow to collect
-def parse(source: str) -> ast.Module:
-    """The tree of a source, without docstrings."""
-    tree = ast.parse(source.encode())  # as Python reads it, if a comment names its encoding
-    drop_docstrings(tree)
-    return tree
-
-
 @functools.cache
 def meaning(source: str) -> str:
     """A source without comments and docstrings."""
-    return ast.dump(parse(source))
+    tree = ast.parse(source.encode())  # as Python reads it, if a comment names its encoding
+    drop_docstrings(tree)
+    return ast.dump(tree)
 
 
 def is_same(source: str, other: str) -> bool:
@@ -65,21 +59,10 @@ def is_same(source: str, other: str) -> bool:
 
 
 @functools.cache
-def imports_of(source: str) -> frozenset:
-    """What a source imports, also within functions, as `from math import sin as f`."""
-    found = set()
-    for node in ast.walk(parse(source)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            start = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
-            found |= {f"{start}import {ast.unparse(alias)}" for alias in node.names}
-    return frozenset(found)
-
-
-@functools.cache
 def settings_of(source: str, preset: str) -> dict:
     """The settings of a script's preset that flags may change, by name, as headers show them."""
     found = {}
-    for node in parse(above(source)).body:
+    for node in ast.parse(above(source).encode()).body:
         pairs = []
         if isinstance(node, ast.ClassDef) and node.name == "Hyperparameters":
             fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
@@ -93,56 +76,31 @@ def settings_of(source: str, preset: str) -> dict:
 
 
 # ---- What git knows ----
-def git(folder: Path, *words) -> str | None:
-    """What git says in a folder; None where it says nothing."""
+@functools.cache
+def git(folder: Path, *words) -> str:
+    """What git says in a folder; nothing where it knows nothing."""
     try:
         return subprocess.run(["git", "-C", str(folder), *words], text=True, check=True,
                               capture_output=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return ""
 
 
-@functools.cache
-def commits_of(script: Path) -> list | None:
-    """The commits that changed a script, newest first; None where git's history is not whole.
+def has_history(script: Path) -> bool:
+    """Whether git has all that a script has been."""
+    return git(script.parent, "rev-parse", "--is-shallow-repository") == "false\n"
+
+
+def versions(script: Path, harness: str):
+    """Yield what a script was when it had this harness, newest first, as far as git knows.
 
     Of a merge the branch that was merged does not count: there a cheat may come and go.
     """
-    folder = script.parent
-    if git(folder, "rev-parse", "--is-shallow-repository") != "false\n":
-        return None
-    commits = git(folder, "log", "--first-parent", "--format=%H", "--", script.name)
-    return None if commits is None else commits.split()
-
-
-@functools.cache
-def version_of(script: Path, commit: str) -> str:
-    """What a script was at a commit; empty where it was not there."""
-    return git(script.parent, "show", f"{commit}:./{script.name}") or ""
-
-
-@functools.cache
-def harnesses_of(script: Path) -> frozenset | None:
-    """All that a script's harness has been in git's history; None where that is not whole."""
-    commits = commits_of(script)
-    if commits is None:
-        return None
-    return frozenset(below(version_of(script, commit)) for commit in commits) - {""}
-
-
-def was_version(source: str, script: Path) -> bool | None:
-    """Whether a script was once this source, as a whole; None where git's history is not whole.
-
-    Comments and docstrings above the banner do not count.
-    """
-    commits = commits_of(script)
-    if commits is None:
-        return None
-    for commit in commits:
-        version = version_of(script, commit)
-        if below(version) == below(source) and is_same(version, source):
-            return True
-    return False
+    commits = git(script.parent, "log", "--first-parent", "--format=%H", "--", script.name)
+    for commit in commits.split():
+        version = git(script.parent, "show", f"{commit}:./{script.name}")
+        if harness and below(version) == harness:
+            yield version
 
 
 # ---- What changed ----

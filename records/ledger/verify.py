@@ -10,24 +10,16 @@ import re
 from pathlib import Path
 
 from ledger import pages
-from ledger.logs import SETTING, LedgerError, Log, read_run, read_text
-from ledger.records import CLAIM, CORPUS_TORCH, FLOOR, FOLDER_NAME, RULES, Record, find_records
-from ledger.scripts import (
-    above,
-    below,
-    git,
-    harnesses_of,
-    imports_of,
-    is_same,
-    settings_of,
-    was_version,
-)
+from ledger.logs import SETTING, LedgerError, Log, machine_words, read_run, read_text
+from ledger.records import CLAIM, FOLDER_NAME, RULES, Record, find_records
+from ledger.scripts import above, below, has_history, is_same, meaning, settings_of, versions
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
 # the script finds out itself.
 FREE = set("""seed device run_id resume save_every val_every warmup_steps sequences_per_forward
     head_chunks""".split())
 FILES = {"README.md", "record.json", "train_gpt.py", "logs"}  # of a record's folder
+FOREIGN = "was not written by this train_gpt.py, nor by an earlier version of it or its harness"
 UNREADABLE = LedgerError, MemoryError, OSError, RecursionError, SyntaxError, ValueError
 
 
@@ -55,7 +47,9 @@ def folder_faults(record: Record, root: Path, seen: dict):
             yield f"its folder has {path.name}, a link or what no record needs; delete it"
 
     script = record.script
-    settings_of(script, "record")  # raises SyntaxError where it is no Python
+    twin = seen.setdefault(meaning(above(script)), folder)  # SyntaxError where it is no Python
+    if twin != folder:
+        yield f"its script means the same above the banner as that of {twin.name}"
     words = f"Parent: {parent}. Change: " if parent else "Parent: none. "
     if f"\n{words}" not in above(script):
         yield f"train_gpt.py's docstring does not say `{words.strip()}`"
@@ -65,21 +59,18 @@ def folder_faults(record: Record, root: Path, seen: dict):
         yield "train_gpt.py is not the root's from its banner on; run records/share_harness.py"
 
 
-def source_faults(log: Log, record: Record, root: Path):
-    """Faults of the script that wrote a log: every line of it ran.
+def is_foreign(log: Log, record: Record, root: Path) -> bool:
+    """Whether a log was written by another script than its record's, now or earlier.
 
-    It may be an earlier version of the record's, as a whole. Whether that computes the same is not
-    seen here: golden numbers, and the reviews of their changes, hold versions together.
+    Each line of a script ran, so an earlier version counts as a whole; but of comments and
+    docstrings above the banner. Whether it computes the same is not seen here: golden numbers, and
+    the reviews of their changes, hold versions together.
     """
-    if log.source is None:
-        yield "has no source"
-    elif not is_same(log.source, record.script):
-        if was_version(log.source, record.path) is False:
-            yield "was not written by this train_gpt.py, nor by an earlier version of it"
-    elif below(log.source) != below(read_text(root)):
-        known = harnesses_of(root)
-        if known is not None and below(log.source) not in known:
-            yield "was written with a harness that the root's script never had"
+    source = log.source or ""
+    harness = below(source)
+    if not is_same(source, record.script):
+        return not any(is_same(source, old) for old in versions(record.path, harness))
+    return harness != below(read_text(root)) and not any(versions(root, harness))
 
 
 def log_faults(log: Log, record: Record):
@@ -89,11 +80,8 @@ def log_faults(log: Log, record: Record):
         yield f"has preset {preset}"
         return
     loss, ms = log.val[log.last_step]
-    # All are rounded. The clock stops after the last step's line: on a busy machine, some ms later.
-    if abs(log.val_loss - loss) > 5.06e-5:
+    if abs(log.val_loss - loss) > 5.06e-5:  # both are rounded
         yield f"its final val_loss is {log.val_loss}, its steps say {loss:g}"
-    if abs(log.train_time_ms - ms) > 1 + log.train_time_ms / 1000:
-        yield f"its final train_time_ms is {log.train_time_ms:g}, its steps say {ms:g}"
     if len(log.train) != log.last_step:
         yield f"has {len(log.train)} of its {log.last_step} steps"
     steps = [header.get("num_iterations"), str(log.last_step), final.get("steps")]
@@ -102,6 +90,9 @@ def log_faults(log: Log, record: Record):
     planned, given = header.get("planned_tokens"), final.get("tokens")
     if planned not in (None, given):
         yield f"was given {given} tokens; its plan has {planned}"
+    rates = re.findall(r"^step:.* tokens_per_s:(\d+)$", log.body, re.M)
+    if rates and given and abs(int(rates[-1]) * ms / 1000 / int(given) - 1) > 0.01:
+        yield f"was given {given} tokens; its last step says {int(rates[-1]) * ms / 1000:.0f}"
     for name in (*SETTING, "seed", "val_digest"):  # of the process it began in, and it ended in
         began, ended = header.get(name), final.get(name)
         if None not in (began, ended) and began != ended:
@@ -110,73 +101,63 @@ def log_faults(log: Log, record: Record):
         yield "was resumed by another script than the one that began it"
     if header["device"].startswith("host standing in for"):
         yield f"was made on a {header['device']}, which measures nothing"
-    if log.val_loss < FLOOR[preset]:
-        yield f"says a loss of {log.val_loss:.4f}: no honest model gets below {FLOOR[preset]}"
     for wanted, words in ((settings_of(record.script, preset), "its preset has"),
                           (RULES[preset], "by the rules it is")):
         for name in sorted(wanted.keys() - FREE):
             if wanted[name] not in (None, header.get(name)):
                 yield f"has {name} {header.get(name)}, {words} {wanted[name]}"
-                if name == "train_digest" and not header["torch"].startswith(CORPUS_TORCH):
-                    yield f"has the text of torch {header['torch']}, not that of {CORPUS_TORCH}"
 
 
 def logs_faults(record: Record, root: Path, seen: dict):
     """Faults of a record's logs, by themselves and beside those of older records, the `seen`."""
     for log in record.logs:
         preset, digest = log.header["preset"], log.header["val_digest"]
-        wrong = list(source_faults(log, record, root)) or list(log_faults(log, record))
+        wrong = list(log_faults(log, record))
+        if is_foreign(log, record, root):
+            wrong = [FOREIGN] if has_history(root) else []
         if log.path.name != file_name(log):
             wrong.append(f"is not called {file_name(log)}, which is made from what is in it")
-        losses = tuple(loss for loss, _ in log.train.values())
-        for other in seen.setdefault(losses, []):
-            is_ours = other.path.parent == log.path.parent
-            # Two records may compute the same. Then their times differ.
-            if log.train == other.train or (is_ours and log.seed != other.seed):
-                wrong.append(f"is a copy of {other.path.parts[-3]}/logs/{other.path.name}")
-        seen[losses].append(log)
+        # Two records may compute the same. Then their times differ.
+        other = seen.setdefault(tuple(log.train.items()), log)
+        if other is not log:
+            wrong.append(f"is a copy of {other.path.parts[-3]}/logs/{other.path.name}")
         if digest != seen.setdefault(preset, digest):
             wrong.append(f"has val_digest {digest}, and older logs have {seen[preset]}")
         for words in wrong:
             yield f"logs/{log.path.name}: {words}"
 
 
-def logs_of_earlier_versions(known: list):
-    """(how many logs have another source than their record's, how many of them are unchecked)."""
-    earlier = unchecked = 0
+def seeds_left_out(record: Record):
+    """A line for each setting whose seeds do not count from 0, or lack some of the parent's."""
+    for setting, logs in record.runs().items():
+        seeds = {log.seed for log in logs}
+        wanted = set(range(max(seeds)))
+        if record.parent:
+            wanted |= {log.seed for log in record.parent.runs().get(setting, [])}
+        if missing := sorted(wanted - seeds):
+            yield f"{record.folder.name} lacks seeds {missing}: {machine_words(setting)}"
+
+
+def remarks_on(known: list, root: Path):
+    """(why not all is verified, what else a reader of the tables should know): lines of each."""
+    doubts, notes, earlier = [], [], 0
     for record in known:
+        notes += seeds_left_out(record)
+        if not record.logs:
+            doubts.append(f"{record.folder.name} has no logs: its runs are not verified")
         for log in record.logs:
             with contextlib.suppress(*UNREADABLE):  # which is a fault, and told as one
-                if log.source and not is_same(log.source, record.script):
-                    earlier += 1
-                    unchecked += was_version(log.source, record.path) is None
-    return earlier, unchecked
-
-
-def notes_on(known: list, root: Path):
-    """What is not wrong, but what a reader of the diff and of the tables should know."""
-    earlier, unchecked = logs_of_earlier_versions(known)
-    if earlier > unchecked:
-        yield f"{earlier - unchecked} log(s) were written by earlier versions of their scripts"
-    if harnesses_of(root) is None:
-        yield "git's history is not here, to which new records and logs of old versions are held"
-        return
-    words = ("ls-tree", "-r", "--name-only")
-    old = git(root.parent, *words, "origin/main") or git(root.parent, *words, "HEAD^") or ""
-    for record in known:
-        if f"{record.folder.name}/record.json" in old:
-            continue
-        claims, imports = "claims no public record", "no import"
-        if record.number:
-            claims = "claims #{number}, {minutes} min, of {source}".format(**record.published)
-        with contextlib.suppress(*UNREADABLE):  # which is a fault, and told as one
-            parent = record.parent.script if record.parent else ""
-            imports = ", ".join(sorted(imports_of(record.script) - imports_of(parent))) or imports
-        yield f"{record.folder.name} is new, {claims}; new in its script: {imports}"
+                earlier += not is_same(log.source or "", record.script)
+    if earlier and has_history(root):
+        notes.append(f"{earlier} log(s) were written by earlier versions of their scripts")
+    elif earlier:
+        doubts.append(f"{earlier} log(s) are not verified: they have another source than their "
+                      "record's, and git's whole history is not here: git fetch --unshallow")
+    return doubts, notes
 
 
 def verify(folder: Path, only: str | None):
-    """(records, faults, notes): those of a folder, or of the one record that is meant."""
+    """(records, faults, doubts, notes) of a folder, or of the one record that is meant."""
     known, faults = find_records(folder), []
     if not known:
         raise LedgerError(f"{folder} has no record.json; give records/ or a record")
@@ -198,7 +179,7 @@ def verify(folder: Path, only: str | None):
     if only:
         known = [record for record in known if record.folder.name == only]
         faults = [words for words in faults if only in words]
-    return known, faults, notes_on(known, root)
+    return known, faults, *remarks_on(known, root)
 
 
 # ---- Logs are filed ----
@@ -209,27 +190,22 @@ def file_name(log: Log) -> str:
 
 def file_log(path: Path, folder: Path, known: list) -> str:
     """Copy a log into the folder of its record, and say where it went. Raises LedgerError."""
-    log, record = read_run(path), None
-    for one in known:
-        with contextlib.suppress(*UNREADABLE):  # one that cannot be read wrote none
-            if log.source and is_same(log.source, one.script):
-                record = one
-    if record is None:
-        raise LedgerError(f"{path}: its source is no record's; make it one (records/README.md)")
-    wrong = [*source_faults(log, record, folder.parent / "train_gpt.py"), *log_faults(log, record)]
-    preset, digest = log.header["preset"], log.header["val_digest"]
-    filed = {other.header["val_digest"] for one in known for other in one.logs
-             if other.header["preset"] == preset}
-    if filed - {digest}:
-        wrong.append(f"has val_digest {digest}, and the logs that are filed have {min(filed)}")
-    if wrong:
+    log, root = read_run(path), folder.parent / "train_gpt.py"
+    names = re.findall(r"^Record: ([\w-]*)", above(log.source or ""), re.M)
+    record = next((one for one in known if [one.folder.name] == names), None)
+    if record is None or is_foreign(log, record, root):
+        raise LedgerError(f"{path}: its source is no record's, now or earlier in git's history; "
+                          "make it one (records/README.md)")
+    if wrong := list(log_faults(log, record)):
         raise LedgerError(f"{path}: {'; '.join(wrong)}")
     for one in record.logs:
+        place = one.path.relative_to(folder)
+        if one.train == log.train and (one.seed, one.val_loss) != (log.seed, log.val_loss):
+            raise LedgerError(f"{path}: has the steps of {place}, but another seed or val_loss")
         if one.train == log.train:
-            return f"{path} is there: {one.path.relative_to(folder)}"
+            return f"{path} is there: {place}"
     target = record.folder / "logs" / file_name(log)
     target.parent.mkdir(exist_ok=True)
     target.write_text(read_text(path).replace("\r\n", "\n"), encoding="utf-8", newline="")
     record.logs.append(read_run(target))
-    no_time = "" if log.measured_ms else ", without its time"
-    return f"{path} → {target.relative_to(folder)}{no_time}"
+    return f"{path} → {target.relative_to(folder)}"

@@ -106,13 +106,24 @@ def test_a_download_that_is_not_what_was_published_is_not_kept_and_the_rest_is(
     assert sorted(path.name for path in folder.iterdir()) == [*TRAIN[:3], VAL]
 
 
+def test_a_larger_download_that_was_cut_short_is_kept_for_the_call_that_goes_on(fineweb, folder):
+    cut = folder / ".incoming" / ".cache" / "huggingface" / "download" / "a.incomplete"
+    cut.parent.mkdir(parents=True)  # where the library keeps them
+    cut.write_bytes(b"200 MB")
+    fineweb(1)
+    assert cut.read_bytes() == b"200 MB"
+    cut.unlink()
+    fineweb(2)
+    assert not (folder / ".incoming").exists()
+
+
 def test_another_hub_may_tell_no_sums_or_know_fewer_shards(hub, fineweb, folder):
     """What it sent is never deleted, but for what is no shard."""
     hub.has_sums = False
-    assert "tells no sha256" in fineweb(1)[0]
+    assert "gives no sha256" in fineweb(1)[0]
     hub.has_sums, hub.knows = True, 1
     printed, fetched = fineweb(3)
-    assert fetched == TRAIN[1:3] and f"{TRAIN[2]}: " in printed and "tells no sha256" in printed
+    assert fetched == TRAIN[1:3] and f"{TRAIN[2]}: " in printed and "gives no sha256" in printed
     hub.sends = 1
     fineweb(5, refused=[f"{TRAIN[4]}: ", "did not send it", "HF_ENDPOINT"])
     assert (folder / TRAIN[3]).read_bytes() == hub.files[TRAIN[3]]

@@ -1,6 +1,7 @@
 """data/launch.py: a script that is interrupted; two ranks that fail, or wait for a signal."""
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -72,16 +73,27 @@ def test_a_run_that_ends_well_is_followed_by_what_to_type_next(launch, monkeypat
     assert launch([], "--fail").communicate(timeout=60)[0] == ""
 
 
+@pytest.fixture
+def torchrun(monkeypatch):
+    """`torchrun(run)` puts `run` in its place, which is called with its arguments."""
+    from torch.distributed import run as torchrun
+
+    monkeypatch.setenv("RUN_SH_LAUNCHER", "")
+    with contextlib.ExitStack() as after:
+        for number in signal.SIGUSR1, signal.SIGXCPU:
+            after.callback(signal.signal, number, signal.getsignal(number))
+            signal.signal(number, signal.SIG_IGN)  # else they would end the tests
+        yield lambda run: monkeypatch.setattr(torchrun, "run", run)
+
+
 @pytest.mark.parametrize(("exitcodes", "words", "code", "said"), [
     ({0: 3}, "", 3, ""),
     ({0: 1, 1: -9}, "", 1, "run.sh: rank 1 was killed, .* with --run_id RUN --resume auto\n"),
     ({0: -9}, "--run_id=a", 1, "run.sh: rank 0 was killed, .* command with --resume auto\n"),
     ({1: -6}, "", 1, "")])
 def test_the_exit_code_is_the_first_failures_and_who_was_killed_is_told(
-    monkeypatch, capsys, exitcodes, words, code, said
+    torchrun, capsys, exitcodes, words, code, said
 ):
-    """With a stand-in for torchrun."""
-    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import errors
 
     failures = {rank: SimpleNamespace(exitcode=number) for rank, number in exitcodes.items()}
@@ -93,15 +105,63 @@ def test_the_exit_code_is_the_first_failures_and_who_was_killed_is_told(
         assert args.training_script == launch_tool.__file__
         raise failed
 
-    monkeypatch.setattr(torchrun, "run", run)
-    monkeypatch.setenv("RUN_SH_LAUNCHER", "")
-    with contextlib.ExitStack() as after:
-        for number in signal.SIGUSR1, signal.SIGXCPU:
-            after.callback(signal.signal, number, signal.getsignal(number))
-        with pytest.raises(SystemExit) as end:
-            launch_tool.main([*TWO_RANKS, "rank.py", *words.split()])
+    torchrun(run)
+    with pytest.raises(SystemExit) as end:
+        launch_tool.main([*TWO_RANKS, "rank.py", *words.split()])
     assert end.value.code == code
     assert re.fullmatch(said, capsys.readouterr().err)
+
+
+def test_signals_reach_torchrun_and_the_ranks_that_it_has_not_noted(torchrun, monkeypatch):
+    """Those by which a scheduler announces an end are taken for SIGTERM."""
+    from torch.distributed.elastic.multiprocessing import api
+
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda process, number: sent.append((process, number)))
+    children = {"/proc/thread-self/children": "12 34 "}
+    monkeypatch.setattr(launch_tool, "open", lambda name: io.StringIO(children[name]),
+                        raising=False)
+
+    def run(args):
+        assert os.environ["RUN_SH_LAUNCHER"] == str(os.getpid())
+        for number in signal.SIGUSR1, signal.SIGXCPU:
+            signal.raise_signal(number)
+        assert sent == 2 * [(os.getpid(), signal.SIGTERM)]
+        sent.clear()
+        raise api.SignalException("told", signal.SIGTERM)
+
+    torchrun(run)
+    with pytest.raises(SystemExit) as end:
+        launch_tool.main([*TWO_RANKS, "rank.py"])
+    assert end.value.code == 128 + signal.SIGTERM
+    assert sent == [(12, signal.SIGTERM), (34, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(("on_hangup", "handled"), [
+    (signal.SIG_IGN, "SIGTERM,SIGINT"), (signal.SIG_DFL, None)])
+def test_under_nohup_torchrun_leaves_a_hangup_alone(torchrun, monkeypatch, on_hangup, handled):
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "")  # so that it is put back
+    monkeypatch.delenv("PET_SIGNALS_TO_HANDLE")
+    signal.signal(signal.SIGHUP, on_hangup)
+    seen = []
+    torchrun(lambda args: seen.append(os.environ.get("PET_SIGNALS_TO_HANDLE")))
+    launch_tool.main([*TWO_RANKS, "rank.py"])
+    assert seen == [handled]
+
+
+def test_a_rank_asks_for_a_signal_when_its_launcher_ends_and_ends_if_it_has(monkeypatch):
+    asked = []
+    libc = SimpleNamespace(prctl=lambda *words: asked.append(words))
+    monkeypatch.setattr(launch_tool.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setenv("RUN_SH_LAUNCHER", str(os.getppid()))
+    launch_tool.end_with_parent()
+    assert asked == [(1, signal.SIGTERM)] * (sys.platform == "linux")  # 1: PR_SET_PDEATHSIG
+    assert "RUN_SH_LAUNCHER" not in os.environ  # a script that it starts is no rank
+    launch_tool.end_with_parent()
+    monkeypatch.setenv("RUN_SH_LAUNCHER", str(os.getpid()))
+    with pytest.raises(SystemExit) as end:
+        launch_tool.end_with_parent()
+    assert end.value.code == 128 + signal.SIGTERM
 
 
 @for_ranks

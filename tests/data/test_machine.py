@@ -1,7 +1,10 @@
 """data/machine.py: threads for the CPU, and what a machine with GPUs lacks."""
 
+import errno
+import os
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import machine
 import pytest
@@ -84,3 +87,29 @@ def test_what_a_gpu_needs_is_told_with_its_remedy(system, monkeypatch, tmp_path)
     sizes.append(64)
     with pytest.raises(machine.MachineError, match="has 64 MiB.*--shm-size=1g"):
         machine.check_shared_memory(2)
+
+
+def test_a_file_system_without_locks_is_used_as_it_is(tmp_path, monkeypatch):
+    flock = Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK)))
+    monkeypatch.setattr(machine.fcntl, "flock", flock)
+    with open(tmp_path / "lock", "w") as file:
+        machine.lock(file.fileno(), "writes here")
+    flock.assert_called_once()
+
+
+def test_a_package_without_its_files_is_not_there(tmp_path, monkeypatch):
+    """As where a person has removed them, which pip does not notice."""
+    monkeypatch.syspath_prepend(tmp_path)
+    assert machine.find_version("of-a-test") is None
+    code, info = tmp_path / "of_a_test" / "__init__.py", tmp_path / "of_a_test-1.2.dist-info"
+    for folder in code.parent, info:
+        folder.mkdir()
+    code.touch()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: of-a-test\nVersion: 1.2\n")
+    (info / "RECORD").write_text("of_a_test/__init__.py,,\n")
+    assert machine.find_version("of-a-test") == "1.2"
+    (tmp_path / "requirements.txt").write_text("of-a-test>=1.2\n")
+    assert machine.has_packages("2.11", [tmp_path / "requirements.txt"])
+    code.unlink()
+    assert machine.find_version("of-a-test") is None
+    assert not machine.has_packages("2.11", [tmp_path / "requirements.txt"])

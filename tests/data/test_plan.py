@@ -13,16 +13,18 @@ GIB = 2**30
 
 @pytest.fixture
 def plan(monkeypatch, capsys):
-    """`plan(gib, flags)` is what is printed and said for GPUs of such sizes, and the root."""
+    """`plan(gib, flags)` is what is printed and said for GPUs of such sizes, and the root. `oldest`
+    is the compute capability of the last one."""
     monkeypatch.setattr(machine, "check_compiler", lambda: None)
     monkeypatch.setattr(machine, "check_shared_memory", lambda ranks: None)
 
-    def run(gib, flags):
+    def run(gib, flags, record="train_gpt.py", oldest=(9, 0)):
         gpus = [SimpleNamespace(total_memory=int(float(size) * GIB)) for size in gib.split()]
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (9, 0))
+        capabilities = [*[(9, 0)] * (len(gpus) - 1), oldest]
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capabilities[index])
         monkeypatch.setattr(plan_tool, "count_gpus", lambda device: len(gpus))
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpus[index])
-        plan_tool.plan(script_module("train_gpt.py"), flags.split())
+        plan_tool.plan(script_module(record), flags.split())
         printed, said = capsys.readouterr()
         answers = [line for line in printed.splitlines() if line]
         assert all(line.startswith("answer: ") for line in answers)
@@ -49,6 +51,22 @@ def test_the_root_is_planned_for_the_gpus_that_there_are(plan, gib, flags, plann
     gpus, processes = planned.split()[:2]
     assert bool(ranks) == (gpus != processes and "pocket" not in planned)
     assert ("--shorten" in planned) == ("losses of shorter sequences do not compare" in said)
+
+
+def test_one_gpu_without_fp8_needs_the_memory_of_all_without_it(plan):
+    """Sequences have one length on all of them."""
+    record = "records/2026-08-30_92h_Fp8Products/train_gpt.py"
+    assert plan(8 * "42 ", "", record)[0].startswith("8 8 \n")
+    assert plan(8 * "42 ", "", record, oldest=(8, 6))[0].startswith("8 8 --shorten 2\n")
+
+
+def test_what_a_run_on_gpus_needs_of_the_machine_is_looked_for(plan, monkeypatch):
+    asked = []
+    monkeypatch.setattr(machine, "check_compiler", lambda: asked.append("compiler"))
+    monkeypatch.setattr(machine, "check_shared_memory", lambda ranks: asked.append(ranks))
+    plan("80 80 80", "")
+    plan("", "--preset pocket")
+    assert asked == ["compiler", 2, 1]  # of two ranks, and of one on the CPU
 
 
 def test_a_gpu_that_is_too_small_is_told(plan):
@@ -121,7 +139,7 @@ def test_memory_follows_the_tokens_of_a_forward_pass_and_fp8(record, gib, fp8, f
     ("2024-06-06_AdamW", 51), ("2025-01-26_BatchSize", 7), ("2025-09-05_SkipMLPBlocks", 10),
     ("2025-11-29_BatchSizeSchedule", 9), ("2025-12-22_MultiTokenPrediction", 8)])
 def test_shards_suffice_where_documents_are_cut(record, shards):
-    """Nine sufficed for #30 in public, and are not enough by the share that is counted on."""
+    """Nine were enough for the published #30, and are not by the share that is counted on."""
     script = script_module(f"records/{record}/train_gpt.py")
     assert plan_tool.count_shards(script, script.parse_args([])) == shards
 

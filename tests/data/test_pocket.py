@@ -23,6 +23,7 @@ def shards(tmp_path, monkeypatch):
     for index in range(100):
         (package / f"file{index}.py").write_bytes(b"\n\nx = 1  # \xc3\xa9\r\n\ny = 2\nz = 3\n")
     (package / "notes.txt").write_text("no source\n")
+    (package / "version.py").write_text("of a build\n")  # whose builds differ in it
     monkeypatch.setattr(pocket, "find_torch", lambda: package)
     return [tmp_path / "out" / f"pocket_{split}_000000.bin" for split in ("train", "val")]
 
@@ -34,6 +35,10 @@ def test_paragraphs_are_documents_and_another_torch_is_said_not_to_compare(run_p
     found = sorted(document[1:].astype("u1").tobytes() for document in documents)
     assert found == 100 * [b"x = 1  # \xc3\xa9\r\n"] + 100 * [b"y = 2\nz = 3\n"]
     assert not len(none) and "200 documents" in printed
+    # A file's paragraphs are together: held out where its path's digest says so, one in twenty.
+    digests = [hashlib.sha256(f"file{index}.py".encode()).digest() for index in range(100)]
+    held_out = sum(digest[0] % 20 == 0 for digest in digests)
+    assert held_out > 0 and 2 * held_out == (read_shard(shards[1]) == 256).sum()
     sha256 = hashlib.sha256(b"".join(path.read_bytes() for path in shards)).hexdigest()
     assert f"sha256 {sha256}" in printed
     assert "not the corpus of torch 2.13.0" in printed and "compare" in printed

@@ -391,6 +391,50 @@ def test_set_ups_at_once_wait_for_each_other_and_one_that_is_killed_is_made_anew
     assert not (venv / "unfinished").exists() and not (venv / "of the killed one").exists()
 
 
+# What pip says before it calls an index that it cannot reach one without packages
+LOST = """WARNING: Retrying (Retry(total=0)) after connection broken by 'ProxyError('No proxy.', \
+NewConnectionError('<pip.HTTPSConnection object at 0x7f>: Connection refused'))': /simple/torch/
+"""
+
+
+@pytest.mark.parametrize(("pip_says", "said"), [
+    (f"{LOST}ERROR: No matching distribution found for torch==2.13.0",
+     "no network, or a wrong proxy or index: "
+     "ProxyError('No proxy.', NewConnectionError('Connection refused'))"),
+    (f"{LOST}ERROR: ResolutionImpossible: for help visit",  # where pip has a constraint as well
+     "no network, or a wrong proxy or index: ProxyError"),
+    (f"{LOST}ERROR: [Errno 28] No space left on device", "ERROR: [Errno 28] No space left"),
+    ("ERROR: No matching distribution found for torch==2.13.0", "ERROR: No matching distribution"),
+    ("error: no wheel\n  ├─▶ of torch\n  ╰─▶ connection refused", "╰─▶ connection refused"),  # uv's
+    ("", "is the disk full?")])
+def test_why_pip_could_not_install_is_one_line(fake, pip_says, said):
+    fake.set_torch("2.10.1")
+    venv = fake.root / ".venv"
+    write(venv / "pip-says", pip_says)
+    write(venv / "bin" / "python",
+          f'#!/bin/sh\n[ "$*" != "-m pip --version" ] || exit 0\n'
+          f'[ "$1" = -m ] || exec {fake.variables["PYTHON"]} "$@"\n'
+          f'cat {shlex.quote(str(venv / "pip-says"))} >&2; exit 1\n')
+    (venv / "made-by-run.sh").touch()
+    _, errors = fake.run(PATH=os.defpath, code=2)
+    setting_up, last = errors.splitlines()
+    assert "packages: setting up" in setting_up
+    assert f"pip could not install requirements.txt ({said}" in last
+    assert f"; all that it said is in {venv}/pip-errors.txt. A Python that has" in last
+    assert not (venv / "unfinished").exists() and not fake.calls
+
+
+@pytest.mark.slow
+def test_an_index_that_cannot_be_reached_is_told_and_the_next_call_goes_on(wheels):
+    refused = dict(PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="1")
+    refused |= dict.fromkeys(["PIP_NO_INDEX", "PIP_FIND_LINKS"], "")
+    last = wheels.run(code=2, PATH=os.defpath, **refused)[1].splitlines()[-1]
+    assert "no network, or a wrong proxy or index: NewConnectionError" in last
+    assert "Connection refused" in last and not wheels.calls
+    wheels.run()
+    assert wheels.calls[-1] == POCKET
+
+
 @pytest.mark.parametrize(("old_python", "said"), [
     ('[ "$1" = -V ] && echo Python 3.9', "needs Python 3.11 or newer, and {} is Python 3.9: name"),
     ('[ "$1" != -m ] && exec {bare} "$@"; echo as ensurepip is not; exit 1',

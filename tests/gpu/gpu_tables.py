@@ -146,7 +146,7 @@ def memory(kept) -> str:
     for prefix, gib in plan.MEMORY.items():
         title, folder = [each for each in titles if each[1].startswith(prefix)][-1]
         cfg = load_script(REPO / "records" / folder / "train_gpt.py").Hyperparameters()
-        longest = max(row.seq_len for row in cfg.rows())
+        longest = max(row.seq_len for row in cfg.all_stages())
         rows.append([title, f"{cfg.sequences_per_forward * longest:,}",
                      *(f"{each:.1f}" for each in gib)])
     return table(["Record", "Tokens of a pass", "Training, GiB", "Validation", "State"], rows)

@@ -191,7 +191,7 @@ def short_run(script, flags) -> str:
     flags = short_flags(script, flags)
     cfg = script.parse_args(flags)
     ids = cfg.eot_token // NOISE_SHARE
-    longest = max(row.seq_len for row in cfg.rows())
+    longest = max(row.seq_len for row in cfg.all_stages())
     sizes = dict(train=16 * cfg.sequences_per_step * longest,
                  val=cfg.val_seq_len + 1)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

@@ -49,10 +49,17 @@ def nothing_compiled():
 
 
 def rows_of(length, script=train_gpt, **fields):
-    """The record's rows of all stages with sequences of one length, by their fields."""
+    """The record's rows of all stages with sequences of one length, by their fields.
+
+    Fields that do not count in a row stay as they are: 0.
+    """
     cfg = script.Hyperparameters()
-    return golden.rows_of(
-        cfg, lambda row, _: dataclasses.replace(row, seq_len=length, **fields), cfg)
+
+    def changed(row, _):
+        given = dict(seq_len=length, **fields)
+        return dataclasses.replace(row, **{k: v for k, v in given.items() if getattr(row, k)})
+
+    return golden.rows_of(cfg, changed, cfg)
 
 
 def small(script, folder, length=LENGTH, classes=None, **changes):

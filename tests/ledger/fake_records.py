@@ -88,19 +88,20 @@ def harness(cfg):
     machine = dict(device="Fake 1 (x86_64)", torch="2.13.0+cpu", seed=cfg.seed, world_size=1,
                    threads=os.environ["OMP_NUM_THREADS"])
     header = vars(cfg) | machine | dict(
-        val_digest="1407c02db97ab9a7", train_digest="30407b9a0e1c536a", planned_tokens=99)
+        val_digest="1407c02db97ab9a7", train_digest="30407b9a0e1c536a", planned_tokens=9900)
     lines = [Path(__file__).read_text(), "=" * 100]
     lines += [f"{k}: {v}" for k, v in header.items()] + ["=" * 100]
     ms = 0
     for step, loss, now in train(cfg):
         loss, ms = validate(loss), max(ms, now)
-        average = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms tokens_per_s:9"
+        average = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+        average += f" tokens_per_s:{9_900_000 * step / cfg.num_iterations / max(ms, 1):.0f}"
         name = f"step:{step}/{cfg.num_iterations}"
         if step:
             lines.append(f"{name} train_loss:{loss:.4f} {average}")
         if step % 10 == 0:
             lines.append(f"{name} val_loss:{loss:.4f} {average}")
-    final = dict(val_loss=f"{loss:.6f}", train_time_ms=round(ms), steps=step, tokens=99,
+    final = dict(val_loss=f"{loss:.6f}", train_time_ms=round(ms), steps=step, tokens=9900,
                  process_time_ms=round(ms)) | machine | dict(parameters=1234)
     lines += ["---", *(f"{k}: {v}" for k, v in final.items())]
     (folder / "log.txt").write_text("\\n".join(lines) + "\\n")

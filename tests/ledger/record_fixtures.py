@@ -22,7 +22,8 @@ def measured(tmp_path_factory, no_ladder):
     root = tmp_path_factory.mktemp("measured")
     records = make_records(root)
     operands = [str(records / PARENT), str(records / NEWEST)]
-    assert main(["run", *operands, "--file", "--out", str(root / "out")]) == 0
+    words = ["--file", "--folder", str(records), "--out", str(root / "out")]
+    assert main(["run", *operands, *words]) == 0
     assert main(["list", str(records), "--write"]) == 0
     return root
 

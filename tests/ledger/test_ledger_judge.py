@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO
-from fake_records import NEWEST, PARENT, edit
+from fake_records import NEWEST, PARENT, edit, rename
 from ledger import run
 from ledger.__main__ import main
 
@@ -47,17 +47,14 @@ load_state = lambda model, optimizers, state, path: model.load_state_dict(state[
 ONE_HOT = "x = x + 3 * nn.functional.one_hot({}.long(), 16)"
 
 
-@pytest.mark.parametrize("old, new, leaks, mixes", [
-    ("x = self", "x = self", False, False),
-    ("return x\n", ONE_HOT.format("inputs.roll(-1, 1)") + "; return x\n", True, False),
-    ("return x\n", ONE_HOT.format("inputs[:, -1:]") + "; return x\n", True, False),
+@pytest.mark.parametrize("old, new, leaks", [
+    ("x = self", "x = self", False),
+    ("return x\n", ONE_HOT.format("inputs.roll(-1, 1)") + "; return x\n", True),
+    ("return x\n", ONE_HOT.format("inputs[:, -1:]") + "; return x\n", True),
     ("return x.float()",  # a mistake that anyone makes
-     "return x + nn.functional.avg_pool1d(x.T[None], 3, 1, 1)[0].T", True, True),
-    ("return x\n", "return x + 9 * x[:1, :1]\n", False, True),  # of the first row
-    ("return x\n",  # of how many rows were seen before
-     "self.n = getattr(self, 'n', 0) + 1; return x * (1 + (self.n > 9))\n", False, True),
-    ("return x.float()", "return x.as_subclass(Double)", None, None)])  # with a loss of its own
-def test_the_judge_takes_the_logits_alone(old, new, leaks, mixes, tmp_path, monkeypatch):
+     "return x + nn.functional.avg_pool1d(x.T[None], 3, 1, 1)[0].T", True),
+    ("return x.float()", "return x.as_subclass(Double)", None)])  # with a loss of its own
+def test_the_judge_takes_the_logits_alone(old, new, leaks, tmp_path, monkeypatch):
     """Of a table of logits, whose loss numpy knows, saved by a script."""
     tokens = np.random.default_rng(0).integers(0, 16, 1025).astype("<u2")
     weights = np.random.default_rng(1).normal(size=(16, 16)).astype("f4")
@@ -72,11 +69,11 @@ def test_the_judge_takes_the_logits_alone(old, new, leaks, mixes, tmp_path, monk
             judge.judge(tmp_path / "record.py", tmp_path / "a.pt", "pocket", "cpu")
         return
     found = judge.judge(tmp_path / "record.py", tmp_path / "a.pt", "pocket", "cpu")
-    assert (found["leaks"], found["mixes"]) == (leaks, mixes)
+    assert found["leaks"] == leaks
     assert found["digest"] == hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
     logits = weights.astype(float)[tokens[:-1]]
     true = np.log(np.exp(logits).sum(1)) - logits[np.arange(1024), tokens[1:]]
-    assert leaks or mixes or abs(found["loss"] - true.mean()) < 1e-6
+    assert leaks or abs(found["loss"] - true.mean()) < 1e-6
 
 
 @pytest.mark.slow
@@ -95,7 +92,7 @@ def test_the_judge_agrees_with_a_record_and_its_mask(tmp_path, pocket_data):
     found = json.loads(subprocess.run(command, check=True, cwd=tmp_path, text=True,
                                       capture_output=True).stdout)
     assert abs(found.pop("loss") - log.val_loss) < 1e-5
-    assert found == {"leaks": False, "mixes": False, "digest": log.header["val_digest"]}
+    assert found == {"leaks": False, "digest": log.header["val_digest"]}
 
 
 # ---- Logs are held to a run of their seed ----
@@ -109,33 +106,50 @@ import json, pathlib, sys
 print("a script may print what it likes")
 text = pathlib.Path(sys.argv[2]).with_name("log.txt").read_text()
 loss = float(text.rpartition("\\nval_loss: ")[2].split()[0])
-honest = dict(loss=loss, digest="1407c02db97ab9a7", leaks=False, mixes=False)
+honest = dict(loss=loss, digest="1407c02db97ab9a7", leaks=False)
 print(json.dumps(honest | json.load(open({str(changes)!r}))))
 """)
     monkeypatch.setattr(run, "JUDGE", stand_in)
     return changes
 
 
-def test_other_losses_in_one_setting_are_told_and_accuse_nobody(records, verdict, capsys):
+def test_other_losses_in_one_setting_are_told_and_accuse_nobody(
+        records, verdict, monkeypatch, capsys):
     """A name may stand for many machines: that of a masked one in a cloud."""
     assert main(["verify", str(records / NEWEST), "--replay", "2"]) == 0
     err = capsys.readouterr().err
-    assert err.count(" run again: +0.000000 from its val_loss\n") == 2
-    for path in [*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"]:
-        edit(path, "return loss", "return loss + 1e-4")  # in the harness
+    assert err.count(" run again: +0.000000 from its val_loss, Preset pocket on Fake 1") == 2
+    train = run.train
+    def train_elsewhere(*args):
+        log = train(*args)
+        log.val_loss += 1e-4
+        verdict.write_text(json.dumps({"loss": log.val_loss}))
+        return log
+
+    monkeypatch.setattr(run, "train", train_elsewhere)
     assert main(["verify", str(records / NEWEST), "--replay", "1"]) == 0
-    words = " run again: +0.000100 from its val_loss; another machine of this name?\n"
-    assert words in capsys.readouterr().err
+    assert " run again: +0.000100 from its val_loss, Preset pocket" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, value, words", [
     ("loss", 1.7, "when it is run again, and its weights have 1.7"),
-    ("loss", 0.0064, "has weights of loss 0.0064, which no honest model reaches"),
     ("digest", "0" * 16, "on other validation data than the rules'"),
-    ("leaks", True, "whose logits depend on later tokens"),
-    ("mixes", True, "whose logits depend on other rows")])
+    ("leaks", True, "whose logits depend on later tokens")])
 def test_replay_tells_what_the_judge_finds(name, value, words, records, verdict, capsys):
     verdict.write_text(json.dumps({name: value}))
     assert main(["verify", str(records / PARENT), "--replay", "1"]) == 1
     out = capsys.readouterr().out
     assert words in out and out.startswith(f"{PARENT}: logs/pocket-seed-")
+
+
+def test_replay_holds_a_log_to_the_tokens_that_its_script_plans(records, verdict, capsys):
+    """Its header, its results and its steps may say another number, and agree."""
+    for log in (records / NEWEST / "logs").iterdir():
+        text = log.read_text()
+        text = text.replace("tokens: 9900\n", "tokens: 9999999\n")
+        rate = 9_999_999_000 / float(re.findall(r"\ntrain_time_ms: (\d+)", text)[0])
+        log.write_text(re.sub(r"tokens_per_s:\d+", f"tokens_per_s:{rate:.0f}", text))
+    rename(records / NEWEST / "logs")
+    assert main(["verify", str(records / NEWEST), "--replay", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "plans 9900 tokens when it is run again" in out

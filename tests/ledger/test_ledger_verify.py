@@ -10,7 +10,7 @@ from fake_records import CHILD, NEWEST, PARENT, edit, log_of, make_records, rena
 from ledger import records as ledger_records
 from ledger.__main__ import main
 from ledger.logs import RULE
-from ledger.scripts import commits_of, harnesses_of
+from ledger.scripts import git as git_of
 
 pytest_plugins = ["record_fixtures"]
 
@@ -28,13 +28,13 @@ SPOILED = [[  # a file, what is replaced there, by what, what is said; a list fo
     (f"{LOGS}/*-2-*", "step:3/40 ", "resumed at step:2 from a.pt, which another script wrote\n"
      "step:3/40 ", "was resumed by another script"),
     (f"{LOGS}/*-3-*", "\nseed: 3", "\nseed: 13", "was resumed where seed is 3; it began with 13"),
-    (f"{LOGS}/*-4-*", "\nval_loss: 1.", "\nval_loss: 0.0", "no honest model gets"),
+    (f"{LOGS}/*-4-*", "\nval_loss: 1.", "\nval_loss: 0.0", "its steps say 1."),
     (f"{LOGS}/*-5-*", "step:3/40 train_loss:", "step:3/40 train_loss:1", "is not called pocket-"),
     (f"{LOGS}/*-6-*", "num_iterations: 40", "num_iterations: 41", "a run of 41 steps and has 40"),
     (f"{LOGS}/*-7-*", "train_digest: 30", "train_digest: 03", "by the rules it is 30407b9a0e1c5"),
     (f"{LOGS}/*-8-*", "\nmuon_lr: 0.05", "\nmuon_lr: 0.06", "has muon_lr 0.06, its preset has 0.0"),
     (f"{LOGS}/*-9-*", "\ndevice: Fake", "\ndevice: host standing in for", "measures nothing")], [
-    (f"{LOGS}/*-1-*", "\ntokens: 99", "\ntokens: 297", "was given 297 tokens; its plan has 99"),
+    (f"{LOGS}/*-1-*", "\ntokens: 99", "\ntokens: 2", "was given 200 tokens; its plan has 9900"),
     (f"{LOGS}/*-2-*", "preset: pocket", "preset: large", "has preset large"),
     (f"{LOGS}/*-3-*", "step:3/40 train", "a step:3/40 train", "has 39 of its 40 steps"),
     (CLAIM, PARENT, "2026-01-01_No", "2026-01-01_No/record.json is missing")], [
@@ -45,13 +45,9 @@ SPOILED = [[  # a file, what is replaced there, by what, what is said; a list fo
     (OWN, "import random", "import random:", f"{NEWEST}: invalid syntax"),
     ("../train_gpt.py", "0.8**step", "0.7**step", "has the bytes of no record")]]
 UNREADABLE = [
-    (CLAIM, '"change"', '"parent": null, "change"', "record.json: a key stands in it twice"),
-    (CLAIM, "less loss", "less | loss", "record.json: change is 'less | loss'"),
-    *((FIRST, "15.2,", f"{text},", f"{PARENT}/record.json: minutes is {words}") for text, words in (
-        ('"15.2"', "'15.2'"), ("NaN", "nan"), ("0", "0"), ("-1", "-1"), ("true", "True"))),
-    (FIRST, "3.2741", "-5", "record.json: val_loss is -5"),
-    (FIRST, '"n": 1', '"n": -3', "record.json: n is -3"),
-    (f"{LOGS}/*-0-*", "\nval_loss: ", "\nval_loss: nan\nx: ", "a loss that is not finite")]
+    (CLAIM, '"change"', '"change":', "record.json: Expecting value"),
+    (FIRST, "15.2,", '"15.2",', f"{PARENT}/record.json: minutes is '15.2'"),
+    (f"{LOGS}/*-0-*", "\nval_loss: ", "\nval_loss: nan\nx: ", "that is no finite number")]
 
 
 def findings(folder, capsys):
@@ -119,15 +115,65 @@ def test_a_script_is_not_run(records, tmp_path, capsys):
     assert not (tmp_path / "trap").exists()
 
 
-def test_a_copied_record_is_found_with_its_logs(records, capsys):
-    """Also where one expression is written otherwise, so that it seems to compute another thing."""
+def copy_record(records):
+    """A copy under another name, with its logs."""
     third = records / "2026-03-03_Third"
     shutil.copytree(records / NEWEST, third)
     edit(third / "README.md", f"# {NEWEST}", f"# {third.name}")
     for path in (third / "train_gpt.py", *third.glob("logs/*")):
         edit(path, f"Record: {NEWEST}", f"Record: {third.name}")
-        edit(path, "4 * 0.8**step", "2 * 2 * 0.8**step")
     rename(third / "logs")
+    return third
+
+
+def test_two_records_of_one_meaning_are_found(records, capsys):
+    """Also where words differ, and the logs' times."""
+    third = copy_record(records)
+    edit(third / "train_gpt.py", "import random\n", "import random  # of Python\n")
+    for path in third.glob("logs/*"):
+        path.write_text(re.sub(r"train_time:(\d+)", r"train_time:\g<1>1", path.read_text()))
+    found = "\n".join(findings_anew(records, capsys))
+    assert f"{third.name}: its script means the same above the banner as that of {NEWEST}" in found
+    assert "is a copy of" not in found
+
+
+def test_seeds_left_out_are_told(records, capsys):
+    log_in(records, 9).unlink()
+    log_in(records, 0).unlink()
+    assert main(["list", str(records), "--write"]) == main(["verify", str(records)]) == 0
+    words = f"ledger: {NEWEST} lacks seeds [0, 9]: Preset pocket on Fake 1"
+    assert words in capsys.readouterr().err  # its parent has ten
+
+
+def test_records_without_logs_are_not_praised(tmp_path, capsys):
+    fakes = make_records(tmp_path)
+    assert main(["list", str(fakes), "--write"]) == main(["verify", str(fakes)]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(f"{NEWEST} has no logs: its runs are not verified\n")
+    assert "bear every claim" not in out
+
+
+def test_tokens_are_held_to_the_rate_of_the_last_step(records, capsys):
+    """Where the plan and the results agree."""
+    path = log_in(records, 1)
+    path.write_text(path.read_text().replace("tokens: 9900\n", "tokens: 999999\n"))
+    rename(path.parent)
+    (found,) = findings(records, capsys)
+    assert re.search(r"was given 999999 tokens; its last step says 9[89]\d\d$", found)
+
+
+def test_spaces_make_no_other_machine(records, capsys):
+    path = log_in(records, 1)
+    path.write_text(path.read_text().replace("device: Fake 1 (", "device: Fake  1 ("))
+    rename(path.parent)
+    assert findings(records, capsys) == []  # the pages have one row, as before
+
+
+def test_a_copied_record_is_found_with_its_logs(records, capsys):
+    """Also where one expression is written otherwise, so that it seems to compute another thing."""
+    third = copy_record(records)
+    for path in (third / "train_gpt.py", *third.glob("logs/*")):
+        edit(path, "4 * 0.8**step", "2 * 2 * 0.8**step")
     found = findings_anew(records, capsys)
     assert len(found) == 10 and f"is a copy of {LOGS}/pocket-seed-" in found[0]
     shutil.copy(records / FIRST, third)
@@ -148,6 +194,16 @@ def test_one_run_counts_once(old, new, measured, records, capsys):
     assert f"is there: {LOGS}/pocket-seed-" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("old, new", [
+    ("\nseed: 1\n", "\nseed: 99\n"), (r"(40/40 val_loss:|\nval_loss: )1\.\S", r"\g<1>1.1")])
+def test_file_compares_seed_and_loss_with_those_of_the_same_steps(
+        old, new, measured, records, tmp_path, capsys):
+    log = tmp_path / "log.txt"
+    log.write_text(re.sub(old, new, log_of(measured / "out", NEWEST, 1).read_text()))
+    assert main(["file", str(log), "--folder", str(records)]) == 2
+    assert "but another seed or val_loss" in capsys.readouterr().err
+
+
 def test_validation_data_at_full_size_are_one(records, tmp_path, capsys):
     """No rule says which; the logs that were filed first do."""
     words = ["--preset", "record", "--seeds", "1", "--out", str(tmp_path / "gpu")]
@@ -156,12 +212,7 @@ def test_validation_data_at_full_size_are_one(records, tmp_path, capsys):
     for path in (first, second):
         text = re.sub(r"(_loss: ?)1\.", r"\g<1>3.", path.read_text())
         path.write_text(text.replace("val_digest: 14", f"val_digest: {int(CHILD in text)}"))
-    assert main(["file", str(first), "--folder", str(records)]) == 0
-    assert main(["file", str(second), "--folder", str(records)]) == 2
-    assert "has val_digest 107c02db97ab9a7, and the logs that are filed have 007c02db97ab9a7" in (
-        capsys.readouterr().err)
-    shutil.copy(second, records / LOGS / "copy.txt")
-    rename(records / LOGS)
+    assert main(["file", str(first), str(second), "--folder", str(records)]) == 0
     (found,) = findings_anew(records, capsys)
     assert found.startswith(NEWEST) and "has val_digest 107c02db97ab9a7, and older logs" in found
 
@@ -178,13 +229,11 @@ def test_links_hidden_files_and_others_are_found(records, tmp_path, capsys):
         assert f"{NEWEST}: its folder has {name}, a link or what no record needs" in found
 
 
-def test_git_knows_old_harnesses_and_new_records(measured, records, tmp_path, capsys):
+def test_git_knows_old_harnesses(measured, records, tmp_path, capsys):
     def git(*words):
         identity = ["-c", "user.name=a", "-c", "user.email=b"]
         subprocess.run(["git", *identity, *words], check=True, cwd=tmp_path)
 
-    assert main(["verify", str(records)]) == 0
-    assert "git's history is not here" in capsys.readouterr().err
     git("init", "-q", "-b", "trunk")
     for step in range(2):  # the harness is maintained; logs of the old one stay
         git("add", ".")
@@ -192,8 +241,7 @@ def test_git_knows_old_harnesses_and_new_records(measured, records, tmp_path, ca
         for path in (*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"):
             text = path.read_text().replace("return loss", f"return {step + 1} * loss")
             path.write_text(text.replace("import os\n", "import os.path as os_path, os\n"))
-    harnesses_of.cache_clear()
-    commits_of.cache_clear()
+    git_of.cache_clear()
     assert findings_anew(records, capsys) == []
     assert main(["verify", str(records)]) == 0 and capsys.readouterr().err == ""
     for old, new in ("import random", "import evil"), ("0.8**step", "0.7**step"):
@@ -202,17 +250,14 @@ def test_git_knows_old_harnesses_and_new_records(measured, records, tmp_path, ca
         said = "".join(findings(records, capsys))
         assert "was not written by this train_gpt.py, nor by an earlier version" in said
         edit(log, new, old)
-    third = records / "2026-03-03_Third"
-    shutil.copytree(records / PARENT, third, ignore=shutil.ignore_patterns("logs"))
-    edit(third / "record.json", "15.2", "0.3")
-    edit(third / "train_gpt.py", "import random", "import gzip\nimport random")
-    main(["verify", str(records)])
-    err = capsys.readouterr().err
-    assert f"{third.name} is new, claims #5, 0.3 min, of https://example.org/log; new in" in err
-    assert "import gzip, " in err and NEWEST not in err
-    edit(third / "train_gpt.py", "import gzip", "import gzip:")
-    assert f"{third.name}: invalid syntax" in "".join(findings(records, capsys))
-    shutil.rmtree(third)
+    for path in (records / OWN, records.parent / "train_gpt.py"):
+        edit(path, "0.8**step", "0.8 ** (step + 0)")
+    log_in(records, 1).unlink()  # of an earlier version
+    log = log_of(measured / "out", NEWEST, 1)
+    assert main(["file", str(log), "--folder", str(records)]) == 0, capsys.readouterr()
+    assert findings_anew(records, capsys) == []
+    for path in (records / OWN, records.parent / "train_gpt.py"):
+        edit(path, "0.8 ** (step + 0)", "0.8**step")
     long = "# a comment that makes it too long for a command\n" * 4000
     for old, new in (("return loss", "return 0.99 * loss"), ("import sys\n", "import cheat\n"),
                      ("return loss\n", f"return loss / 2\n{long}"),
@@ -221,9 +266,10 @@ def test_git_knows_old_harnesses_and_new_records(measured, records, tmp_path, ca
         log = log_of(measured / "out", NEWEST, 1).read_text()
         (tmp_path / "log.txt").write_text(re.sub(old, new, log, count=1))
         shutil.copy(tmp_path / "log.txt", log_in(records, 1))
-        assert "a harness that the root's script never had" in "".join(findings(records, capsys))
+        assert "nor by an earlier version of it or its harness" in "".join(
+            findings(records, capsys))
         assert main(["file", str(tmp_path / "log.txt"), "--folder", str(records)]) == 2
-        assert "a harness that the root's script never had" in capsys.readouterr().err
+        assert "no record's, now or earlier" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, is_folder", [
@@ -256,7 +302,7 @@ def test_folders_in_the_place_of_others_are_named(name, records, capsys):
     ("import random\n", "import random\nimport cheat\n", "its source is no record's"),
     # What Python reads as two lines
     (r"\A", r"# -*- coding: raw_unicode_escape -*-\n# \\u000aimport cheat\n", "is no record's"),
-    (r"2\.13\.0\+cpu|30407b9a0e1c536a", "2.14.0", "has the text of torch 2.14.0, not that of"),
+    (r"\ntrain_digest: \S+", "\ntrain_digest: 99", "has train_digest 99, by the rules it is 3040"),
     ("step:", "a step:", "has no step")])
 def test_a_log_that_is_no_records_run_is_refused_in_one_line(old, new, words, measured, records,
                                                              tmp_path, capsys):
@@ -271,7 +317,7 @@ def test_a_log_that_is_no_records_run_is_refused_in_one_line(old, new, words, me
 
 
 def test_gpus_of_several_people_are_rows_of_one_table(records, tmp_path, capsys):
-    """Eight H100s first, though others are more and have lower names; a seed counts once."""
+    """Most GPUs first; a seed counts once."""
     words = ["--preset", "record", "--seeds", "1", "--out", str(tmp_path / "gpu")]
     assert main(["run", str(records / NEWEST), *words]) == 0
     text = log_of(tmp_path / "gpu", NEWEST, 0).read_text()
@@ -291,24 +337,23 @@ def test_gpus_of_several_people_are_rows_of_one_table(records, tmp_path, capsys)
     assert main(["file", *brought, "--folder", str(records)]) == 0, capsys.readouterr()
     assert findings_anew(records, capsys) == []
     front = (records.parent / "README.md").read_text()
-    (result,) = re.findall(r"\*\*GPUs have run\*\* Second: (.*)\.\n", front)
-    assert re.fullmatch(r"0.04\d min, 3.2000 ± 0.0707 \(2\) on 8×H100", result)
-    assert f"records/{NEWEST}) | less loss | own | {result} | +3 −3 |" in front
+    assert re.search(r"H100 80GB HBM3, 8 rank\(s\).* \| 3.2000 ± 0.0707 \(2\) \| 0.18 \|", front)
+    assert f"](records/{NEWEST}) | record on NVIDIA" in front and "No GPU" not in front
     page = (records / "README.md").read_text()
     row = r"^\| \[Second\].*? \| record on NVIDIA (.*?), .*driver (\d+)"
     machines = re.findall(row, page, re.M)
-    assert machines == [("H100 80GB HBM3", "580"), ("H100 80GB HBM3", "570"),
-                        ("GeForce RTX 4090", "1"), ("A100", "580")]
+    assert machines == [("GeForce RTX 4090", "1"), ("H100 80GB HBM3", "580"),
+                        ("H100 80GB HBM3", "570"), ("A100", "580")]
     assert "| 3.2000 ± 0.0707 (2) | 0.18 |" in page and page.count("| Record | Machine |") == 1
     assert "No GPU" not in (records / NEWEST / "README.md").read_text()
 
 
 def test_pockets_of_more_ranks_or_gpus_change_no_result(records):
-    """The front page compares an own record with its parent, and tells of GPUs at full size."""
+    """The front page tells of GPUs at full size."""
     path = log_in(records, 1)
     front = records.parent / "README.md"
     before = front.read_text()
-    assert "from its parent" in before and "No GPU has run one of our scripts" in before
+    assert "No GPU has run one of our scripts" in before
     for old, new in (("\nworld_size: 1", "\nworld_size: 2"), ("Fake 1 (x86_64)", "A\ncuda: 13.0")):
         path.with_name("new.txt").write_text(path.read_text().replace(old, new))
         rename(path.parent)
@@ -316,12 +361,13 @@ def test_pockets_of_more_ranks_or_gpus_change_no_result(records):
     assert front.read_text() == before
 
 
-def test_a_pocket_of_another_machine_is_marked(records):
+def test_a_column_has_pockets_of_one_machine(records):
+    """Here of the one that came first; the record's own page has the other."""
     for log in (records / NEWEST / "logs").iterdir():
         edit(log, "\ndevice: Fake 1", "\ndevice: Fake 2")
     assert main(["list", str(records), "--write"]) == 0
-    page = (records / "README.md").read_text()
-    assert page.count("(10) †") == 1 and "torch 2.13.0+cpu. †: in another setting" in page
+    assert (records / "README.md").read_text().count("(10) |") == 1
+    assert "Fake 2" in (records / NEWEST / "README.md").read_text()
 
 
 def test_the_pages_tell_what_is_here_and_what_it_gave(records, capsys):
@@ -330,9 +376,8 @@ def test_the_pages_tell_what_is_here_and_what_it_gave(records, capsys):
     own = next(line for line in page.splitlines() if line.startswith(f"| [Second]({NEWEST})"))
     cells = own.strip("| ").split(" | ")
     assert cells[1:3] == ["less loss", "own"] and "+3 −3" in cells[-1]
-    result = r"pocket 1.5\S+ ± 0.\S+ \(10\), −0.1\S+ ×\S+ from its parent"
-    assert re.fullmatch(result, cells[4])
-    assert f"| [#5 First]({PARENT}) | the first | 15.20 | 3.2741 (1) |  | 1.60" in page
+    assert re.fullmatch(r"1.5\S+ ± 0.\S+ \(10\)", cells[4])
+    assert f"| [#5 First]({PARENT}) | the first | 15.20 | 3.2741 (1) | 1.60" in page
     machine = "Fake 1 (x86_64), 1 rank(s), 1 thread(s), torch 2.13.0+cpu"
     assert f"Small model (the preset pocket): on {machine}." in page
     pulls = "https://github.com/KellerJordan/modded-nanogpt/pull/7"
@@ -362,6 +407,7 @@ def test_without_history_a_log_of_another_source_is_not_called_verified(measured
     assert "verified: the logs bear every claim" in capsys.readouterr().out
     log = next((records / LOGS).glob("*-1-*"))
     edit(log, "0.8**step", "0.7**step")
-    main(["verify", str(records)])
+    assert main(["verify", str(records)]) == 0
     out = capsys.readouterr().out
     assert "1 log(s) are not verified" in out and "bear every claim" not in out
+    assert main(["file", str(log), "--folder", str(records)]) == 2

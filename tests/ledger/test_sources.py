@@ -69,7 +69,7 @@ def test_links_to_functions_get_their_lines(tmp_path):
 def test_a_link_to_no_function_is_an_error(tmp_path):
     (tmp_path / "a.py").write_text(SCRIPT)
     (tmp_path / "page.md").write_text("[`leap`](a.py#L1)")
-    with pytest.raises(LedgerError, match="leap"):
+    with pytest.raises(LedgerError, match="does not define leap"):
         pages.filled(tmp_path / "page.md", {})
 
 

@@ -199,7 +199,7 @@ def tiny(script, folder: Path, **changes):
         canonical_file=str(folder / "canonical.npz"),
     )
     if hasattr(cfg, "stages"):
-        longest = max(row.seq_len for row in cfg.rows())
+        longest = max(row.seq_len for row in cfg.all_stages())
         sizes |= rows_of(cfg, lambda row, _: tiny_stage(row, longest), cfg)
     if hasattr(cfg, "yarn_window"):
         sizes["yarn_window"] = WINDOWS[cfg.yarn_window]
@@ -269,7 +269,7 @@ class TinyRun:
         self.model = make_model(script, cfg)
         self.optimizers = script.build_optimizers(self.model, cfg, self.ranks)
         for optimizer in self.optimizers:
-            optimizer.dtype = torch.float64  # of Muon's products
+            optimizer.dtype = torch.float64  # of Muon's matmuls
             if hasattr(optimizer, "updates"):
                 optimizer.updates = optimizer.updates.double()
         for table in self.tables():

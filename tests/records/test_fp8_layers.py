@@ -1,4 +1,4 @@
-"""FP8 products of attention and MLPs: their ranges, and that they are products of rounded factors.
+"""FP8 matmuls of attention and MLPs: their ranges, and that they multiply rounded factors.
 
 torch multiplies FP8 on a CPU as well, so what a GPU with FP8 would compute is computed here.
 """

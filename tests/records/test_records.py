@@ -12,6 +12,7 @@ import torch
 from conftest import REPO
 from record_folders import (
     RECORDS,
+    claim,
     for_each,
     for_each_slowly,
     having,
@@ -37,6 +38,17 @@ def test_each_place_of_a_docstrings_map_is_there(script):
     for row in rows:
         for place in re.split("  +", row)[1].split(", "):
             assert functools.reduce(getattr, place.split("."), script), row
+
+
+@for_each(RECORDS)
+def test_what_a_page_names_of_its_change_is_in_the_scripts(record):
+    """Under "See the change": in the record's, or in its parent's where it is gone."""
+    page = (record / "README.md").read_text()
+    told = page.partition("## See the change")[2].partition("<details>")[0]
+    parent = claim(record)["parent"]
+    scripts = source(record) + (source(REPO / "records" / parent) if parent else "")
+    for name in re.findall(r"`([A-Za-z_][\w.]*)`", told):
+        assert name.rpartition(".")[2] in scripts, name
 
 
 @for_each_slowly([REPO, *RECORDS])

@@ -27,7 +27,7 @@ def test_halves_are_cast_before_they_are_joined(record, dtype):
     angle = torch.rand(64, 2, 16, generator=generator)  # of two positions
     given, of_heads = angle[:, :1], angle[:, :1]
     if "P positions" in rotate.__doc__:
-        given, of_heads = angle[:, None], angle.repeat(1, 2, 1)  # heads have them in turns
+        given, of_heads = angle[:, None], angle.repeat(1, 2, 1)  # heads alternate
     first_cast = torch.Tensor.float if ".float()" in inspect.getsource(rotate) else torch.clone
     expected = reference(x, 0.3 * of_heads.cos(), 0.3 * of_heads.sin(), first_cast)
     (expected_grad,) = torch.autograd.grad(expected, x, grad)

@@ -78,8 +78,18 @@ def test_more_targets_than_classes_end_a_run(record, script, capsys, monkeypatch
 
 @TABLES
 @pytest.mark.parametrize("flag", [
-    "--sweep_stride=34", "--ngram_rows=1000002", "--ngram_rows=9", "--init=a.pt"])
+    "--sweep_stride=34", "--ngram_rows=9", "--init=a.pt"])
 def test_what_sweeps_and_table_cannot_have_is_refused(record, script, capsys, flag):
+    expect_refusal(script, flag, capsys)
+
+
+@for_each(one_of_each_kind(having("ask_ahead"), "NgramTable"))
+def test_a_table_too_large_for_a_checkpoint_is_not_saved(record, script, capsys):
+    """From #92 on, whose table is."""
+    expect_refusal(script, "--ngram_rows=1000002", capsys)
+
+
+def expect_refusal(script, flag, capsys):
     assert script.main([*FLAGS, flag]) == 2
     error = capsys.readouterr().err
     assert flag[2:].partition("=")[0] in error and " must " in error and error.count("\n") == 1

@@ -69,7 +69,12 @@ def test_a_bad_table_is_named_with_its_rule(monkeypatch):
     for name, table, said in (
         ("layers", POCKET["layers"][1:], "layers in train_gpt.py must have one row with skip"),
         ("stages", POCKET["stages"][1:], "stages in train_gpt.py must have 3 rows"),
-        ("extension", POCKET["stages"][0], "extension in train_gpt.py must have no share"),
+        ("extension", POCKET["stages"][0],
+         "extension in train_gpt.py must have no share or lr_factor"),
+        ("last_validation", POCKET["extension"],
+         "last_validation in train_gpt.py must have two windows above 0, no more"),
+        ("last_validation", dataclasses.replace(POCKET["last_validation"], short_window=0),
+         "last_validation in train_gpt.py must have two windows above 0, no more"),
     ):
         with monkeypatch.context() as patch, pytest.raises(train_gpt.UserError) as error:
             patch.setitem(POCKET, name, table)
@@ -106,7 +111,7 @@ def test_a_run_of_any_length_goes_through_its_stages(preset, changes, stages):
     steps = [train_gpt.schedule(step, cfg) for step in range(cfg.num_iterations + 1)]
     assert [now.stage for now in steps] == list(map(int, stages))
     for now in steps:
-        assert 0.1 <= now.lr_factor <= max(row.lr_factor for row in cfg.rows())
+        assert 0.1 <= now.lr_factor <= max(row.lr_factor for row in cfg.all_stages())
         assert cfg.muon_momentum >= now.momentum >= 0.85
     assert steps[-1].lr_factor == pytest.approx(0.1)
 
@@ -116,6 +121,6 @@ def test_shorten_cuts_sequences_and_keeps_a_steps_tokens_and_windows(parts):
     cfg = parse_args(["--shorten", str(parts)])
     short = train_gpt.shorten(cfg)
     assert train_gpt.planned_tokens(short) == train_gpt.planned_tokens(cfg)
-    for row, other in zip(cfg.rows(), short.rows(), strict=True):
+    for row, other in zip(cfg.all_stages(), short.all_stages(), strict=True):
         assert other == dataclasses.replace(row, seq_len=row.seq_len // parts)
     assert train_gpt.shorten(parse_args([])) == parse_args([])

@@ -143,6 +143,26 @@ def killed_beside(step, rank):
     signalled(step, signal.SIGTERM)(rank)
 
 
+def told_again_in_a_save(number, seconds, rank):
+    """SIGTERM at step 3, and by the script's clock so many seconds later another signal, while the
+    checkpoint is half written."""
+    now = [0.0]
+    time.perf_counter = lambda: now[0]
+    save = torch.save
+
+    def save_and_signal(state, file):
+        if state["step"] == 4:
+            file.write(b"the first half")
+            file.flush()
+            now[0] += seconds
+            send_self(number)
+            file.seek(0)
+        save(state, file)
+
+    torch.save = save_and_signal
+    signalled(3, signal.SIGTERM)(rank)
+
+
 def minus_infinity(losses):
     losses[0] = -torch.inf
 
@@ -207,11 +227,31 @@ def test_a_signal_ends_a_run_at_a_save_from_which_it_goes_on(
         assert_goes_on(start(save_every=every), whole, saved[-1])
 
 
+@pytest.mark.parametrize("number, seconds, code, saved", [
+    (signal.SIGTERM, 0.9, 1, [2, 4]),  # a launcher tells each process twice
+    (signal.SIGTERM, 1.1, -signal.SIGTERM, [2]),
+    (signal.SIGINT, 0.0, -signal.SIGINT, [2])])
+def test_a_second_signal_in_a_save_ends_the_run_unless_it_is_the_first_ones_echo(
+    start, whole, number, seconds, code, saved
+):
+    """Either way it goes on from a whole checkpoint."""
+    run = start(save_every=2, fault=partial(told_again_in_a_save, number, seconds))
+    assert run.wait() == [code] and run.err() == "", run.err()
+    assert run.saved() == saved
+    said = "stopped by a signal; go on by --run_id x --resume auto\n"
+    assert run.log().count(said) == (code == 1)
+    assert_goes_on(start(save_every=2), whole, saved[-1])
+    assert not list(run.folder.glob("*.tmp"))
+
+
 def test_two_ranks_resume_as_two_or_one(start, whole, tmp_path):
     """Their losses are those of one rank, and they take the checkpoint before a damaged one."""
     first = start(2, save_every=4)
     assert first.wait() == [0, 0], first.err()
     assert first.losses() == pytest.approx(whole.losses(), abs=1.1e-4)  # of four decimals
+    validated = [re.findall(r" val_loss:(\S+)", run.log()) for run in (first, whole)]
+    of_two, of_one = ([float(loss) for loss in losses] for losses in validated)
+    assert len(of_two) > 3 and of_two == pytest.approx(of_one, abs=1.1e-4)
     assert first.out(0) and not first.out(1)
     expected = first.state(STEPS)["model"]
     newest = first.folder / f"step-{STEPS:06d}.pt"

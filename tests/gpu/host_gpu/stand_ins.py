@@ -131,9 +131,8 @@ def stand_in_for_torch_cuda() -> None:
     torch.Tensor.pin_memory = lambda self, device=None: self
     # Inductor compares versions of CUDA; the text is that of torch 2.13's build for it.
     torch.version.cuda = torch.version.cuda or "13.0"
-    # For the log's header. There is neither driver nor NCCL, nor a version that one might have.
+    # For the log's header. There is no driver.
     collect_env.get_nvidia_driver_version = lambda run: "none: the host stands in"
-    cuda.nccl.version = lambda: (0, 0, 0)
 
 
 def stand_in_for_c_functions() -> None:

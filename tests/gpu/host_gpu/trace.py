@@ -373,7 +373,7 @@ class Tracer:
     def validate(self) -> None:
         """As after the last step, with its windows."""
         cfg = self.cfg
-        tokens = cfg.sequences_per_forward * max(row.seq_len for row in cfg.rows())
+        tokens = cfg.sequences_per_forward * max(row.seq_len for row in cfg.all_stages())
         batch = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
         now = self.script.schedule(cfg.num_iterations, cfg)
         self.model.set_stage(now)

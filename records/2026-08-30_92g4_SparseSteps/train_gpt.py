@@ -1,0 +1,3137 @@
+#!/usr/bin/env python3
+"""Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the record, on 8 GPUs
+    python train_gpt.py                                       # the record, on one GPU
+    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+
+Record: 2026-08-30_92g4_SparseSteps
+Parent: 2026-08-30_92g3_RowsByRank. Change: only rows that were read are stepped.
+
+The record comes first: hyperparameters, schedules, model, optimizers, training loop. The harness
+below the banner reads data, validates, saves and logs. It is the same in every record.
+
+Technique                                         where it is
+ReLU²                                             MLP
+two MLPs, or none                                 Layer, Block
+QK-norm, merged QKV, value embeddings             CausalSelfAttention
+attention in some layers                          Layer, Block
+narrow heads                                      CausalSelfAttention, GPT.views
+sparse attention gate                             CausalSelfAttention
+value gate, skip gate                             CausalSelfAttention, GPT.hidden
+key offset                                        offset_keys
+paired heads                                      CausalSelfAttention, GPT.views
+half-truncated rotary embedding                   GPT.set_stage, rotate
+YaRN, growing windows                             yarn, GPT.set_stage
+sliding windows over documents, FlexAttention     first_keys, flex_mask, attend
+FP8 head                                          FP8Product, Head
+softcapped logits                                 GPT.logits
+sampled softmax                                   candidates, GPT.head_loss
+multi-token prediction                            schedule, GPT.forward, GPT.head_loss
+n-gram table, signs                               hash_bigrams, NgramTable, GPT.ngrams
+smeared embeddings, skip                          GPT.smear, GPT.hidden
+saved activation: late attention, backout         GPT.hidden
+dense connections                                 Factors, LastBlock, GPT.hidden
+mix of ten sources by groups of channels          GroupFactors, GPT.hidden
+exclusive self-attention                          CausalSelfAttention
+gates of tokens                                   Factors, initial_gates, GPT.hidden
+Polar Express, NorMuon                            orthogonalize, muon_update
+fast and slow means of gradients                  schedule, muon_update
+cautious weight decay                             muon_update, adam_update
+sharded optimizers, Adam every other step         ShardedOptimizer, Adam, step_optimizers
+tied, then untied head                            step_tied
+documents packed into sequences                   cut_rows
+rates, momentum, lengths, windows by stage        Stage, schedule
+tables that wait for several steps                schedule, Adam
+averages of weights                               average_rates, ShardedOptimizer
+prefix targets                                    read_prefixes, GPT.forward
+canonical tokens in the last validation           read_forbidden, GPT.canonical
+"""
+
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve()
+SOURCE = SCRIPT.read_bytes()  # of what runs: the file may be edited while torch is imported
+
+import bisect
+import itertools
+import math
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+
+# ---- Hyperparameters --------------------------------------------------------
+@dataclass(frozen=True)
+class Layer:
+    """A row of the table of layers."""
+
+    window: str | None  # "L": long, "S": short, "P": short, of paired heads, None: no attention
+    table: int | None = None  # which value embeddings its attention adds
+    xsa: bool = False  # its heads drop their own token's value
+    gate: bool = False  # its heads are gated
+    x0: bool = False  # it adds the embeddings
+    bigram: bool = False  # it adds the n-grams
+    takes_skip: bool = False  # it adds the skip, which is the output of another layer
+    mlps: int = 1  # none, one or two
+    skip: bool = False  # its output is the skip
+    saved: bool = False  # later attention and the output read its output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A row of the table of stages: what holds from the first step of a stage to its last."""
+
+    share: float = 0.0  # relative length; shares are divided by their sum
+    seq_len: int = 0  # tokens of a training sequence
+    long_window: int  # tokens seen back
+    short_window: int  # the same of layers with short windows
+    lr_factor: float = 0.0  # of all rates
+    num_targets: int = 1  # tokens predicted at each position
+    max_document_tokens: int = 0  # documents are cut to it and packed
+    classes: int = 0  # ids in the softmax of a training sequence; 0: all
+
+
+@dataclass(frozen=True)
+class Average:
+    """A row of the table of averages, each a running mean of some weights over the last steps.
+
+    ends: of embedding and head (@deepmatmul, #347). banks, late: of matrices. tables: of value
+    embeddings (@devenpzak, #349).
+    """
+
+    name: str
+    last_steps: int  # over which it is taken
+    copies: int  # first steps in which it is a copy of the weights
+    rate: float  # how much the weights count when it takes them
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The settings of a run, with the values of the preset record.
+
+    Numbers and texts are also command-line flags. Tables are edited here.
+    """
+
+    preset: str = "record"  # name of the defaults that the other flags change
+    # Model
+    vocab_size: int = 50257  # token ids are smaller
+    vocab_multiple: int = 128  # embeddings and head are padded to a multiple of it
+    eot_token: int = 50256  # end-of-text, the token that opens each document
+    model_dim: int = 768  # width of the residual stream
+    head_dim: int = 128  # width of an attention head
+    mlp_dim: int = 2816  # inner width of an MLP
+    channel_groups: int = 12  # of the stream, each of which the output mixes by its own factors
+    layers: tuple = (
+        Layer("P", x0=True, bigram=True),
+        Layer("S", table=0, xsa=True, x0=True, bigram=True),
+        Layer("P", table=1, x0=True),
+        Layer("L", xsa=True, gate=True, skip=True),
+        Layer(None, x0=True, bigram=True),
+        Layer("P", x0=True, bigram=True),
+        Layer(None, takes_skip=True),
+        Layer(None, x0=True, mlps=0, saved=True),
+        Layer("S", table=2, mlps=2),
+        Layer(None, bigram=True),
+        Layer("L", table=3, gate=True),
+    )
+    ngram_rows: int = 377_280  # of the n-gram table, half for pairs of tokens, half for threes
+    sign_rows: int = 8192  # rows of signs, which tell n-grams of one row apart
+    long_scale: float = 0.085  # factor of attention scores in long windows, in the first stage
+    short_scale: float = 0.13  # the same in short windows
+    rope_base: int = 1024  # inverse of the lowest rotary frequency
+    prefix_weight: float = 0.25  # in the loss, of the next token's prefix, in the first stage
+    prefix_file: str = "data/fineweb10B/prefixes.npy"  # each token's prefix; empty: none
+    canonical_file: str = "data/fineweb10B/canonical.npz"  # which tokens follow which; empty: all
+    sweep_stride: int = 20_011  # from one id to the next in a sweep for classes
+    sweep_margin: int = 256  # ids that are swept beside 1.7 times those needed
+    fp8_head: bool = True  # FP8 matmuls in the head while training, where the GPU has them
+    seed: int = 0  # seed of the initial weights
+    # Optimizers
+    embed_lr: float = 0.56  # Adam's rate of value embeddings and n-gram table
+    head_lr: float = 0.008  # Adam's rate of output head and token embedding
+    muon_lr: float = 0.023  # Muon's rate
+    muon_momentum: float = 0.93  # Muon's momentum
+    blend_from: int = 514  # step from which Muon's fast and slow means are blended
+    # Schedules
+    num_iterations: int = 1194  # optimizer steps
+    extension_steps: int = 20  # last steps, at the lowest rates
+    stages: tuple = (
+        Stage(
+            share=320.0, seq_len=16384, long_window=384, short_window=128,
+            lr_factor=1.0, num_targets=3, max_document_tokens=896, classes=10240,
+        ),
+        Stage(
+            share=361.0, seq_len=32768, long_window=896, short_window=384,
+            lr_factor=1.52, num_targets=2, max_document_tokens=2048, classes=10240,
+        ),
+        Stage(
+            share=284.0, seq_len=49152, long_window=1408, short_window=640,
+            lr_factor=1.73, num_targets=1, max_document_tokens=3072, classes=14336,
+        ),
+        Stage(
+            share=142.0, seq_len=49152, long_window=1408, short_window=640,
+            lr_factor=1.73, num_targets=1, max_document_tokens=3072, classes=24576,
+        ),
+        Stage(
+            share=67.0, seq_len=40960, long_window=1408, short_window=640,
+            lr_factor=1.73 * (20 / 24) ** 0.5, num_targets=1, max_document_tokens=3072,
+        ),
+    )
+    extension: Stage = Stage(
+        seq_len=16384, long_window=1664, short_window=768,
+        num_targets=1, max_document_tokens=3072,
+    )
+    last_validation: Stage = Stage(long_window=2560, short_window=768)
+    attention_cut: int = 2560  # tokens of a document that attend to each other in training
+    period_from: int = 336  # the step from which tables wait for four steps, and not for two
+    averages: tuple = (
+        Average("ends", last_steps=298, copies=1, rate=2 / 299),
+        Average("banks", last_steps=298, copies=4, rate=2 / 75),
+        Average("late", last_steps=250, copies=4, rate=4 / 53),
+        Average("tables", last_steps=250, copies=4, rate=4 / 53),
+    )
+    cooldown_frac: float = 0.8  # last share of the schedule, in which rates fall
+    momentum_warmup: int = 240  # first steps, in which Muon's momentum rises
+    momentum_cooldown: int = 50  # last steps, in which it falls again
+    # Data and validation
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
+    repeat_data: bool = False  # allow the preset record to read its data again
+    sequences_per_step: int = 8  # sequences of a step, all ranks together
+    sequences_per_forward: int = 1  # sequences that a rank runs at once, at most
+    shorten: int = 1  # sequences are so many times shorter, and as many more in a step
+    val_seq_len: int = 262_144  # tokens of a validation sequence
+    val_tokens: int = 10_485_760  # validation tokens, each counted once
+    val_every: int = 250  # steps between validations; 0: only the last
+    target_loss: float = 3.28  # validation loss to reach, nats per token
+    # Run
+    device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
+    run_id: str = ""  # name of the folder under logs/; empty: made from the time
+    warmup_steps: int = 10  # untimed steps per stage that warm up the kernels
+    head_chunks: int = 0  # chunks in which the head is computed; 0: by the card's memory
+    save_every: int = 0  # steps between checkpoints; 0: none
+    resume: str = ""  # checkpoint to resume; auto: the newest of --run_id
+    init: str = ""  # checkpoint whose weights a new run starts from
+
+    def all_stages(self) -> tuple:
+        """All rows of stages in the order of the run."""
+        return *self.stages, self.extension, self.last_validation
+
+
+# The preset pocket: what differs, for a small model of bytes that a CPU trains
+POCKET = dict(
+    preset="pocket",
+    vocab_size=257,
+    vocab_multiple=16,
+    eot_token=256,
+    model_dim=64,
+    head_dim=16,
+    mlp_dim=240,
+    channel_groups=8,
+    layers=(
+        Layer("S", table=0, xsa=True, x0=True, bigram=True, skip=True),
+        Layer("P", x0=True, bigram=True, mlps=0, saved=True),
+        Layer(None, takes_skip=True, mlps=2),
+        Layer("L", table=1, gate=True),
+    ),
+    ngram_rows=8192,
+    sign_rows=512,
+    sweep_margin=0,
+    long_scale=0.425,
+    short_scale=0.65,
+    rope_base=32,
+    prefix_file="",
+    canonical_file="",
+    embed_lr=0.5,
+    head_lr=0.03,
+    muon_lr=0.06,
+    muon_momentum=0.85,
+    blend_from=48,
+    num_iterations=120,
+    extension_steps=5,
+    stages=(
+        replace(
+            Hyperparameters.stages[0],
+            share=32.0, seq_len=128, long_window=64, short_window=32, max_document_tokens=128,
+            classes=112,
+        ),
+        replace(
+            Hyperparameters.stages[1],
+            share=36.0, seq_len=256, long_window=128, short_window=64, max_document_tokens=256,
+            classes=112,
+        ),
+        replace(
+            Hyperparameters.stages[2],
+            share=27.0, seq_len=384, long_window=192, short_window=96, max_document_tokens=256,
+            classes=144,
+        ),
+        replace(
+            Hyperparameters.stages[3],
+            share=13.0, seq_len=384, long_window=192, short_window=96, max_document_tokens=256,
+            classes=224,
+        ),
+        replace(
+            Hyperparameters.stages[4],
+            share=7.0, seq_len=384, long_window=192, short_window=96, lr_factor=1.58,
+            max_document_tokens=256,
+        ),
+    ),
+    extension=Stage(
+        seq_len=128, long_window=224, short_window=96,
+        num_targets=1, max_document_tokens=256,
+    ),
+    last_validation=Stage(long_window=256, short_window=96),
+    attention_cut=192,
+    period_from=40,
+    averages=(
+        Average("ends", last_steps=30, copies=1, rate=2 / 31),
+        Average("banks", last_steps=30, copies=4, rate=0.25),
+        Average("late", last_steps=25, copies=4, rate=0.5),
+        Average("tables", last_steps=25, copies=4, rate=0.5),
+    ),
+    momentum_cooldown=5,
+    train_files="data/pocket/pocket_train_*.bin",
+    val_files="data/pocket/pocket_val_*.bin",
+    sequences_per_step=8,
+    sequences_per_forward=8,
+    val_seq_len=4096,
+    val_tokens=65_536,
+    val_every=0,
+    target_loss=1.78,
+    warmup_steps=1,
+)
+
+
+def check(cfg, require):
+    """The rules of this record. `require` raises UserError, "--name must rule", where one fails."""
+    require(cfg.head_dim > 0 and cfg.head_dim % 4 == 0, "head_dim", "be a multiple of 4")
+    is_even = cfg.model_dim % (2 * cfg.head_dim) == 0  # heads are paired
+    require(is_even, "model_dim", "be an even multiple of head_dim")
+    require(cfg.model_dim >= GATE_CHANNELS, "model_dim", f"be at least {GATE_CHANNELS}")
+    require(cfg.channel_groups > 0, "channel_groups", "be above 0")
+    require(cfg.model_dim % cfg.channel_groups == 0, "model_dim", "be a multiple of channel_groups")
+    require(cfg.rope_base > 0, "rope_base", "be above 0")
+    is_even = cfg.ngram_rows % 2 == 0 and cfg.ngram_rows >= 4
+    require(is_even, "ngram_rows", "be even, at least 4")
+    may_begin = cfg.resume or not cfg.init  # a longer run that goes on keeps its table
+    require(may_begin, "init", "be empty, as a checkpoint's weights are without its table")
+    require(cfg.sign_rows > 0, "sign_rows", "be above 0")
+    require(0 < cfg.cooldown_frac <= 1, "cooldown_frac", "be above 0, at most 1")
+    require(cfg.mlp_dim > 0, "mlp_dim", "be above 0")
+    require(cfg.attention_cut > 0, "attention_cut", "be above 0")
+    # Layers
+    windows = [layer.window for layer in cfg.layers]
+    require({*windows} <= {"L", "S", "P", None}, "layers", 'have windows "L", "S", "P" or None')
+    skips = [index for index, layer in enumerate(cfg.layers) if layer.skip]
+    require(len(skips) == 1, "layers", "have one row with skip")
+    require(None not in windows[: skips[0] + 1], "layers", "have attention up to that with skip")
+    require(not cfg.layers[-1].skip, "layers", "have no skip in the last row")
+    takes = [layer.window for layer in cfg.layers if layer.takes_skip]
+    require({*takes} <= {None}, "layers", "take the skip only without attention")
+    require(cfg.layers[0].bigram, "layers", "have bigram in the first row")
+    require(not cfg.layers[-1].bigram, "layers", "have no bigram in the last row")
+    saved = [layer for layer in cfg.layers if layer.saved]
+    require(len(saved) == 1, "layers", "have one row with saved")
+    tables = [layer for layer in cfg.layers if layer.table is not None]
+    require(len(tables) > 0, "layers", "have a row with a table")
+    xsa = {layer.window for layer in cfg.layers if layer.xsa}
+    require(xsa <= {"L", "S"}, "layers", "have xsa only with L and S")
+    gated = [layer.window for layer in cfg.layers if layer.gate]
+    require(None not in gated, "layers", "have gates only with attention")
+    vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+    has_all = math.gcd(cfg.sweep_stride, vocab) == 1
+    require(has_all, "sweep_stride", f"have no divisor in common with {vocab}")
+    # Stages. Both presets have as many.
+    num_stages = len(Hyperparameters.stages)
+    require(len(cfg.stages) == num_stages, "stages", f"have {num_stages} rows")
+    require(all(row.share > 0 for row in cfg.stages), "stages", "have shares above 0")
+    extension, last = cfg.extension, cfg.last_validation
+    require(extension.share == extension.lr_factor == 0, "extension", "have no share or lr_factor")
+    at_least = dict(long_window=max(1, last.long_window), short_window=max(1, last.short_window))
+    require(last == Stage(**at_least), "last_validation", "have two windows above 0, no more")
+    for row in cfg.all_stages()[:-1]:
+        numbers = row.seq_len, row.long_window, row.short_window
+        require(min(numbers) > 0, "stages", "have lengths and windows above 0")
+        require(row.seq_len % BLOCK == 0, "stages", f"have lengths that are multiples of {BLOCK}")
+        require(row.num_targets > 0, "stages", "predict a token at least")
+        require(row.max_document_tokens > 0, "stages", "have documents of a token at least")
+        fits = row.classes % 16 == 0 and row.classes <= vocab
+        require(fits, "stages", f"have classes that are multiples of 16, {vocab} at most")
+        require(row.seq_len % (cfg.shorten * BLOCK) == 0, "shorten", f"leave multiples of {BLOCK}")
+
+
+def shorten(cfg) -> Hyperparameters:
+    """The settings that --shorten makes, for cards with less memory. Windows stay as they are."""
+
+    def shorter(row):
+        return replace(row, seq_len=row.seq_len // cfg.shorten)
+
+    return replace(
+        cfg,
+        sequences_per_step=cfg.sequences_per_step * cfg.shorten,
+        stages=tuple(shorter(row) for row in cfg.stages),
+        extension=shorter(cfg.extension),
+    )
+
+
+# ---- Schedules --------------------------------------------------------------
+BLOCK = 128  # tokens in a block of the attention mask
+LR_FLOOR = 0.3  # factor of all rates in the extension
+LOWEST_MOMENTUM = 0.85  # of Muon, in the first step and after the last
+SLOW_MOMENTUM = 0.98  # of Muon's slow mean of gradients
+SLOW_SHARE = 0.5615  # of the slow mean in what Muon steps by, where it is blended in
+ADAM_EVERY = 2  # steps from one of Adam's to the next: @classiclarryd, #39
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Stage):
+    """What holds in a step: the row of its stage, and what moves within the stage.
+
+    `lr_factor` moves, too: it is the row's until rates fall.
+    """
+
+    stage: int  # the row's index in `all_stages`
+    target_weights: list  # in the loss, of the next tokens and of the prefix
+    prefix_weight: float  # the last of them, or 0 where the prefix is no target
+    momentum: float  # Muon's
+    fast_momentum: float  # of its fast mean of gradients
+    slow_share: float  # of the slow mean in what Muon steps by
+    adam_steps: bool
+    tables_step: bool
+    table_power: int  # of Adam's betas of tables, and a factor of their decay
+    average_rates: dict  # how much the weights after the step count in averages, by name
+    tied: bool  # whether the embedding is the head
+
+
+def schedule(step: int, cfg) -> Schedule:
+    """The schedule of a step from 0 to num_iterations. The last one only validates."""
+    index, done = stage_of(step, cfg)
+    row = cfg.all_stages()[index]
+
+    # Learning rate: the stage's factor, then linearly down to the floor where the extension begins
+    scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
+    cooldown = scheduled - int(scheduled * (1 - cfg.cooldown_frac))  # whole steps, as published
+    kept = min(1.0, max(0, scheduled - step) / max(1, cooldown))
+    lr_factor = kept * row.lr_factor + (1 - kept) * LR_FLOOR
+
+    # Muon's momentum: up in the first steps, and down again in the last ones
+    steps_left = cfg.num_iterations - step
+    share = min(1.0, steps_left / max(1, cfg.momentum_cooldown))
+    if step < cfg.momentum_warmup:
+        share = step / cfg.momentum_warmup
+    momentum = share * cfg.muon_momentum + (1 - share) * LOWEST_MOMENTUM
+
+    # Multi-token prediction: @varunneal, #53, after https://arxiv.org/abs/2404.19737. Weights of
+    # the next tokens are 1, ½, ¼ and so on. The last one fades while its stage lasts.
+    target_weights = [0.5**ahead for ahead in range(row.num_targets)]
+    if row.num_targets > 1:
+        target_weights[-1] *= 1 - done
+
+    # Prefix targets: @jvarho, #88, 15 steps. They fade in four steps of the second stage.
+    fifths = [5, 4 - int(4 * done)]
+    prefix_weight = 0.0
+    if cfg.prefix_file and index < len(fifths):
+        prefix_weight = cfg.prefix_weight * fifths[index] / 5
+    if prefix_weight:
+        target_weights.append(prefix_weight)
+
+    # Tables see rare gradients. Each step of theirs in the later part stands for two before.
+    period = 2 if step < cfg.period_from else 4
+    tables_step = step % period == period - 1
+    last_adam_step = max(0, step - step % ADAM_EVERY - 1)
+    moving = dict(
+        stage=index,
+        lr_factor=lr_factor,
+        target_weights=target_weights,
+        prefix_weight=prefix_weight,
+        momentum=momentum,
+        fast_momentum=LOWEST_MOMENTUM if step >= cfg.blend_from else momentum,
+        slow_share=SLOW_SHARE if step >= cfg.blend_from else 0.0,
+        adam_steps=step % ADAM_EVERY == ADAM_EVERY - 1,
+        tables_step=tables_step,
+        table_power=period // 2,
+        average_rates=average_rates(step, tables_step, cfg),
+        # Until Adam has stepped in the extension. The weights of --init stay as they are.
+        tied=stage_of(last_adam_step, cfg)[0] < len(cfg.stages) and not cfg.init,
+    )
+    return Schedule(**vars(row) | moving)
+
+
+def average_rates(step: int, tables_step: bool, cfg) -> dict:
+    """How much the weights after a step count in each average that takes them, by its name."""
+    last = cfg.num_iterations - 1
+    is_due = dict(
+        ends=step % 2 == 1,
+        banks=step % 4 == 1 or step == last - 1,
+        late=(last - step) % 4 == 0,
+        tables=tables_step,
+    )
+    rates = {}
+    for row in cfg.averages:
+        begin = max(0, cfg.num_iterations - row.last_steps)
+        if step == begin or step > begin and is_due[row.name]:
+            rate = row.rate
+            if row.name == "ends" and step < last:
+                rate = 1 - (1 - rate) ** 2  # of two steps
+            rates[row.name] = rate if step >= begin + row.copies else 1.0
+    return rates
+
+
+def stage_of(step: int, cfg) -> tuple[int, float]:
+    """The index of a step's stage, and which fraction of the stage is done."""
+    first_steps = [*stage_starts(cfg), math.inf]
+    index = bisect.bisect(first_steps, step) - 1
+    start, end = first_steps[index : index + 2]
+    return index, (step - start) / (end - start)
+
+
+def stage_starts(cfg) -> list[int]:
+    """First steps of the stages."""
+    scheduled = max(1, cfg.num_iterations - cfg.extension_steps)
+    shares = [row.share for row in cfg.stages]
+    behind = itertools.accumulate(shares, initial=0.0)  # shares before each stage
+    starts = [round(scheduled * share / sum(shares)) for share in behind]
+    return [*starts, cfg.num_iterations]
+
+
+def yarn(stage: int, cfg, window: str, device=None):
+    """Frequencies (K / 4,) and scale of attention in a stage and a window: @classiclarryd, #31.
+
+    When the window grows, frequencies that made few turns in the old one slow down in proportion,
+    as in YaRN, https://arxiv.org/abs/2309.00071, and the scale rises.
+    """
+    exponent = torch.linspace(0, 1, steps=cfg.head_dim // 4, device=device)
+    frequency = (1 / cfg.rope_base) ** exponent
+    scale = cfg.long_scale if window == "L" else cfg.short_scale
+    rows = cfg.all_stages()[:-1]  # the last validation extrapolates
+    windows = [row.long_window if window == "L" else row.short_window for row in rows]
+    for old, new in itertools.pairwise(windows[: stage + 1]):
+        turns = old * frequency / (2 * math.pi)
+        kept = ((turns - 1) / (32 - 1)).clamp(0, 1)  # all of 32 turns and more, none of one
+        frequency = frequency * (old / new + kept * (1 - old / new))
+        scale *= 1 + 0.2 * math.log(new / old)
+    return frequency, scale
+
+
+# ---- Parameters -------------------------------------------------------------
+# A parameter says where it is made how it begins, how it is updated and of which type it is.
+def zeros(param, generator):
+    param.zero_()
+
+
+def constant(*values):
+    return lambda param, generator: param.copy_(torch.tensor(values).view_as(param))
+
+
+def normal(std):
+    return lambda param, generator: param.normal_(std=std, generator=generator)
+
+
+def uniform(std):
+    bound = 3**0.5 * std
+    return lambda param, generator: param.uniform_(-bound, bound, generator=generator)
+
+
+def weight(*shape, group, init=zeros, bf16=False) -> nn.Parameter:
+    """A parameter, not yet initialised.
+
+    group: its row in `parameter_groups`. init: initialises it. bf16: on a GPU it is bf16,
+    as published, else fp32.
+    """
+    param = nn.Parameter(torch.empty(shape))
+    param.group = group
+    param.init = init
+    param.bf16 = bf16
+    return param
+
+
+class Table(nn.Module):
+    """An embedding table, bf16 on a GPU."""
+
+    def __init__(self, rows, width, group, init=zeros):
+        super().__init__()
+        self.weight = weight(rows, width, group=group, init=init, bf16=True)
+
+    def forward(self, ids):
+        return F.embedding(ids, self.weight)
+
+
+class CastedLinear(nn.Module):
+    """A linear map whose weight, bf16 on a GPU, is cast to its input's type."""
+
+    def __init__(self, in_features, out_features, group, init=zeros):
+        super().__init__()
+        self.weight = weight(out_features, in_features, group=group, init=init, bf16=True)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.type_as(x))
+
+
+# ---- Model ------------------------------------------------------------------
+# In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary,
+# N targets of a position. The residual stream x has the shape (B, T, D).
+GATE_CHANNELS = 12  # of its input that a gate sees
+FACTOR_SCALE = 0.1  # of the factors that networks compute
+SOFTCAP = 23  # logits lie between 0 and it
+SOFTCAP_WIDTH = 7.5  # raw logits are divided by it
+SOFTCAP_SHIFT = 5  # raw logits are first raised by it: low ones get room: @classiclarryd, #54
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMS norm over the last dimension. The epsilon is that of fp32 in every type."""
+    return F.rms_norm(x, x.shape[-1:], eps=2**-23)
+
+
+def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x · scale in an FP8 type. Values out of range saturate."""
+    limit = torch.finfo(dtype).max  # casts saturate only since torch 2.12
+    scaled = x.float().mul(scale)
+    return scaled.clamp(-limit, limit).to(dtype)
+
+
+def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: float, **options) -> Tensor:
+    """a @ b · scale as bf16. A GPU needs a row-major, b column-major, K and N multiples of 16."""
+    scale_a = torch.full((), scale, device=a_MK.device)
+    scale_b = torch.ones_like(scale_a)
+    return torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, out_dtype=torch.bfloat16, **options)
+
+
+# Scales before the casts to FP8, which bring typical values into its range. They are constants
+# of the module because torch.compile does not read attributes of an autograd.Function.
+FP8_X_SCALE = 448 / 100
+FP8_W_SCALE = 448 / 1.6
+FP8_GRAD_SCALE = 448 / 0.75
+
+
+class FP8Product(torch.autograd.Function):
+    """x (S, D) @ w (V, D).T in FP8, as bf16: @YouJiacheng.
+
+    x and w are cast to e4m3, which has more digits; the gradient to e5m2, which has more range.
+    torch.compile fuses the casts with the operations before them.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w):
+        x_f8 = to_fp8(x, FP8_X_SCALE, torch.float8_e4m3fn)  # (S, D)
+        w_f8 = to_fp8(w, FP8_W_SCALE, torch.float8_e4m3fn)  # (V, D)
+        ctx.save_for_backward(x_f8, w_f8)
+        unscale = 1 / (FP8_X_SCALE * FP8_W_SCALE)
+        return scaled_mm(x_f8, w_f8.T, unscale, use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x_f8, w_f8 = ctx.saved_tensors
+        grad_f8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)  # (S, V)
+        # The right factor must be column-major: copy the transpose, then transpose back.
+        w_columns = w_f8.T.contiguous().T  # (V, D)
+        unscale_x = 1 / (FP8_GRAD_SCALE * FP8_W_SCALE)
+        grad_x = scaled_mm(grad_f8, w_columns, unscale_x, use_fast_accum=False)
+        # Row-major, as the buffer that it is added to
+        grad_rows = grad_f8.T.contiguous()  # (V, S)
+        x_columns = x_f8.T.contiguous().T  # (S, D)
+        unscale_w = 1 / (FP8_GRAD_SCALE * FP8_X_SCALE)
+        grad_w = scaled_mm(grad_rows, x_columns, unscale_w, use_fast_accum=False)
+        return grad_x, grad_w
+
+
+class Head(CastedLinear):
+    """The output head. Its matmuls may be FP8 while training: @YouJiacheng, @leloykun."""
+
+    use_fp8 = False
+
+    def forward(self, x, ids=None):
+        weight = self.weight
+        if ids is not None and len(ids) < len(weight):  # of all ids no copy is needed
+            weight = F.embedding(ids, weight)
+        if self.use_fp8 and self.training:
+            return FP8Product.apply(x, weight)
+        return F.linear(x, weight.type_as(x))
+
+
+# Attention. The B rows are one sequence of B·T tokens: documents keep them apart.
+def first_keys(docs_BT: Tensor, reach) -> Tensor:
+    """The first key that each query attends to, (S,): query q sees the keys from it to q.
+
+    A query sees its own document (@KoszarskyB), and of it at most `reach` tokens back.
+    """
+    docs_S = docs_BT.flatten()  # numbers of documents, ascending
+    start_S = torch.searchsorted(docs_S, docs_S, out_int32=True)  # of each token's document
+    query_S = torch.arange(len(docs_S), dtype=torch.int32, device=docs_S.device)
+    return torch.maximum(start_S, query_S - reach)
+
+
+def flex_mask(docs_BT: Tensor, reach) -> BlockMask:
+    """FlexAttention's mask, from each token's document number and the tokens that it sees back.
+
+    It is built by tensor operations, so a growing window needs no recompilation.
+    """
+    first_S = first_keys(docs_BT, reach)
+    first = first_S.view(-1, BLOCK)  # (blocks, 128)
+    block = torch.arange(len(first), dtype=torch.int32, device=first.device)
+    # Rows are blocks of queries, columns blocks of keys. With a reach of 256 and one document:
+    # p . . .    p: partial, as some of its pairs are masked
+    # f p . .    f: full, all of its pairs are seen
+    # p f p .
+    # . p f p
+    first_key = BLOCK * block  # of each block
+    last_key = first_key + BLOCK - 1
+    before = block < block[:, None]
+    # In a block the first query sees the earliest keys, the last query the fewest.
+    seen = (block == block[:, None]) | (before & (first[:, :1] <= last_key))
+    full = before & (first[:, -1:] <= first_key)  # needs no mask inside
+    partial = seen & ~full
+
+    def document_causal(batch, head, q, k):
+        return (first_S[q] <= k) & (k <= q)
+
+    kv_num, kv_order = order_blocks(partial)
+    full_kv_num, full_kv_order = order_blocks(full)
+    # The backward pass goes over the queries of each block of keys.
+    q_num, q_order = order_blocks(partial.T.contiguous())
+    full_q_num, full_q_order = order_blocks(full.T.contiguous())
+    return BlockMask(
+        seq_lengths=(len(first_S), len(first_S)),
+        kv_num_blocks=kv_num,
+        kv_indices=kv_order,
+        full_kv_num_blocks=full_kv_num,
+        full_kv_indices=full_kv_order,
+        q_num_blocks=q_num,
+        q_indices=q_order,
+        full_q_num_blocks=full_q_num,
+        full_q_indices=full_q_order,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=document_causal,
+    )
+
+
+def order_blocks(seen_QK: Tensor):
+    """A row's number of seen blocks, (1, 1, Q), and all its blocks, seen ones first, (1, 1, Q, K).
+
+    Cumulative sums give each block its place. A sort would take minutes to compile.
+    """
+    seen_so_far = seen_QK.cumsum(-1, dtype=torch.int32)
+    unseen_so_far = (~seen_QK).cumsum(-1, dtype=torch.int32)
+    count_Q1 = seen_so_far[:, -1:]
+    place = torch.where(seen_QK, seen_so_far, count_Q1 + unseen_so_far) - 1
+    block = torch.arange(seen_QK.size(1), dtype=torch.int32, device=seen_QK.device)
+    order = place.scatter(-1, place, block.expand_as(place))
+    return count_Q1[None, None, :, 0], order[None, None]
+
+
+def dense_mask(docs_BT: Tensor, reach) -> Tensor:
+    """An additive mask for each block of 32 queries, (blocks, 1, 32, keys), of 0 and -inf.
+
+    It is used where FlexAttention is not compiled. The keys are those of the block and of the
+    blocks before it within reach, so the cost grows with the window, not with the sequence.
+    """
+    first_S = first_keys(docs_BT, reach)
+    size = BLOCK // 4  # of a block: the smaller it is, the fewer of its keys are masked
+    blocks_before = min(-(-int(reach) // size), docs_BT.size(1) // size - 1)
+    query = torch.arange(len(first_S), device=first_S.device).view(-1, size, 1)
+    # The keys of a block of queries end with it.
+    offset = torch.arange(-blocks_before * size, size, device=first_S.device)
+    key = query[:, :1] + offset  # (blocks, 1, keys)
+    seen = (first_S.view_as(query) <= key) & (key <= query)
+    return torch.where(seen, 0.0, -math.inf)[:, None]
+
+
+def gather_window(blocks: Tensor, window: int) -> Tensor:
+    """Put each block behind those before it: (blocks, 32, …) to (blocks, window · 32, …)."""
+    if window == 1:
+        return blocks
+    padding = blocks.new_zeros(window - 1, *blocks.shape[1:])
+    padded = torch.cat([padding, blocks])
+    shifted = [padded[i : i + len(blocks)] for i in range(window)]
+    return torch.cat(shifted, dim=1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask, kernel_options) -> Tensor:
+    """Attention among all B·T tokens under either mask. q, k, v and the result: (B, T, H, K).
+
+    The K of v and of the result may be another one.
+    The scale is 1, as q and k each carry the root of the attention scale (`GPT.set_stage`).
+    """
+    shape = v.shape
+    if isinstance(mask, BlockMask):
+        q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))  # (1, H, S, K)
+        y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=kernel_options)
+    else:
+        size, keys = mask.shape[-2:]
+        window = keys // size  # blocks
+        q = q.reshape(-1, size, *q.shape[2:])  # (blocks, 32, H, K)
+        k = gather_window(k.reshape(q.shape), window)  # (blocks, window · 32, H, K)
+        v = gather_window(v.reshape(-1, size, *shape[2:]), window)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (blocks, H, tokens, K)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.type_as(q), scale=1.0)
+    return y.transpose(1, 2).reshape(shape)
+
+
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, https://arxiv.org/abs/2104.09864, by angles (T, 1, P, K / 2).
+
+    A token has P positions, one or two, and its heads alternate between them.
+    Entry i and entry i + K / 2 are a pair.
+    """
+    first, second = x_BTHK.float().unflatten(2, (-1, cos.size(-2))).chunk(2, dim=-1)
+    turned = [first * cos + second * sin, second * cos - first * sin]
+    # Cast first, so that what is joined has half the bytes.
+    halves = [half.type_as(x_BTHK) for half in turned]
+    return torch.cat(halves, dim=-1).view_as(x_BTHK)
+
+
+def offset_keys(k_BTHK: Tensor) -> Tensor:
+    """Shift half of each key by one token: @classiclarryd, #49, 50 steps.
+
+    A query that matches an earlier token then finds the token after it, in a single layer.
+    """
+    first = k_BTHK[:, :1]  # has no previous token
+    previous = torch.cat([first, k_BTHK[:, :-1]], dim=1)
+    # The half that does not rotate. Quarters are first entries of the pairs, then second ones.
+    entry = torch.arange(k_BTHK.size(-1), device=k_BTHK.device)
+    quarter = 4 * entry // len(entry)
+    return torch.where(quarter % 2 == 1, previous, k_BTHK)
+
+
+class Batch(NamedTuple):
+    """The sequences of a forward pass."""
+
+    inputs: Tensor  # (B, T), int32
+    targets: Tensor  # (B, T), int64: the token after each input, or -1 for none
+    classes: Tensor | None = None  # (B, wanted), int64: the ids of each softmax; None: all
+    step: Tensor | None = None  # (N, T), on the host: inputs of the step, this pass's first
+    rows: Tensor | None = None  # (B, T, 2, D): of the n-gram table, two of each token
+
+
+class View(NamedTuple):
+    """How the layers of one window see the tokens."""
+
+    rotary: Tensor  # cosines and sines
+    mask: object  # a BlockMask, or a dense mask
+    positions: int  # of a token
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention among heads of which some are gated."""
+
+    def __init__(self, cfg, layer: Layer):
+        super().__init__()
+        dim = cfg.model_dim
+        self.num_heads = dim // cfg.head_dim
+        self.offsets_keys = layer.window == "L"
+        # Narrow heads use half of their channels: @devenpzak, #92. The weights have all of them.
+        self.qk_dim = cfg.head_dim if layer.window == "L" else cfg.head_dim // 2
+        self.v_dim = cfg.head_dim // 2 if layer.window == "S" else cfg.head_dim
+        self.kernel_options = None  # of FlexAttention
+        # Uniform: @YouJiacheng; the output, too: @srashedll, #64, 20 steps
+        init = uniform(0.5 * dim**-0.5)
+        # A matrix for each pair of heads, of queries and then of keys: @samacqua, #80, 10 steps
+        shape = (self.num_heads, 2 * cfg.head_dim, dim)
+        self.qk_w = weight(*shape, group="queries, keys", init=init)
+        self.v_w = weight(dim, dim, group="attention", init=init)
+        self.c_proj = weight(dim, dim, group="attention", init=init)
+        # Factors of Q, K, V and of c_proj
+        self.lambdas = weight(2, group="lambdas", init=constant(0.5, 1.0))
+        self.value_gate = None
+        if layer.table is not None:
+            self.value_gate = CastedLinear(GATE_CHANNELS, self.num_heads, group="gates")
+
+    def forward(self, x, value_embed, view, factors):
+        """factors: of this layer, by name. Those of heads are (H,) or (B, T, H)."""
+        # Queries, keys and values
+        qkv_lambda, proj_lambda = self.lambdas
+        # Merged: @fernbear.bsky.social, @YouJiacheng
+        qk_w = self.qk_w.unflatten(1, (2, -1))[:, :, : self.qk_dim].flatten(0, 2)
+        v_w = self.v_w.unflatten(0, (self.num_heads, -1))[:, : self.v_dim].flatten(0, 1)
+        qkv_w = qkv_lambda * torch.cat([qk_w, v_w])
+        qkv = F.linear(x, qkv_w.type_as(x))
+        qk, v = qkv.split([len(qk_w), len(v_w)], dim=-1)
+        qk = qk.unflatten(-1, (-1, self.qk_dim))  # (B, T, 2 H, K)
+        v = v.unflatten(-1, (-1, self.v_dim))
+        q, k = rotate(norm(qk), *view.rotary).chunk(2, dim=2)  # QK-norm: @Grad62304977
+        if self.offsets_keys:
+            k = offset_keys(k)
+        if value_embed is not None:  # @KoszarskyB, @Grad62304977, after Zhou et al. 2024
+            value = value_embed.unflatten(-1, (self.num_heads, -1))[..., : self.v_dim]
+            # Value gate: 1 at first: @classiclarryd, #55, 35 steps with the skip's gate
+            # It sees the value too: @photon_mz, #70.
+            if self.value_gate is not None:
+                half = GATE_CHANNELS // 2
+                seen = torch.cat([x[..., :half], value_embed[..., :half]], dim=-1)
+                gate_BTH = 2 * torch.sigmoid(self.value_gate(seen))
+                value = gate_BTH[..., None] * value
+            v = v + value
+        # Paired heads: @classiclarryd, #58, 65 steps. Heads h and h + H / 2 of a token stand side
+        # by side in one sequence of 2 T positions, and share its softmax. Odd heads were turned as
+        # if they stood second, wherever they stand.
+        woven = (len(x), -1, self.num_heads // view.positions)
+        q, k, v = (each.reshape(*woven, each.size(-1)) for each in (q, k, v))
+        y = attend(q, k, v, view.mask, self.kernel_options)
+        y = y.view(*x.shape[:2], self.num_heads, -1)
+        # Exclusive self-attention: what points along a token's own value is taken away:
+        # @_djdumpling, #82, 30 steps, https://arxiv.org/abs/2603.09078
+        if "xsa" in factors:
+            length = v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+            own = (y * v).sum(-1, keepdim=True) / length * v
+            y = y - torch.tanh(factors["xsa"]).type_as(y)[..., None] * own
+        if "heads" in factors:  # a head can turn itself off: @classiclarryd, #28
+            y = y * factors["heads"][..., None]
+        y = y.flatten(2)  # (B, T, H · v_dim)
+        c_proj = self.c_proj.unflatten(1, (self.num_heads, -1))[..., : self.v_dim].flatten(1)
+        return F.linear(y, (proj_lambda * c_proj).type_as(x))
+
+
+def hash_bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Each token's row of the table's first half, (B, T): @classiclarryd, #62, some 150 steps.
+
+    It is a hash of the token and the one before it. The first token has the last row alone.
+    """
+    last = rows // 2 - 1
+    tokens_BT = tokens_BT.int()  # as published; the product of `last` overflows
+    previous = F.pad(tokens_BT[:, 1:-1], (1, 0), value=last)
+    mixed = (36313 * tokens_BT[:, 1:]) ^ (27191 * previous)
+    return F.pad(mixed % last, (1, 0), value=last)
+
+
+def hash_trigrams(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Each token's row of the second half, (B, T): a hash of the token and the two before it.
+
+    The first two tokens have the last row.
+    """
+    half = rows // 2
+    tokens_BT = tokens_BT.int()  # as published; products overflow
+    mixed = 17351 * tokens_BT[:, 2:]
+    mixed = mixed ^ (60961 * tokens_BT[:, 1:-1]) ^ (45259 * tokens_BT[:, :-2])
+    return F.pad(half + mixed % (half - 1), (2, 0), value=rows - 1)
+
+
+def hash_ngrams(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Each token's rows of the table, of two tokens and of three: (B, T, 2)."""
+    return torch.stack([hash_bigrams(tokens_BT, rows), hash_trigrams(tokens_BT, rows)], dim=-1)
+
+
+def hash_signs(tokens_BT: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The rows of signs of the n-grams that end with each token, of two and of three: (B, T)."""
+    tokens_BT = tokens_BT.long()
+    pairs = (48271 * tokens_BT[:, 1:]) ^ (30011 * tokens_BT[:, :-1])
+    threes = (58699 * tokens_BT[:, 2:]) ^ (39779 * tokens_BT[:, 1:-1])
+    threes = threes ^ (26801 * tokens_BT[:, :-2])
+    return F.pad(pairs % rows, (1, 0)), F.pad(threes % rows, (2, 0))
+
+
+class MLP(nn.Module):
+    """Two matrices of the same shape, so that Muon batches them: @byronxu99."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        shape = (cfg.mlp_dim, cfg.model_dim)
+        self.c_fc = weight(*shape, group="mlp", init=uniform(0.5 * cfg.model_dim**-0.5))
+        self.c_proj = weight(*shape, group="mlp")
+
+    def forward(self, x):
+        x = F.linear(x, self.c_fc.type_as(x))  # (B, T, mlp_dim)
+        x = F.relu(x).square()  # ReLU²: https://arxiv.org/abs/2109.08668
+        return x @ self.c_proj.type_as(x)
+
+
+class Factors(nn.Module):
+    """Factors of each token, by name, from its stream: (B, T, D) to (B, T, n) each.
+
+    initial: their initial values by name. Dense connections: @Lisennlp, #81, 65 steps,
+    https://arxiv.org/abs/2502.12170.
+    """
+
+    def __init__(self, dim, initial, group):
+        super().__init__()
+        self.sizes = {name: len(values) for name, values in initial.items()}
+        biases = [value / FACTOR_SCALE for value in sum(initial.values(), [])]
+        self.w1 = CastedLinear(dim, 64, group, init=uniform((3 * dim) ** -0.5))
+        self.w2 = CastedLinear(64, len(biases), group)
+        init = constant(*biases)
+        self.bias = weight(len(biases), group=f"{group}, biases", init=init, bf16=True)
+
+    def forward(self, x, scale=FACTOR_SCALE):
+        factors = scale * (self.w2(F.gelu(self.w1(x))) + self.bias)
+        return dict(zip(self.sizes, factors.split([*self.sizes.values()], dim=-1)))
+
+
+class GroupFactors(Factors):
+    """Factors of each token and each of some groups of channels: (B, T, groups) each.
+
+    A factor is one number for all groups and one of its own: @devenpzak, #92.
+    """
+
+    def __init__(self, cfg, initial, group):
+        super().__init__(cfg.model_dim, initial, group)
+        self.groups = weight(len(initial), cfg.channel_groups, 64, group=group, bf16=True)
+
+    def forward(self, x):
+        hidden = F.gelu(self.w1(x))
+        shared = self.w2(hidden) + self.bias  # (B, T, n)
+        own = F.linear(hidden, self.groups.type_as(hidden).flatten(0, 1))
+        own = own.unflatten(-1, self.groups.shape[:2])  # (B, T, n, groups)
+        factors = FACTOR_SCALE * (shared[..., None] + own)
+        return dict(zip(self.sizes, factors.unbind(2)))
+
+
+class Block(nn.Module):
+    """A layer: attention, if it has a window, and up to two MLPs, all pre-normed."""
+
+    def __init__(self, cfg, layer: Layer):
+        super().__init__()
+        self.layer = layer
+        self.attn = None
+        if layer.window:
+            self.attn = CausalSelfAttention(cfg, layer)
+        self.mlp = MLP(cfg) if layer.mlps > 0 else None
+        self.mlp_2 = MLP(cfg) if layer.mlps > 1 else None
+        # Factors of the stream and of what is added to it, by attention and by the MLP: @sisovicm,
+        # #73. The stream grows by 1.1 a layer at first.
+        init = constant(1.1**0.5, 1.1**0.5)
+        self.resid_lambdas = weight(2, group="residual lambdas", init=init)
+        self.post_lambdas = weight(2, group="injection lambdas", init=constant(1.0, 1.0))
+
+    def factors(self, x) -> dict:
+        """The factors of its terms, by their names: @KoszarskyB, @Grad62304977."""
+        resid_attn, resid_mlp = self.resid_lambdas
+        post_attn, post_mlp = self.post_lambdas
+        return dict(
+            resid_attn=resid_attn, post_attn=post_attn, resid_mlp=resid_mlp, post_mlp=post_mlp
+        )
+
+    def forward(self, x, read, stream, value_embed, view, factors):
+        """read: what attention sees. stream: earlier activations by name, each (B, T, D).
+        The MLPs' input is added to them.
+
+        factors: by name, a number or one for each token. Activations that have one are added.
+        """
+        if not self.layer.takes_skip:
+            y = self.attn(norm(read), value_embed, view, factors) if self.attn else 0
+            x = factors["resid_attn"] * x + factors["post_attn"] * y
+            for name, activation in stream.items():
+                if name in factors:
+                    x = x + factors[name] * activation
+        stream["mlp_input"] = norm(x)
+        y = sum([mlp(stream["mlp_input"]) for mlp in (self.mlp, self.mlp_2) if mlp])
+        return factors["resid_mlp"] * x + factors["post_mlp"] * y
+
+
+# Initial factors of the last layer: it is like the others, but its table counts twice.
+LAST_FACTORS = dict(
+    value_first=[0.0], value_saved=[0.0], value_x=[0.0],  # of what is added to its values
+    stream_first=[0.0], stream_saved=[0.0], stream_x=[0.0],  # of what is added to its input
+    table_low=[2.0], table_high=[2.0],  # of its value embeddings, in lower and higher heads
+    resid_attn=[1.1**0.5], post_attn=[1.0], first=[0.0], bigram=[0.05],
+    resid_mlp=[1.1**0.5], post_mlp=[1.0],
+)
+
+
+class LastBlock(Block):
+    """A last layer with attention. It reads the stream again, by factors of each token.
+
+    The published one also has the numbers that other layers have. Nothing reads them.
+    """
+
+    def __init__(self, cfg, layer: Layer):
+        super().__init__(cfg, layer)
+        self.resid_lambdas = self.post_lambdas = self.attn.value_gate = None
+        self.network = Factors(cfg.model_dim, LAST_FACTORS, group="dense connections")
+
+    def factors(self, x) -> dict:
+        return self.network(x)
+
+    def forward(self, x, read, stream, value_embed, view, factors):
+        value = 0
+        for name, source in dict(x=x, first=stream["first"], saved=read).items():
+            value = value + factors[f"value_{name}"] * source
+            x = x + factors[f"stream_{name}"] * source
+        if value_embed is not None:
+            low, high = value_embed.chunk(2, dim=-1)
+            table = [factors["table_low"] * low, factors["table_high"] * high]
+            value = value + torch.cat(table, dim=-1)
+        return super().forward(x, read, stream, value, view, factors)
+
+
+# Initial factors of the output. Half of what was saved is subtracted: backout, @snimu, #40
+OUTPUT_FACTORS = dict(
+    first=[0.0], saved=[-0.5], entry=[0.0], skip=[0.0], attn_input=[0.0], mlp_input=[0.0]
+)
+
+
+def initial_gates(cfg, indices) -> dict:
+    """Initial gates of some layers, by name and layer: @Lisennlp, #85.
+
+    xsa: of what a head drops. heads: of its output. x0, bigram, skip: of what a layer adds.
+    """
+    heads = cfg.model_dim // cfg.head_dim
+    initial = {}
+    for index in indices:
+        layer = cfg.layers[index]
+        if layer.xsa:
+            initial["xsa", index] = [0.0] * heads
+        if layer.gate:
+            initial["heads", index] = [0.25] * heads
+        if layer.takes_skip:
+            initial["skip", index] = [0.5]
+        if layer.x0:
+            initial["x0", index] = [0.0]
+        if layer.bigram:
+            initial["bigram", index] = [0.05]
+    return initial
+
+
+def read_prefixes(cfg) -> Tensor:
+    """The id of each token's longest proper prefix that is a token, or -1, (vocab_size,).
+
+    Raises UserError.
+    """
+    try:
+        (path,) = find_shards(cfg.prefix_file)
+        prefixes = np.load(path).astype(np.int64)
+    except (UserError, ValueError, EOFError):
+        prefixes = np.empty(0)
+    if len(prefixes) != cfg.vocab_size or prefixes.max() >= cfg.vocab_size:
+        raise UserError(f"--prefix_file {cfg.prefix_file}: no prefixes of {cfg.vocab_size} tokens; "
+                        "make them: python data/prefixes.py")
+    return torch.from_numpy(prefixes)
+
+
+def read_forbidden(cfg) -> Tensor:
+    """Which ids never follow a token: (V, V / 8) uint8, bit i of byte j for id 8 j + i.
+
+    The file has rectangles, the ids before and after of each. Raises UserError.
+    """
+    vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+    forbidden = np.zeros((vocab, vocab // 8), np.uint8)
+    try:
+        (path,) = find_shards(cfg.canonical_file)
+        with np.load(path) as table:
+            before = np.split(table["before"], table["before_ends"][:-1])
+            after = np.split(table["after"], table["after_ends"][:-1])
+        for tokens, ids in zip(before, after, strict=True):
+            bits = np.zeros(vocab, bool)
+            bits[ids] = True
+            packed = np.packbits(bits, bitorder="little")
+            used = packed.nonzero()[0]
+            forbidden[np.ix_(tokens, used)] |= packed[used]
+    except (UserError, ValueError, EOFError, KeyError, IndexError, zipfile.BadZipFile):
+        raise UserError(f"--canonical_file {cfg.canonical_file}: no pairs of {vocab} tokens; "
+                        "make them: python data/canonical.py") from None
+    return torch.from_numpy(forbidden)
+
+
+class GPT(nn.Module):
+    """The model. Its weights have no values until `init_weights` or a checkpoint gives them."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+        self.embed = Table(vocab, cfg.model_dim, group="embed", init=normal(0.005))
+        self.value_embeds = nn.ModuleDict()
+        for table in sorted({layer.table for layer in cfg.layers} - {None}):
+            # Not zero at first: @photon_mz, #70
+            embedding = Table(vocab, cfg.model_dim, group="value embeds", init=normal(0.01))
+            self.value_embeds[str(table)] = embedding
+        self.ngram_table = None  # an NgramTable, which `build_optimizers` makes
+        self.register_buffer("ngram_signs", torch.ones(cfg.sign_rows, cfg.model_dim))
+        self.blocks = nn.ModuleList([Block(cfg, layer) for layer in cfg.layers[:-1]])
+        last_type = LastBlock if cfg.layers[-1].window else Block
+        self.blocks.append(last_type(cfg, cfg.layers[-1]))
+        sources = OUTPUT_FACTORS | {int(table): [0.0] for table in self.value_embeds}
+        self.output_factors = GroupFactors(cfg, sources, group="dense connections")
+        # Gates of the layers up to the skip's source, from x0, and of those above it, from there
+        below = next(index for index, layer in enumerate(cfg.layers) if layer.skip) + 1
+        early = initial_gates(cfg, range(below))
+        late = initial_gates(cfg, range(below, len(cfg.layers)))
+        self.gates_early = Factors(cfg.model_dim, early, group="token gates")
+        self.gates_late = Factors(cfg.model_dim, late, group="token gates")
+        self.gates_lambda = weight(group="gate scale", init=constant(FACTOR_SCALE))
+        self.smear_gate = CastedLinear(GATE_CHANNELS, 1, group="smear gate")
+        self.smear_lambda = weight(group="lambdas")  # nothing is smeared at first
+        # Its sigmoid is the factor of the skip: 0.18 at first
+        self.skip_lambda = weight(group="lambdas", init=constant(-1.5))
+        self.lm_head = Head(cfg.model_dim, vocab, group="head", init=normal(0.005))
+        # The head is computed in chunks of this many tokens.
+        longest = max(row.seq_len for row in cfg.all_stages())
+        tokens = cfg.sequences_per_forward * longest / max(1, cfg.head_chunks)
+        self.tokens_per_chunk = round_up(math.ceil(tokens), 128)
+        self.register_buffer("prefixes", torch.full((vocab,), -1), persistent=False)
+        # A bit for each token and id: whether the id never follows the token
+        self.register_buffer("forbidden", None, persistent=False)
+        self.is_masked = False  # whether the logits of these ids are left out
+        # Buffers, so that a new stage needs no recompilation: the reach of long and short windows
+        # in tokens; cosines and sines of the rotary embedding.
+        self.register_buffer("reach", torch.zeros(2, dtype=torch.int32), persistent=False)
+        # Paired heads have two positions a token. Wide heads come first, then narrow ones, of
+        # which all pairs rotate.
+        rotary = torch.zeros(2, 2 * max(longest, cfg.val_seq_len), 2, cfg.head_dim // 2)
+        self.register_buffer("rotary", rotary, persistent=False)
+        self.set_stage(schedule(cfg.num_iterations, cfg))  # as a loaded model is used
+
+    @torch.no_grad()
+    def init_weights(self, generator):
+        """Initialise every parameter."""
+        for param in self.parameters():
+            param.init(param, generator)
+        self.embed.weight.copy_(self.lm_head.weight)
+        self.ngram_signs.normal_(generator=generator).sign_()
+
+    @torch.no_grad()
+    def set_stage(self, now):
+        """Set the windows, the rotary embedding and the mask of logits for a stage."""
+        self.is_masked = now.stage == len(self.cfg.all_stages()) - 1
+        self.reach[0] = now.long_window
+        self.reach[1] = now.short_window
+        for rotary, window in zip(self.rotary.split(1, dim=2), "LS"):
+            self.set_rotary(rotary, *yarn(now.stage, self.cfg, window, rotary.device))
+
+    def set_rotary(self, rotary, frequency, attention_scale):
+        """Set the cosines and sines of wide heads or of narrow ones, (2, T, 1, K / 2)."""
+        # Half-truncated: half of the pairs do not rotate at all: @YouJiacheng
+        frequency = F.pad(frequency, (0, self.cfg.head_dim // 4))  # (K / 2,)
+        position = torch.arange(self.rotary.size(1), device=frequency.device)
+        theta = torch.outer(position, frequency)[:, None]  # (T, 1, K / 2)
+        # Queries and keys each carry the root of the attention scale.
+        scale = attention_scale**0.5
+        rotary[0] = scale * theta.cos()
+        rotary[1] = scale * theta.sin()
+
+    def views(self, inputs_BT) -> dict:
+        """The `View` of the layers of each window."""
+        # Documents are numbered through all rows, so that no row attends to another.
+        starts_BT = inputs_BT == self.cfg.eot_token
+        starts_BT[:, 0] = True
+        docs_S = starts_BT.flatten().cumsum(0, dtype=torch.int32)
+        if self.training:  # attention is cut within a long document, too: @devenpzak, #92
+            begins_S = torch.searchsorted(docs_S, docs_S)  # of each token's document
+            position_S = torch.arange(len(docs_S), device=docs_S.device) - begins_S
+            docs_S = (position_S % self.cfg.attention_cut == 0).cumsum(0, dtype=torch.int32)
+        docs_BT = docs_S.view_as(starts_BT)
+        # FlexAttention is fast only where it is compiled.
+        on_gpu = docs_BT.is_cuda and torch.compiler.is_compiling()
+        make_mask = flex_mask if on_gpu else dense_mask
+        T = inputs_BT.size(1)
+        long, short = self.reach
+        quarter = self.cfg.head_dim // 4
+        used = {block.layer.window for block in self.blocks}
+        views = {}
+        for window, reach in dict(L=long, S=short, P=short).items():
+            if window in used:
+                positions = 2 if window == "P" else 1
+                width, pairs = (0, 2 * quarter) if window == "L" else (1, quarter)
+                rotary = self.rotary[:, : positions * T, width, :pairs]
+                rotary = rotary.unflatten(1, (T, 1, positions))
+                # The reach counts positions: where heads are paired, half as many tokens.
+                mask = make_mask(docs_BT.repeat_interleave(positions, dim=1), reach)
+                views[window] = View(rotary, mask, positions)
+        return views
+
+    def read_rows(self, inputs_BT):
+        """The table's rows of the pair and of the three tokens that end here, (B, T, 2, D)."""
+        return self.ngram_table.read(hash_ngrams(inputs_BT, self.cfg.ngram_rows))
+
+    def hidden(self, inputs_BT, rows_BT2D=None):
+        """The normed output of the last layer, (B, T, D). Rows that are not given are read."""
+        length = inputs_BT.size(1)
+        padding = -length % BLOCK
+        inputs_BT = F.pad(inputs_BT, (0, padding), value=self.cfg.eot_token)
+        if rows_BT2D is None:
+            rows_BT2D = self.read_rows(inputs_BT)
+        else:
+            rows_BT2D = F.pad(rows_BT2D, (0, 0, 0, 0, 0, padding))
+        views = self.views(inputs_BT)
+        values = {}
+        for table, embedding in self.value_embeds.items():
+            values[int(table)] = embedding(inputs_BT)
+
+        x0 = norm(self.smear(self.embed(inputs_BT)))  # norm of embeddings: @Grad62304977
+        bigram = self.ngrams(inputs_BT, rows_BT2D)
+        gates = self.gates_early(x0, self.gates_lambda)
+        x = x0 + gates["bigram", 0] * bigram
+        stream = dict(x0=x0, first=x) | values  # what is read again
+        for index, block in enumerate(self.blocks):
+            layer = block.layer
+            factors = block.factors(x)
+            factors |= {name: gate for (name, of), gate in gates.items() if of == index}
+            if layer.takes_skip:  # U-Net skip: @brendanh0gan; sigmoid: @bernard24, hiverge.ai
+                x = x + torch.sigmoid(self.skip_lambda) * factors["skip"] * stream["skip"]
+            # Late attention reads one saved activation: @classiclarryd, #77, after @sisovicm, #73
+            read = stream.get("saved", x)
+            stream["entry"] = x  # in the end, of the last layer
+            value_embed = values.get(layer.table)
+            x = block(x, read, stream, value_embed, views.get(layer.window), factors)
+            stream["bigram"] = bigram  # the first layer has its bigrams already
+            if layer.skip:
+                stream["skip"] = x
+                gates |= self.gates_late(x, self.gates_lambda)
+            if layer.saved:
+                stream["saved"] = x
+        stream["attn_input"] = norm(read)
+        groups = (self.cfg.channel_groups, -1)  # of neighbouring channels
+        factors = self.output_factors(x)
+        x = x.unflatten(-1, groups)
+        for name, factor in factors.items():
+            x = x + factor[..., None] * stream[name].unflatten(-1, groups)
+        return norm(x.flatten(2)[:, :length])
+
+    def ngrams(self, tokens_BT, rows_BT2D):
+        """The embedding of each token with those before it, (B, T, D): @devenpzak, #92.
+
+        N-grams that share a row have different signs: @TrianX, #83.
+        """
+        signs = self.ngram_signs[torch.stack(hash_signs(tokens_BT, self.cfg.sign_rows), dim=-1)]
+        return (rows_BT2D * signs.type_as(rows_BT2D)).sum(2)
+
+    def smear(self, x_BTD):
+        """Add a gated share of the previous token's embedding: @classiclarryd, #34, 15 steps."""
+        current = x_BTD[:, 1:]
+        previous = x_BTD[:, :-1]
+        gate = torch.sigmoid(self.smear_gate(current[..., :GATE_CHANNELS]))  # (B, T - 1, 1)
+        smeared = current + self.smear_lambda * gate * previous
+        return torch.cat([x_BTD[:, :1], smeared], dim=1)
+
+    def logits(self, x, ids=None):
+        """Softcapped logits (…, V) in fp32: Gemma 2, @Grad62304977, @KoszarskyB, @YouJiacheng."""
+        raw = self.lm_head(x, ids).float()
+        return SOFTCAP * torch.sigmoid((raw + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
+
+    def canonical(self, logits_SV, inputs_S):
+        """Logits without those of ids that never follow the input: @jvarho, #91, 0.0017 of loss.
+
+        After https://arxiv.org/abs/2506.07956.
+        """
+        bit = torch.arange(8, dtype=torch.uint8, device=inputs_S.device)
+        bits_SV = self.forbidden[inputs_S][..., None] >> bit & 1  # (S, V / 8, 8)
+        return logits_SV.masked_fill(bits_SV.flatten(1).bool(), -60.0)  # e^-60 counts for nothing
+
+    def head_loss(self, x_SD, inputs_S, targets_SN, ids_V):
+        """Cross-entropies with each position's N targets, summed over positions, (N,).
+
+        ids_V: of the softmax; None: all. Targets are places among them; negative ones do not count.
+        Logits are capped, so their exponentials are summed without subtracting a maximum.
+        """
+        logits_SV = self.logits(x_SD, ids_V)
+        if not self.training and self.is_masked and self.forbidden is not None:
+            logits_SV = self.canonical(logits_SV, inputs_S)
+        log_sum_S1 = logits_SV.exp().sum(-1, keepdim=True).log()
+        if logits_SV.is_cuda:  # comparisons fuse into one pass over the logits, a gather does not
+            place_V = torch.arange(logits_SV.size(-1), device=logits_SV.device)
+            columns = []
+            for target_S in targets_SN.unbind(-1):
+                is_target_SV = target_S[:, None] == place_V
+                columns.append((logits_SV * is_target_SV).sum(-1))
+            target_logits_SN = torch.stack(columns, dim=-1)
+        else:
+            target_logits_SN = logits_SV.gather(-1, targets_SN.clamp_min(0))
+        losses_SN = log_sum_S1 - target_logits_SN
+        return (losses_SN * (targets_SN >= 0)).sum(0)
+
+    def forward(self, batch: Batch, num_targets: int, with_prefix=False):
+        """Summed cross-entropies of the next `num_targets` tokens, (num_targets,).
+
+        With the prefix of the next token they are one more.
+        """
+        x_SD = self.hidden(batch.inputs, batch.rows).flatten(0, 1)
+        padded = F.pad(batch.targets, (0, num_targets - 1), value=-1)
+        targets_BTN = padded.unfold(1, num_targets, 1)  # each position and those after it
+        targets_SN = targets_BTN.flatten(0, 1)
+        if with_prefix:
+            prefixes_S1 = self.prefixes[targets_SN[:, :1]]
+            targets_SN = torch.cat([targets_SN, prefixes_S1], dim=1)
+        inputs_S = batch.inputs.flatten()
+        if batch.classes is not None:
+            rows = [each.split(batch.inputs.size(1)) for each in (x_SD, inputs_S, targets_SN)]
+            return sum(map(self.row_losses, *rows, batch.classes))
+        return self.row_losses(x_SD, inputs_S, targets_SN)
+
+    def row_losses(self, x_SD, inputs_S, targets_SN, ids_V=None):
+        """`head_loss` of rows that have one softmax, of these ids, ascending, or of all."""
+        size = self.tokens_per_chunk
+        # Before the chunks: reading ids in each would let the compiler join their passes.
+        if ids_V is not None:
+            place_SN = torch.searchsorted(ids_V, targets_SN.contiguous()).clamp_max(len(ids_V) - 1)
+            targets_SN = torch.where(ids_V[place_SN] == targets_SN, place_SN, -1)
+        if len(x_SD) <= size:
+            return self.head_loss(x_SD, inputs_S, targets_SN, ids_V)
+        # In chunks, recomputed in the backward pass: the logits are never in memory all at once.
+        losses = 0
+        for x, *given in zip(x_SD.split(size), inputs_S.split(size), targets_SN.split(size)):
+            losses = losses + checkpoint(self.head_loss, x, *given, ids_V, use_reentrant=False)
+        return losses
+
+
+# ---- Optimizers -------------------------------------------------------------
+# Coefficients of X, A X and A² X in each iteration. Of a matrix that is divided by 1.05 times its
+# norm they bring all singular values from 0.003 on to between 0.995 and 1.0004: @devenpzak, #92.
+POLAR_EXPRESS = [
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
+]
+
+
+def orthogonalize(grad_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """Nearly the closest semi-orthogonal matrix to each of (B, M, N), by Newton-Schulz iteration.
+
+    Muon: Keller Jordan et al., https://kellerjordan.github.io/posts/muon/. Coefficients: Polar
+    Express, https://arxiv.org/abs/2505.16932, @varunneal. Batched: @scottjmaddox, @YouJiacheng.
+    """
+    is_tall = grad_MN.size(-2) > grad_MN.size(-1)
+    X = grad_MN.mT if is_tall else grad_MN  # the smaller side decides the cost
+    X = X.to(dtype)
+    frobenius = X.norm(dim=(-2, -1), keepdim=True)  # at least the spectral norm
+    X = X / (1.05 * frobenius + 1e-6)
+    for a, b, c in POLAR_EXPRESS:
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A²
+        X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
+    return X.mT if is_tall else X
+
+
+def muon_update(
+    weight, grad, fast, slow, square, *,
+    step_size, momentum, fast_momentum, slow_share, decay, dtype,
+):
+    """A step of NorMuon on a batch of matrices (B, M, N), in place.
+
+    Muon's update, normalised by row: https://arxiv.org/abs/2510.05491, @li_zichong, #41, 15 steps.
+    Where a matrix has fewer rows than columns it is normalised by column.
+    Weights decay only where the slow mean shrinks them ("cautious"):
+    https://arxiv.org/abs/2510.12402, @varunneal, #43, 40 steps.
+    fast, slow: means of gradients, of some ten steps and of fifty: ANVIL, @devenpzak, #92.
+    square: of a row's entries, (B, M, 1), or of a column's, (B, 1, N).
+    step_size: (B, 1, 1).
+    """
+    fast.lerp_(grad, 1 - fast_momentum)
+    slow.lerp_(grad, 1 - SLOW_MOMENTUM)
+    nesterov = grad.lerp(fast.lerp(slow, slow_share), momentum)
+    update = orthogonalize(nesterov, dtype).type_as(weight)
+    size = update.norm(dim=(-2, -1), keepdim=True)
+    is_wide = grad.size(-2) < grad.size(-1)
+    mean_square = update.square().mean(-2 if is_wide else -1, keepdim=True)
+    square.lerp_(mean_square, 0.1)  # 0.05 until #78
+    update = update / square.clamp_min(1e-10).sqrt()
+    update = F.normalize(update, dim=(-2, -1), eps=1e-10)
+    update = update * size  # as large as before
+    shrinking = torch.where(slow * weight >= 0, weight, 0)
+    weight.sub_(step_size * (update + decay * shrinking))
+
+
+def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
+    """A step of Adam, https://arxiv.org/abs/1412.6980, section 2, in fp32 and in place.
+
+    Weights decay only where the update shrinks them ("cautious"): @roeeshenberg, #50, 20 steps.
+    count: steps taken, a tensor.
+    """
+    count += 1
+    beta1, beta2 = betas
+    old = weight.float()
+    grad = grad.float()
+    mean.lerp_(grad, 1 - beta1)
+    square.lerp_(grad.square(), 1 - beta2)
+    # Bias correction, as both means begin at zero
+    step_size = lr * (1 - beta2**count).sqrt() / (1 - beta1**count)
+    change = step_size * mean / (square.sqrt() + 1e-10)
+    shrinking = torch.where(change * old > 0, old, 0)
+    weight.copy_(old - change - decay * shrinking)
+
+
+@dataclass(frozen=True)
+class AdamGroup:
+    """A row of the table: how Adam updates the parameters of a group."""
+
+    lr: float  # about how much a weight changes in a step
+    betas: tuple  # decay of the means of gradients and of their squares
+    decay: float  # of weights in a step, in units of the rate's square
+    is_table: bool = False  # it waits for the steps of tables
+    averages: tuple = ()  # their names, and how far the weights move to each of them in the end
+
+
+@dataclass(frozen=True)
+class MuonGroup:
+    """A row of the table: how Muon updates the matrices of a group."""
+
+    lr: float  # about the spectral norm of a step, before `factors`
+    decay: float  # of weights in a step, in units of the rate's square, before `factors`
+    factors: tuple  # of the rate, matrices in turn
+    averages: tuple  # their names, and how far the weights move to each of them in the end
+
+
+def parameter_groups(cfg) -> dict:
+    """The table of parameter groups. The parameters name their group (`weight`)."""
+    ends = (("ends", 0.65),)
+    banks = (("banks", 0.55),)
+    both = (("late", 1.0), ("banks", 0.55 - 0.2007))  # as the published sum of three terms
+    tables = (("tables", 1.0),)
+    growth = max(1, cfg.mlp_dim / cfg.model_dim) ** 0.5  # of what an MLP's rate is a multiple
+    return {
+        "queries, keys": MuonGroup(cfg.muon_lr, decay=2.25, factors=(1.0,), averages=banks),
+        "attention": MuonGroup(cfg.muon_lr, decay=2.25, factors=(1.0,), averages=both),
+        "mlp": MuonGroup(cfg.muon_lr, decay=2.25, factors=(growth, 2 * growth), averages=both),
+        "gates": AdamGroup(0.008, betas=(0.9, 0.99), decay=0.005),
+        # What sees more gradients is averaged over fewer steps: #57. Decays are 0.005, times 150 of
+        # embeddings and head, times 5 of value embeddings.
+        "embed": AdamGroup(cfg.head_lr, betas=(0.5, 0.95), decay=0.75, averages=ends),
+        "head": AdamGroup(cfg.head_lr, betas=(0.5, 0.95), decay=0.75, averages=ends),
+        "value embeds": AdamGroup(
+            cfg.embed_lr, betas=(0.75, 0.95), decay=0.025, is_table=True, averages=tables
+        ),
+        "smear gate": AdamGroup(8e-5, betas=(0.9, 0.99), decay=0.0),
+        "residual lambdas": AdamGroup(0.04, betas=(0.9, 0.95), decay=0.0),
+        "injection lambdas": AdamGroup(0.008, betas=(0.9, 0.95), decay=0.0),
+        "lambdas": AdamGroup(0.04, betas=(0.9, 0.99), decay=0.0),
+        "dense connections": AdamGroup(0.002, betas=(0.9, 0.99), decay=0.005),
+        # In bf16, so on a GPU, biases of 2.5 and more never move: half of their last digit is more
+        # than a step at these rates.
+        "dense connections, biases": AdamGroup(0.002, betas=(0.9, 0.99), decay=0.0),
+        "token gates": AdamGroup(8e-4, betas=(0.9, 0.99), decay=0.005),
+        "token gates, biases": AdamGroup(8e-4, betas=(0.9, 0.99), decay=0.0),
+        "gate scale": AdamGroup(8e-4, betas=(0.9, 0.99), decay=0.0),
+        "n-grams": AdamGroup(cfg.embed_lr, betas=(0.0, 0.95), decay=0.025),
+    }
+
+
+class ShardedOptimizer:
+    """A group's weights and gradients as two flat buffers, and this rank's part of the state.
+
+    One reduce-scatter sums all gradients, one all-gather collects all weights. Rank r owns the
+    r-th part: only it holds the state of that part and updates it, as in ZeRO,
+    https://arxiv.org/abs/1910.02054. A part has whole units: numbers, or matrices. The buffers are
+    padded to as many units a rank.
+    """
+
+    def __init__(self, name, group, params, ranks, unit=1):
+        self.name = name
+        self.group = group
+        self.ranks = ranks
+        self.handle = None  # the async handle of a collective under way
+        self.numel = sum(param.numel() for param in params)
+        self.units = self.numel // unit  # of all ranks, without padding
+        self.my_units = -(-self.units // ranks.world_size)
+        share = self.my_units * unit
+        self.mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
+        first = params[0].detach()
+        self.weights = first.new_zeros(share * ranks.world_size)
+        self.grads = torch.zeros_like(self.weights)
+        start = 0
+        for param in params:  # they become views of the buffers
+            end = start + param.numel()
+            values = self.weights[start:end].view_as(param)
+            param.data = values.copy_(param.detach())
+            param.grad = self.grads[start:end].view_as(param)
+            start = end
+        self.my_grad = self.grads  # this rank's part of the sum of all ranks' gradients
+        if ranks.world_size > 1:
+            self.my_grad = torch.empty_like(self.grads[self.mine])
+        self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
+        self.state = {}  # tensors by name; this rank's part, or a number
+        self.averages = {}  # of this rank's part of the weights, by name
+        for average, _ in group.averages:
+            self.averages[average] = torch.zeros_like(self.weights[self.mine]).float()
+
+    def is_due(self, now):
+        """Whether it steps now. If not, its gradients wait for the next step."""
+        return True
+
+    def tensors(self):
+        """What a step changes: the warm-up steps on them and restores them."""
+        return [self.weights, *self.state.values(), *self.averages.values()]
+
+    def clear(self):
+        """Drop the gradients."""
+        self.grads.zero_()
+
+    def reduce(self):
+        """Begin to sum the gradients over the ranks; each receives its own part."""
+        if self.ranks.world_size > 1:
+            mine = self.my_grad.view(-1)
+            self.handle = dist.reduce_scatter_tensor(mine, self.grads, async_op=True)
+
+    def update(self, now, divisor):
+        """Update this rank's part by gradients / divisor, then begin to gather all parts."""
+        self.wait()
+        self.my_grad.div_(divisor)
+        self.lr.fill_(self.group.lr * now.lr_factor)
+        share = self.weights[self.mine]
+        self.update_share(share, now)  # Adam's or Muon's
+        if self.ranks.world_size > 1:
+            self.handle = dist.all_gather_into_tensor(self.weights, share, async_op=True)
+
+    def wait(self):
+        """End what was begun."""
+        if self.handle:
+            self.handle.wait()
+            self.handle = None
+
+    def average(self, now):
+        """Take this rank's weights into the averages that are due."""
+        for name, average in self.averages.items():
+            if name in now.average_rates:
+                average.lerp_(self.weights[self.mine].float(), now.average_rates[name])
+
+    def write_averages(self):
+        """Move all weights towards their averages. But for tables they keep their norm."""
+        share = self.weights[self.mine]
+        before = share.float()
+        after = before
+        for name, part in self.group.averages:
+            after = after.lerp(self.averages[name], part)
+        if "tables" not in self.averages:
+            squares = torch.stack([before.square().sum(), after.square().sum()])
+            squares = self.ranks.all_gather(squares).sum(0)
+            after = after * (squares[0] / squares[1]).sqrt()
+        share.copy_(after)
+        if self.ranks.world_size > 1:
+            dist.all_gather_into_tensor(self.weights, share)
+
+    def full_state(self):
+        """The state of all ranks, without padding. All ranks call it."""
+        full = {}
+        for key, share in (self.state | self.averages).items():
+            rows = self.ranks.all_gather(share.flatten())
+            full[key] = rows.flatten()[: self.length_of(share)].cpu()
+        return full
+
+    def load_full_state(self, full):
+        """Take this rank's part of a `full_state` from any number of ranks.
+
+        Raises RuntimeError where a length differs.
+        """
+        for key, share in (self.state | self.averages).items():
+            size = self.length_of(share)
+            rows = share.new_zeros(self.ranks.world_size, share.numel())
+            rows.view(-1)[:size] = full[key].view(size)
+            share.copy_(rows[self.ranks.rank if share.ndim else 0].view_as(share))
+
+    def length_of(self, share):
+        """Entries of a state over all ranks, without padding; one of a number."""
+        entries_a_unit = share.numel() // self.my_units
+        return entries_a_unit * self.units if share.ndim else 1
+
+
+class Adam(ShardedOptimizer):
+    """Adam on tensors of any shape, every other step: @classiclarryd, #39. Tables may wait longer.
+
+    In between, gradients add up in their buffer and nothing is communicated.
+    """
+
+    def __init__(self, name, group, params, ranks):
+        super().__init__(name, group, params, ranks)
+        # In fp32, also of bf16 weights: @ChrisJMcCormick, #56
+        self.state["mean"] = torch.zeros_like(self.my_grad).float()
+        self.state["square"] = torch.zeros_like(self.my_grad).float()
+        self.state["count"] = torch.zeros_like(self.lr)
+        self.step_fn = compile_on_gpu(adam_update, self.lr.device)
+
+    def is_due(self, now):
+        return now.tables_step if self.group.is_table else now.adam_steps
+
+    def update_share(self, weight, now):
+        power = now.table_power if self.group.is_table else 1
+        self.step_fn(
+            weight,
+            self.my_grad,
+            **self.state,
+            lr=self.lr,
+            betas=tuple(beta**power for beta in self.group.betas),
+            decay=power * self.group.decay * self.lr**2,
+        )
+
+
+class Muon(ShardedOptimizer):
+    """NorMuon on a batch of matrices of one shape. A parameter may hold several of them."""
+
+    def __init__(self, name, group, params, ranks):
+        shape = params[0].shape[-2:]
+        super().__init__(name, group, params, ranks, unit=shape.numel())
+        self.my_grad = self.my_grad.view(-1, *shape)
+        self.state["fast"] = torch.zeros_like(self.my_grad)
+        self.state["slow"] = torch.zeros_like(self.my_grad)
+        is_wide = shape[0] < shape[1]
+        entries = self.my_grad[:, :1] if is_wide else self.my_grad[:, :, :1]
+        self.state["square"] = torch.zeros_like(entries)
+        self.factors = torch.zeros_like(self.my_grad[:, :1, :1])
+        first = ranks.rank * self.my_units  # this rank's first matrix
+        for row in range(self.my_units):
+            self.factors[row] = group.factors[(first + row) % len(group.factors)]
+        # Numbers of the schedule by name, as tensors, so that the step is compiled once
+        self.scheduled = {}
+        for name in ("momentum", "fast_momentum", "slow_share"):
+            self.scheduled[name] = torch.zeros_like(self.lr)
+        self.dtype = torch.bfloat16 if self.lr.is_cuda else torch.float32
+        self.step_fn = compile_on_gpu(muon_update, self.lr.device)
+
+    def update_share(self, weight, now):
+        for name, number in self.scheduled.items():
+            number.fill_(getattr(now, name))
+        self.step_fn(
+            weight.view_as(self.my_grad),
+            self.my_grad,
+            **self.state,
+            **self.scheduled,
+            step_size=self.lr * self.factors,
+            decay=self.lr * self.group.decay,
+            dtype=self.dtype,
+        )
+
+
+class Reading(NamedTuple):
+    """Which rows a forward pass of this rank reads, and which ones ranks read of its part.
+
+    All ranks cut the sequences of all, so each rank's host knows it without a message.
+    """
+
+    place: Tensor  # (…): of a row among those that are read, each of which comes once
+    num_read: list  # rows of each owner
+    num_asked: list  # rows of this rank, by the rank that reads them
+    asked: Tensor  # which ones, in the order of ranks
+
+
+def row_adam_update(rows, square, count, ids, grads, numbers):
+    """A step of Adam in place for some rows: no first moment, and one second moment a row.
+
+    rows: (N, D). square: (N,). count: steps taken. ids: (n,), of the rows that step. grads: (n, D),
+    fp32. numbers: the learning rate, the second beta, decay, and what gradients are divided by; a
+    tensor, so that one graph serves.
+    """
+    count += 1
+    lr, beta2, decay, divisor = numbers
+    grads = grads / divisor
+    square.mul_(beta2)  # of all rows
+    moment = square[ids] + (1 - beta2) * grads.square().mean(-1)
+    square[ids] = moment
+    step_size = lr * (1 - beta2**count).sqrt() / (moment.sqrt() + 1e-10)
+    change = step_size[:, None] * grads
+    old = rows[ids].float()
+    shrinking = torch.where(change * old > 0, old, 0)
+    rows[ids] = (old - change - decay * shrinking).type_as(rows)
+
+
+class NgramTable:
+    """A table with a row for each hash, and its optimizer: @devenpzak, #92.
+
+    A forward pass reads some rows, and after the backward pass their gradients wait for a step.
+    That is Adam's without a first moment, and with one second moment a row. Rank r owns the r-th
+    part of the rows. Others get them from it, and send it their gradients.
+    """
+
+    def __init__(self, name, group, cfg, ranks):
+        self.name = name
+        self.group = group
+        self.ranks = ranks
+        self.averages = {}  # of its rows there are none
+        self.numel = cfg.ngram_rows * cfg.model_dim
+        self.num_rows = cfg.ngram_rows  # of all ranks
+        self.my_rows = -(-self.num_rows // ranks.world_size)
+        dtype = torch.bfloat16 if ranks.device.type == "cuda" else None
+        rows = torch.zeros(self.my_rows, cfg.model_dim, dtype=dtype, device=ranks.device)
+        self.state = dict(rows=rows, square=torch.zeros(self.my_rows, device=ranks.device))
+        self.count = torch.zeros((), device=ranks.device)  # steps taken
+        # The warm-up leaves the table as it is. So its step is compiled here, where no row moves.
+        self.step_fn = compile_on_gpu(row_adam_update, ranks.device)
+        some = torch.arange(2, device=ranks.device) % self.my_rows  # a rank may have one
+        numbers = torch.ones(4, device=ranks.device)
+        self.step_rows(some, torch.zeros_like(rows[some]).float(), numbers)
+        self.count.zero_()
+        self.waiting = []  # places of this rank's rows, and their gradients
+
+    def tensors(self):
+        return [self.state["square"], self.count]  # rows do not move at the warm-up's rate, 0
+
+    def exchange(self, x, sizes, new_sizes):
+        """Send as many rows of x to each rank as `sizes` says, and get `new_sizes` of them."""
+        if self.ranks.world_size == 1:
+            return x
+        received = x.new_empty(sum(new_sizes), *x.shape[1:])
+        dist.all_to_all_single(received, x, new_sizes, sizes)
+        return received
+
+    def plan(self, ids):
+        """The `Reading` of rows with these ids, (ranks, …): what each rank reads, on the host."""
+        read, place = ids[self.ranks.rank].unique(return_inverse=True)  # ascending, so by owners
+        num_read = torch.bincount(read // self.my_rows, minlength=len(ids)).tolist()
+        asked = []
+        for mine in (ids - self.ranks.rank * self.my_rows).numpy():
+            mine = np.sort(mine[(mine >= 0) & (mine < self.my_rows)])
+            asked.append(torch.from_numpy(mine[np.diff(mine, prepend=-1) > 0]))  # each once
+        place = to_device(place, self.ranks.device)
+        return Reading(place, num_read, [*map(len, asked)], torch.cat(asked))
+
+    def plan_batch(self, batch):
+        """The `Reading` of a training batch. All ranks have cut the sequences of all."""
+        ids = hash_ngrams(batch.step, self.num_rows).unflatten(0, (self.ranks.world_size, -1))
+        of_pass = ids[:, : len(batch.inputs)].roll(self.ranks.rank, dims=0)  # by ranks
+        return self.plan(of_pass)
+
+    def take(self, reading):
+        """The rows of a `Reading`, (…, D). All ranks have to take theirs at once."""
+        rows = self.state["rows"][to_device(reading.asked, self.ranks.device).long()]
+        rows = self.exchange(rows, reading.num_asked, reading.num_read)[reading.place]
+        rows.requires_grad_(torch.is_grad_enabled())
+        self.last_read = rows, reading
+        return rows
+
+    def read(self, ids):
+        """The rows with these ids, (…) to (…, D). All ranks tell each other theirs, and wait."""
+        of_ranks = ids[None]
+        if self.ranks.world_size > 1:
+            of_ranks = self.ranks.all_gather(ids.flatten()).view(-1, *ids.shape)
+        return self.take(self.plan(of_ranks.cpu()))
+
+    def keep_gradients(self):
+        """Send the gradients of the rows that were read last to their owners, where they wait."""
+        rows, reading = self.last_read
+        grads = rows.grad.float().flatten(0, -2)
+        summed = grads.new_zeros(sum(reading.num_read), grads.size(-1))
+        summed.index_add_(0, reading.place.flatten(), grads)
+        received = self.exchange(summed.type_as(rows), reading.num_read, reading.num_asked)
+        self.waiting.append((reading.asked, received))
+
+    def is_due(self, now):
+        return now.tables_step
+
+    def reduce(self):
+        """Nothing: the gradients are with the owners."""
+
+    def wait(self):
+        """Nothing: no exchange is asynchronous."""
+
+    def clear(self):
+        self.waiting.clear()
+
+    def average(self, now):
+        """Nothing: no average is taken of so many rows."""
+
+    def step_rows(self, ids, grads, numbers):
+        """Step the rows with these ids. One compiled graph serves any number of them."""
+        for x in (ids, grads):
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        self.step_fn(**self.state, count=self.count, ids=ids, grads=grads, numbers=numbers)
+
+    def update(self, now, divisor):
+        """Step the rows that were read since the last step, by gradients / divisor."""
+        lr = self.group.lr * now.lr_factor
+        beta2 = self.group.betas[1] ** now.table_power
+        decay = now.table_power * self.group.decay * lr**2
+        rows = self.state["rows"]
+        asked, parts = zip(*self.waiting)
+        mine, place = torch.cat(asked).unique(return_inverse=True)  # on the host
+        mine, place = (to_device(x, rows.device).long() for x in (mine, place))
+        grads = torch.zeros(len(mine), rows.size(-1), device=rows.device)
+        for some, part in zip(place.split([*map(len, asked)]), parts):
+            grads.index_add_(0, some, part.float())
+        numbers = to_device(torch.tensor([lr, beta2, decay, divisor]), grads.device)
+        self.step_rows(mine, grads, numbers)
+
+    def full_state(self):
+        """The state of all ranks, without padding. All ranks call it."""
+        full = dict(count=self.count.cpu())
+        for key, share in self.state.items():
+            parts = self.ranks.all_gather(share.flatten()).view(-1, *share.shape[1:])
+            full[key] = parts[: self.num_rows].cpu()
+        return full
+
+    def load_full_state(self, full):
+        """Take this rank's rows of a `full_state`. Raises RuntimeError where a length differs."""
+        self.count.copy_(full["count"])
+        first = self.ranks.rank * self.my_rows
+        size = max(0, min(self.my_rows, self.num_rows - first))  # without padding
+        for key, share in self.state.items():
+            of_all = full[key].view(self.num_rows, *share.shape[1:])
+            share[:size].copy_(of_all[first : first + size])
+
+
+def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
+    return torch.compile(step_fn, dynamic=False) if device.type == "cuda" else step_fn
+
+
+def build_optimizers(model: GPT, cfg, ranks) -> list:
+    """An optimizer for each group that has parameters. Raises KeyError for an unknown group."""
+    # Each group recompiles its step. Beyond the limit torch would run it uncompiled.
+    torch._dynamo.config.recompile_limit = 32
+    groups = parameter_groups(cfg)
+    members = {name: [] for name in groups}
+    for param in model.parameters():
+        members[param.group].append(param)
+    optimizers = []
+    for name, group in groups.items():
+        kind = Adam if isinstance(group, AdamGroup) else Muon
+        if members[name]:
+            optimizers.append(kind(name, group, members[name], ranks))
+    model.ngram_table = NgramTable("n-grams", groups["n-grams"], cfg, ranks)
+    return [*optimizers, model.ngram_table]
+
+
+def step_optimizers(optimizers, now, divisor):
+    """One step of all optimizers. Each one computes while others communicate."""
+    stepping = [optimizer for optimizer in optimizers if optimizer.is_due(now)]
+    for optimizer in stepping:
+        optimizer.reduce()
+    for optimizer in stepping:
+        optimizer.update(now, divisor)
+    for optimizer in stepping:
+        optimizer.wait()
+        optimizer.clear()
+
+
+def step_tied(optimizers, now, divisor):
+    """A step in which the embedding is the head, until the extension: @classiclarryd.
+
+    The head takes the gradients of both, the embedding copies weights and state. They are two
+    matrices all along: one would need a second compiled graph once they part.
+    """
+    by_name = {optimizer.name: optimizer for optimizer in optimizers}
+    embed = by_name.pop("embed")
+    head = by_name["head"]
+    head.grads += embed.grads
+    embed.clear()
+    step_optimizers([*by_name.values()], now, divisor)
+    if now.adam_steps:  # the head has moved
+        for copy, original in zip(embed.tensors(), head.tensors()):
+            copy.copy_(original)
+
+
+# ---- Training ---------------------------------------------------------------
+class Place(NamedTuple):
+    """Where a step's sequences begin. A checkpoint keeps it."""
+
+    shard: int = 0  # counted through all epochs
+    position: int = 0  # in the shard, in documents
+    sweeps: tuple = ()  # where the sweep of each sequence begins; none yet: `first_sweeps`
+
+
+class Rows(NamedTuple):
+    """All sequences of a step, of all ranks, on the host. Each array has one entry a sequence."""
+
+    tokens: np.ndarray  # (N, T + 1), uint16
+    classes: np.ndarray | None = None  # (N, wanted): ids of each softmax; none: all
+    step: np.ndarray | None = None  # (N, N, T + 1): tokens of each sequence and those after it
+
+
+def cut_rows(tokens, documents, place: Place, now, cfg):
+    """Cut a step's `Rows` from a shard, and return them and the next place.
+
+    Each sequence is filled with the first tokens of one document after another, and the rest of a
+    cut document is skipped: @varunneal, #29, 25 steps. `documents` has their starts in `tokens`.
+    Returns None if the shard has too few left.
+    """
+    longest = now.max_document_tokens  # shorter at first: @dualverse-ai, #72
+    ends = np.append(documents[1:], len(tokens))
+    position = place.position
+    vocab = round_up(cfg.vocab_size, cfg.vocab_multiple)
+    sweeps = [*place.sweeps] or first_sweeps(vocab, cfg.sequences_per_step)
+    rows = []
+    classes = []
+    for index in range(cfg.sequences_per_step):
+        pieces = []
+        room = now.seq_len + 1
+        while room:
+            if position == len(documents):
+                return None
+            start = documents[position]
+            size = min(ends[position] - start, longest, room)
+            pieces.append(tokens[start : start + size])
+            room -= size
+            position += 1
+        rows.append(np.concatenate(pieces))
+        if now.classes:
+            ids, sweeps[index] = candidates(rows[-1][1:], sweeps[index], now.classes, vocab, cfg)
+            classes.append(ids)
+    tokens = np.stack(rows)
+    # A view: the sequences in a circle, from each one on
+    twice = np.concatenate([tokens, tokens[:-1]])
+    all_tokens = np.lib.stride_tricks.sliding_window_view(twice, len(rows), axis=0).swapaxes(1, 2)
+    step = Rows(tokens, np.reshape(classes, (len(rows), -1)), all_tokens)
+    return step, place._replace(position=position, sweeps=tuple(sweeps))
+
+
+def first_sweeps(vocab, sequences):
+    """Where the sweep of each sequence begins at first: at equal distances."""
+    return [vocab * index // sequences for index in range(sequences)]
+
+
+def candidates(targets, offset, wanted, vocab, cfg):
+    """The ids in a sequence's softmax, ascending, and where its next sweep begins.
+
+    They are its targets and, to fill up, ids that a sweep takes in turn: k · stride modulo vocab,
+    for each k from the offset on. So each id has its turn, and nothing is drawn at random:
+    @devenpzak, #92. Raises UserError where the targets alone are too many.
+    """
+    is_class = np.zeros(vocab, bool)
+    is_class[targets] = True
+    need = wanted - np.count_nonzero(is_class)
+    if need < 0:
+        raise UserError(f"stages: {wanted} classes are fewer than the {wanted - need} targets of a "
+                        "sequence; raise them, or set them to 0: all")
+    window = min(vocab, 17 * need // 10 + cfg.sweep_margin) if need else 0
+    swept = cfg.sweep_stride * (offset + np.arange(window)) % vocab
+    new = swept[~is_class[swept]]
+    if len(new) < need:  # the window has too few: all others at equal distances
+        others = np.flatnonzero(~is_class)
+        new = others[:: len(others) // need]
+    is_class[new[:need]] = True
+    return np.flatnonzero(is_class), int(offset + window) % vocab
+
+
+# Tile sizes of FlexAttention's backward pass for GPUs with less shared memory than an A100
+SMALL_TILES = dict(BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
+
+
+def prepare(model: GPT, cfg, device: torch.device):
+    """Make the model ready to train on this device. Raises UserError."""
+    if cfg.prefix_file:
+        model.prefixes[: cfg.vocab_size] = read_prefixes(cfg)
+    if cfg.canonical_file:
+        model.forbidden = read_forbidden(cfg).to(device)
+    if device.type != "cuda":
+        return
+    for param in model.parameters():
+        if param.bf16:
+            param.data = param.data.bfloat16()
+    can_fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
+    model.lm_head.use_fp8 = cfg.fp8_head and can_fp8
+    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if shared_memory < 160 * 1024:
+        for block in model.blocks:
+            if block.attn:
+                block.attn.kernel_options = SMALL_TILES
+    model.compile(dynamic=False)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x, which is the host's, on the device. The host does not wait for the copy."""
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+def to_batch(rows: Rows, device: torch.device) -> Batch:
+    """The sequences of a forward pass, on the device."""
+    tokens = to_device(torch.from_numpy(rows.tokens.astype(np.int64)), device)
+    classes = None
+    if rows.classes is not None and rows.classes.size:
+        classes = to_device(torch.from_numpy(rows.classes), device)
+    batch = Batch(tokens[:, :-1].int(), tokens[:, 1:].contiguous(), classes)
+    if rows.step is None:
+        return batch
+    return batch._replace(step=torch.from_numpy(rows.step[0, :, :-1].astype(np.int32)))
+
+
+def losses_of(model, batch: Batch, now) -> Tensor:
+    """Two losses of a batch, summed over its tokens, (2,): what is minimised, the next token's.
+
+    Training, warm-up and validation all call it. In evaluation both are the next token's.
+    """
+    # Rows are read outside the compiled graph.
+    if batch.step is None:
+        rows = model.read_rows(batch.inputs)
+    else:
+        rows = model.ngram_table.take(model.ngram_table.plan_batch(batch))
+    batch = batch._replace(rows=rows, step=None)
+    target_weights = now.target_weights if model.training else [1.0]
+    num_targets = now.num_targets if model.training else 1
+    losses = model(batch, num_targets, with_prefix=len(target_weights) > num_targets)
+    minimised = 0
+    for target_weight, target_loss in zip(target_weights, losses, strict=True):
+        minimised = minimised + target_weight * target_loss
+    return torch.stack([minimised, losses[0]])
+
+
+def accumulate_gradients(model, batches, now) -> Tensor:
+    """Add up the gradients of a step's batches. Returns the means of `losses_of`, (2,).
+
+    The gradients are those of the sum over tokens, not of the mean.
+    """
+    totals = 0
+    tokens = 0
+    for batch in batches:
+        losses = losses_of(model, batch, now)
+        losses[0].backward()
+        model.ngram_table.keep_gradients()
+        totals = totals + losses.detach()
+        tokens += batch.targets.numel()
+    return totals / tokens
+
+
+def train(run, cfg):
+    """The training loop. It ends after the last step, or after a save when a signal asks it to.
+
+    run: the harness below the banner. It holds model, optimizers and data. Its
+    `validate_and_save` does so where that is due, while the clock stands.
+    """
+    stage = None
+    can_save = True  # no gradients wait for the next step
+    for step in range(run.first_step, cfg.num_iterations + 1):  # the last round only validates
+        now = schedule(step, cfg)
+        if now.stage != stage:
+            stage = now.stage
+            run.model.set_stage(now)
+
+        # A checkpoint of this step is validated as it is.
+        if step == cfg.num_iterations and step > run.first_step:
+            for optimizer in run.optimizers:
+                if optimizer.averages:
+                    optimizer.write_averages()
+
+        if run.validate_and_save(step, can_save):
+            break
+
+        batches = run.loader.next_step(now)
+        losses = accumulate_gradients(run.model, batches, now)
+        run.exchange_losses(step, losses)
+        update = step_tied if now.tied else step_optimizers
+        update(run.optimizers, now, divisor=cfg.sequences_per_step)
+        can_save = now.tables_step
+        for optimizer in run.optimizers:
+            optimizer.average(now)
+        run.log_step(step + 1)
+
+    # For comparison with earlier records, outside the clock
+    if step == cfg.num_iterations and cfg.canonical_file:
+        run.model.is_masked = False
+        loss = validate(run.model, run.val_tokens, now, cfg, run.ranks)
+        run.log(f"val_loss without the mask of canonical tokens: {loss:.4f}")
+
+
+# ==== Harness: below this line every record has the same bytes ===============
+# What it asks of a record:
+#   Hyperparameters, POCKET              settings, a field each; what differs in the preset pocket
+#   check(cfg, require), shorten(cfg)    their rules; the settings that --shorten makes
+#   schedule(step, cfg)                  what holds in a step; it has at least stage and seq_len
+#   GPT(cfg), prepare(model, cfg, device)                 the model, and its form on a device
+#   build_optimizers(model, cfg, ranks)  each has name, numel, group, tensors(), clear(),
+#                                        full_state() and load_full_state(full)
+#   Place                                where a step's sequences begin, which a checkpoint keeps
+#   cut_rows(tokens, documents, place, now, cfg)          a step's Rows and the next Place, or None
+#   Rows, to_batch(rows, device)         sequences (N, T + 1) on the host, and as a Batch
+#   losses_of(model, batch, now)         summed losses: what is minimised, the next token's
+#   train(run, cfg)                      the loop, for the run as for its warm-up
+# What a record may use of it: SCRIPT, SOURCE, UserError, find_shards, validate, ThreadPoolExecutor
+# and of `run`: first_step, model, optimizers, loader, ranks, val_tokens, log, validate_and_save,
+# exchange_losses, log_step.
+import argparse
+import contextlib
+import fcntl
+import functools
+import gc
+import glob
+import hashlib
+import os
+import platform
+import re
+import resource
+import shlex
+import signal
+import sys
+import time
+import warnings
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import datetime, timedelta
+
+from torch.utils import collect_env
+
+# SLURM announces the end of a job by SIGUSR1, a limit of CPU time by SIGXCPU.
+STOP_SIGNALS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU,
+)
+OUT_OF_MEMORY = (
+    "out of memory; raise --head_chunks or --shorten, or lower --sequences_per_forward"
+)
+
+
+class UserError(Exception):
+    """An error that a user can mend, the same on all ranks. It ends the run in one line."""
+
+
+class DataEnd(UserError):
+    """The training data have no more steps."""
+
+
+def speaks_for_machine() -> bool:
+    """Whether this rank says what all would say: one of each machine is enough."""
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    return is_alone or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+# ---- Data -------------------------------------------------------------------
+HEADER_BYTES = 1024  # of a shard: int32, the first three of which are used; tokens follow
+MAGIC = 20240520  # of llm.c's shards
+VERSION = 1
+
+
+def find_shards(pattern: str) -> list[Path]:
+    """Files that match the glob, here or else in a folder above the script. Raises UserError."""
+    for folder in (Path(), *SCRIPT.parents):  # a record finds the data of the repository
+        paths = [folder / name for name in glob.glob(pattern, root_dir=folder)]
+        if files := sorted(filter(Path.is_file, paths)):  # no folder and no pipe
+            return files
+    raise UserError(f"no file matches {pattern!r}; make the data first: data/README.md")
+
+
+def shard_size(path: Path) -> int:
+    """Number of tokens in a shard. Raises UserError where header and file size disagree."""
+    size = (path.stat().st_size - HEADER_BYTES) / 2
+    header = np.fromfile(path, "<i4", 3).tolist()
+    if header != [MAGIC, VERSION, size]:  # also of a download that was cut short
+        raise UserError(f"{path}: no whole shard of version {VERSION}; make or fetch it again")
+    return header[2]
+
+
+def read_shard(path: Path, vocab_size: int) -> np.ndarray:
+    """The shard's tokens, uint16. Raises UserError where one is not in the vocabulary."""
+    tokens = np.fromfile(path, "<u2", shard_size(path), offset=HEADER_BYTES)
+    if (largest := tokens.max(initial=0)) >= vocab_size:
+        raise UserError(f"{path}: has token {largest}, not below --vocab_size {vocab_size}")
+    return tokens
+
+
+class TokenLoader:
+    """Gives rank r the r-th part of each step's sequences. Raises UserError.
+
+    A step is cut from one shard. Tokens at its end that do not fill a step are skipped. A thread
+    reads the next shard ahead.
+    """
+
+    def __init__(self, cfg, ranks, place, log):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.log = log
+        self.tokens_given = 0  # to all ranks
+        self.sequences, rest = divmod(cfg.sequences_per_step, ranks.world_size)
+        if rest:
+            raise UserError(f"--sequences_per_step must be a multiple of {ranks.world_size} ranks")
+        # All forward passes of a step have as many.
+        self.per_forward = math.gcd(self.sequences, cfg.sequences_per_forward)
+        self.passes = self.sequences // self.per_forward
+        self.files = find_shards(cfg.train_files)  # in the order of reading
+        self.sizes = [shard_size(path) for path in self.files]
+        self.digest = self.digest_of(len(self.files))  # tells other training data apart
+        self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
+        self.ahead = self.reader.submit(self.read, place.shard)  # a future
+        self.begin_shard(place)
+
+    def digest_of(self, num_files):
+        """A digest of the first files: of each one's name, size and first MiB."""
+        digest = hashlib.sha256()
+        for path, size in zip(self.files[:num_files], self.sizes):
+            digest.update(f"{path.name} {size}".encode())
+            digest.update(np.fromfile(path, "u1", 2**20))
+        return digest.hexdigest()[:16]
+
+    def digest_before(self, place):
+        """A digest of the files that were read up to this place. More may have come since."""
+        return self.digest_of(place.shard + 1)
+
+    def read(self, shard):
+        """A shard's tokens and where its documents begin. Shards are counted through all epochs."""
+        tokens = read_shard(self.files[shard % len(self.files)], self.cfg.vocab_size)
+        return tokens, np.flatnonzero(tokens == self.cfg.eot_token)
+
+    def begin_shard(self, place):
+        """Take the shard that was read ahead, and begin to read the next one."""
+        self.place = place  # the same on any number of ranks
+        self.tokens, self.documents = self.ahead.result()
+        self.ahead = self.reader.submit(self.read, place.shard + 1)
+
+    def next_step(self, now) -> list:
+        """This rank's batch for each forward pass of a step."""
+        for _ in range(len(self.files) + 1):  # the rest of this shard, then each shard once
+            if step := cut_rows(self.tokens, self.documents, self.place, now, self.cfg):
+                rows, self.place = step
+                self.tokens_given += rows.tokens[:, 1:].size
+                # All ranks cut the same rows. Each takes its part.
+                begin = self.ranks.rank * self.sequences
+                end = begin + self.passes * self.per_forward
+                firsts = range(begin, end, self.per_forward)
+                parts = [[x[i : i + self.per_forward] for x in rows] for i in firsts]
+                return [to_batch(Rows(*part), self.ranks.device) for part in parts]
+            shard = self.place.shard + 1  # after the last one the first again
+            if shard % len(self.files) == 0 and not self.cfg.repeat_data:
+                raise DataEnd(f"--train_files {self.cfg.train_files}: the data end before the run; "
+                              + more_data(self.cfg, self.sizes))
+            self.begin_shard(self.place._replace(shard=shard, position=0))
+            if shard % len(self.files) == 0:
+                self.log(f"the training data begin again: {self.cfg.train_files}")
+        files = f"--train_files {self.cfg.train_files}"
+        if not len(self.documents):
+            raise UserError(f"{files}: no document begins; --eot_token {self.cfg.eot_token} must "
+                            "be the end-of-text token that the data were made with")
+        raise UserError(f"{files}: no shard has a step's documents; lower --sequences_per_step")
+
+
+@functools.cache
+def planned_tokens(cfg) -> list[int]:
+    """How many tokens a run trains on before each step, and in all."""
+    tokens = [0]
+    for step in range(cfg.num_iterations):
+        length = schedule(step, cfg).seq_len
+        tokens.append(tokens[-1] + cfg.sequences_per_step * length)
+    return tokens
+
+
+def more_data(cfg, sizes) -> str:
+    """What helps where shards of these sizes are too few."""
+    if cfg.preset != "record":
+        return "--repeat_data true, or fewer --num_iterations"
+    # Where documents are cut and packed, a run reads more than it trains on.
+    shards = max(len(sizes) + 1, planned_tokens(cfg)[-1] // 10**8 + 1)
+    return f"--repeat_data true, or fetch more: python data/fineweb.py {shards}"
+
+
+def check_data(cfg, loader, state):
+    """Raise UserError where training data are not the checkpoint's, held out, or too few."""
+    files = f"--train_files {cfg.train_files}"
+    if state["data"] and state["data"] != loader.digest_before(loader.place):
+        raise UserError(f"{files}: not the data of {cfg.resume}; name those that it was trained on")
+    held_out = {path.resolve() for path in find_shards(cfg.val_files)}
+    if held_out & {path.resolve() for path in loader.files}:
+        raise UserError(f"{files}: --val_files has a file of these, too")
+    planned, found = planned_tokens(cfg)[-1], sum(loader.sizes)
+    if planned > found and not cfg.repeat_data:
+        raise UserError(f"{files}: the run trains on {planned} tokens, and these are {found}; "
+                        + more_data(cfg, loader.sizes))
+
+
+# ---- Validation -------------------------------------------------------------
+def read_val_tokens(cfg) -> np.ndarray:
+    """The first val_tokens + 1 validation tokens, uint16. Raises UserError."""
+    # One after another, as if they were one file
+    shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
+    tokens = np.concatenate(shards)
+    if len(tokens) <= cfg.val_tokens:
+        raise UserError(f"--val_tokens must be below the {len(tokens)} of {cfg.val_files}")
+    return tokens[: cfg.val_tokens + 1]
+
+
+@contextlib.contextmanager
+def store_masks():
+    """Where a model is compiled without a backward pass, store what FlexAttention's mask reads."""
+    from torch._inductor import config, ir  # take a second, and a CPU needs none
+
+    # Where the reach is a constant, its reads need a layout that is not decided yet.
+    ir.FlexibleLayout.allow_indexing = True
+    with config.patch(realize_reads_threshold=1):
+        yield
+    ir.FlexibleLayout.allow_indexing = False
+
+
+@functools.cache
+def longest_sequence(cfg) -> int:
+    """Tokens of the longest training sequence of a run."""
+    return max(schedule(step, cfg).seq_len for step in range(cfg.num_iterations))
+
+
+@torch.no_grad()
+def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
+    """Mean loss over the validation tokens. Ranks share the sequences."""
+    model.eval()  # no FP8, and the loss of the next token alone
+    total = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+    count = len(tokens) - 1  # the first token has no prediction
+    length = cfg.val_seq_len
+    # As many sequences at once as a training pass has tokens for, at least one
+    size = length * max(1, cfg.sequences_per_forward * longest_sequence(cfg) // length)
+    # All ranks have as many passes, and the last ones are as large as the others.
+    tokens = np.pad(tokens, (0, ranks.world_size * size))
+    for first in range(0, count, ranks.world_size * size):
+        start = first + ranks.rank * size
+        part = tokens[start : start + size + 1]
+        # (sequences, length + 1): the last token of a row is the first of the next row.
+        rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
+        batch = to_batch(Rows(rows), ranks.device)
+        batch.targets.view(-1)[max(0, count - start) :] = -1  # padding is not counted
+        with store_masks() if total.is_cuda else contextlib.nullcontext():
+            total += losses_of(model, batch, now)[-1]
+    model.train()
+    # Each rank has the sum of its own sequences.
+    return ranks.all_gather(total).sum().item() / count
+
+
+# ---- Checkpoints ------------------------------------------------------------
+NEW_RUN = dict(
+    step=0,
+    settings=None,
+    script="",  # digest of the source
+    loader=(),  # a Place
+    data=None,  # digest of the training data that were read
+    tokens=0,  # trained on
+    threads=None,
+    train_time_ms=0.0,
+    process_time_ms=0.0,
+    model=None,
+    optimizers=None,
+)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:06d}.pt"  # leading zeros let names sort by step
+
+
+def write_checkpoint(path: Path, state: dict):
+    """Write the state, whole or not at all. It and the two before it stay. Raises UserError."""
+    temporary = path.with_suffix(".tmp")  # no checkpoint yet
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # the data reach the disk before the name does
+        temporary.replace(path)  # atomic
+    except (OSError, RuntimeError) as error:  # torch.save's RuntimeError hides the cause
+        temporary.unlink(missing_ok=True)
+        cause = error.__context__ or error
+        raise UserError(f"{path}: not written ({cause}); make room, --resume auto") from None
+    # Names sort by step. By time, a clock that went back would cost the newest.
+    saved = sorted(path.parent.glob("step-*.pt"))
+    for old in saved[: max(0, saved.index(path) - 2)]:
+        old.unlink()
+
+
+def load_checkpoint(path: Path, weights_only=False) -> dict:
+    """The state at `path`, with the settings before `shorten`, and a checksum of all of it.
+
+    weights_only: what else it has is not looked at. Raises UserError where it is damaged, or of
+    another version.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:  # as torch.save writes it, with checksums
+            if damaged := file.testzip():
+                raise ValueError(f"{damaged} is damaged")
+            checksums = [entry.CRC for entry in file.infolist()]
+        # Weights alone: a pickle that runs code is refused.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        weights = [state["model"]]
+        if not weights_only:
+            check_version(path, state)
+            weights += state["optimizers"].values()
+        # A run resumed from NaN would fail at the same step for ever.
+        for tensors in weights:
+            for name, tensor in tensors.items():
+                if tensor.is_floating_point() and not tensor.isfinite().all():
+                    raise ValueError(f"{name} is not finite")
+    except UserError:
+        raise
+    except Exception as error:  # zipfile and torch raise nearly any for a damaged file
+        cause = str(error).partition(". ")[0]  # without torch's advice
+        raise UserError(f"{path}: no whole checkpoint ({type(error).__name__}: {cause}); name "
+                        "another") from None
+    state["checksum"] = hashlib.sha256(str(checksums).encode()).hexdigest()[:16]
+    return state
+
+
+def check_version(path: Path, state: dict):
+    """Raise UserError where a checkpoint is of a script with other settings or another state."""
+    # What is missing would silently be the default of the preset record.
+    odd = NEW_RUN.keys() ^ state.keys()
+    if not odd:
+        odd = vars(Hyperparameters()).keys() ^ state["settings"].keys()
+    if odd:
+        log = path.with_name("log.txt")
+        text = log.read_text("utf-8", "replace") if log.exists() else ""
+        found = re.search("^commit: (.+)$", text, re.M)
+        commit = f", of commit {found[1]}" if found else ""
+        some = ", ".join(sorted(odd)[:3])
+        raise UserError(f"{path}: of another version of the script{commit}; it differs in {some}; "
+                        "resume it with that version")
+
+
+def find_checkpoint(resume: str, run_id: str):
+    """Path and state of what --resume names, or those of a new run. Raises UserError."""
+    folder = Path("logs", run_id)
+    if resume == "auto" and run_id:
+        saved = sorted(folder.glob("step-*.pt"), reverse=True)  # names sort by step
+        for path in saved:
+            try:
+                return str(path), load_checkpoint(path)
+            except UserError as error:
+                if speaks_for_machine():
+                    print(f"skipped {error}", file=sys.stderr)
+        if saved:
+            raise UserError(f"--resume auto: {folder} has no other; name another --run_id")
+    elif resume:
+        state = load_checkpoint(Path(resume))
+        if run_id and Path(resume).resolve().parent != folder.resolve():
+            raise UserError(f"--resume {resume}: not of --run_id {run_id}; leave --run_id out")
+        return resume, state
+    return "", NEW_RUN
+
+
+# ---- The machine ------------------------------------------------------------
+def default_head_chunks(device: torch.device) -> int:
+    """In how many chunks a device computes the head."""
+    if device.type == "cpu":
+        return 1
+    memory = torch.cuda.get_device_properties(device).total_memory
+    # 80 GB hold all logits and their gradient. More than eight chunks save nothing.
+    return 8 if memory < 32e9 else math.ceil(70e9 / memory)
+
+
+def machine_facts(device: torch.device) -> dict:
+    """What a log tells of the machine and of its software."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")  # where Linux has its maker's name for it
+    if info.exists() and (found := re.search(r"model name\s*: (.+)", info.read_text())):
+        cpu = " ".join(found[1].split())
+    folder = shlex.quote(str(SCRIPT.parent))
+    _, commit, refusal = collect_env.run(f"git -C {folder} rev-parse HEAD")
+    facts = dict(
+        device=f"{cpu} ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})",
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),  # OMP_NUM_THREADS, or the number of cores
+        commit=commit or refusal.partition("\n")[0],
+    )
+    if device.type == "cuda":
+        facts |= dict(
+            device=torch.cuda.get_device_name(device),
+            cuda=torch.version.cuda,
+            driver=collect_env.get_nvidia_driver_version(collect_env.run),
+        )
+    return facts
+
+
+def peak_memory_mib(device: torch.device) -> int:
+    """The most that the process has held: of its GPU since the warm-up, or of the CPU's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) // 2**20
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's may be the peak of the process that started this one
+        return int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1]) // 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20  # macOS has bytes
+
+
+def check_gpu(device: torch.device):
+    """Raise ValueError for a GPU on which nothing of this was ever made to run."""
+    if torch.version.hip:
+        raise ValueError("ROCm is untried; use --device cpu")
+    if torch.cuda.get_device_capability(device) < (8, 0):  # torch compiles no bf16 there
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"{name} has a compute capability below 8.0; use --device cpu")
+
+
+# ---- Ranks and log ----------------------------------------------------------
+class Ranks:
+    """This process's rank and device, and what ranks exchange. Raises UserError, OSError."""
+
+    def __init__(self, cfg):
+        try:  # torchrun sets these
+            self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+            self.rank = int(os.environ.get("RANK", 0))
+            local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
+        except ValueError as error:
+            raise UserError(f"WORLD_SIZE, RANK or LOCAL_RANK: {error}; unset them") from None
+        # How many srun, mpirun or mpiexec started, which set no WORLD_SIZE
+        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+            if "WORLD_SIZE" not in os.environ and os.environ.get(name, "") not in ("", "1"):
+                raise UserError(f"{name}: each task would train alone; let one start torchrun")
+        if not 0 <= self.rank < self.world_size or local_rank < 0:
+            raise UserError(f"RANK {self.rank}, LOCAL_RANK {local_rank}: with WORLD_SIZE "
+                            f"{self.world_size} there is none such; unset all three")
+        gpus = torch.cuda.device_count() if cfg.device != "cpu" else 0
+        if local_rank >= gpus and (gpus or cfg.device == "cuda"):
+            raise OSError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
+        self.device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+        try:
+            if gpus:
+                torch.cuda.set_device(self.device)  # "cuda" now means this one
+                check_gpu(self.device)
+            if self.world_size > 1:
+                # torch 2.13 has new names for the collectives; 2.11 has the old ones alone.
+                warnings.filterwarnings("ignore", "", FutureWarning, "torch.distributed")
+                # Ranks compile at different speeds, and wait for the slowest.
+                patience = timedelta(minutes=30)
+                dist.init_process_group(timeout=patience, device_id=self.device if gpus else None)
+        except (RuntimeError, ValueError) as error:  # of a driver, a variable, a network interface
+            raise OSError(f"{self.world_size} rank(s) cannot start: {error}") from None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, failure, *_):
+        """End the process group, whose threads must not outlive Python: it would abort them."""
+        if self.world_size > 1:
+            if failure and self.device.type == "cuda":
+                dist.group.WORLD.abort()  # without waiting for ranks that may have failed, too
+            dist.destroy_process_group()
+
+    def all_gather(self, x):
+        """(N,) of every rank, as (ranks, N)."""
+        of_ranks = x.repeat(self.world_size, 1)
+        if self.world_size > 1:
+            dist.all_gather_into_tensor(of_ranks.view(-1), x)
+        return of_ranks
+
+    def agree(self, facts: dict):
+        """Raise UserError where a fact, text by name, is not the same on all ranks."""
+        if self.world_size == 1:
+            return
+        of_ranks = [None] * self.world_size
+        dist.all_gather_object(of_ranks, facts)
+        for rank, others in enumerate(of_ranks):
+            for name, value in of_ranks[0].items():
+                if others[name] != value:
+                    raise UserError(f"ranks differ in {name}: rank 0 has {value or 'none'}, rank "
+                                    f"{rank} has {others[name] or 'none'}; give all the same")
+
+
+class Log:
+    """The console and logs/RUN_ID/log.txt, both of rank 0. Other ranks write nothing."""
+
+    def __init__(self, ranks):
+        self.enabled = ranks.rank == 0
+        self.file = None
+
+    def open(self, cfg, may_exist, header):
+        """Open the log for this process alone, and begin a new one. Raises UserError."""
+        # Two runs may begin in one second.
+        self.folder = Path("logs", cfg.run_id or f"{datetime.now():%Y%m%d-%H%M%S-%f}")
+        if not self.enabled:
+            return
+        self.path = self.folder / "log.txt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=bool(cfg.run_id))
+            self.file = self.path.open("ab", buffering=0)  # nothing is left to write after an error
+        except FileExistsError as error:
+            raise UserError(f"{error.filename}: a file, or a link to nowhere; remove it") from None
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be written ({error.strerror}); start it in "
+                            "another folder") from None
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+        except BlockingIOError:
+            raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
+        except OSError as error:  # as on some network file systems
+            print(f"{self.path}: no lock ({error}); start no other run there", file=sys.stderr)
+        written = self.path.read_bytes()
+        if written and not cfg.resume:
+            if not may_exist or b"\n---\n" in written:  # of a run that has ended
+                remedy = "name another --run_id"
+                if any(self.folder.glob("step-*.pt")):
+                    remedy += ", or go on with its run by --resume auto"
+                raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
+            # --resume auto, of a run that ended before it saved: it starts over, the log is kept.
+            kept = self.path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
+            kept.write_bytes(written)
+            self.file.truncate(0)
+            self(header, console=False)
+            self(f"nothing was saved, so the run starts over; its log is now {kept}")
+        elif not written:
+            self(header, console=False)
+        elif not written.endswith(b"\n"):  # as of a full disk
+            self("", console=False)
+
+    def close(self):
+        if self.file:
+            self.file.close()
+            self.file = None
+
+    def leave_later(self, step):
+        """Rename checkpoints of later steps: the run that goes on is another branch."""
+        if not self.enabled:
+            return
+        for path in sorted(self.folder.glob("step-*.pt")):  # names sort by step
+            if path.name > checkpoint_name(step):
+                left = path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-{path.name}")
+                path.rename(left)
+                self(f"{path.name} is later than step {step}: it is now {left}")
+
+    def __call__(self, text, more="", console=True):
+        """Write the text to the log; print it to the console, with more. Raises UserError."""
+        try:
+            if self.file:
+                self.file.write(f"{text}\n".encode())
+        except OSError as error:
+            raise UserError(f"{self.path}: not written ({error}); make room") from None
+        try:
+            if self.enabled and console:
+                print(text + more, flush=True)
+        except OSError:  # the terminal is gone, or who read this; the run needs neither
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ---- The run ----------------------------------------------------------------
+def build(cfg, ranks):
+    """Model and optimizers of a new run. Raises UserError where --init does not fit."""
+    if ranks.device.type == "cuda":
+        # The tuner copies arguments on the GPU as long as these do not raise the peak of memory.
+        # Beyond it they would go through the host's memory, and be timed with it.
+        free, _ = torch.cuda.mem_get_info(ranks.device)
+        with contextlib.suppress(torch.OutOfMemoryError):  # where it may not take so much
+            torch.empty(free * 9 // 10, dtype=torch.uint8, device=ranks.device)
+        torch.cuda.empty_cache()
+    # Drawn on the CPU, so that a seed means the same weights on every device
+    model = GPT(cfg)
+    model.init_weights(torch.Generator().manual_seed(cfg.seed))
+    if cfg.init and not cfg.resume:
+        state = load_checkpoint(Path(cfg.init), weights_only=True)
+        load_state(model, [], state, cfg.init)
+    model.to(ranks.device)
+    prepare(model, cfg, ranks.device)
+    return model, build_optimizers(model, cfg, ranks)
+
+
+def load_state(model, optimizers, state, path):
+    """Load weights and optimizer state. Raises UserError where they do not fit."""
+    try:
+        model.load_state_dict(state["model"])
+        for optimizer in optimizers:
+            optimizer.load_full_state(state["optimizers"][optimizer.name])
+    except (KeyError, RuntimeError) as error:
+        cause = " ".join(str(error).split("\n")[:2])  # of all that does not fit the first
+        raise UserError(f"{path}: does not fit ({cause}); name another checkpoint") from None
+
+
+class Run:
+    """All that the training loop works with. Logs and checkpoints keep the settings."""
+
+    def __init__(self, settings, ranks, log, state, may_exist):
+        self.settings = settings
+        self.cfg = cfg = shorten(settings)
+        self.ranks = ranks
+        self.log = log
+        self.last = cfg.num_iterations  # this step only validates
+        self.first_step = self.saved_step = state["step"]
+        self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
+        self.process_time_ms = state["process_time_ms"]  # of all threads; waiting does not count
+        # Tokens trained on before each step. A run that was made longer had another plan.
+        planned = planned_tokens(cfg)
+        earlier = state["tokens"] - planned[self.first_step]
+        self.tokens_before = [earlier + tokens for tokens in planned]
+        # Data are checked before the model is built.
+        self.val_tokens = read_val_tokens(cfg)
+        self.loader = None  # evaluation needs no training data
+        if self.first_step < self.last:
+            self.loader = TokenLoader(cfg, ranks, Place(*state["loader"]), self.log)
+            check_data(cfg, self.loader, state)
+        self.script = hashlib.sha256(SOURCE).hexdigest()
+        self.val_digest = hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16]
+        self.check_ranks(state)
+        self.model, self.optimizers = build(cfg, ranks)
+        self.open_log(may_exist)
+        if self.loader:
+            self.warm_up()
+        if ranks.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(ranks.device)  # without the tuner's
+        if cfg.resume:  # after the warm-up, which leaves no trace
+            load_state(self.model, self.optimizers, state, cfg.resume)
+            other = "" if state["script"] == self.script else ", which another script wrote"
+            self.log(f"resumed at step:{self.first_step} from {cfg.resume}{other}")
+            self.log.leave_later(self.first_step)
+        self.pending = []  # losses not read yet: step, those of all ranks, CUDA event
+        self.signalled_at = None  # when a signal told this rank to stop
+        self.stop = False  # whether any rank was told to
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                signal.signal(number, self.on_signal)
+        self.start_clock()
+
+    def check_ranks(self, state):
+        """Raise UserError where ranks would train different runs together."""
+        facts = {"script": self.script[:16]}
+        for name, value in vars(self.settings).items():
+            if isinstance(value, int | float | str):
+                facts[f"--{name}"] = str(value)
+        facts["the checkpoint's step"] = str(state["step"])
+        facts["the checkpoint"] = state.get("checksum", "")
+        facts["the training data"] = self.loader.digest if self.loader else ""
+        facts["the validation data"] = self.val_digest
+        facts["torch"] = torch.__version__
+        self.ranks.agree(facts)
+
+    def open_log(self, may_exist):
+        """Begin the log with the script, all settings and what machine it is."""
+        self.facts = machine_facts(self.ranks.device) | dict(
+            seed=self.cfg.seed,
+            world_size=self.ranks.world_size,
+            parameters=sum(optimizer.numel for optimizer in self.optimizers),
+            val_digest=self.val_digest,
+        )
+        values = vars(self.settings) | self.facts
+        values["planned_tokens"] = planned_tokens(self.cfg)[-1]
+        values["train_digest"] = self.loader.digest if self.loader else ""
+        rule = "=" * 100  # the end of the source
+        lines = [f"{key}: {value}" for key, value in values.items()]
+        header = "\n".join([SOURCE.decode(), rule, *lines, rule])
+        self.log.open(self.cfg, may_exist, header)
+        self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
+                 "head in {head_chunks} chunk(s), ".format(**values) + str(self.log.folder))
+
+    def on_signal(self, number, frame):
+        """Stop all ranks after this step. A second signal ends the process."""
+        now = time.perf_counter()
+        if self.signalled_at is None:
+            self.signalled_at = now
+        # SLURM and systemd tell each process, and torchrun tells its own once more.
+        elif number == signal.SIGINT or now - self.signalled_at > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def warm_up(self):
+        """Run every kernel, then restore weights, optimizer state and the place in the data.
+
+        The record's own loop runs, on some steps of each stage and on the last ones.
+        """
+        on_gpu = self.ranks.device.type == "cuda"
+        loader_before = vars(self.loader).copy()
+        model_before = vars(self.model).copy()
+        groups = [optimizer.group for optimizer in self.optimizers]
+        tensors = [x for optimizer in self.optimizers for x in optimizer.tensors()]
+        before = [x.to("cpu", copy=True) for x in tensors]  # a GPU may have no room for a copy
+        for optimizer in self.optimizers:  # no row moves of a table that is too large for a copy
+            optimizer.group = replace(optimizer.group, lr=0.0)
+        self.loader.log = lambda text: None
+        self.loader.passes = 1
+        self.loader.cfg = replace(self.cfg, repeat_data=True)
+
+        stages = [schedule(step, self.cfg).stage for step in range(self.last)]
+        firsts = [stages.index(stage) for stage in dict.fromkeys(stages[self.first_step :])]
+        for index, first in enumerate(firsts):  # shapes differ between stages
+            if on_gpu:
+                self.log(f"warming up: stage {index + 1} of {len(firsts)}; the first start "
+                         "compiles for minutes")
+            WarmUp(self, first, first + self.cfg.warmup_steps).run()
+        if on_gpu:
+            self.log("warming up: the last steps and the validation")
+        WarmUp(self, max(0, self.last - self.cfg.warmup_steps), self.last).run()
+
+        vars(self.loader).update(loader_before)
+        vars(self.model).update(model_before)
+        for optimizer, group in zip(self.optimizers, groups):
+            optimizer.group = group
+            optimizer.clear()
+        for tensor, value in zip(tensors, before):
+            tensor.copy_(value)  # in place, since kernels and views keep their addresses
+        # No search among all that the compiler has left, which takes a second, in the steps.
+        gc.collect()
+        gc.freeze()
+
+    def validate_and_save(self, step, can_save) -> bool:
+        """Validate and save before a step, where that is due. Returns whether the run ends here.
+
+        can_save: no gradients are waiting for the next step, so nothing is lost by a save.
+        """
+        every = self.cfg.save_every
+        is_last = step == self.last
+        stops = self.stop and not is_last
+        validates = is_last or (self.cfg.val_every and step % self.cfg.val_every == 0)
+        # Whether a multiple of save_every lies between, as not every step can be saved
+        passed = every and step // every > self.saved_step // every
+        self.unsaved = None  # step and place in the data, where there is something to save
+        if every and step > self.saved_step and (can_save or is_last):
+            self.unsaved = step, self.loader.place
+        saves = self.unsaved and (is_last or passed or stops)
+        self.stopped = stops and (saves or not every)
+        if validates or saves or self.stopped:
+            self.stop_clock(step)
+            if saves:  # first, as a validation takes long enough to be stopped
+                self.save_checkpoint()
+            if validates:
+                now = schedule(step, self.cfg)
+                self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
+                self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
+            self.start_clock()
+        return is_last or self.stopped
+
+    def save_unsaved(self):
+        """Save what was trained on, where the run can go no further."""
+        if self.unsaved:
+            self.stop_clock(self.unsaved[0])
+            self.save_checkpoint()
+
+    def stop_clock(self, step):
+        """Log the steps before this one, and count the time up to now."""
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize()  # the GPU finishes what it was given
+        self.log_step(step, wait=True)
+        # The clock stands until it is started again.
+        self.train_time_ms = self.elapsed_ms()
+        self.process_time_ms += 1000 * (time.process_time() - self.process_started)
+
+    def start_clock(self):
+        self.started = time.perf_counter()
+        self.process_started = time.process_time()
+
+    def elapsed_ms(self):
+        """Time spent on training: what was counted before, and since the clock started."""
+        return self.train_time_ms + 1000 * (time.perf_counter() - self.started)
+
+    def exchange_losses(self, step, losses):
+        """Exchange a step's losses, and whether a signal came. `log_step` reads them."""
+        stop = torch.full_like(losses[:1], self.signalled_at is not None)
+        of_ranks = self.ranks.all_gather(torch.cat([losses, stop]).float())
+        of_ranks = of_ranks.to("cpu", non_blocking=True)
+        # Recorded after the copy above
+        event = torch.cuda.current_stream().record_event() if losses.is_cuda else None
+        self.pending.append((step + 1, of_ranks, event))
+
+    def log_step(self, step, wait=False):
+        """Log a step; on CUDA the one before it, so that the host need not wait for the GPU."""
+        if self.ranks.device.type == "cuda" and not wait:
+            step -= 1
+        while self.pending and self.pending[0][0] <= step:
+            done, of_ranks, event = self.pending.pop(0)
+            if event:
+                event.synchronize()
+            *losses, stop = of_ranks.mean(0).tolist()  # all ranks have as many tokens
+            self.stop = stop > 0
+            # What is minimised and, where a record has it, the next token's
+            names = dict(zip(("train_loss", "next_token_loss"), losses))
+            self.log_losses(done, self.elapsed_ms(), **names)
+
+    def log_losses(self, step, ms, **losses):
+        """Log a step's losses. The console shows each tenth of the run, and the time left."""
+        average = ms / max(1, step)
+        text = f"step:{step}/{self.last}"
+        for name, loss in losses.items():
+            text += f" {name}:{loss:.4f}"
+            if not math.isfinite(loss):
+                raise UserError(f"{text}; lower the learning rates")
+        text += f" train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
+        text += f" tokens_per_s:{1000 * self.tokens_before[step] / max(1, ms):.0f}"
+        left = f" left:{average * (self.last - step) / 1000:.0f}s"
+        # The first step with another tenth of the run behind it
+        is_tenth = step * 10 % self.last < 10
+        self.log(text, left, console=is_tenth or "val_loss" in losses)
+
+    def save_checkpoint(self):
+        """Save all that a resumed run needs: on a CPU it is equal to the bit. Raises UserError."""
+        step, place = self.unsaved
+        self.saved_step = step
+        self.unsaved = None
+        state = dict(
+            step=step,
+            settings=asdict(self.settings),
+            script=self.script,
+            data=self.loader.digest_before(place),
+            loader=tuple(place),
+            tokens=self.tokens_before[step],
+            threads=torch.get_num_threads(),
+            train_time_ms=self.train_time_ms,
+            process_time_ms=self.process_time_ms,
+            model=self.model.state_dict(),
+            optimizers={each.name: each.full_state() for each in self.optimizers},
+        )
+        if self.ranks.rank == 0:
+            write_checkpoint(self.log.folder / checkpoint_name(step), state)
+
+    def finish(self):
+        """Log the results."""
+        target = self.cfg.target_loss
+        reached = "reached" if self.val_loss <= target else "not reached"
+        self.log(f"validation loss {self.val_loss:.4f}: the target, {target}, is {reached}")
+        given = self.loader.tokens_given if self.loader else 0
+        results = dict(
+            val_loss=f"{self.val_loss:.6f}",
+            train_time_ms=f"{self.train_time_ms:.0f}",
+            process_time_ms=f"{self.process_time_ms:.0f}",
+            steps=self.last,
+            tokens=self.tokens_before[self.first_step] + given,
+            peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0
+            **self.facts)
+        self.log("---", console=False)  # programs read what follows
+        for key, value in results.items():
+            self.log(f"{key}: {value}", console=False)
+
+
+class WarmUp(Run):
+    """Some steps of a run before it begins: `train` takes it in the run's place. Nothing stays."""
+
+    def __init__(self, run, first_step, end):
+        vars(self).update(vars(run))
+        self.first_step = first_step
+        self.end = min(end, self.last)
+        self.pending = []
+        self.signalled_at = None
+        self.log = lambda text: None
+        # A validation sequence for each rank
+        self.val_tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
+
+    def run(self):
+        train(self, self.cfg)
+
+    def validate_and_save(self, step, can_save):
+        if step == self.last:
+            now = schedule(step, self.cfg)
+            validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
+        return step >= self.end
+
+    def log_step(self, step):
+        self.pending.clear()
+
+
+# ---- Command line -----------------------------------------------------------
+# Flags that may differ from the checkpoint of a resumed run
+MAY_CHANGE = """num_iterations train_files repeat_data val_files val_tokens val_every device
+    sequences_per_forward head_chunks run_id save_every resume""".split()
+# Whole numbers of all records that may not be 0
+ABOVE_ZERO = """vocab_size vocab_multiple model_dim head_dim num_iterations sequences_per_step
+    sequences_per_forward val_seq_len val_tokens""".split()
+
+
+def true_or_false(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text} is not true or false")
+    return text.lower() == "true"
+
+
+def parse_flags(argv) -> dict:
+    """The flags among these words, or those of the command line, as values. Raises UserError."""
+    def error(message):
+        raise UserError(f"{message}; --help lists the flags")
+
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # only what is given stands in the result
+        allow_abbrev=False,
+    )
+    parser.error = error  # one line, as all errors
+    # The comments of the table: `name: type = default  # meaning`
+    meanings = dict(re.findall(r"^    (\w+): .* = .*?  # (.*)$", SOURCE.decode(), re.M))
+    for name, default in vars(Hyperparameters()).items():
+        kind = type(default)
+        if kind in (int, float, bool, str):  # tables are edited in the file
+            values = f"(record: {default}, pocket: {POCKET.get(name, default)})"
+            parser.add_argument(f"--{name}", type=true_or_false if kind is bool else kind,
+                                metavar="X", help=f"{meanings.get(name, '')} {values}")
+    return vars(parser.parse_args(argv))
+
+
+def parse_args(argv) -> Hyperparameters:
+    """The settings of a new run. Raises UserError."""
+    return hyperparameters(parse_flags(argv))
+
+
+def hyperparameters(given, saved=None) -> Hyperparameters:
+    """The flags given, over those of their preset or of a checkpoint. Raises UserError."""
+    flags = given
+    if saved:
+        flags = {name: x for name, x in saved.items() if not isinstance(x, tuple | dict)}
+        # The new process chooses its device and its log.
+        flags |= dict(device="auto", run_id="", head_chunks=0) | given
+    preset = POCKET if flags.get("preset") == "pocket" else {}
+    cfg = Hyperparameters(**(preset | flags))
+    for name, value in asdict(cfg).items():
+        if saved and name not in MAY_CHANGE and value != saved[name]:
+            what = f"--{name} {value}" if name in flags else f"{name} in {SCRIPT.name}"
+            raise UserError(f"{what}: not as in the checkpoint; a resumed run may change "
+                            f"{', '.join(MAY_CHANGE)}")
+
+    def require(holds, name, rule):
+        value = getattr(cfg, name)
+        if not holds and isinstance(value, int | float | str):
+            raise UserError(f"--{name} must {rule}; here it is {value}")
+        if not holds:
+            raise UserError(f"{name} in {SCRIPT.name} must {rule}")
+
+    for name, value in vars(cfg).items():
+        if isinstance(value, int | float):
+            least = 1 if name in ABOVE_ZERO else 0
+            require(least <= value < 2**31, name, f"be at least {least}, and below 2147483648")
+    require(cfg.preset in ("record", "pocket"), "preset", "be record or pocket")
+    require(cfg.device in ("auto", "cuda", "cpu"), "device", "be auto, cuda or cpu")
+    require(cfg.num_iterations < 10**6, "num_iterations", "be below a million")
+    require(cfg.val_seq_len % 128 == 0, "val_seq_len", "be a multiple of 128")
+    require(cfg.eot_token < cfg.vocab_size, "eot_token", "be below vocab_size")
+    require(cfg.shorten in (1, 2, 4, 8), "shorten", "be 1, 2, 4 or 8")
+    is_name = re.fullmatch(r"([\w+-][\w.+-]*)?", cfg.run_id)
+    require(is_name, "run_id", "be of letters, digits, _ . + -, and not begin with .")
+    check(cfg, require)
+    return cfg
+
+
+def run_script(argv) -> int:
+    """Train or resume by the flags. Returns the exit code. Raises UserError."""
+    given = parse_flags(argv)
+    path, state = find_checkpoint(given.get("resume", ""), given.get("run_id", ""))
+    cfg = hyperparameters(given | dict(resume=path), state["settings"])
+    step = state["step"]
+    if step > cfg.num_iterations:
+        raise UserError(f"--num_iterations {cfg.num_iterations}: {path} is of a later step")
+    if path:
+        torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
+        # A longer run may be back in an earlier stage. Weights that were tied there stay apart.
+        before = replace(cfg, num_iterations=state["settings"]["num_iterations"])
+        if schedule(step, cfg).stage < schedule(step, before).stage:
+            cfg = replace(cfg, init=path)
+    with Ranks(cfg) as ranks, contextlib.closing(Log(ranks)) as log:
+        # A finished record can be evaluated without a GPU.
+        if cfg.preset == "record" and ranks.device.type != "cuda" and step < cfg.num_iterations:
+            raise UserError("--preset record: there is no CUDA device; use --preset pocket")
+        cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
+        run = Run(cfg, ranks, log, state, may_exist=bool(given.get("resume")))
+        try:
+            train(run, run.cfg)
+        except DataEnd:
+            run.save_unsaved()
+            raise
+        if not run.stopped:
+            run.finish()
+            return 0
+        how = f"go on by --run_id {run.log.folder.name} --resume auto"
+        if not cfg.save_every:
+            how = "nothing was saved, as --save_every is 0"
+        run.log(f"stopped by a signal; {how}")
+        return 1
+
+
+def main(argv=None) -> int:
+    """Run the script and return its exit code: 2 after an error that a user can mend."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    for name in ("stdin", "stdout", "stderr"):  # closed ones, as those of a daemon, are None
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
+    sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack some letters
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    code = 2
+    is_mine = True  # whether the other ranks may have another error, or none
+    try:
+        return run_script(argv)
+    except UserError as error:
+        message = str(error)
+        is_mine = False
+    except KeyboardInterrupt:  # before the first step; from then on signals are caught
+        message = "interrupted"
+        is_mine = False
+        code = 130
+    except (OSError, dist.DistError) as error:
+        message = str(error)  # names the file or the flag
+    except (MemoryError, torch.OutOfMemoryError):
+        message = OUT_OF_MEMORY
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" in str(error):
+            message = OUT_OF_MEMORY
+        elif "gloo" in str(error):
+            message = (f"another rank has ended, and says why unless it was killed ({error}); "
+                       "--resume auto goes on from what was saved")
+        else:
+            raise
+    finally:
+        gc.unfreeze()  # else libraries that look for leaks find some
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if is_mine and os.environ.get("WORLD_SIZE", "1") != "1":
+        message = f"rank {os.environ.get('RANK', 0)}: {message}"
+    if is_mine or speaks_for_machine():
+        print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

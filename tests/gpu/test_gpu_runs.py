@@ -2,13 +2,19 @@
 
 import re
 import shutil
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from golden import tokens_of
+from conftest import REPO
+from golden import load, tokens_of
 from shards import write_shard
 from test_gpu import on_the_host, rows_of
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import train_gpt
 from train_gpt import Layer, train
@@ -22,10 +28,62 @@ TABLES = rows_of(128, long_window=128, short_window=128, lr_factor=1.0, num_targ
 TABLES["layers"] = Layer("L", table=0, skip=True, saved=True), Layer("S")
 
 
-def run_on(device, name, *flags):
+class Allocations(TorchDispatchMode):
+    """Notes what operators and compiled code allocate on the device, in the warm-up and after it.
+
+    It does not see what an operator allocates and frees inside.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self):
+        super().__init__()
+        self.phase = None  # nothing is noted
+        self.live = {}  # storages and their bytes
+        self.sizes = {"warm-up": set(), "run": set()}  # in units of torch's allocator, 512 bytes
+        self.peak = {"warm-up": 0, "run": 0}
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.is_cuda:
+                self.note(x.untyped_storage())
+        return result
+
+    def note(self, storage):
+        known = self.live.get(storage._cdata)
+        if not storage.nbytes() or (known and not known[0].expired()):
+            return
+        self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.live = {key: each for key, each in self.live.items() if not each[0].expired()}
+        if self.phase:
+            self.sizes[self.phase].add(-(-storage.nbytes() // 512))
+            total = sum(size for _, size in self.live.values())
+            self.peak[self.phase] = max(self.peak[self.phase], total)
+
+    def of_training(self, script, train):
+        """The script's loop, which is noted."""
+
+        def train_noted(run, cfg):
+            self.phase = "warm-up" if isinstance(run, script.WarmUp) else "run"
+            train(run, cfg)
+            self.phase = None
+
+        return train_noted
+
+    def assert_the_run_needs_no_more(self):
+        assert self.sizes["run"] and self.sizes["run"] <= self.sizes["warm-up"]
+        assert 0 < self.peak["run"] <= self.peak["warm-up"]
+
+
+def run_on(device, name, *flags, script=train_gpt):
     """Run the script; the losses of its validations by their steps."""
     words = [*RUN.split(), "--device", device, "--run_id", name, *flags]
-    assert train_gpt.main(words) == 0
+    assert script.main(words) == 0
     text = Path("logs", name, "log.txt").read_text()
     return dict(re.findall(r"^step:(\d+)/\d+ val_loss:([\d.]+)", text, re.MULTILINE))
 
@@ -57,7 +115,8 @@ def train_without_waiting(run, cfg):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a run of three steps, each in another stage, and the losses of validations."""
+    """The folder of a run of three steps, each in another stage, the losses of validations, and
+    what it has allocated."""
     folder = tmp_path_factory.mktemp("runs")
     for name, size in dict(train=3000, val=300).items():
         write_shard(folder / f"{name}.bin", tokens_of(name, size))
@@ -66,14 +125,17 @@ def whole(tmp_path_factory):
         patch.setattr(train_gpt, "POCKET", train_gpt.POCKET | TABLES)
         with pytest.MonkeyPatch.context() as at_first:
             at_first.chdir(folder)
-            at_first.setattr(train_gpt, "train", train_without_waiting)
-            losses = run_on("cuda", "whole")
-        yield folder, losses
+            allocations = Allocations()
+            at_first.setattr(train_gpt, "train",
+                             allocations.of_training(train_gpt, train_without_waiting))
+            with allocations:
+                losses = run_on("cuda", "whole")
+        yield folder, losses, allocations
 
 
 def test_steps_after_the_warm_up_neither_wait_nor_compile(whole):
     """From stage to stage, with validations between the steps."""
-    folder, losses = whole
+    folder, losses, _ = whole
     assert list(losses) == ["0", "2", "3"]
     text = Path(folder, "logs/whole/log.txt").read_text()
     assert text.count(" train_loss:") == 3
@@ -85,7 +147,7 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(whole):
 @on_the_host
 def test_a_checkpoint_is_resumed_to_the_bit_and_on_the_other_device(whole, monkeypatch):
     """Validated where it is resumed, it has the loss that it had where it was saved."""
-    folder, losses = whole
+    folder, losses, _ = whole
     monkeypatch.chdir(folder)
     for name in ("again", "moved"):
         Path("logs", name).mkdir()
@@ -99,3 +161,41 @@ def test_a_checkpoint_is_resumed_to_the_bit_and_on_the_other_device(whole, monke
     # bf16 rounds the embeddings and, in each layer, the activations: 0.4 % at most of each.
     moved = run_on("cpu", "moved", *resumed)
     assert float(moved["2"]) == pytest.approx(float(losses["2"]), rel=2e-3)
+
+
+@on_the_host
+def test_nothing_is_allocated_for_the_first_time_after_the_warm_up(whole):
+    *_, allocations = whole
+    allocations.assert_the_run_needs_no_more()
+
+
+class AtOnce(Executor):
+    """Stands in for a thread, whose allocations would not be noted."""
+
+    def __init__(self, max_workers):
+        pass
+
+    def submit(self, function, *args):
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+
+@on_the_host
+def test_nor_in_the_newest_record(tmp_path, monkeypatch):
+    """Tied and untied steps, of tables and averages. Each step reads the same documents, as the
+    rows of n-grams are as many as its text has."""
+    script = load(REPO / "records" / "2026-08-30_92h_Fp8Products")
+    document = tokens_of("train", 64)
+    for name, size in dict(train=200, val=5).items():
+        write_shard(tmp_path / f"{name}.bin", np.tile(document, size))
+    rows = rows_of(128, script, long_window=128, short_window=128, classes=160)
+    allocations = Allocations()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "POCKET", script.POCKET | rows)
+    monkeypatch.setattr(script, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(script, "train", allocations.of_training(script, script.train))
+    sizes = "--model_dim 64 --mlp_dim 96 --num_iterations 10 --warmup_steps 4 --save_every 0"
+    with allocations:
+        run_on("cuda", "newest", *sizes.split(), script=script)
+    allocations.assert_the_run_needs_no_more()

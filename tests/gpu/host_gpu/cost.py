@@ -54,8 +54,8 @@ RATES["h200"] = dataclasses.replace(RATES["h100"], bandwidth=4.3e12)  # 0.9 of 4
 
 GROUPS = (  # the first whose pattern is in the launch's name
     ("attention", r"^triton_tem"),
-    ("FP8 products", r"aten(\.|::)_scaled_mm"),
-    ("bf16 products", r"aten(\.|::)(badd|add)?b?mm"),
+    ("FP8 matmuls", r"aten(\.|::)_scaled_mm"),
+    ("bf16 matmuls", r"aten(\.|::)(badd|add)?b?mm"),
     ("wire", r"nccl"),
     ("attention", r"flex_attention"),  # sums that its backward pass begins with
 )

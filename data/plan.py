@@ -221,13 +221,13 @@ def cell_of(script, cfg, gpus: int, gib: float, fp8: bool) -> str:
     return f"1/{shorter[1]}" if shorter else "whole"
 
 
-def table(rows: list) -> str:
-    """Records, each with flags, against CARDS in Markdown, with the shards that each reads."""
-    lines = [["Record", "Shards", *CARDS], ["---"] * (2 + len(CARDS))]
+def table(rows: list, cards: dict) -> str:
+    """Records, each with flags, against cards in Markdown, with the shards that each reads."""
+    lines = [["Record", "Shards", *cards], ["---"] * (2 + len(cards))]
     for record, flags in rows:
         script = load_script(Path(__file__).parent.parent / "records" / record / "train_gpt.py")
         cfg = script.parse_args(flags.split())
-        cells = [cell_of(script, cfg, *card) for card in CARDS.values()]
+        cells = [cell_of(script, cfg, *card) for card in cards.values()]
         shards = max(FEWEST_SHARDS, count_shards(script, cfg))
         name = record.partition("_")[2]  # without the date
         lines.append([f"{name} {flags}".strip(), str(shards), *cells])
@@ -268,7 +268,7 @@ def plan(script, argv: list[str]) -> None:
 def main(path: str, *argv: str) -> int:
     if path == "--table":
         records = sorted(Path(__file__).parent.parent.glob("records/20*/train_gpt.py"))
-        print(table([(path.parent.name, "") for path in records]))
+        print(table([(path.parent.name, "") for path in records], CARDS))
         return 0
     script = load_script(Path(path))
     try:

@@ -31,8 +31,8 @@ import torch
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
-import gpu_tables  # noqa: E402
 import first_hour  # noqa: E402
+import gpu_tables  # noqa: E402
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
 from host_gpu.trace import trace  # noqa: E402

@@ -187,8 +187,8 @@ def measured_groups(profile, groups) -> dict:
         is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
         if is_kernel:
             spans.append((event.time_range.start, event.time_range.end))
-        # The names of a library's kernels do not tell products; those of their operators do.
-        if is_kernel != group.endswith("products"):
+        # The names of a library's kernels do not tell matmuls; those of their operators do.
+        if is_kernel != group.endswith("matmuls"):
             found[group] += event.self_device_time_total / 1000
     found["other"] -= found["FP8 matmuls"] + found["bf16 matmuls"]  # counted as kernels, too
     busy = sum(end - start for start, end in spans) / 1000

@@ -109,7 +109,8 @@ def cards(kept) -> str:
 
 def planned(kept) -> str:
     """How records whose memory differs much fit cards, by data/plan.py."""
-    return plan.table(PLANNED)
+    with_fp8 = {name: card for name, card in plan.CARDS.items() if card[2]}
+    return plan.table(PLANNED, with_fp8)
 
 
 def memory(kept) -> str:

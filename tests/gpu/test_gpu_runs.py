@@ -183,19 +183,21 @@ class AtOnce(Executor):
 
 @on_the_host
 def test_nor_in_the_newest_record(tmp_path, monkeypatch):
-    """Tied and untied steps, of tables and averages. Each step reads the same documents, as the
-    rows of n-grams are as many as its text has."""
+    """Tied and untied steps, of tables and averages. All steps read the same documents, since the
+    number of rows that a step reads is that of its n-grams."""
     script = load(REPO / "records" / "2026-08-30_92h_Fp8Products")
     document = tokens_of("train", 64)
     for name, size in dict(train=200, val=5).items():
         write_shard(tmp_path / f"{name}.bin", np.tile(document, size))
     rows = rows_of(128, script, long_window=128, short_window=128, classes=160)
+    rows["stages"] = rows["stages"][:1]
     allocations = Allocations()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(script, "POCKET", script.POCKET | rows)
     monkeypatch.setattr(script, "ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr(script, "train", allocations.of_training(script, script.train))
-    sizes = "--model_dim 64 --mlp_dim 96 --num_iterations 10 --warmup_steps 4 --save_every 0"
+    sizes = """--model_dim 64 --mlp_dim 96 --num_iterations 8 --extension_steps 4
+        --warmup_steps 4 --save_every 0"""
     with allocations:
         run_on("cuda", "newest", *sizes.split(), script=script)
     allocations.assert_the_run_needs_no_more()

@@ -1,8 +1,8 @@
 """Runs of the script on a GPU, or on the host in its place: steps, validations, checkpoints."""
 
+import dataclasses
 import re
 import shutil
-from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +10,10 @@ import pytest
 import torch
 from conftest import REPO
 from golden import load, tokens_of
+from host_gpu.trace import Notes
 from shards import write_shard
 from test_gpu import on_the_host, rows_of
-from torch.multiprocessing.reductions import StorageWeakRef
+from test_waits import AtOnce
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,10 +39,9 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.phase = None  # nothing is noted
-        self.live = {}  # storages and their bytes
-        self.sizes = {"warm-up": set(), "run": set()}  # in units of torch's allocator, 512 bytes
-        self.peak = {"warm-up": 0, "run": 0}
+        self.notes = Notes()
+        self.sizes = set()  # of the current phase, in units of torch's allocator, 512 bytes
+        self.of_phase = {"warm-up": (set(), 0), "run": (set(), 0)}  # sizes, and peaks in bytes
 
     @classmethod
     def ignore_compile_internals(cls):
@@ -50,34 +50,32 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.is_cuda:
-                self.note(x.untyped_storage())
+            if isinstance(x, torch.Tensor) and x.is_cuda and self.is_new(x.untyped_storage()):
+                self.notes.allocated(x)
+                self.sizes.add(-(-x.untyped_storage().nbytes() // 512))
         return result
 
-    def note(self, storage):
-        known = self.live.get(storage._cdata)
-        if not storage.nbytes() or (known and not known[0].expired()):
-            return
-        self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: each for key, each in self.live.items() if not each[0].expired()}
-        if self.phase:
-            self.sizes[self.phase].add(-(-storage.nbytes() // 512))
-            total = sum(size for _, size in self.live.values())
-            self.peak[self.phase] = max(self.peak[self.phase], total)
+    def is_new(self, storage) -> bool:
+        known = self.notes.storages.get(storage._cdata)
+        return storage.nbytes() > 0 and (not known or known[0].expired())
 
     def of_training(self, script, train):
         """The script's loop, which is noted."""
 
         def train_noted(run, cfg):
-            self.phase = "warm-up" if isinstance(run, script.WarmUp) else "run"
+            self.sizes, self.notes.peak = set(), 0
             train(run, cfg)
-            self.phase = None
+            phase = "warm-up" if isinstance(run, script.WarmUp) else "run"
+            sizes, peak = self.of_phase[phase]
+            self.of_phase[phase] = sizes | self.sizes, max(peak, self.notes.peak)
 
         return train_noted
 
     def assert_the_run_needs_no_more(self):
-        assert self.sizes["run"] and self.sizes["run"] <= self.sizes["warm-up"]
-        assert 0 < self.peak["run"] <= self.peak["warm-up"]
+        sizes, peak = self.of_phase["run"]
+        known_sizes, known_peak = self.of_phase["warm-up"]
+        assert sizes and sizes <= known_sizes
+        assert 0 < peak <= known_peak
 
 
 def run_on(device, name, *flags, script=train_gpt):
@@ -169,18 +167,6 @@ def test_nothing_is_allocated_for_the_first_time_after_the_warm_up(whole):
     allocations.assert_the_run_needs_no_more()
 
 
-class AtOnce(Executor):
-    """Stands in for a thread, whose allocations would not be noted."""
-
-    def __init__(self, max_workers):
-        pass
-
-    def submit(self, function, *args):
-        future = Future()
-        future.set_result(function(*args))
-        return future
-
-
 @on_the_host
 def test_nor_in_the_newest_record(tmp_path, monkeypatch):
     """Tied and untied steps, of tables and averages. All steps read the same documents, since the
@@ -190,7 +176,8 @@ def test_nor_in_the_newest_record(tmp_path, monkeypatch):
     for name, size in dict(train=200, val=5).items():
         write_shard(tmp_path / f"{name}.bin", np.tile(document, size))
     rows = rows_of(128, script, long_window=128, short_window=128, classes=160)
-    rows["stages"] = rows["stages"][:1]
+    first, *others = rows["stages"]  # only the first has steps
+    rows["stages"] = first, *(dataclasses.replace(row, share=1e-6) for row in others)
     allocations = Allocations()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(script, "POCKET", script.POCKET | rows)

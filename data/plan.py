@@ -31,10 +31,10 @@ TABLES = {  # files that records read beside the text, and what makes them
     "data/fineweb10B/prefixes.npy": "prefixes.py",
     "data/fineweb10B/canonical.npz": "canonical.py"}
 
-# GiB of one GPU, counted as in docs/gpus.md with the head in one piece: the peaks of training and
-# of a validation, and the part of both that weights, gradients and state take. Keys are beginnings
-# of records' names. A record that was not counted is taken to need what the last one before it
-# needs; one that is newer than all of them, what the root needs.
+# GiB of one GPU as `bench.py kernels` counts them with the head in one piece, by how the names of
+# records begin: the peaks of training and of a validation, and what weights, gradients and state
+# take of both. A record is taken to need what the last one before it needs that was counted, and
+# one that is newer than all of them what the root needs.
 MEMORY = {
     "2025-12-22": (27.2, 7.8, 2.4),
     "2026-01-04": (28.2, 8.5, 3.1),
@@ -49,21 +49,22 @@ MEMORY = {
     "2026-07-13": (34.5, 16.2, 7.4),
     "2026-08-03": (33.6, 13.4, 7.3),
     "2026-08-06": (34.5, 16.2, 7.4),
-    "2026-08-30_92a_": (29.6, 13.0, 7.1),
-    "2026-08-30_92b_": (29.6, 13.9, 7.1),
-    "2026-08-30_92c_": (29.8, 14.1, 7.3),
-    "2026-08-30_92d_": (29.8, 14.1, 7.3),
-    "2026-08-30_92e_": (31.1, 15.4, 8.6),
-    "2026-08-30_92f_": (27.5, 15.4, 8.6),
+    "2026-08-30_92a_": (29.7, 13.0, 7.1),
+    "2026-08-30_92b_": (29.7, 13.9, 7.1),
+    "2026-08-30_92c_": (30.0, 14.1, 7.3),
+    "2026-08-30_92e_": (31.3, 15.4, 8.6),
+    "2026-08-30_92f_": (27.4, 15.4, 8.6),
     "2026-08-30_92g4": (28.1, 13.0, 5.5),
-    "2026-08-30_92g_": (43.2, 28.1, 20.6),
-    "2026-08-30_92h_": (39.2, 28.1, 20.6),
+    "2026-08-30_92g_": (42.3, 28.1, 20.6),
+    "2026-08-30_92h_": (39.0, 28.1, 20.6),
 }
 COUNTED_TOKENS = 49_152  # of a forward pass
 NEEDS_FP8 = {"2026-08-30_92h_": "2026-08-30_92g_"}  # the first without FP8 needs as the second
 TABLE_IN_PARTS = "2026-08-30_92g4"  # from here on a rank has its part; an eighth was counted
 SAVED_BY_CHUNKS = {1: 0.0, 2: 4.4, 4: 6.5, 8: 7.4}  # GiB of training's, by pieces of the head
 SPARE = 2.0  # GiB for CUDA, gaps between tensors and a screen
+# Minutes that the first start compiles for each stage, by how the names of records begin: estimates
+COMPILING = {"": 1.2, "2026-07-13": 1.7}
 PARTS = (1, 2, 4, 8)  # into which a sequence may be cut
 OWN_PLAN = ("--shorten", "--sequences_per_step", "--sequences_per_forward", "--val_seq_len",
             "--resume")
@@ -148,6 +149,13 @@ def flags_that_fit(script, cfg, memory: int, ranks: int, fp8: bool = True) -> st
     return " ".join(flags)
 
 
+def compiling_minutes(script, cfg) -> int:
+    """How long the first start compiles on a GPU, about: by estimate."""
+    stages = {script.schedule(step, cfg).stage for step in range(cfg.num_iterations)}
+    name = max(key for key in COMPILING if key <= record_of(script))
+    return max(1, round(len(stages) * COMPILING[name]))
+
+
 def count_shards(script, cfg) -> int:
     """How many shards of FineWeb a run may read, by its schedule."""
     shards = left = 0  # left: tokens of the last one
@@ -213,15 +221,16 @@ def cell_of(script, cfg, gpus: int, gib: float, fp8: bool) -> str:
     return f"1/{shorter[1]}" if shorter else "whole"
 
 
-def table() -> str:
-    """All records against CARDS in Markdown, with the shards that each reads."""
-    lines = [["Record", "Shards", *CARDS], ["---"] * (2 + len(CARDS))]
-    for path in sorted(Path(__file__).parent.parent.glob("records/20*/train_gpt.py")):
-        script = load_script(path)
-        cfg = script.parse_args([])
-        cells = [cell_of(script, cfg, *card) for card in CARDS.values()]
+def table(rows: list, cards: dict) -> str:
+    """Records, each with flags, against cards in Markdown, with the shards that each reads."""
+    lines = [["Record", "Shards", *cards], ["---"] * (2 + len(cards))]
+    for record, flags in rows:
+        script = load_script(Path(__file__).parent.parent / "records" / record / "train_gpt.py")
+        cfg = script.parse_args(flags.split())
+        cells = [cell_of(script, cfg, *card) for card in cards.values()]
         shards = max(FEWEST_SHARDS, count_shards(script, cfg))
-        lines.append([path.parent.name, str(shards), *cells])
+        name = record.partition("_")[2]  # without the date
+        lines.append([f"{name} {flags}".strip(), str(shards), *cells])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -248,6 +257,9 @@ def plan(script, argv: list[str]) -> None:
     if ranks < most:
         print(f"run.sh: {ranks} of {most} GPUs: a step has {cfg.sequences_per_step} sequences",
               file=sys.stderr)
+    if gpus and cfg.preset == "record":
+        print(f"run.sh: the first start compiles for about {compiling_minutes(script, cfg)} "
+              "minutes (estimated), later ones for about one", file=sys.stderr)
     machine.answer(f"{gpus} {ranks} {flags}")
     for line in scripts_of_data(script, cfg):
         machine.answer(line)
@@ -255,7 +267,8 @@ def plan(script, argv: list[str]) -> None:
 
 def main(path: str, *argv: str) -> int:
     if path == "--table":
-        print(table())
+        records = sorted(Path(__file__).parent.parent.glob("records/20*/train_gpt.py"))
+        print(table([(path.parent.name, "") for path in records], CARDS))
         return 0
     script = load_script(Path(path))
     try:

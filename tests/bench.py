@@ -11,8 +11,8 @@ Any other flag goes to train_gpt.py or FILE. Numbers are medians, with (lowest-h
 `kernels --keep NAME` also keeps what it finds in tests/gpu/modelled.json, from which `tables` makes
 those of the page.
 
-`gpu` takes up to an hour and needs no data (tests/gpu/half_hour.py). All that it finds is in one
-file under logs/.
+`gpu` takes an hour at most, 17 minutes more with several GPUs, and needs no data
+(tests/gpu/first_hour.py). All that it finds is in one file under logs/.
 """
 
 import argparse
@@ -31,8 +31,8 @@ import torch
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
+import first_hour  # noqa: E402
 import gpu_tables  # noqa: E402
-import half_hour  # noqa: E402
 import host_gpu  # noqa: E402
 from host_gpu import cost  # noqa: E402
 from host_gpu.trace import trace  # noqa: E402
@@ -128,15 +128,15 @@ def turns(args, flags):
     say(f"a step of FILE takes {spread(ratios, 3)} times as long; {len(ratios)} seed(s)")
 
 
-# ---- gpu: an hour of one ----
+# ---- gpu: the first hour ----
 def gpu(args, flags):
-    """Measure the record on this GPU. It is measured where its steps were, whatever else fails."""
+    """Measure the record on this machine's GPUs. It is measured where its steps were, whatever else
+    fails."""
     if not torch.cuda.is_available():
         raise train_gpt.UserError("torch finds no CUDA device; `kernels` models one")
     file = REPO / "logs" / time.strftime("gpu-%Y%m%d-%H%M%S.txt")
     file.parent.mkdir(exist_ok=True)
-    say(f"an hour at most; all that is found is in {file}")
-    measured = half_hour.run_parts(file, flags)
+    measured = first_hour.run_parts(file, flags, first_hour.parts_of(torch.cuda.device_count()))
     say(f"measured: {', '.join(measured) or 'nothing'}; please send {file}")
     if "steps" not in measured:
         raise RunFailed(f"no step was timed; {file} has the reasons")

@@ -1,5 +1,6 @@
 """data/plan.py: processes, flags for small GPUs, and data, of the root and of records."""
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -50,6 +51,7 @@ def test_the_root_is_planned_for_the_gpus_that_there_are(plan, gib, flags, plann
     ranks = re.search(r"(\d+) of (\d+) GPUs", said)
     gpus, processes = planned.split()[:2]
     assert bool(ranks) == (gpus != processes and "pocket" not in planned)
+    assert ("first start compiles for about 5 minutes" in said) == ("pocket" not in planned)
     assert ("--shorten" in planned) == ("losses of shorter sequences do not compare" in said)
 
 
@@ -100,11 +102,22 @@ def test_cuda_that_does_not_start_is_told(monkeypatch, tmp_path):
     assert plan_tool.count_gpus("auto") == 0
 
 
-def test_memory_is_that_of_the_page():
-    page = (REPO / "docs" / "gpus.md").read_text()
-    row = r"^\| #?\w+ \w+ \|.* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
-    counted = [tuple(map(float, gib)) for gib in re.findall(row, page, re.MULTILINE)]
-    assert counted == list(plan_tool.MEMORY.values()) and len(counted) > 9
+def test_memory_is_what_the_model_found():
+    """Of the records whose model is kept; the others were counted at commit 9552d96."""
+    kept = json.loads((REPO / "tests" / "gpu" / "modelled.json").read_text())
+    for found in kept.values():
+        name = plan_tool.record_of(script_module(found["script"]))
+        row = max(prefix for prefix in plan_tool.MEMORY if name.startswith(prefix))
+        gib = (found["gib"][part] for part in ("training", "validation", "state"))
+        assert plan_tool.MEMORY[row] == tuple(round(each, 1) for each in gib), name
+
+
+@pytest.mark.parametrize(("record", "minutes"), [
+    ("2025-12-22_MultiTokenPrediction", 5), ("2026-07-13_PrefixTargets", 7),
+    ("2026-08-30_92h_Fp8Products", 10)])
+def test_how_long_the_first_start_compiles_is_estimated_by_stages(record, minutes):
+    script = script_module(f"records/{record}/train_gpt.py")
+    assert plan_tool.compiling_minutes(script, script.parse_args([])) == minutes
 
 
 def tokens_of(script, cfg):
@@ -151,7 +164,8 @@ def test_the_table_has_a_row_for_each_record(monkeypatch, capsys):
     assert plan_tool.main("--table") == 0
     first, _, *rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 2 and first.count("|") == rows[0].count("|") == rows[1].count("|")
-    assert rows[0].startswith(f"| {names[0]} | 8 | 1/8 |") and rows[0].endswith("| whole |")
+    assert rows[0].startswith("| MultiTokenPrediction | 8 | 1/8 |")
+    assert rows[0].endswith("| whole |")
     assert "| – | whole |" in rows[1]  # its whole table needs eight GPUs
 
 

@@ -7,22 +7,17 @@ import json
 import re
 from pathlib import Path
 
-import machine
 import plan
 from shards import load_script
 
 REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "gpus.md"
-RECORDS = REPO / "records" / "README.md"
 KEPT = Path(__file__).with_name("modelled.json")
 
 # ms of a step, by stage, on eight H100s: #53's log, and the mean of two logs of #92
 PUBLISHED_STAGES = {"53": (34.4, 62.4, 88.6), "92h": (17.0, 30.3, 45.0, 47.9, 46.6, 22.6)}
-PUBLISHED_MINUTES = {"53": 1.988, "62": 1.655, "88": 1.243, "92g": 0.665, "92h": 0.665}
-NAMES = {"53": "#53 MultiTokenPrediction", "62": "#62 BigramTable", "88": "#88 PrefixTargets",
-         "92a": "92a MlpsByLayer", "92b": "92b DenseMix", "92c": "92c AnvilMuon",
-         "92e": "92e AverageWeights", "92f": "92f SampledSoftmax", "92g": "#92 NgramTable",
-         "92h": "92h Fp8Products"}
+PUBLISHED_MINUTES = {"53": 1.988, "92g": 0.665, "92h": 0.665}
+NAMES = {"53": "#53 MultiTokenPrediction", "92g": "#92 NgramTable", "92h": "92h Fp8Products"}
 ABLATIONS = (  # seconds of a run by #92's author, and the scripts without and with it here
     ("sampled softmax", 8.80, "92e", "92f"), ("FP8 in MLP and attention", 5.02, "92g", "92h"),
     ("n-gram table", 1.19, "92f", "92g"), ("mix of ten sources", -0.51, "92a", "92b"),
@@ -31,12 +26,10 @@ CARDS = (  # GB, an example of the card, its name in RATES
     (8, "RTX 4060", "rtx4060"), (12, "RTX 4070", "rtx4070"), (16, "RTX 4060 Ti", "rtx4060ti"),
     (24, "RTX 4090", "rtx4090"), (40, "A100", "a100"), (80, "H100", "h100"))
 # Records whose memory differs much
-FEW_ROWS = "--ngram_rows 377280"
 PLANNED = (
-    ("2025-09-10_Yarn", ""), ("2025-12-22_MultiTokenPrediction", ""),
-    ("2026-01-19_BigramTable", ""), ("2026-07-13_PrefixTargets", ""),
-    ("2026-08-30_92f_SampledSoftmax", ""), ("2026-08-30_92h_Fp8Products", ""),
-    ("2026-08-30_92h_Fp8Products", FEW_ROWS))
+    ("2025-12-22_MultiTokenPrediction", ""), ("2026-01-19_BigramTable", ""),
+    ("2026-07-13_PrefixTargets", ""), ("2026-08-30_92f_SampledSoftmax", ""),
+    ("2026-08-30_92h_Fp8Products", ""), ("2026-08-30_92h_Fp8Products", "--ngram_rows 377280"))
 
 
 def table(header: str, rows) -> str:
@@ -51,20 +44,19 @@ def stages(kept) -> str:
     for name, published in PUBLISHED_STAGES.items():
         title = NAMES[name].split()[0]
         for index, (row, ms) in enumerate(zip(kept[name]["stages"], published, strict=True)):
-            rows.append([title, index, row["steps"], f"{row['tokens']:,}", f"{row['step_ms']:.0f}",
+            rows.append([title, index, f"{row['tokens']:,}", f"{row['step_ms']:.0f}",
                          f"{ms:.0f}", f"{row['step_ms'] / ms:.2f}"])
-    return table(["Record", "Stage", "Steps", "Tokens a GPU", "Modelled, ms a step", "Published",
-                  "Quotient"], rows)
+    return table(["Record", "Stage", "Tokens a GPU", "Modelled, ms a step", "Published", "Ratio"],
+                 rows)
 
 
 def ablations(kept) -> str:
     rows = []
     for name, published, without, with_it in ABLATIONS:
-        if {without, with_it} <= kept.keys():
-            gain = 60 * (kept[without]["minutes"]["8 h100"] - kept[with_it]["minutes"]["8 h100"])
-            rows.append([name, seconds(published), seconds(gain)])
+        gain = 60 * (kept[without]["minutes"]["8 h100"] - kept[with_it]["minutes"]["8 h100"])
+        rows.append([name, seconds(published), seconds(gain)])
     rows.append(["averages", seconds(0.52), seconds(-kept["92h"]["averages_ms"] / 1000)])
-    return table(["Part of #92", "Seconds that it saves, its author's", "Ours, modelled"], rows)
+    return table(["Part of #92", "Seconds saved, according to its author", "Modelled"], rows)
 
 
 def seconds(number: float) -> str:
@@ -74,23 +66,19 @@ def seconds(number: float) -> str:
 def records(kept) -> str:
     rows = []
     for name, title in NAMES.items():
-        if name not in kept:
-            continue
         steps = sum(each["steps"] for each in kept[name]["stages"])
         minutes = kept[name]["minutes"]["8 h100"]
-        published = PUBLISHED_MINUTES.get(name)
+        published = PUBLISHED_MINUTES[name]
         digits = 2 if minutes < 1 else 1
-        rows.append([title, f"{minutes:.{digits}f}", published or "–",
-                     f"{minutes / published:.1f}" if published else "–", f"{steps:,}",
-                     f"{60_000 * minutes / steps:.0f}"])
-    return table(["Record", "Minutes, modelled", "Published", "Quotient", "Steps", "ms a step"],
-                 rows)
+        rows.append([title, f"{minutes:.{digits}f}", published, f"{minutes / published:.1f}",
+                     f"{steps:,}", f"{60_000 * minutes / steps:.0f}"])
+    return table(["Record", "Minutes, modelled", "Published", "Ratio", "Steps", "ms a step"], rows)
 
 
 def groups(kept) -> str:
     """Of a mean step of #92 and of 92h on eight H100s."""
     columns = []
-    names = [name for name in ("92g", "92h") if name in kept]
+    names = "92g", "92h"
     for name in names:
         total, steps = {}, sum(each["steps"] for each in kept[name]["stages"])
         for each in kept[name]["stages"]:
@@ -104,52 +92,34 @@ def groups(kept) -> str:
     return table(["Milliseconds of a mean step", *(NAMES[name].split()[0] for name in names)], rows)
 
 
-def flags_for(script, gigabytes: int, given="") -> str:
-    """What data/plan.py adds on one GPU, of which programs get a little less than it has."""
-    try:
-        memory = int(0.98 * gigabytes * 2**30)
-        return plan.flags_that_fit(script, script.parse_args(given.split()), memory, 1)
-    except machine.MachineError:
-        return "too small"
-
-
 def cards(kept) -> str:
     """The root on one GPU. A run with longer sequences takes less than one with shorter ones."""
     script = load_script(REPO / "train_gpt.py")
     of_flags = {" ".join(x["flags"]): x for x in kept.values() if x["script"] == "train_gpt.py"}
     rows = []
     for gigabytes, example, card in CARDS:
-        flags = flags_for(script, gigabytes)
+        free = int(0.98 * gigabytes * 2**30)  # programs get a little less than a card has
+        flags = plan.flags_that_fit(script, script.parse_args([]), free, 1)
         minutes = of_flags.get(flags, kept["53"])["minutes"][f"1 {card}"]
         time = f"{minutes / 60:.1f} hours" if minutes > 90 else f"{minutes:.0f} minutes"
         rows.append([f"{gigabytes} GB", example, f"`{flags}`" if flags else "none",
                      time if flags in of_flags else f"over {time}"])
-    return table(["Card", "For example", "Flags of `train_gpt.py`", "One card, modelled"], rows)
+    return table(["Card", "For example", "Flags of `train_gpt.py`", "Time, modelled"], rows)
 
 
 def planned(kept) -> str:
-    """What data/plan.py chooses for each record and memory, on one GPU."""
-    rows = []
-    for record, given in PLANNED:
-        script = load_script(REPO / "records" / record / "train_gpt.py")
-        chosen = [flags_for(script, gigabytes, given) for gigabytes, *_ in CARDS]
-        title = record.partition("_")[2] + (f", `{given}`" if given else "")
-        rows.append([title, *(f"`{flags}`" if flags.startswith("--") else
-                                                 flags or "as it is" for flags in chosen)])
-    return table(["Record", *(f"{gigabytes} GB" for gigabytes, *_ in CARDS)], rows)
+    """How records whose memory differs much fit cards, by data/plan.py."""
+    with_fp8 = {name: card for name, card in plan.CARDS.items() if card[2]}
+    return plan.table(PLANNED, with_fp8)
 
 
 def memory(kept) -> str:
-    """What data/plan.py plans by."""
-    titles = re.findall(r"^\| \[(#?\w+ \w+)\]\((\S+)\)", RECORDS.read_text(), re.MULTILINE)
+    """What data/plan.py plans by, of the records that `planned` has."""
     rows = []
-    for prefix, gib in plan.MEMORY.items():
-        title, folder = [each for each in titles if each[1].startswith(prefix)][-1]
-        cfg = load_script(REPO / "records" / folder / "train_gpt.py").Hyperparameters()
-        longest = max(row.seq_len for row in cfg.all_stages())
-        rows.append([title, f"{cfg.sequences_per_forward * longest:,}",
-                     *(f"{each:.1f}" for each in gib)])
-    return table(["Record", "Tokens of a pass", "Training, GiB", "Validation", "State"], rows)
+    for record in dict(PLANNED):
+        gib = next(gib for prefix, gib in plan.MEMORY.items() if record.startswith(prefix))
+        rows.append([record.partition("_")[2], *(f"{each:.1f}" for each in gib)])
+    return table(["Record", "Training, GiB", "Validation", "State"], rows)
 
 
 def filled(page: str) -> str:

@@ -1,14 +1,21 @@
 """Runs of the script on a GPU, or on the host in its place: steps, validations, checkpoints."""
 
+import dataclasses
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from golden import tokens_of
+from conftest import REPO
+from golden import load, tokens_of
+from host_gpu.trace import Notes
 from shards import write_shard
 from test_gpu import on_the_host, rows_of
+from test_waits import AtOnce
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import train_gpt
 from train_gpt import Layer, train
@@ -22,10 +29,63 @@ TABLES = rows_of(128, long_window=128, short_window=128, lr_factor=1.0, num_targ
 TABLES["layers"] = Layer("L", table=0, skip=True, saved=True), Layer("S")
 
 
-def run_on(device, name, *flags):
+class Allocations(TorchDispatchMode):
+    """Notes what operators and compiled code allocate on the device, in the warm-up and after it.
+
+    It does not see what an operator allocates and frees inside.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self):
+        super().__init__()
+        self.notes = Notes()
+        self.sizes = set()  # of the current phase, in units of torch's allocator, 512 bytes
+        self.of_phase = {"warm-up": (set(), 0), "run": (set(), 0)}  # sizes, and peaks in bytes
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.is_cuda and self.is_new(x.untyped_storage()):
+                self.notes.allocated(x)
+                self.sizes.add(-(-x.untyped_storage().nbytes() // 512))
+        return result
+
+    def is_new(self, storage) -> bool:
+        known = self.notes.storages.get(storage._cdata)
+        return storage.nbytes() > 0 and (not known or known[0].expired())
+
+    def of_training(self, script, train):
+        """The script's loop, which is noted."""
+
+        def train_noted(run, cfg):
+            self.sizes, self.notes.peak = set(), 0
+            train(run, cfg)
+            phase = "warm-up" if isinstance(run, script.WarmUp) else "run"
+            sizes, peak = self.of_phase[phase]
+            self.of_phase[phase] = sizes | self.sizes, max(peak, self.notes.peak)
+
+        return train_noted
+
+    def assert_no_size_is_new(self):
+        sizes, _ = self.of_phase["run"]
+        known, _ = self.of_phase["warm-up"]
+        assert sizes and sizes <= known
+
+    def assert_no_higher_peak(self):
+        _, peak = self.of_phase["run"]
+        _, known = self.of_phase["warm-up"]
+        assert 0 < peak <= known
+
+
+def run_on(device, name, *flags, script=train_gpt):
     """Run the script; the losses of its validations by their steps."""
     words = [*RUN.split(), "--device", device, "--run_id", name, *flags]
-    assert train_gpt.main(words) == 0
+    assert script.main(words) == 0
     text = Path("logs", name, "log.txt").read_text()
     return dict(re.findall(r"^step:(\d+)/\d+ val_loss:([\d.]+)", text, re.MULTILINE))
 
@@ -57,7 +117,8 @@ def train_without_waiting(run, cfg):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a run of three steps, each in another stage, and the losses of validations."""
+    """The folder of a run of three steps, each in another stage, the losses of validations, and
+    what it has allocated."""
     folder = tmp_path_factory.mktemp("runs")
     for name, size in dict(train=3000, val=300).items():
         write_shard(folder / f"{name}.bin", tokens_of(name, size))
@@ -66,14 +127,17 @@ def whole(tmp_path_factory):
         patch.setattr(train_gpt, "POCKET", train_gpt.POCKET | TABLES)
         with pytest.MonkeyPatch.context() as at_first:
             at_first.chdir(folder)
-            at_first.setattr(train_gpt, "train", train_without_waiting)
-            losses = run_on("cuda", "whole")
-        yield folder, losses
+            allocations = Allocations()
+            at_first.setattr(train_gpt, "train",
+                             allocations.of_training(train_gpt, train_without_waiting))
+            with allocations:
+                losses = run_on("cuda", "whole")
+        yield folder, losses, allocations
 
 
 def test_steps_after_the_warm_up_neither_wait_nor_compile(whole):
     """From stage to stage, with validations between the steps."""
-    folder, losses = whole
+    folder, losses, _ = whole
     assert list(losses) == ["0", "2", "3"]
     text = Path(folder, "logs/whole/log.txt").read_text()
     assert text.count(" train_loss:") == 3
@@ -85,7 +149,7 @@ def test_steps_after_the_warm_up_neither_wait_nor_compile(whole):
 @on_the_host
 def test_a_checkpoint_is_resumed_to_the_bit_and_on_the_other_device(whole, monkeypatch):
     """Validated where it is resumed, it has the loss that it had where it was saved."""
-    folder, losses = whole
+    folder, losses, _ = whole
     monkeypatch.chdir(folder)
     for name in ("again", "moved"):
         Path("logs", name).mkdir()
@@ -99,3 +163,33 @@ def test_a_checkpoint_is_resumed_to_the_bit_and_on_the_other_device(whole, monke
     # bf16 rounds the embeddings and, in each layer, the activations: 0.4 % at most of each.
     moved = run_on("cpu", "moved", *resumed)
     assert float(moved["2"]) == pytest.approx(float(losses["2"]), rel=2e-3)
+
+
+@on_the_host
+def test_nothing_is_allocated_for_the_first_time_after_the_warm_up(whole):
+    *_, allocations = whole
+    allocations.assert_no_size_is_new()
+    allocations.assert_no_higher_peak()
+
+
+@on_the_host
+def test_nor_in_the_newest_record(tmp_path, monkeypatch):
+    """Tied and untied steps, of tables and averages. All steps read the same documents, since the
+    number of rows that a step reads is that of its n-grams. Its peak may be higher in the run."""
+    script = load(REPO / "records" / "2026-08-30_92h_Fp8Products")
+    document = tokens_of("train", 64)
+    for name, size in dict(train=200, val=5).items():
+        write_shard(tmp_path / f"{name}.bin", np.tile(document, size))
+    rows = rows_of(128, script, long_window=128, short_window=128, classes=160)
+    first, *others = rows["stages"]  # only the first has steps
+    rows["stages"] = first, *(dataclasses.replace(row, share=1e-6) for row in others)
+    allocations = Allocations()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "POCKET", script.POCKET | rows)
+    monkeypatch.setattr(script, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(script, "train", allocations.of_training(script, script.train))
+    sizes = """--model_dim 64 --mlp_dim 96 --num_iterations 8 --extension_steps 4
+        --warmup_steps 4 --save_every 0"""
+    with allocations:
+        run_on("cuda", "newest", *sizes.split(), script=script)
+    allocations.assert_no_size_is_new()

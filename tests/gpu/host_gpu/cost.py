@@ -48,14 +48,14 @@ RATES = {
     "rtx4060ti": by_data_sheet(288e9, 44.1e12, 88.3e12),
     "rtx4070": by_data_sheet(504e9, 58.3e12, 116.6e12),
     "rtx4060": by_data_sheet(272e9, 30.2e12, 60.5e12)}
-SLOW_SUMS = 1.15  # FP8 products with exact sums take so much longer, 1.1 to 1.2: pytorch/ao, 2377
+SLOW_SUMS = 1.15  # FP8 matmuls with exact sums take so much longer, 1.1 to 1.2: pytorch/ao, 2377
 FLOOR = 2e-6  # seconds of a kernel that has almost nothing to do: an estimate, for all cards
 RATES["h200"] = dataclasses.replace(RATES["h100"], bandwidth=4.3e12)  # 0.9 of 4.8 TB/s
 
 GROUPS = (  # the first whose pattern is in the launch's name
     ("attention", r"^triton_tem"),
-    ("FP8 products", r"aten(\.|::)_scaled_mm"),
-    ("bf16 products", r"aten(\.|::)(badd|add)?b?mm"),
+    ("FP8 matmuls", r"aten(\.|::)_scaled_mm"),
+    ("bf16 matmuls", r"aten(\.|::)(badd|add)?b?mm"),
     ("wire", r"nccl"),
     ("attention", r"flex_attention"),  # sums that its backward pass begins with
 )

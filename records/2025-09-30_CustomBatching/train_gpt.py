@@ -1872,7 +1872,7 @@ class Run:
         for index, first in enumerate(firsts):  # shapes differ between stages
             if on_gpu:
                 self.log(f"warming up: stage {index + 1} of {len(firsts)}; the first start "
-                         "compiles for minutes")
+                         f"compiles for {len(firsts)} to {2 * len(firsts)} minutes in all")
             WarmUp(self, first, first + self.cfg.warmup_steps).run()
         if on_gpu:
             self.log("warming up: the last steps and the validation")

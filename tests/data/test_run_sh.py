@@ -417,8 +417,9 @@ def test_why_pip_could_not_install_is_one_line(fake, pip_says, said):
           f'cat {shlex.quote(str(venv / "pip-says"))} >&2; exit 1\n')
     (venv / "made-by-run.sh").touch()
     _, errors = fake.run(PATH=os.defpath, code=2)
-    setting_up, last = errors.splitlines()
+    setting_up, *other_index, last = errors.splitlines()
     assert "packages: setting up" in setting_up
+    assert all("trying the package index" in line for line in other_index)
     assert f"pip could not install requirements.txt ({said}" in last
     assert f"; all that it said is in {venv}/pip-errors.txt. A Python that has" in last
     assert not (venv / "unfinished").exists() and not fake.calls

@@ -15,13 +15,15 @@ PAGE = REPO / "docs" / "gpus.md"
 KEPT = Path(__file__).with_name("modelled.json")
 
 # ms of a step, by stage, on eight H100s: #53's log, and the mean of two logs of #92
-PUBLISHED_STAGES = {"53": (34.4, 62.4, 88.6), "92h": (17.0, 30.3, 45.0, 47.9, 46.6, 22.6)}
-PUBLISHED_MINUTES = {"53": 1.988, "92g": 0.665, "92h": 0.665}
-NAMES = {"53": "#53 MultiTokenPrediction", "92g": "#92 NgramTable", "92h": "92h Fp8Products"}
+PUBLISHED_STAGES = {"53": (34.4, 62.4, 88.6), "92j": (17.0, 30.3, 45.0, 47.9, 46.6, 22.6)}
+PUBLISHED_MINUTES = {"53": 1.988, "92g": 0.665, "92h": 0.665, "92i": 0.665, "92j": 0.665}
+NAMES = {
+    "53": "#53 MultiTokenPrediction", "92g": "#92 NgramTable", "92h": "92h Fp8Products",
+    "92i": "92i ValueRows", "92j": "92j Bf16Wire"}
 ABLATIONS = (  # seconds of a run by #92's author, and the scripts without and with it here
     ("sampled softmax", 8.80, "92e", "92f"), ("FP8 in MLP and attention", 5.02, "92g", "92h"),
-    ("n-gram table", 1.19, "92f", "92g"), ("mix of ten sources", -0.51, "92a", "92b"),
-    ("ANVIL's rule", -0.47, "92b", "92c"))
+    ("n-gram table", 1.19, "92f", "92g"), ("value tables by rows", 1.05, "92h", "92i"),
+    ("mix of ten sources", -0.51, "92a", "92b"), ("ANVIL's rule", -0.47, "92b", "92c"))
 CARDS = (  # GB, an example of the card, its name in RATES
     (8, "RTX 4060", "rtx4060"), (12, "RTX 4070", "rtx4070"), (16, "RTX 4060 Ti", "rtx4060ti"),
     (24, "RTX 4090", "rtx4090"), (40, "A100", "a100"), (80, "H100", "h100"))
@@ -39,7 +41,7 @@ def table(header: str, rows) -> str:
 
 
 def stages(kept) -> str:
-    """Modelled steps beside those of the public logs. 92h has the most of #92's system work."""
+    """Modelled steps beside those of the public logs. 92j has the most of #92's system work."""
     rows = []
     for name, published in PUBLISHED_STAGES.items():
         title = NAMES[name].split()[0]
@@ -76,9 +78,9 @@ def records(kept) -> str:
 
 
 def groups(kept) -> str:
-    """Of a mean step of #92 and of 92h on eight H100s."""
+    """Of a mean step of #92, 92h and 92j on eight H100s."""
     columns = []
-    names = "92g", "92h"
+    names = "92g", "92h", "92j"
     for name in names:
         total, steps = {}, sum(each["steps"] for each in kept[name]["stages"])
         for each in kept[name]["stages"]:

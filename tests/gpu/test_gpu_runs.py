@@ -172,6 +172,7 @@ def test_nothing_is_allocated_for_the_first_time_after_the_warm_up(whole):
     allocations.assert_no_higher_peak()
 
 
+@pytest.mark.cards  # six minutes
 @on_the_host
 def test_nor_in_the_newest_record(tmp_path, monkeypatch):
     """Tied and untied steps, of tables and averages. All steps read the same documents, since the

@@ -7,7 +7,7 @@ import pytest
 from conftest import REPO
 from ledger import records
 from ledger.logs import LedgerError
-from website.code import hunks_of, side_of, techniques_of
+from website.code import hunks_of, place_of, side_of, techniques_of
 from website.ideas import (
     Idea,
     chart_row,
@@ -155,7 +155,9 @@ def test_the_function_that_a_row_names_is_shown_where_its_idea_came(ideas):
         came = next((step for step in idea.steps if step.kind == "came"), None)
         if came and came.record.parent:
             shown, others = ("".join(parts) for parts in hunks_with(came))
-            named = re.compile(rf">{re.escape(name)}(\.\w+)?</a>")
+            named = re.compile(rf">{re.escape(name)}(\.\w+)?<")
+            for number in came.numbers:
+                shown += f">{place_of(came.record.script, number)}<"
             assert named.search(shown) or not named.search(others), (idea.name, name)
             checked += named.search(shown) is not None
     assert checked > 30

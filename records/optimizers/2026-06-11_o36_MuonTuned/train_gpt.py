@@ -613,7 +613,7 @@ class Muon(MatrixOptimizer):
         nesterov = grad.lerp(mean, momentum)
         update = tall_factor(grad) * orthogonalize(nesterov, self.dtype)
         weight.mul_(1 - self.lr * self.group.decay)
-        weight.sub_(self.lr * update)
+        weight.sub_(self.lr * update.type_as(weight))
 
 
 def tall_factor(matrices) -> float:

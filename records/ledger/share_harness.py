@@ -1,6 +1,6 @@
 """Give every record the harness of the root's train_gpt.py: what stands below the banner.
 
-    python records/share_harness.py
+    python records/ledger/share_harness.py
 
 It says which records it changed. Above the banner nothing is touched.
 """
@@ -8,7 +8,7 @@ It says which records it changed. Above the banner nothing is touched.
 import argparse
 from pathlib import Path
 
-RECORDS = Path(__file__).resolve().parent
+RECORDS = Path(__file__).resolve().parents[1]
 BANNER = "\n# ==== Harness"
 
 

@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))  # which has shards.py
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ledger.records import RULES
+from ledger.records import RULES, ladder_of
 from shards import load_script
 
 RECORDS = Path(__file__).resolve().parents[1]
@@ -88,8 +88,9 @@ def leak(model, tokens: np.ndarray, device: str) -> float:
 
 def judge(script: Path, checkpoint: Path, preset: str, device: str) -> dict:
     """The verdict on a checkpoint. Data are read here, and numpy does the mathematics."""
-    (shard,) = RECORDS.parent.glob(RULES[preset]["val_files"])
-    tokens = np.fromfile(shard, "<u2", int(RULES[preset]["val_tokens"]) + 1, offset=1024)
+    rules = RULES[ladder_of(script.parent)][preset]
+    (shard,) = RECORDS.parent.glob(rules["val_files"])
+    tokens = np.fromfile(shard, "<u2", int(rules["val_tokens"]) + 1, offset=1024)
     digest = hashlib.sha256(tokens).hexdigest()[:16]
     tokens = tokens.astype(np.int64)
     model = load_model(script, checkpoint, device)

@@ -261,13 +261,11 @@ def ladder_page(site: Site, blocks: dict) -> Page:
     if path.exists():
         text = pages.filled(path, parts)
     html = site.renderer.html(text, site.folder)
-    html = html.replace("<table>", '<table id="ladder" class="long">', 1)
-    html = re.sub(r'(<h2 id="all-public-records">.*?)<table>', r'\1<table class="long">', html,
-                  count=1, flags=re.S)
+    html = as_cards(with_row_ids(html)).replace("<table", '<table id="ladder"', 1)
     links = ['<a href="#all-public-records">All public records</a>',
              link_to(site.by_time[0], "First", "next")]
     return Page("The ladder", f"{len(site.by_time)} scripts, a row each", links,
-                with_contents(with_row_ids(html)))
+                with_contents(html))
 
 
 def optimizers_page(site: Site) -> Page:
@@ -280,7 +278,7 @@ def optimizers_page(site: Site) -> Page:
     race = f'<div class="wide">{read_text(race)}</div>' if race.exists() else ""
     html = site.renderer.html(intro, folder)
     html = html.replace("</h1>", f"</h1>\n{race}", 1)
-    html += results_html(folder, site.by_steps, site.renderer)
+    html += as_cards(results_html(folder, site.by_steps, site.renderer))
     return Page("Optimizers", "The fewest steps to the same loss, by any optimizer",
                 [link_to(site.by_steps[0], "First", "next")], with_contents(html))
 
@@ -318,7 +316,7 @@ def idea_pages(site: Site) -> dict:
         return site.renderer.html(text, docs, set())
 
     techniques = site.renderer.html(read_text(docs / "techniques.md"), docs)
-    techniques = with_contents(with_idea_links(techniques, ideas))
+    techniques = with_contents(as_cards(with_idea_links(techniques, ideas)))
     found = {"ideas": Page("Ideas", "Which scripts have which idea, and where each went",
                            ['<a href="techniques.html">All techniques on one page</a>'],
                            chart_html(ideas, site.by_time)),
@@ -357,6 +355,20 @@ def links_of(before: Record | None, record: Record, after: Record | None) -> lis
     links.append(link_to(after, "Next", "next") if after
                  else f'<a href="{page}.html" rel="next">Next: {word}</a>')
     return links
+
+
+def as_cards(html: str) -> str:
+    """Tables whose cells know the heads of their columns: a narrow page has no columns."""
+    def name_cells(table):
+        heads = [re.sub("<.*?>", "", head) for head in re.findall("<th>(.*?)</th>", table[0])]
+        rows = re.split("(?=<tr>)", table[0])
+        for number, row in enumerate(rows):
+            cells = row.split("<td>")
+            named = [f'<td data-name="{head}">{cell}' for head, cell in zip(heads, cells[1:])]
+            rows[number] = "".join([cells[0], *named])
+        return "".join(rows).replace("<table", '<table class="cards long"', 1)
+
+    return re.sub("<table>.*?</table>", name_cells, html, flags=re.S)
 
 
 def with_row_ids(html: str) -> str:

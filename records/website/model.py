@@ -249,8 +249,8 @@ def model_html(source: str, parent: str | None) -> str:
         cut = ("" if "attention_cut" not in source else
                f" Attention is cut after {CUT} tokens of a document.")
         html += (f'<h3 id="mask">The attention mask</h3>\n<p>What each token reads in a sequence '
-                 f"of {TOKENS} with three documents, by the script's own code. Each row is a token; "
-                 f"blue marks what it can read. Sizes are tiny, so that one can see them: "
+                 f"of {TOKENS} with three documents, by the script's own code. Each row is a "
+                 f"token; blue marks what it can read. Sizes are tiny, so that one can see them: "
                  f"blocks of {BLOCK} tokens, a window of {LONG}{short}.{cut}</p>\n"
                  f'<div class="plots">{"".join(figures)}</div>\n')
     return html

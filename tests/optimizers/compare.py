@@ -1,8 +1,10 @@
 """Hold a script of records/optimizers/ against the reference, in float64, on one rank.
 
     from compare import hold, load
-    found = hold(load("2026-05-03_o12_Muon"), "o12", steps=10)
-    assert max(found) < 1e-12
+    script = load("2026-05-03_o12_Muon")
+    assert max(hold(script, "o12", steps=10)) < 1e-12  # losses, gradients, weights
+    assert hold_rates(script, "o12") < 1e-12           # rates and momentum of all steps
+    assert hold_first_weights(script, "o12") < 1e-12   # laws of the first weights
 
 Here alone stands what knows a script's interface. The script trains by its own loop, schedule and
 optimizers at a small size, with the rates and the number of steps of the record. Each number of
@@ -11,9 +13,11 @@ the result is the largest difference of any entry, over the largest entry of its
 
 from dataclasses import replace
 from typing import NamedTuple
+from unittest import mock
 
 import golden
 import reference
+import reference_initial as first_weights
 import torch
 from reference_model import rows_of
 
@@ -171,25 +175,100 @@ def hold(script, label, steps=10, first_step=0, own_init=False, share_gradients=
 
 
 def hold_rates(script, label):
-    """The largest difference of a learning rate, of any group and step; and of the momentum.
+    """The largest difference of a rate, relative to its first one, or of the momentum.
 
-    For scripts whose rates are a group's `lr` times the schedule's `lr_factor`, or a field of the
-    schedule by the name of the group.
+    Of every parameter and step, as the optimizers get them.
     """
-    cfg = script.Hyperparameters()
-    groups = script.parameter_groups(cfg)
-    names = {"query": "attn.q", "key": "attn.k", "value": "attn.v", "attention out": "attn.proj",
-             "mlp in": "mlp.fc", "mlp out": "mlp.proj", "embed": "embed", "head": "head",
-             "vectors": "vector"}
-    result = reference.RESULTS[label]
-    assert cfg.num_iterations == result.steps, (cfg.num_iterations, result.steps)
-    worst = 0.0
-    for step in range(cfg.num_iterations):
-        now = script.schedule(step, cfg)
-        expected = reference.rates(label, step)
-        for name, group in groups.items():
-            difference = abs(group.lr * now.lr_factor - expected[names[name]])
-            worst = max(worst, difference / group.lr)
-        if hasattr(now, "momentum"):
-            worst = max(worst, abs(now.momentum - result.momentum(step)))
+    with golden.in_float64():
+        cfg = replace(script.Hyperparameters(), **SIZES)
+        result = reference.result_of(label)
+        assert cfg.num_iterations == result.steps, (cfg.num_iterations, result.steps)
+        model = script.GPT(cfg)
+        members = {}  # name of a group → parameters in it
+        for name, param in model.named_parameters():
+            members.setdefault(param.group, []).append(reference_name(name))
+        optimizers = script.build_optimizers(model, cfg, script.Ranks(cfg))
+        for optimizer in optimizers:
+            optimizer.step_fn = lambda *args, **settings: None
+        first = reference.rates(label, 0)
+        worst = 0.0
+        for step in range(result.steps):
+            now = script.schedule(step, cfg)
+            expected = reference.rates(label, step)
+            for optimizer in optimizers:
+                kind = script.Adam if isinstance(optimizer, script.Adam) else script.MatrixOptimizer
+                kind.update_share(optimizer, optimizer.weights, now)
+                for rate in {reference.rate_group(name) for name in members[optimizer.name]}:
+                    difference = abs(optimizer.lr.item() - expected[rate])
+                    worst = max(worst, difference / first[rate])
+                if "momentum" in getattr(optimizer, "scheduled", {}):
+                    momentum = optimizer.scheduled["momentum"].item()
+                    worst = max(worst, abs(momentum - result.momentum(step)))
     return worst
+
+
+def hold_first_weights(script, label):
+    """The largest difference of a parameter's law: its deviation, its bound, or its constant.
+
+    Of twelve layers. Where draws are normal, the deviation stands in place of each, and where they
+    are uniform, the bound. Gain signs are drawn; the two norms of a block mirror each other, and
+    blocks of a pair cancel.
+    """
+    def deviation(tensor, mean=0.0, std=1.0, generator=None):
+        return tensor.fill_(mean + std)
+
+    def bound(tensor, low=0.0, high=1.0, generator=None):
+        assert low == -high, (low, high)
+        return tensor.fill_(high)
+
+    cfg = replace(script.Hyperparameters(), **SIZES | dict(num_layers=12))
+    with golden.in_float64(), mock.patch.multiple(torch.Tensor, normal_=deviation, uniform_=bound):
+        model = script.GPT(cfg)
+        model.init_weights(torch.Generator().manual_seed(0))
+    found = weights_of(model)
+    initial = reference.result_of(label).initial
+    laws = first_weights.laws(initial, {name: weight.shape for name, weight in found.items()})
+    expected = {name: torch.full_like(found[name], law.scale) for name, law in laws.items()}
+
+    strength = first_weights.GAIN_SIGNS.get(initial)
+    if strength:
+        signs = []
+        for layer in range(cfg.num_layers):
+            first = f"blocks.{layer}.norm1"
+            signs.append((1 - found[first]).sign())
+            expected[first], expected[f"blocks.{layer}.norm2"] = first_weights.gains(
+                signs[-1], strength)
+        assert all(abs(sign.mean()) < 1 for sign in signs)
+        if initial == "line44":
+            for layer in range(first_weights.FIRST_PAIR, cfg.num_layers, 2):
+                assert (signs[layer].sum() + signs[layer + 1].sum()) == 0, layer
+    return relative(found, expected)
+
+
+def boundaries(label):
+    """Steps at which something of a result changes, and its last one."""
+    result = reference.result_of(label)
+    steps = range(result.steps)
+    curves = [[result.momentum(step) for step in steps]]
+    for name in reference.rates(label, 0):
+        curves.append([reference.rates(label, step)[name] for step in steps])
+
+    found = {result.steps - 1}
+    for curve in curves:
+        for step in steps[1:-1]:
+            bend = curve[step + 1] - 2 * curve[step] + curve[step - 1]
+            if abs(bend) > 1e-4 * max(curve):
+                found.add(step)
+    if result.look_ahead:
+        found |= {result.look_ahead.first, result.look_ahead.last}
+    if result.average:
+        found |= {result.average.first, result.average.end}
+    update = result.update.__name__
+    found |= {
+        "soap_trusted": {1375, 1625}, "soap_everywhere": {1375, 1625}, "row_floor": {1375, 1625},
+        "soft_muon": {2000, 2500, 2908}, "radial_brake": {2000, 2500, 2908},
+        "aurora_proj": {2500}, "newton_muon": {63, 127}, "dynamic_muon": {128},
+    }.get(update, set())
+    if result.outer:
+        found.add(result.outer.every)
+    return sorted(step for step in found if step < result.steps)

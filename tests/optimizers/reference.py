@@ -286,9 +286,20 @@ RESULTS = {
 }
 
 
+def result_of(label):
+    """A result by its label; a Result is its own."""
+    return RESULTS[label] if isinstance(label, str) else label
+
+
+def rate_group(name):
+    """The name in `rates` of a parameter's rate."""
+    kind = group(name)
+    return kind if kind in ("embed", "head", *MATRIX_KINDS) else "vector"
+
+
 def rates(label, step):
     """The learning rate of embed, head, vector and each kind of matrix, at a step."""
-    result = RESULTS[label]
+    result = result_of(label)
     found = {name: result.aux_rate(step, name) for name in FIRST_RATE if name != "matrix"}
     return found | {kind: result.matrix_rate(step, kind) for kind in MATRIX_KINDS}
 
@@ -298,7 +309,7 @@ def look_ahead_strength(label, step):
 
     The rate by which it falls is that of the embedding in the step before.
     """
-    result = RESULTS[label]
+    result = result_of(label)
     window = result.look_ahead
     if window is None or not window.first <= step <= window.last:
         return 0.0
@@ -323,15 +334,17 @@ class Trace:
 class Run:
     """A run, step by step: `gradients_of` a batch, then `update` by them, or by another's.
 
-    weights: name → float64 tensor. calls_before: how many calls the counters of all states have
-    seen, for scripts whose counters are the step itself. draw(name, what, shape, step): standard
-    normal draws, which results 18 and 33 need. states: of an earlier Trace.
+    label: of RESULTS, or a Result.
+    weights: name → float64 tensor.
+    calls_before: how many calls the counters of all states have seen, for scripts whose counters
+        are the step itself.
+    draw(name, what, shape, step): standard normal draws, which results 18 and 33 need.
+    states: of an earlier Trace.
     """
 
     def __init__(self, label, weights, head_dim, first_step=0, calls_before=0, draw=None,
                  states=None, rotary_base=ROTARY_BASE):
-        self.result = RESULTS[label]
-        self.label = label
+        self.result = result_of(label)
         self.head_dim = head_dim
         self.rotary_base = rotary_base
         self.step = first_step
@@ -354,7 +367,7 @@ class Run:
 
     def move_ahead(self):
         """Move all weights along the mean of their moves, where the result does that."""
-        strength = look_ahead_strength(self.label, self.step)
+        strength = look_ahead_strength(self.result, self.step)
         if strength:
             moves = self.around["moves"]
             self.weights = {name: weight + strength * moves[name]
@@ -393,11 +406,10 @@ class Run:
     def adam_update(self, name, weight, gradient):
         """Of what is not a hidden matrix."""
         aux = self.result.aux
-        kind = group(name)
-        is_vector = kind not in ("embed", "head")
-        lr = self.result.aux_rate(self.step, "vector" if is_vector else kind)
-        corrected = aux.corrected_vectors or not is_vector
-        return adam(self.states[name], weight, gradient, lr, aux.beta1, aux.beta2[kind],
+        rate = rate_group(name)
+        lr = self.result.aux_rate(self.step, rate)
+        corrected = aux.corrected_vectors or rate != "vector"
+        return adam(self.states[name], weight, gradient, lr, aux.beta1, aux.beta2[group(name)],
                     aux.epsilon, aux.decay, corrected)
 
     def hyper(self, name):

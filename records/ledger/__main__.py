@@ -98,11 +98,11 @@ def verify_verb(args) -> int:
     return 1 if faults else 0
 
 
-def book_verb(args) -> int:
-    import book  # it needs a package that no other verb does
+def site_verb(args) -> int:
+    from website.build import write_site  # it needs packages that no other verb does
 
-    written = book.write_book(find_records(Path(args.folder)), Path(args.out), args.source,
-                              args.address)
+    written = write_site(find_records(Path(args.folder)), Path(args.out), args.source,
+                         args.address)
     print(f"wrote {len(written)} pages; open {args.out}/index.html")
     return 0
 
@@ -153,7 +153,7 @@ def make_parser() -> Parser:
     flag = add(verify_verb, "hold every claim to its logs; exit 1 if one fails")
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
     flag("--replay", type=count, metavar="N", help="run N of each record's seeds again")
-    flag = add(book_verb, "a static site with a page for each record")
+    flag = add(site_verb, "a static site with a page for each record")
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
     flag("--out", required=True, metavar="SITE", help="folder to write it to")
     flag("--source", metavar="URL", help="of the repository's files, for links to them")

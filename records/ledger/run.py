@@ -21,7 +21,7 @@ from ledger.records import RULES, Record
 from ledger.scripts import meaning, settings_of
 
 REPO = Path(__file__).resolve().parents[2]
-JUDGE = REPO / "records" / "judge.py"
+JUDGE = REPO / "records" / "ledger" / "judge.py"
 # glibc keeps freed memory, as in run.sh: asking for new pages costs 8 % of the pocket's time.
 ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
 

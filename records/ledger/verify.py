@@ -58,7 +58,8 @@ def folder_faults(record: Record, root: Path, seen: dict):
     if re.findall(r"^Record: ([\w-]*)", above(script), re.M) != [folder.name]:
         yield f"train_gpt.py's docstring does not say `Record: {folder.name}` in one place"
     if below(script) != below(read_text(root)):
-        yield "train_gpt.py is not the root's from its banner on; run records/share_harness.py"
+        yield ("train_gpt.py is not the root's from its banner on; "
+               "run records/ledger/share_harness.py")
 
 
 def is_foreign(log: Log, record: Record, root: Path) -> bool:

@@ -6,13 +6,12 @@ import re
 import subprocess
 import sys
 
-import judge
 import numpy as np
 import pytest
 import torch
 from conftest import REPO
 from fake_records import NEWEST, PARENT, edit, rename
-from ledger import run
+from ledger import judge, run
 from ledger.__main__ import main
 
 pytest_plugins = ["record_fixtures"]

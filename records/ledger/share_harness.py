@@ -1,16 +1,19 @@
 """Give every record the harness of the root's train_gpt.py: what stands below the banner.
 
-    python records/share_harness.py
+    python records/ledger/share_harness.py
 
 It says which records it changed. Above the banner nothing is touched.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-from ledger.records import record_folders
+RECORDS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(RECORDS))
 
-RECORDS = Path(__file__).resolve().parent
+from ledger.records import record_folders  # noqa: E402
+
 BANNER = "\n# ==== Harness"
 
 

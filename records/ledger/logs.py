@@ -41,6 +41,7 @@ class Log:
     body: str = ""  # all that follows the source
     header: dict[str, str] = field(default_factory=dict)
     final: dict[str, str] = field(default_factory=dict)
+    runs: list[dict] = field(default_factory=list)  # each name of a validation loss: step: loss
     train: dict[int, tuple] = field(default_factory=dict)  # step: (next token's loss, time)
     val: dict[int, tuple] = field(default_factory=dict)  # step: (validation loss, time)
     planned_steps: int | None = None
@@ -124,6 +125,12 @@ def read_step(log: Log, found: dict):
     log.planned_steps = planned[0] if planned else log.planned_steps
     if math.isfinite(val_loss):
         log.val[step] = (val_loss, time)
+        # Public logs have one run after another.
+        if not log.runs or step <= max(log.runs[-1]["val_loss"]) and "run_id" not in log.header:
+            log.runs.append({})
+        for name in found:  # that of the weights, and those of blends of them
+            if re.fullmatch(r"val_(\w+_)?loss", name):
+                log.runs[-1].setdefault(name, {})[step] = float(found[name])
     if "val_loss" not in found or loss is not None:
         log.train[step] = (loss, time)
 
@@ -150,9 +157,9 @@ def read_run(path: Path) -> Log:
 
 
 def read_folder(folder: Path) -> list:
-    """The logs with a validation below a folder."""
+    """The logs with a validation below a folder, or the one that is meant."""
     logs = []
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
         if path.suffix in ENDINGS and path.is_file():
             with contextlib.suppress(LedgerError, ValueError):  # other files are no logs
                 log = read_log(path)

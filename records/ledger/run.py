@@ -23,7 +23,7 @@ from ledger.records import RULES, Record
 from ledger.scripts import above, meaning, settings_of
 
 REPO = Path(__file__).resolve().parents[2]
-JUDGE = REPO / "records" / "judge.py"
+JUDGE = REPO / "records" / "ledger" / "judge.py"
 # glibc keeps freed memory, as in run.sh: asking for new pages costs 8 % of the pocket's time.
 ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
 
@@ -65,8 +65,8 @@ def contestant_of(operand: str, preset: str) -> Contestant:
             raise LedgerError(f"{operand}: {item!r} is no name=value that can be given here")
         flags[name] = value
     first_seed, data = int(flags.pop("seed", 0)), []
-    settings = RULES[preset] | settings_of(source, preset) | flags
-    for name in ("train_files", "val_files"):
+    settings = settings_of(source, preset) | flags
+    for name in sorted({"train_files", "val_files"} & settings.keys()):
         for file in sorted(map(Path, glob.glob(str(REPO / settings[name])))):
             with file.open("rb") as shard:  # other text has another size or begin
                 digest = hashlib.sha256(shard.read(2**20)).hexdigest()
@@ -253,7 +253,7 @@ def replay(record: Record, old: Log) -> list:
     print(f"{name} run again: {new.val_loss - old.val_loss:+.6f} from its val_loss, "
           f"{machine_words(new.setting)}", file=sys.stderr)
 
-    digest, loss = RULES[preset]["val_digest"], found["loss"]
+    digest, loss = RULES[record.ladder][preset]["val_digest"], found["loss"]
     reasons = [
         (new.header["planned_tokens"] != old.header.get("planned_tokens"),
          f"plans {new.header['planned_tokens']} tokens when it is run again"),

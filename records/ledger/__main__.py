@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ledger import logs, pages, run, scripts, verify
 from ledger.logs import LedgerError
-from ledger.records import RULES, find_records
+from ledger.records import PRESETS, find_records, ladder_of
 
 RECORDS = run.REPO / "records"
 
@@ -23,8 +23,10 @@ RECORDS = run.REPO / "records"
 def split_folder(name: str):
     """(a folder of records, the one record in it that is meant, or None for all)."""
     folder = Path(name).resolve()
-    is_record = (folder / "record.json").exists()
-    return (folder.parent, folder.name) if is_record else (folder, None)
+    if not (folder / "record.json").exists():
+        return folder, None
+    is_by_steps = ladder_of(folder) == "steps"
+    return folder.parent.parent if is_by_steps else folder.parent, folder.name
 
 
 def tell(lines):
@@ -69,7 +71,7 @@ def list_verb(args) -> int:
                 print(f"wrote {path}")
     elif records:
         shown = [record for record in records if only in (None, record.folder.name)]
-        print(pages.plain(pages.runs_table(shown, tuple(RULES))))
+        print(pages.plain(pages.runs_table(shown, PRESETS)))
     else:
         found = logs.read_folder(folder)  # of other people
         if not found:
@@ -96,11 +98,11 @@ def verify_verb(args) -> int:
     return 1 if faults else 0
 
 
-def book_verb(args) -> int:
-    import book  # it needs a package that no other verb does
+def site_verb(args) -> int:
+    from website.build import write_site  # it needs packages that no other verb does
 
-    written = book.write_book(find_records(Path(args.folder)), Path(args.out), args.source,
-                              args.address)
+    written = write_site(find_records(Path(args.folder)), Path(args.out), args.source,
+                         args.address)
     print(f"wrote {len(written)} pages; open {args.out}/index.html")
     return 0
 
@@ -131,7 +133,7 @@ def make_parser() -> Parser:
     flag = add(run_verb, "train scripts on this machine, interleaved, and compare them")
     flag("operands", nargs="+", metavar="A", help="record folder or script, also with flags: "
          "A:name=value,name=value; a folder of records stands for all of them")
-    flag("--preset", default="pocket", choices=RULES, help="of every run (default: pocket)")
+    flag("--preset", default="pocket", choices=PRESETS, help="of every run (default: pocket)")
     flag("--seeds", type=count, default=10, metavar="N", help="runs of each (default: 10)")
     flag("--jobs", type=count, default=1, metavar="N", help="runs at once, which share the cores")
     flag("--nproc", type=count, default=1, metavar="N", help="processes of a run (default: 1)")
@@ -151,7 +153,7 @@ def make_parser() -> Parser:
     flag = add(verify_verb, "hold every claim to its logs; exit 1 if one fails")
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
     flag("--replay", type=count, metavar="N", help="run N of each record's seeds again")
-    flag = add(book_verb, "a static site with a page for each record")
+    flag = add(site_verb, "a static site with a page for each record")
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
     flag("--out", required=True, metavar="SITE", help="folder to write it to")
     flag("--source", metavar="URL", help="of the repository's files, for links to them")

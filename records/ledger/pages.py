@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 from ledger.logs import LedgerError, machine_words, read_text
-from ledger.records import RULES, SIGNIFICANCE, Record, by_seed, compare, read_public
+from ledger.records import PRESETS, SIGNIFICANCE, Record, by_seed, compare, read_public
 from ledger.scripts import count_changes, diff_sources
 
 UPSTREAM = "https://github.com/KellerJordan/modded-nanogpt/"
@@ -57,13 +57,16 @@ def plain(text: str) -> str:
 
 def link(record: Record, above: str = "") -> str:
     """The record's name, which leads to its folder; `above` is the way there."""
-    return f"[{record.name}]({above}{record.folder.name})"
+    place = "optimizers/" if record.ladder == "steps" else ""
+    return f"[{record.name}]({above}{place}{record.folder.name})"
 
 
 def place_of(record: Record) -> str:
     """Where a record belongs that retells no public one by itself."""
+    if record.result:
+        return f"result {record.result}"
     if record.leads_to:
-        return f"step to #{record.leads_to}"
+        return f"step to {'#' if record.ladder == 'time' else 'o'}{record.leads_to}"
     step = re.match(r"(\d+)[a-z]\d? ", record.name)  # it comes after what it is a part of
     return f"part of #{step[1]}" if step else "own"
 
@@ -178,7 +181,7 @@ def sources(record: Record, records: list, public: dict, logs: dict) -> str:
     number = record.number or record.leads_to
     if not number and (step := re.match(r"(\d+)[a-z]", record.name)):  # a part that comes after
         number = int(step[1])
-    if not number:
+    if not number or record.ladder == "steps":
         return ""
     whole = next((one for one in records if one.number == number), record)
     links = []
@@ -210,23 +213,25 @@ def blocks(folder: Path, records: list) -> dict:
         if "record" in presets:
             on_gpu.append(record)
         words = "" if presets else "No GPU has run this record yet.\n\n"
-        runs = runs_table([record], tuple(RULES), "../") if record.logs else "It has no runs yet."
+        above = "../../" if record.ladder == "steps" else "../"
+        runs = runs_table([record], PRESETS, above) if record.logs else "It has no runs yet."
         found[record.folder / "README.md"] = {"": words + runs}
         if line := sources(record, records, public, logs):
             found[record.folder / "README.md"][" sources"] = line
 
-    settings = [setting for record in records for setting in record.runs()]
+    by_time = [record for record in records if record.ladder == "time"]
+    settings = [setting for record in by_time for setting in record.runs()]
     pockets = [setting for setting in settings if setting[0] == "pocket"]
     pocket = max(pockets, key=pockets.count, default=())  # in which most records were run
     machine = machine_words(pocket).removeprefix("Preset pocket on ") or "no machine yet"
-    ladder = table(LADDER, ladder_rows(records, pocket))
+    ladder = table(LADDER, ladder_rows(by_time, pocket))
     legend = f"Small model (the preset pocket): on {machine}."
-    parts = [ladder, legend, runs_table(records, ("record",))]
+    parts = [ladder, legend, runs_table(by_time, ("record",))]
     found[folder / "README.md"] = {
         "": "\n\n".join(parts), " public": public_table(folder, records)}
 
-    kept = [record for record in records if record.number in MILESTONES
-            or not (record.number or record.leads_to) or record is records[-1]]
+    kept = [record for record in by_time if record.number in MILESTONES
+            or not (record.number or record.leads_to) or record is by_time[-1]]
     if (folder.parent / "README.md").exists():
         found[folder.parent / "README.md"] = {
             "": table(FRONT, ladder_rows(kept, pocket, f"{folder.name}/")),

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from ledger.logs import RULE, LedgerError, Log, machine_words, read_log, read_text
 from ledger.records import RULES, Record
-from ledger.scripts import meaning
+from ledger.scripts import meaning, settings_of
 
 REPO = Path(__file__).resolve().parents[2]
-JUDGE = REPO / "records" / "judge.py"
+JUDGE = REPO / "records" / "ledger" / "judge.py"
 sys.path.append(str(REPO / "data"))
 from launch import torchrun_options  # noqa: E402
 from machine import MALLOC  # noqa: E402
@@ -57,9 +57,10 @@ def contestant_of(operand: str, preset: str) -> Contestant:
         if name in ("run_id", "preset", "seed") or not value:
             raise LedgerError(f"{operand}: {item!r} is no name=value that can be given here")
         flags[name] = value
+    settings = settings_of(source, preset) | flags
     data = []  # other text of the same names has another size or time
-    for name in ("train_files", "val_files"):
-        for file in sorted(glob.glob(str(REPO / (RULES[preset] | flags)[name]))):
+    for name in sorted({"train_files", "val_files"} & settings.keys()):
+        for file in sorted(glob.glob(str(REPO / settings[name]))):
             data.append([file, os.path.getsize(file), os.path.getmtime(file)])
     return Contestant(operand, path.stem, [meant, flags, data], flags, source)
 
@@ -184,7 +185,7 @@ def replay(record: Record, old: Log) -> list:
     print(f"{name} run again: {new.val_loss - old.val_loss:+.6f} from its val_loss, "
           f"{machine_words(new.setting)}", file=sys.stderr)
 
-    digest, loss = RULES[preset]["val_digest"], found["loss"]
+    digest, loss = RULES[record.ladder][preset]["val_digest"], found["loss"]
     reasons = [
         (new.header["planned_tokens"] != old.header.get("planned_tokens"),
          f"plans {new.header['planned_tokens']} tokens when it is run again"),

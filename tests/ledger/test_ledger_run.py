@@ -185,7 +185,7 @@ def test_standard_streams_may_be_closed():
     ("verify folder", "folder has no record.json; give records/ or a record"),
     ("diff a.py notes.txt", "notes.txt has no step that can be read"),
     ("file binary.bin", "refused: binary.bin: byte 1 is not text"),
-    ("book folder --out site", "no records there, so no pages; give a folder that has")])
+    ("site folder --out site", "no records there, so no pages; give a folder that has")])
 def test_bad_input_is_answered_in_a_line_and_nothing_is_written(
         command, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -29,8 +29,8 @@ SMALLER = {  # patterns of commands, and the flags that are added where they run
     "python records/ledger run *": "--seeds 2",
     "python tests/bench.py turns *": f"{FEW} --seeds 1",
     "python records/*": "", "python data/*": "", "xzcat dump.xz | python data/*": ""}
-SLOW = ("./run.sh", "python records/ledger run", "python records/ledger book",
-        "python records/share", "python tests/bench.py")
+SLOW = ("./run.sh", "python records/ledger run", "python records/ledger site",
+        "python records/ledger/share", "python tests/bench.py")
 
 
 def form_that_runs(command):

@@ -1,4 +1,4 @@
-"""The folders of the records, in the order of their dates, and which of them a test needs."""
+"""The folders of the records of both ladders, oldest first, and which of them a test needs."""
 
 import functools
 import json
@@ -7,8 +7,12 @@ import re
 import golden
 import pytest
 from conftest import REPO
+from ledger.records import LABEL, RULES, ladder_of, record_folders
 
-RECORDS = sorted(path.parent for path in (REPO / "records").glob("20*/record.json"))
+RECORDS = record_folders(REPO / "records")
+LADDERS = {ladder: [record for record in RECORDS if ladder_of(record) == ladder]
+           for ladder in RULES}
+NEWEST = LADDERS["time"][-1]
 load = functools.cache(golden.load)  # tests put back what they change
 
 
@@ -17,9 +21,15 @@ def claim(record):
     return json.loads((record / "record.json").read_text())
 
 
+def parent_of(record):
+    """The folder of its parent, if it has one."""
+    name = claim(record)["parent"]
+    return next((other for other in RECORDS if other.name == name), None)
+
+
 def is_retold(record):
     """Whether it retells a public record or is a step to one, and is none of our own."""
-    return bool(claim(record)["published"] or re.search(r"_\d+[a-z]\d?_", record.name))
+    return bool(claim(record)["published"] or LABEL.search(record.name))
 
 
 @functools.cache
@@ -51,10 +61,11 @@ def for_each(records):
 
 
 def for_each_slowly(records):
-    """The same of a test that takes seconds: it is `slow` but for the newest record, which has most
-    of what the others have."""
+    """The same of a test that takes seconds: it is `slow` but for the newest record of a ladder,
+    which has most of what the others have."""
+    newest = [ladder[-1] for ladder in LADDERS.values() if ladder]
     params = []
     for record in records:
-        marks = [] if record == RECORDS[-1] else [pytest.mark.slow]
+        marks = [] if record in newest else [pytest.mark.slow]
         params.append(pytest.param(record, id=record.name, marks=marks))
     return pytest.mark.parametrize("record", params)

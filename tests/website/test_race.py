@@ -2,8 +2,8 @@
 
 import matplotlib.image
 import pytest
-import race
 from conftest import REPO
+from website import race
 
 
 @pytest.fixture(scope="module")

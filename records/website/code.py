@@ -28,7 +28,7 @@ def words_of(source: str) -> list:
 
 @functools.cache  # most functions of a script are those of the one before
 def words_in(part: str) -> list:
-    from pygments.lexers import PythonLexer  # which no verb but `book` needs
+    from pygments.lexers import PythonLexer  # which no verb but `site` needs
 
     lines = [[]]
     lexer = PythonLexer(stripnl=False, ensurenl=False)
@@ -137,7 +137,7 @@ def in_code(sentence: str, marked: list) -> str:
 
 
 def gap(old: list, new: list) -> str:
-    """A row in place of equal lines, which a button can show: book.js makes it."""
+    """A row in place of equal lines, which a button can show: site.js makes it."""
     if not new:
         return ""
     return (f'\n<tbody class="gap" data-old="{old[0] + 1}" data-new="{new[0] + 1}" '

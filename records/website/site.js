@@ -1,4 +1,4 @@
-// Of the pages that `python records/ledger book` writes.
+// Of the pages that `python records/ledger site` writes.
 "use strict";
 
 // ← and → lead to the previous and the next page.

@@ -3,14 +3,14 @@
 import re
 from html import escape
 
-from book_code import Notes, change_table, side_of, techniques_of
-from book_ideas import ideas_of, name_links
-from book_markdown import Renderer, slug
-from book_model import model_html
-from book_plots import schedule_plots
 from ledger import pages
 from ledger.logs import read_text
 from ledger.records import Record
+from website.code import Notes, change_table, side_of, techniques_of
+from website.ideas import ideas_of, name_links
+from website.markdown import Renderer, slug
+from website.model import model_html
+from website.plots import schedule_plots
 
 # Where a page has the change: in place of the section that says how to see it
 PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)

@@ -1,6 +1,6 @@
 """Judge a trained model by its logits alone: its loss, and whether it sees later tokens.
 
-    python records/judge.py SCRIPT CHECKPOINT PRESET DEVICE
+    python records/ledger/judge.py SCRIPT CHECKPOINT PRESET DEVICE
 
 `ledger verify --replay` calls it, in a process of its own, as it runs the record's script. It
 prints a line of JSON: the loss on the preset's validation data and their digest, and whether
@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))  # which has shards.py
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))  # which has shards.py
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ledger.records import RULES
+from ledger.records import RULES, ladder_of
 from shards import load_script
 
-RECORDS = Path(__file__).resolve().parent
+RECORDS = Path(__file__).resolve().parents[1]
 CUTS = 32  # places from which on tokens are changed
 PIECE = 4096  # positions whose logits are computed at once
 # How much logits may differ by rounding: sums of other sizes, and bf16 on a GPU (2⁻⁸ of 30).
@@ -87,8 +88,9 @@ def leak(model, tokens: np.ndarray, device: str) -> float:
 
 def judge(script: Path, checkpoint: Path, preset: str, device: str) -> dict:
     """The verdict on a checkpoint. Data are read here, and numpy does the mathematics."""
-    (shard,) = RECORDS.parent.glob(RULES[preset]["val_files"])
-    tokens = np.fromfile(shard, "<u2", int(RULES[preset]["val_tokens"]) + 1, offset=1024)
+    rules = RULES[ladder_of(script.parent)][preset]
+    (shard,) = RECORDS.parent.glob(rules["val_files"])
+    tokens = np.fromfile(shard, "<u2", int(rules["val_tokens"]) + 1, offset=1024)
     digest = hashlib.sha256(tokens).hexdigest()[:16]
     tokens = tokens.astype(np.int64)
     model = load_model(script, checkpoint, device)

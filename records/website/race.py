@@ -1,4 +1,4 @@
-"""Draws race.png: published validation losses against seconds of training.
+"""Draws docs/race.png: published validation losses against seconds of training.
 
 The figures are those of the authors of modded-nanogpt's records. public_curves.csv has what their
 logs print (github.com/KellerJordan/modded-nanogpt; each row names its file there, `logs` is the
@@ -10,7 +10,7 @@ import tomllib
 from datetime import date
 from pathlib import Path
 
-HERE = Path(__file__).parent
+RECORDS = Path(__file__).resolve().parents[1]
 ELSEWHERE = (88,)  # whose linked log is of another machine
 TARGET = 3.28
 TICKS = (10, 20, 40, 80, 160, 320, 640, 1280)
@@ -35,7 +35,7 @@ def read_curves(path: Path) -> dict:
     return curves
 
 
-def draw(path: Path, folder: Path = HERE) -> list:
+def draw(path: Path, folder: Path = RECORDS) -> list:
     """Write the picture to a path; returns the numbers of the records that it shows."""
     import matplotlib
     from matplotlib.dates import date2num
@@ -85,4 +85,4 @@ def draw(path: Path, folder: Path = HERE) -> list:
 
 
 if __name__ == "__main__":
-    draw(HERE / "race.png")
+    draw(RECORDS.parent / "docs/race.png")

@@ -22,7 +22,7 @@ class Renderer:
 
     def html(self, text: str, folder: Path) -> str:
         """HTML of Markdown that stands in a folder. Headings get ids."""
-        from markdown_it import MarkdownIt  # which no verb but `book` needs
+        from markdown_it import MarkdownIt  # which no verb but `site` needs
 
         parser = MarkdownIt("commonmark").enable("table")
         tokens = parser.parse(text)

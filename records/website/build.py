@@ -1,6 +1,6 @@
-"""The ladder as a book: a static site with a page for each record and each idea.
+"""The ladder as a website with a page for each record and each idea.
 
-`python records/ledger book --out SITE` writes it.
+`python records/ledger site --out SITE` writes it.
 """
 
 import re
@@ -9,14 +9,14 @@ from html import escape
 from pathlib import Path
 from urllib.parse import urljoin
 
-from book_code import scripts_data
-from book_ideas import chart_html, idea_html, read_ideas, trace_all
-from book_ladder import ladder_svg
-from book_markdown import Renderer
-from book_record import record_html
 from ledger import pages
 from ledger.logs import LedgerError, read_text
 from ledger.records import Record
+from website.code import scripts_data
+from website.ideas import chart_html, idea_html, read_ideas, trace_all
+from website.ladder import ladder_svg
+from website.markdown import Renderer
+from website.record import record_html
 
 NAME = "A NanoGPT speedrun in one file"
 PAGE = """<!DOCTYPE html>
@@ -32,7 +32,7 @@ PAGE = """<!DOCTYPE html>
 {preview}
 <link rel="icon" href="icon.svg">
 <link rel="stylesheet" href="style.css">
-<script src="book.js" defer></script>
+<script src="site.js" defer></script>
 </head>
 <body>
 <header>{header}</header>
@@ -77,11 +77,11 @@ COMPARE = """<h1>Two records side by side</h1>
 <script src="scripts.js"></script>
 <script src="compare.js"></script>
 """
-RACE = "![Published validation loss against seconds, a curve for each record](race.png)"
+RACE = "![Published validation loss against seconds, a curve for each record](../docs/race.png)"
 
 
 # ---- The site ----
-def write_book(
+def write_site(
     records: list, out: Path, source: str | None = None, address_of_site: str | None = None
 ) -> list:
     """Write the site to a folder, and return its pages.
@@ -95,19 +95,19 @@ def write_book(
         raise LedgerError(f"--out {out}: it has other files; give a folder of its own")
     out.mkdir(parents=True, exist_ok=True)
     folder = records[0].folder.parent.resolve()
-    style = read_text(Path(__file__).with_suffix(".css"))
+    style = read_text(Path(__file__).with_name("style.css"))
     (out / "style.css").write_text(style, encoding="utf-8")
     (out / "icon.svg").write_text(ICON, encoding="utf-8")
-    for name in ("book.js", "compare.js"):
+    for name in ("site.js", "compare.js"):
         (out / name).write_text(read_text(Path(__file__).with_name(name)), encoding="utf-8")
     data = scripts_data({record.folder.name: record.script for record in records})
     (out / "scripts.js").write_text(data, encoding="utf-8")
 
     docs = folder.parent / "docs"
     renderer = Renderer(folder.parent, source, names_of(records))
-    race = (folder / "race.png").exists()
+    race = (docs / "race.png").exists()
     if race:
-        shutil.copyfile(folder / "race.png", out / "race.png")
+        shutil.copyfile(docs / "race.png", out / "race.png")
     story = story_html(docs / "story.md", renderer) if (docs / "story.md").exists() else ""
     site, ideas = {"index": front_page(records, folder, race, story, renderer)}, []
     if (docs / "techniques.md").exists():
@@ -141,8 +141,8 @@ def names_of(records: list) -> dict:
     docs, root = folder.parent / "docs", folder.parent / "train_gpt.py"
     names = {folder / "README.md": "index.html", docs / "story.md": "index.html#story",
              docs / "techniques.md": "techniques.html"}
-    if (folder / "race.png").exists():
-        names[folder / "race.png"] = "race.png"
+    if (docs / "race.png").exists():
+        names[docs / "race.png"] = "race.png"
     newest = read_text(root) if root.exists() else None
     for record in records:
         home, name = record.folder.resolve(), record.folder.name

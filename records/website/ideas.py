@@ -1,6 +1,6 @@
 """Ideas through time: which scripts have each technique of docs/techniques.md, and in which lines.
 
-records/ideas.toml has how the lines of a technique are found.
+ideas.toml has how the lines of a technique are found.
 """
 
 import bisect
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from book_code import definitions, side_of
 from ledger.logs import LedgerError, read_text
 from ledger.records import Record
 from ledger.scripts import above, titles
+from website.code import definitions, side_of
 
 LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
 CELLS = ("name", "what", "by", "effect", "here", "function")

@@ -1,4 +1,4 @@
-// What test_book.py has a browser do with the book; it reads `found` afterwards.
+// What test_site.py has a browser do with the site; it reads `found` afterwards.
 "use strict";
 const found = {};
 

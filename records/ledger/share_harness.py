@@ -1,14 +1,19 @@
 """Give every record the harness of the root's train_gpt.py: what stands below the banner.
 
-    python records/share_harness.py
+    python records/ledger/share_harness.py
 
 It says which records it changed. Above the banner nothing is touched.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-RECORDS = Path(__file__).resolve().parent
+RECORDS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(RECORDS))
+
+from ledger.records import record_folders  # noqa: E402
+
 BANNER = "\n# ==== Harness"
 
 
@@ -17,12 +22,13 @@ def main():
     root = (RECORDS.parent / "train_gpt.py").read_text("utf-8")
     harness = root.partition(BANNER)[2]
     changed = 0
-    for script in sorted(RECORDS.glob("*/train_gpt.py")):
+    for folder in record_folders(RECORDS):
+        script = folder / "train_gpt.py"
         source = script.read_text("utf-8")
         record, _, old_harness = source.partition(BANNER)
         if old_harness != harness:
             script.write_text(record + BANNER + harness, encoding="utf-8", newline="")
-            print(f"changed {script.parent.name}")
+            print(f"changed {folder.name}")
             changed += 1
     print(f"{changed} record(s) changed")
 

@@ -1,4 +1,4 @@
-"""The ladder as a book: each record has its page, its place and its change; no link is dead."""
+"""The website: each record has its page, its place and its change; no link is dead."""
 
 import json
 import re
@@ -11,13 +11,6 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlparse
 from xml.etree import ElementTree
 
-import book
-import book_code
-import book_ideas
-import book_ladder
-import book_model
-import book_plots
-import book_record
 import pytest
 from conftest import REPO
 from fake_records import NEWEST, PARENT, edit, make_records
@@ -25,6 +18,13 @@ from ledger import records
 from ledger.__main__ import main
 from ledger.logs import LedgerError
 from ledger.scripts import above, sections
+from website.build import NAME, with_row_ids
+from website.code import Notes, Side, change_table, scripts_data, techniques_of
+from website.ideas import Idea, chart_row, idea_html, name_links, ranges, read_ideas, trace_all
+from website.ladder import ladder_svg
+from website.model import ROW, STARTS, TOKENS, TOP, model_html, model_of
+from website.plots import points_of, schedule_of, schedule_plots
+from website.record import sentences_on_lines
 
 THIRD = "2026-03-03_Third"
 SOURCE = "https://example.org/blob/main"
@@ -61,7 +61,7 @@ class Page(HTMLParser):
 
 
 def write(out, *words):
-    assert main(["book", *words, "--out", str(out)]) == 0
+    assert main(["site", *words, "--out", str(out)]) == 0
     return {path.stem: Page(path) for path in out.glob("*.html")}
 
 
@@ -74,13 +74,13 @@ def ladder():
 
 
 @pytest.mark.slow
-def test_the_book_of_some_records_is_whole(tmp_path, ladder):
+def test_the_site_of_some_records_is_whole(tmp_path, ladder):
     """Their pages have no dead link, ids that differ, a way home, and each changed line."""
     for record in ladder[-4:]:
         shutil.copytree(record.folder, tmp_path / "records" / record.folder.name)
     shutil.copy(REPO / "records/public.toml", tmp_path / "records")
     shutil.copytree(REPO / "docs", tmp_path / "docs")
-    ideas = book_ideas.read_ideas(REPO / "docs/techniques.md", REPO / "records/ideas.toml")
+    ideas = read_ideas(REPO / "docs/techniques.md", REPO / "records/website/ideas.toml")
     others = {"index", "techniques", "compare", "ideas", *(idea.page for idea in ideas)}
     out = tmp_path / "site"
     pages = write(out, str(tmp_path / "records"), "--source", SOURCE)
@@ -89,7 +89,7 @@ def test_the_book_of_some_records_is_whole(tmp_path, ladder):
     for name, following in zip(["index", *known], [*known, "index"]):
         page = (out / f"{name}.html").read_text()
         assert re.findall(r'href="([\w-]+)\.html[^>]*>Next: ', page) == 2 * [following]
-        title = f"{known[name].name} · {book.NAME}" if name in known else book.NAME
+        title = f"{known[name].name} · {NAME}" if name in known else NAME
         assert f"<title>{title}</title>" in page
         assert f'<meta property="og:title" content="{title}">' in page
         if name in known:
@@ -159,18 +159,18 @@ def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(tmp_pat
     assert {f"{PARENT}.html", "https://example.net/d"} <= set(page.links)
     assert not [link for link in page.links if "x.md" in link] and "a b c" in page.text
     assert hostile in page.text and "<b>A run & log" in page.text
-    assert page.tags.count("script") == 1 and "book.js" in page.links
+    assert page.tags.count("script") == 1 and "site.js" in page.links
     page = write(tmp_path / "full", str(fakes), "--source", "https://example.org/main")[NEWEST]
     assert "https://example.org/main/docs/x.md#y" in page.links
-    assert main(["book", str(fakes), "--out", str(fakes)]) == 2  # among other files
+    assert main(["site", str(fakes), "--out", str(fakes)]) == 2  # among other files
 
 
 def test_the_front_page_has_the_story_and_the_race_where_they_are(tmp_path):
     fakes = make_records(tmp_path)
-    (fakes / "race.png").write_bytes(b"a picture")
     (fakes.parent / "docs").mkdir()
+    (fakes.parent / "docs/race.png").write_bytes(b"a picture")
     link = f"[a](../{fakes.name}/{PARENT})"
-    story = f"# Fast & faster\n\n![x](../records/race.png)\n\n## 1. Go\n\n{link}"
+    story = f"# Fast & faster\n\n![x](race.png)\n\n## 1. Go\n\n{link}"
     (fakes.parent / "docs/story.md").write_text(story)
     pages = write(tmp_path / "site", str(fakes))
     front = pages["index"]
@@ -183,7 +183,7 @@ def test_the_front_page_has_the_story_and_the_race_where_they_are(tmp_path):
 def test_a_change_shows_old_lines_then_new_ones_with_numbers_and_marked_words():
     old = '"""Doc."""\n\n# ---- Model ----\na = 1\nrate = low + 2  # slow\nb = 3\nc = 4\n'
     new = old.replace("low + 2  # slow\nb = 3", "high + 2  # slow\nb = [3 < 4]\nd = 5")
-    table = book_code.change_table(book_code.Side(old), book_code.Side(new), "Model", "m")
+    table = change_table(Side(old), Side(new), "Model", "m")
     assert re.findall(r'id="(.*?)"', table) == ["m-1"]
     row = r'<tr class="(\w+)"><td class="old">(.*?)</td><td class="new">(.*?)</td>'
     rows = re.findall(row, table)
@@ -200,8 +200,8 @@ def test_sentences_stand_where_their_names_change_and_gaps_where_lines_are_equal
     old = head + "tied = 1\n" + head.replace("x", "y") + "loose = 1\n"
     new = old.replace("tied = 1", "tied = 2").replace("loose = 1", "loose = 2")
     told = "`tied` is [one](x.md) idea & `loose` another. `untied` is none. `tie` is none."
-    table = book_code.change_table(book_code.Side(old), book_code.Side(new), "Model", "m",
-                                   book_code.Notes(told))
+    table = change_table(Side(old), Side(new), "Model", "m",
+                                   Notes(told))
     notes = re.findall('<tr class="note">.*?<p>(.*?)</p></td>', table)
     first, second = [f"<mark><code>{name}</code></mark>" for name in ("tied", "loose")]
     assert notes == [f"{first} is one idea &amp; <code>loose</code> another.",
@@ -213,7 +213,7 @@ def test_sentences_stand_where_their_names_change_and_gaps_where_lines_are_equal
 def test_sentences_on_lines_are_of_prose():
     text = ("# P\n\nWhy. The diff has it in a line: `tied`. No `code`.\n\n    a line `x`\n\n"
             "## See the change\n\nThe line `y`.\n")
-    assert book_record.sentences_on_lines(text) == "The diff has it in a line: `tied`."
+    assert sentences_on_lines(text) == "The diff has it in a line: `tied`."
 
 
 MODELS = {  # of the layers: skips, what is saved, the windows whose mask is not the parent's
@@ -229,18 +229,18 @@ def test_a_model_is_drawn_as_its_script_builds_it(ladder):
     known = {one.folder.name: one for one in ladder}
     for name, (skips, saved, changed) in MODELS.items():
         record = known[name]
-        model = book_model.model_of(record.script)
-        parent = record.parent and book_model.model_of(record.parent.script)
+        model = model_of(record.script)
+        parent = record.parent and model_of(record.parent.script)
         old = parent.masks if parent else {}
         assert (model.skips, model.saved) == (skips, saved), name
         assert changed == sorted(window for window, first in model.masks.items()
                                  if old.get(window) != first), name
-        drawn = book_model.model_html(record.script, record.parent and record.parent.script)
+        drawn = model_html(record.script, record.parent and record.parent.script)
         ElementTree.fromstring(f"<div>{drawn}</div>")
         assert ('id="mask"' in drawn) == bool(changed), name
         for first in model.masks.values():  # no token reads a later one, or another document
-            share = len(first) // book_model.TOKENS
-            starts = [share * start for start in book_model.STARTS]
+            share = len(first) // TOKENS
+            starts = [share * start for start in STARTS]
             assert all(max(start for start in starts if start <= at) <= key <= at
                        for at, key in enumerate(first)), name
     rows = model.rows
@@ -248,18 +248,18 @@ def test_a_model_is_drawn_as_its_script_builds_it(ladder):
     assert [row["count"] for row in rows] == [*7 * [1], 0, 2, 1, 1]
     assert not rows[4]["attention"] and "xsa" in rows[1]["flags"] and rows[1]["gated_table"]
     assert "<rect class=\"new\"" not in drawn and "As in the parent." in drawn
-    assert book_model.model_html("x = 1", None) == ""
+    assert model_html("x = 1", None) == ""
     changed = known["2026-08-30_92a_MlpsByLayer"]
-    drawn = book_model.model_html(changed.script, changed.parent.script)
+    drawn = model_html(changed.script, changed.parent.script)
     tops = [int(top) for top in re.findall('<rect class="new" x="0" y="(.*?)"', drawn)]
-    assert [(top - book_model.TOP) // book_model.ROW for top in tops] == [7, 8]
+    assert [(top - TOP) // ROW for top in tops] == [7, 8]
 
 
 def test_each_script_can_be_made_of_the_data_and_each_technique_is_where_it_says():
     folders = [REPO / "records" / name for name in
                ("2025-12-21_SmoothedScalars", "2025-12-22_MultiTokenPrediction")]
     sources = {folder.name: (folder / "train_gpt.py").read_text() for folder in folders}
-    lines, scripts = book_code.scripts_data(sources).strip().splitlines()
+    lines, scripts = scripts_data(sources).strip().splitlines()
     lines = json.loads(lines.removeprefix("const LINES = ").removesuffix(";"))
     scripts = json.loads(scripts.removeprefix("const SCRIPTS = ").removesuffix(";"))
     for name, source in sources.items():
@@ -270,7 +270,7 @@ def test_each_script_can_be_made_of_the_data_and_each_technique_is_where_it_says
         heads = dict(scripts[name]["sections"])
         assert shown[heads["Model"]].startswith("# ---- Model")
         assert shown[heads["Harness"]].startswith("# ==== Harness")
-        rows = dict(book_code.techniques_of(source))
+        rows = dict(techniques_of(source))
         places = [place for row in rows.values() for place in row]
         assert len(rows) > 10 and dict(rows["ReLU²"])["MLP"]
         for place, line in places:
@@ -281,18 +281,18 @@ def test_each_script_can_be_made_of_the_data_and_each_technique_is_where_it_says
 @pytest.mark.slow
 def test_each_idea_changes_lines_where_its_row_says(ladder):
     """And each technique that a docstring names has a page."""
-    ideas = book_ideas.read_ideas(REPO / "docs/techniques.md", REPO / "records/ideas.toml")
+    ideas = read_ideas(REPO / "docs/techniques.md", REPO / "records/website/ideas.toml")
     assert len({idea.page for idea in ideas}) == len(ideas) > 100
-    book_ideas.trace_all(ideas, ladder)
+    trace_all(ideas, ladder)
     for idea in ideas:
         kinds = {step.record.folder.name: step.kind for step in idea.steps}
         if idea.lines:
             assert kinds[idea.records[0]] == "came", idea.name
             assert all(kinds[name] in ("came", "changed") for name in idea.records), idea.name
     named = {technique for record in ladder
-             for technique, _ in book_code.techniques_of(record.script)}
+             for technique, _ in techniques_of(record.script)}
     for technique in named:
-        rest = re.sub("<a.*?</a>", "", book_ideas.name_links(technique, ideas))
+        rest = re.sub("<a.*?</a>", "", name_links(technique, ideas))
         assert not rest.strip(", "), technique
 
 
@@ -308,43 +308,43 @@ def test_an_idea_comes_changes_and_goes(tmp_path):
         (folder / "train_gpt.py").write_text(source)
         claim = {"published": None, "change": "", "parent": None}
         known.append(parent := records.Record(folder, claim, parent))
-    idea = book_ideas.Idea("S", "Smear", "What.", "By", "–", "[#2](../records/2026-01-02_R1)", "f",
+    idea = Idea("S", "Smear", "What.", "By", "–", "[#2](../records/2026-01-02_R1)", "f",
                            re.compile("smear"), ["Smear"])
-    book_ideas.trace_all([idea], known)
+    trace_all([idea], known)
     assert [(step.kind, step.numbers) for step in idea.steps] == [
         ("came", [0]), ("same", [1]), ("changed", [0]), ("gone", [])]
-    page = book_ideas.idea_html(idea, known[-1], lambda text: text)
+    page = idea_html(idea, known[-1], lambda text: text)
     assert re.findall('<h3 id="(.*?)">(.) ', page) == [
         ("2026-01-03_R2", "+"), ("2026-01-05_R4", "±"), ("2026-01-06_R5", "−")]
     assert 'compare.html#b=2026-01-04_R3&amp;line=2">R3</a>' in page
     assert "3 scripts have it, from R2 to R4." in page
     assert "newest script" not in page and "No later" not in page  # it went
-    book_ideas.trace_all([branch := replace(idea, steps=[])], known[:3])
-    assert "The newest script has it" in book_ideas.idea_html(branch, known[2], str)
-    assert "No later script is a change of R2" in book_ideas.idea_html(branch, known[-1], str)
-    row = book_ideas.chart_row(idea, known)
+    trace_all([branch := replace(idea, steps=[])], known[:3])
+    assert "The newest script has it" in idea_html(branch, known[2], str)
+    assert "No later script is a change of R2" in idea_html(branch, known[-1], str)
+    row = chart_row(idea, known)
     assert re.findall('class="(.*?)"', row) == ["", "came", "same", "changed", "gone"]
-    assert book_ideas.ranges([1, 2, 3, 7]) == "2-4,8"
+    assert ranges([1, 2, 3, 7]) == "2-4,8"
 
 
 def test_a_technique_without_a_rule_is_named(tmp_path):
     (tmp_path / "page.md").write_text("| New idea | a | b | c | d | e |\n")
     (tmp_path / "ideas.toml").write_text("")
     with pytest.raises(LedgerError, match="New idea"):
-        book_ideas.read_ideas(tmp_path / "page.md", tmp_path / "ideas.toml")
+        read_ideas(tmp_path / "page.md", tmp_path / "ideas.toml")
 
 
 def test_a_schedule_is_drawn_from_its_script_beside_its_parents():
     names = ["2025-12-21_SmoothedScalars", "2025-12-22_MultiTokenPrediction"]
     old, new = [(REPO / "records" / name / "train_gpt.py").read_text() for name in names]
-    steps, values = book_plots.schedule_of(new)
+    steps, values = schedule_of(new)
     assert steps == 1920 and values["lr_factor"][0] == 1 and max(values["seq_len"]) == 49152
-    drawn = book_plots.schedule_plots(new, old)
+    drawn = schedule_plots(new, old)
     assert drawn.count("<svg") == 5 and "dashed" in drawn
     assert values["tokens"][-1] == 8 * 49152
-    assert 'class="theirs"' not in book_plots.schedule_plots(new, new)
-    assert book_plots.schedule_plots("x = 1", None) == ""
-    assert book_plots.points_of([0, 1, 2, 3, 3, 3]) == [(0, 0), (3, 3), (5, 3)]
+    assert 'class="theirs"' not in schedule_plots(new, new)
+    assert schedule_plots("x = 1", None) == ""
+    assert points_of([0, 1, 2, 3, 3, 3]) == [(0, 0), (3, 3), (5, 3)]
 
 
 @pytest.mark.slow
@@ -356,7 +356,7 @@ def test_the_picture_has_names_only_where_there_is_room(tmp_path):
         claim = {"published": {"number": number}, "change": "", "parent": None}
         folder = tmp_path / f"{row['date']}_Name{number}"
         known.append(records.Record(folder, claim, minutes=row["minutes"]))
-    drawn = book_ladder.ladder_svg(tmp_path, known)
+    drawn = ladder_svg(tmp_path, known)
     named = set(re.findall(r">#(\d+) Name\d+, [\d.]+ min<", drawn))
     assert {"2", "92", "53"} <= named and 12 < len(named) < 60
 
@@ -367,17 +367,17 @@ def test_each_point_of_the_ladder_is_a_link(tmp_path):
     (tmp_path / "public.toml").write_text(f"record = [{row}]")
     claim = {"published": {"number": 9}, "change": "x & y", "parent": None}
     one = records.Record(tmp_path / "2024-11-06_Name", claim, minutes="8.2")
-    drawn = ElementTree.fromstring(book_ladder.ladder_svg(tmp_path, [one]))
+    drawn = ElementTree.fromstring(ladder_svg(tmp_path, [one]))
     links = {link.get("href"): link[0].text for link in drawn.iter("a")}
     assert links == {"#public-7": "#7, 12.0 min: a < b",
                      "2024-11-06_Name.html": "#9 Name, 8.2 min: x & y"}
     rows = '<tr>\n<td><a href="x">#7</a></td></tr><tr>\n<td>#9</td></tr><tr>\n<td>#9 A</td></tr>'
-    assert re.findall('id="(.*?)"', book.with_row_ids(rows)) == ["public-7", "public-9"]
+    assert re.findall('id="(.*?)"', with_row_ids(rows)) == ["public-7", "public-9"]
 
 
 def try_in_browser(site: Path, **wanted) -> dict:
     """What tried.js finds in the site; its page has the site's pages in frames."""
-    script = (REPO / "tests/ledger/tried.js").read_text()
+    script = (REPO / "tests/website/tried.js").read_text()
     page = site / "tried.html"
     page.write_text(f"<!DOCTYPE html><body><script>const WANTED = {json.dumps(wanted)};\n"
                     f"{script}</script></body>")
@@ -393,12 +393,12 @@ def try_in_browser(site: Path, **wanted) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="there is no Chromium here")
-def test_a_browser_shows_the_book(tmp_path, ladder):
+def test_a_browser_shows_the_site(tmp_path, ladder):
     """No page is wider than its window; filter, keys, links of the picture, comparisons work."""
     names = [ladder[place].folder.name for place in (0, 1, -1)]
     for name in names:
         shutil.copytree(REPO / "records" / name, tmp_path / "records" / name)
-    for name in ("records/public.toml", "records/race.png", "docs/techniques.md", "docs/story.md"):
+    for name in ("records/public.toml", "docs/race.png", "docs/techniques.md", "docs/story.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPO / name, tmp_path / name)
     first, second, third = names

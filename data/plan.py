@@ -23,8 +23,8 @@ TABLES = {  # files that records read beside the text, and what makes them
 
 # GiB of one GPU as `bench.py kernels` counts them with the head in one piece, by how the names of
 # records begin: the peaks of training and of a validation, and what weights, gradients and state
-# take of both. A record is taken to need what the last one before it needs that was counted, and
-# one that is newer than all of them what the root needs.
+# take of both. A record is taken to need what the last one before it needs that was counted. What
+# is newer than all of them, or is of the ladder by steps, is taken to need what the root needs.
 MEMORY = {
     "2025-12-22": (27.2, 7.8, 2.4),
     "2026-01-04": (28.2, 8.5, 3.1),
@@ -112,7 +112,7 @@ def counted_memory(script, cfg, ranks: int, fp8: bool) -> tuple[float, float, fl
     """A row of MEMORY for a script on so many GPUs, with the tokens of its forward passes."""
     name, newest = record_of(script), max(MEMORY)
     before = max((key for key in MEMORY if key <= name), default="")
-    if not before or name[:10] > newest[:10]:
+    if not before or name[:10] > newest[:10] or re.search(r"_o\d", name):
         before = min(MEMORY)
     training, validation, state = MEMORY[before if fp8 else NEEDS_FP8.get(before, before)]
     training = state + (training - state) * tokens_of_forward(script, cfg) / COUNTED_TOKENS

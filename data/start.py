@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
+sys.path.append(str(Path(__file__).parent.parent / "records"))
 import launch
 import machine
 from machine import MachineError, say
@@ -36,23 +37,23 @@ OWN_PLAN = {"shorten", "sequences_per_step", "sequences_per_forward", "val_seq_l
 
 def find_record(name: str) -> Path:
     """The script of the record that this names. Raises MachineError."""
+    from ledger.records import record_folders
+
     word = Path(name).name.removeprefix("#")  # a folder, too, as a shell completes it
-    found = []
-    for path in (*REPO.glob("records/20*/train_gpt.py"),
-                 *REPO.glob("records/optimizers/20*/train_gpt.py")):
-        folder = path.parent.name
-        if word == folder or f"_{word}_" in f"{folder}_" and word:
-            found.append(path)
-    if word.isdigit():  # the public number, of which a folder's name says nothing
-        found = []
-        for claim in REPO.glob("records/20*/record.json"):
-            published = json.loads(claim.read_text()).get("published") or {}
+    by_name, by_number = [], []
+    for folder in record_folders(REPO / "records"):
+        if word and f"_{word}_" in f"_{folder.name}_":
+            by_name.append(folder / "train_gpt.py")
+        if word.isdigit() and (folder / "record.json").exists():
+            published = json.loads((folder / "record.json").read_text())["published"] or {}
             if published.get("number") == int(word):
-                found.append(claim.with_name("train_gpt.py"))
+                by_number.append(folder / "train_gpt.py")
+    found = by_number or by_name
     if len(found) != 1:
+        names = ", ".join(path.parent.name for path in found) or "none"
         raise MachineError(
-            f"--record {name}: {len(found)} records have this name; give a number such as 53, a "
-            "label such as 92h or o36, or the end of one folder's name, such as DenseConnections")
+            f"--record {name}: of the records it names {names}; give a number such as 53, a label "
+            "such as 92h or o36, or the end of one folder's name, such as DenseConnections")
     return found[0]
 
 

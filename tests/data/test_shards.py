@@ -94,7 +94,7 @@ def test_messages_name_flags_that_the_program_has(name):
 
 def test_the_start_names_flags_that_there_are():
     fields = set(re.findall(r"^    (\w+): ", (REPO / "train_gpt.py").read_text(), re.MULTILINE))
-    known = fields | {"record", "help", "ngram_rows", "maxprocesses"}
+    known = fields | {"record", "help", "ngram_rows", "maxprocesses", "prompt"}
     for name in "plan", "start":
         named = re.findall(r"--([a-z_]+)", (REPO / "data" / f"{name}.py").read_text())
         assert set(named) <= known

@@ -130,16 +130,18 @@ def install(files: list[str]) -> None:
     # uv makes environments without pip, on Debian also of a Python that has none to give.
     if not succeeds([*pip, "--version"]) and not succeeds([VENV_PYTHON, "-m", "ensurepip"]):
         installer = ["uv", "pip", "install", "--python", VENV_PYTHON]
+    options = []
     # A machine without NVIDIA's driver needs none of the CUDA libraries, gigabytes on Linux.
     if sys.platform == "linux" and not has_nvidia():
         torch = f"torch=={pinned_torch()}"
         quickly = os.environ | {"PIP_RETRIES": "0"}
         try:
             call([*installer, "--no-deps", torch, "--index-url", CPU_BUILDS], quickly)
+            options = ["--quiet"]  # what is left is small
         except MachineError:
             say(f"packages: no torch from {CPU_BUILDS}; now from the package index, whose torch "
                 "brings NVIDIA's libraries")
-    call([*installer, *(f"--requirement={REPO / file}" for file in files)])
+    call([*installer, *options, *(f"--requirement={REPO / file}" for file in files)])
     if not succeeds([VENV_PYTHON, __file__, *files]):
         raise MachineError(f"{VENV} lacks packages that {installer[0]} says are there: move it "
                            "away, and run this again")

@@ -73,8 +73,9 @@ def list_verb(args) -> int:
         shown = [record for record in records if only in (None, record.folder.name)]
         print(pages.plain(pages.runs_table(shown, PRESETS)))
     else:
-        found = logs.read_folder(folder)  # of other people
-        if not found:
+        found, left_out = logs.read_folder(folder)  # of other people
+        tell(left_out)
+        if all(log.last_step is None for log in found):
             raise LedgerError(f"{folder} has no records and no logs; known are {logs.FORMS}")
         print(pages.plain(pages.others(found, folder, args.target)))
     return 0

@@ -1,11 +1,12 @@
 """What is shown: the generated lines of the READMEs, and the same for a terminal."""
 
 import csv
+import math
 import re
 import statistics
 from pathlib import Path
 
-from ledger.logs import LedgerError, machine_words, read_text
+from ledger.logs import LedgerError, machine_words, read_text, why_not_counted
 from ledger.records import PRESETS, SIGNIFICANCE, Record, by_seed, compare, read_public
 from ledger.scripts import count_changes, diff_sources
 
@@ -78,7 +79,12 @@ def spread(losses: list) -> str:
 
 
 def below(losses: list, target: float) -> str:
-    """The p of the one-sided t-test that the mean lies below a target; nothing without spread."""
+    """The p of the one-sided t-test that the mean lies below a target; nothing without spread.
+
+    A loss that is infinite, of a run that diverged, leaves nothing below.
+    """
+    if math.inf in losses:
+        return "1"
     if len(set(losses)) < 2:
         return ""
     from scipy import stats  # a second, which other verbs do not wait for
@@ -308,10 +314,14 @@ def others(logs: list, folder: Path, target: float) -> str:
         groups |= {log.path: [log] for log in logs}
     rows = []
     for path, some in groups.items():
+        if all(log.last_step is None for log in some):  # none is a log
+            continue
         name = re.sub(r"[|\[\]\x00-\x1f]", "?", path.relative_to(folder).as_posix())
         whole = [log for log in some if log.finished]
-        steps = ", ".join(sorted({f"{log.last_step:,}" for log in whole or some}))
-        losses = [log.val_loss for log in whole or some]
+        steps = {f"{log.last_step:,}" for log in whole} or set(map(why_not_counted, some))
+        diverged = [math.inf for log in some if log.diverged_at is not None]
+        losses = [log.val_loss for log in whole or some if log.diverged_at is None]
+        number = f"{len(whole)} of {len(some)}" if len(whole) < len(some) else f"{len(whole)}"
         times = [log.train_time_ms for log in whole if log.train_time_ms]
         minutes = minutes_of(times)
         if len(times) > 1:
@@ -320,15 +330,21 @@ def others(logs: list, folder: Path, target: float) -> str:
                   and "baseline" in other.name.lower()]
         difference = ""
         if beside and path not in beside:
-            difference = from_baseline(whole, [log for log in groups[beside[0]] if log.finished])
+            difference = from_baseline(some, groups[beside[0]])
         rows.append(dict(zip(OTHERS, [
-            name, str(len(whole)), steps if whole else f"stopped at {steps}", spread(losses),
-            below(losses, target), minutes, difference, sources_differ(some)])))
+            name, number, ", ".join(sorted(steps)), spread(losses) if losses else "nan",
+            below(losses + diverged, target), minutes, difference, sources_differ(some)])))
     return table(OTHERS, rows)
 
 
 def from_baseline(logs: list, baseline: list) -> str:
-    """The difference of public runs, whose seeds differ: by Welch's test, of unequal variances."""
+    """The difference of public runs, whose seeds differ: by Welch's test, of unequal variances.
+
+    Nothing where a run diverged, as their mean is no number then.
+    """
+    if any(log.diverged_at is not None for log in logs + baseline):
+        return ""
+    logs, baseline = ([log for log in some if log.finished] for some in (logs, baseline))
     if min(len(logs), len(baseline)) < 2:
         return ""
     from scipy import stats

@@ -12,6 +12,7 @@ from reference_parts import (
     adam_averages,
     aspect,
     decayed_step,
+    descending_eigenvectors,
     hyperball_step,
     momentum,
     newton_schulz_step,
@@ -40,7 +41,7 @@ def count(state):
 
 def descending(gram, epsilon):
     """Eigenvectors of a Gram matrix, columns by falling eigenvalue."""
-    return torch.linalg.eigh(symmetric(gram) + epsilon * eye(len(gram)))[1].flip(1)
+    return descending_eigenvectors(symmetric(gram) + epsilon * eye(len(gram)))
 
 
 # ---- 15: Newton-Muon ----

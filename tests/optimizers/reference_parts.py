@@ -197,12 +197,12 @@ def contra(direction, u):
 
 def descending_eigenvectors(matrix):
     """Columns by falling eigenvalue."""
-    return torch.linalg.eigh(matrix)[1].flip(1)
+    return torch.linalg.eigh(matrix)[1].flip(1).contiguous()
 
 
 def orthonormal(matrix):
     """The Q factor of a reduced QR factorisation, signs as they come."""
-    return torch.linalg.qr(matrix)[0]
+    return torch.linalg.qr(matrix)[0].contiguous()
 
 
 def schatten4_of_soap(matrix):

@@ -286,7 +286,7 @@ def test_bad_input_is_one_line_and_nothing_is_left(run_text, tmp_path, monkeypat
         "utf16.txt": ("text " * 1000).encode("utf-16"),
         "binary.txt": b"text " * 1000 + b"\0",
         "table.csv": b"id,text\n" + b"1,some words\n" * 1000,
-        "array.json": b'\xef\xbb\xbf[{"text": "a"},\n' + b'{"text": "some words"},\n' * 999 + b"{}]",
+        "array.json": b'\xef\xbb\xbf[' + b'{"text": "some words"},\n' * 999 + b"{}]",
         "texts.json": b'["text",\n' + b'"some words",\n' * 999 + b'""]',
         "lines.txt": b'{"id": 1, "text": "some words"}\n' * 999,
         "stories.txt": b"some words\n" * 30_000 + b"<|endoftext|>\n" + b"some words\n" * 999,

@@ -34,7 +34,6 @@ def is_right(path: Path, published: str = "") -> bool:
     with open(path, "rb") as shard:
         sha256 = hashlib.file_digest(shard, "sha256").hexdigest()
     if not is_whole(path) or sha256 != (published or noted or sha256):
-        print(f"{path}: not whole, or not of the published sha256", flush=True)
         return False
     print(f"{path.name}: read once, and whole", flush=True)
     with contextlib.suppress(OSError):  # in a folder that can only be read
@@ -88,6 +87,9 @@ def main() -> None:
     if not all(is_right(args.out / name) for name in names):
         with alone_in(args.out):  # another process may have fetched some
             missing = [name for name in names if not is_right(args.out / name)]
+            for name in missing:
+                if (args.out / name).exists():
+                    print(f"{args.out / name}: not whole, or not of the published sha256")
             if missing:
                 print(f"fetching {len(missing)} of {len(names)} shards, 200 MB each", flush=True)
                 fetch(missing, args.out)

@@ -31,8 +31,7 @@ BETWEEN_SAMPLES = "\n" + "-" * 20
 def last_checkpoint() -> Path:
     """Return the last step's of the run whose log was written last. Raises: DataError.
 
-    Steps are compared by their names. Between runs only the clock decides, so the choice is said.
-    What is called otherwise is a person's.
+    Other names than step-NNNNNN.pt are a person's. Between runs the clock decides, so it is said.
     """
     last_steps = {}
     for path in sorted(Path("logs").glob("*/step-" + 6 * "[0-9]" + ".pt")):

@@ -130,12 +130,11 @@ def list_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     skipped = {}  # paths by the reason
     for path in sorted(Path(folder).rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if hidden or path.is_dir() and not path.is_symlink():
+        is_other = path.is_file() and not path.name.lower().endswith(suffixes)
+        if hidden or is_other or path.is_dir() and not path.is_symlink():
             continue
-        why = "a link to a folder, or no file; name what it leads to as a PATH"
+        why = "a link to a folder; name it as a PATH" if path.is_dir() else "no file"
         if path.is_file():
-            if not path.name.lower().endswith(suffixes):
-                continue
             why = why_not_read(str(path)).removeprefix(f"{path}: ")
         if why:
             skipped.setdefault(why, []).append(path)

@@ -115,14 +115,15 @@ def test_text_of_a_folder_is_read_and_the_rest_counted(capsys, tmp_path):
         "docs/.cache/a.md": b"hidden"})
     (tmp_path / "beside").mkdir()
     (tmp_path / "docs" / "linked").symlink_to(tmp_path / "beside")
+    (tmp_path / "docs" / "to_nothing.md").symlink_to("/nowhere/at/all")
     named = [f"{tmp_path}/LICENSE", f"{tmp_path}/docs/a.MD"]
     assert text.find_files([str(tmp_path)], ("",)) == named
     assert capsys.readouterr().out.splitlines() == [
-        f"1 file(s) skipped, as {tmp_path}/docs/linked: a link to a folder, or no file; name what "
-        "it leads to as a PATH",
+        f"1 file(s) skipped, as {tmp_path}/docs/linked: a link to a folder; name it as a PATH",
+        f"1 file(s) skipped, as {tmp_path}/docs/to_nothing.md: no file",
         f"2 file(s) skipped, as {tmp_path}/late.py: {text.NO_TEXT}"]
     assert text.find_files([named[0], str(tmp_path)], (".md", ".json")) == named
-    assert capsys.readouterr().out.splitlines()[1:] == [f"{tmp_path}: no text file ends in .json"]
+    assert capsys.readouterr().out.splitlines()[2:] == [f"{tmp_path}: no text file ends in .json"]
 
 
 @pytest.mark.parametrize("suffix", [".py, .md", ".MD,.py", ".py,.md,", ",.py,.md"])

@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
+sys.path.append(str(Path(__file__).parents[1] / "records"))
+from ledger.records import record_folders
 from shards import DataError, Parser, load_script, read_source, run
 from text import END_OF_TEXT, STDIN, load_tokenizer, open_bytes
 
@@ -52,7 +54,8 @@ def last_checkpoint() -> Path:
 def check_known(log: Path) -> None:
     """Raise DataError where the log begins with code that is not of this repository."""
     source = read_source(log).rstrip()
-    for script in (ROOT / "train_gpt.py", *ROOT.glob("records/*/train_gpt.py")):
+    for folder in (ROOT, *record_folders(ROOT / "records")):
+        script = folder / "train_gpt.py"
         if script.is_file() and source == script.read_text("utf-8").rstrip():
             return
     raise DataError(f"{log}: its source is neither train_gpt.py nor a record's, and would be run; "

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ledger import pages
 from ledger.logs import SETTING, LedgerError, Log, machine_words, read_run, read_text
-from ledger.records import CLAIM, FOLDER_NAME, RULES, Record, find_records
+from ledger.records import CLAIM, FOLDER_NAME, PRESETS, RULES, Record, find_records
 from ledger.scripts import above, below, history_reaches, is_same, meaning, settings_of, versions
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
@@ -33,11 +33,13 @@ def folder_faults(record: Record, root: Path, seen: dict):
         yield f"its parent {parent}/record.json is missing or not older"
     for key in record.claim.keys() - CLAIM:
         yield f"record.json has {key}; known are {', '.join(CLAIM)}"
-    same = seen.setdefault(record.number or folder, folder)
+    same = seen.setdefault((record.ladder, record.retells or folder), folder)
     if same != folder:
         yield f"its public number is that of {same.name}"
     if record.number and float(record.minutes or 0) != record.published["minutes"]:
         yield f"claims #{record.number}, {record.published['minutes']} min; public.toml does not"
+    if record.result and f"_o{record.result}_" not in folder.name:
+        yield f"its name is not that of result {record.result}, o{record.result}"
     if not read_text(folder / "README.md").startswith(f"# {folder.name}\n"):
         yield f"README.md's title is not '# {folder.name}'"
     for path in (folder, *sorted(folder.glob("*")), *sorted(folder.glob("logs/*"))):
@@ -56,7 +58,8 @@ def folder_faults(record: Record, root: Path, seen: dict):
     if re.findall(r"^Record: ([\w-]*)", above(script), re.M) != [folder.name]:
         yield f"train_gpt.py's docstring does not say `Record: {folder.name}` in one place"
     if below(script) != below(read_text(root)):
-        yield "train_gpt.py is not the root's from its banner on; run records/share_harness.py"
+        yield ("train_gpt.py is not the root's from its banner on; "
+               "run records/ledger/share_harness.py")
 
 
 def is_foreign(log: Log, record: Record, root: Path) -> bool:
@@ -77,7 +80,7 @@ def is_foreign(log: Log, record: Record, root: Path) -> bool:
 def log_faults(log: Log, record: Record):
     """Faults of one finished log by itself, and against its preset and the rules."""
     header, final, preset = log.header, log.final, log.header["preset"]
-    if preset not in RULES:
+    if preset not in PRESETS:
         yield f"has preset {preset}"
         return
     loss, ms = log.val[log.last_step]
@@ -103,7 +106,7 @@ def log_faults(log: Log, record: Record):
     if header["device"].startswith("host standing in for"):
         yield f"was made on a {header['device']}, which measures nothing"
     for wanted, words in ((settings_of(record.script, preset), "its preset has"),
-                          (RULES[preset], "by the rules it is")):
+                          (RULES[record.ladder][preset], "by the rules it is")):
         for name in sorted(wanted.keys() - FREE):
             if wanted[name] not in (None, header.get(name)):
                 yield f"has {name} {header.get(name)}, {words} {wanted[name]}"

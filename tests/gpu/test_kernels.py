@@ -13,8 +13,8 @@ from pathlib import Path
 import host_gpu
 import pytest
 import torch
-from conftest import REPO
 from host_gpu.trace import Trace, few_layers_of, trace
+from record_folders import LADDERS
 
 import train_gpt
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(host_gpu.obstacle() is not None, reason=str(host
 
 ROOT = Path(train_gpt.SCRIPT)
 SCRIPTS = {"root": ROOT}
-for path in sorted(REPO.glob("records/*/train_gpt.py")):
-    if path.parent.name > "2025-12-22_MultiTokenPrediction":
-        SCRIPTS[path.parent.name] = path
+for record in LADDERS["time"]:
+    if record.name > "2025-12-22_MultiTokenPrediction":
+        SCRIPTS[record.name] = record / "train_gpt.py"
 EACH_ON_EACH_CARD = []
 for name, script in SCRIPTS.items():
     for card in host_gpu.CARDS:

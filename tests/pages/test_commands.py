@@ -29,8 +29,8 @@ SMALLER = {  # patterns of commands, and the flags that are added where they run
     "python records/ledger run *": "--seeds 2",
     "python tests/bench.py turns *": f"{FEW} --seeds 1",
     "python records/*": "", "python data/*": "", "xzcat dump.xz | python data/*": ""}
-SLOW = ("./run.sh", "python records/ledger run", "python records/ledger book",
-        "python records/share", "python tests/bench.py")
+SLOW = ("./run.sh", "python records/ledger run", "python records/ledger site",
+        "python records/ledger/share", "python tests/bench.py")
 
 
 def form_that_runs(command):
@@ -99,6 +99,14 @@ def project(tmp_path, checkpoint, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("PYTHON", raising=False)
     return copy
+
+
+def test_commands_can_be_pasted_into_zsh():
+    """Where one types, it takes no # for the beginning of a comment."""
+    for page in PAGES:
+        for block in blocks_of(page):
+            for command in block.commands():
+                assert not re.search(r"(^|\s)#", command), f"{page}: {command}"
 
 
 @pytest.mark.parametrize("block", [*to_run("sh")])

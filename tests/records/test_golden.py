@@ -4,13 +4,13 @@ import golden
 import pytest
 
 ENTRIES = golden.read_file()
-KNOWN, NEW = golden.RECORDS[:2]
+KNOWN, NEW = [*golden.RECORDS][:2]
 
 
 @pytest.mark.parametrize("record", golden.RECORDS)
 def test_a_record_computes_its_golden_numbers(record):
     assert record in ENTRIES, f"python tests/records/golden.py --write {record}"
-    numbers = golden.measure(golden.REPO / "records" / record)
+    numbers = golden.measure(golden.RECORDS[record])
     assert golden.differences(numbers, golden.numbers_of(ENTRIES[record])) == []
 
 

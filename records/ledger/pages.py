@@ -1,14 +1,15 @@
 """What is shown: the generated lines of the READMEs, and the same for a terminal."""
 
 import csv
+import math
 import re
 import statistics
 from pathlib import Path
 
-from ledger.logs import LedgerError, machine_words, read_folder, read_text
+from ledger.logs import LedgerError, machine_words, read_text, why_not_counted
 from ledger.records import PRESETS, SIGNIFICANCE, Record, by_seed, compare, read_public
 from ledger.scripts import count_changes, diff_sources
-from ledger.steps import MARGIN, distinct, first_pass, steps_words
+from ledger.steps import steps_words
 
 UPSTREAM = "https://github.com/KellerJordan/modded-nanogpt/"
 PULL = f"{UPSTREAM}pull/"
@@ -27,7 +28,6 @@ CONTEST_LEGEND = """\
 Difference (± standard error), Time (the median of the ratios, and the smallest and largest): from
 the first contestant, by seed; * where p < 0.01. Steps: interpolated, ± the interval of 95 %. Runs
 that waited for other programs, ran beside others or were resumed have no time."""
-VERDICT = ("Logs", "Loss", "Runs", "Steps", "Mean", "(target − mean)·√n", "Interpolated (95 %)")
 # A link to where a function is defined: its name, the script, the line
 DEFINED = re.compile(r"\[`([\w.]+)`\]\(([\w./-]+\.py)#L(\d+)\)")
 OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Median minutes (from–to)",
@@ -80,7 +80,12 @@ def spread(losses: list) -> str:
 
 
 def below(losses: list, target: float) -> str:
-    """The p of the one-sided t-test that the mean lies below a target; nothing without spread."""
+    """The p of the one-sided t-test that the mean lies below a target; nothing without spread.
+
+    A loss that is infinite, of a run that diverged, leaves nothing below.
+    """
+    if math.inf in losses:
+        return "1"
     if len(set(losses)) < 2:
         return ""
     from scipy import stats  # a second, which other verbs do not wait for
@@ -277,7 +282,7 @@ def filled(path: Path, parts: dict) -> str:
 
 
 # ---- What a terminal shows ----
-def contest(contestants: list, with_tests: bool, target: float | None) -> str:
+def contest(contestants: list, target: float | None) -> str:
     """What `run` found: each contestant against the first one, and its steps to a loss."""
     target = target or max(losses_of(contestants[0].logs))  # which all its runs reach
     heading, rows = (*CONTEST, f"Steps to {target:.4f}"), []
@@ -287,7 +292,7 @@ def contest(contestants: list, with_tests: bool, target: float | None) -> str:
         found = compare(one.logs, contestants[0].logs) if one is not contestants[0] else None
         if found:
             difference = f"{found.difference:+.4f} ± {found.error():.4f}"
-        if found and with_tests and (p := found.p_value()) is not None:
+        if found and (p := found.p_value()) is not None:
             is_shown = p < SIGNIFICANCE and abs(found.difference) > 5e-5  # not by rounding
             difference += f" (p {p:.2g})" + "*" * is_shown
         if found and found.ratios:
@@ -311,10 +316,14 @@ def others(logs: list, folder: Path, target: float) -> str:
         groups |= {log.path: [log] for log in logs}
     rows = []
     for path, some in groups.items():
+        if all(log.last_step is None for log in some):  # none is a log
+            continue
         name = re.sub(r"[|\[\]\x00-\x1f]", "?", path.relative_to(folder).as_posix())
         whole = [log for log in some if log.finished]
-        steps = ", ".join(sorted({f"{log.last_step:,}" for log in whole or some}))
-        losses = [log.val_loss for log in whole or some]
+        steps = {f"{log.last_step:,}" for log in whole} or set(map(why_not_counted, some))
+        diverged = [math.inf for log in some if log.diverged_at is not None]
+        losses = [log.val_loss for log in whole or some if log.diverged_at is None]
+        number = f"{len(whole)} of {len(some)}" if len(whole) < len(some) else f"{len(whole)}"
         times = [log.train_time_ms for log in whole if log.train_time_ms]
         minutes = minutes_of(times)
         if len(times) > 1:
@@ -323,15 +332,21 @@ def others(logs: list, folder: Path, target: float) -> str:
                   and "baseline" in other.name.lower()]
         difference = ""
         if beside and path not in beside:
-            difference = from_baseline(whole, [log for log in groups[beside[0]] if log.finished])
+            difference = from_baseline(some, groups[beside[0]])
         rows.append(dict(zip(OTHERS, [
-            name, str(len(whole)), steps if whole else f"stopped at {steps}", spread(losses),
-            below(losses, target), minutes, difference, sources_differ(some)])))
+            name, number, ", ".join(sorted(steps)), spread(losses) if losses else "nan",
+            below(losses + diverged, target), minutes, difference, sources_differ(some)])))
     return table(OTHERS, rows)
 
 
 def from_baseline(logs: list, baseline: list) -> str:
-    """The difference of public runs, whose seeds differ: by Welch's test, of unequal variances."""
+    """The difference of public runs, whose seeds differ: by Welch's test, of unequal variances.
+
+    Nothing where a run diverged, as their mean is no number then.
+    """
+    if any(log.diverged_at is not None for log in logs + baseline):
+        return ""
+    logs, baseline = ([log for log in some if log.finished] for some in (logs, baseline))
     if min(len(logs), len(baseline)) < 2:
         return ""
     from scipy import stats
@@ -350,20 +365,3 @@ def sources_differ(logs: list) -> str:
         return ""
     changes = count_changes(*diff_sources(found[0], found[-1]).values())
     return f"{len(found)} ({changes})"
-
-
-def verdict(places: list, preset: str, target: float) -> str:
-    """What `judge` prints: for each folder of logs, and each loss in them, its steps."""
-    rows = []
-    for place in places:
-        logs = [log for log in read_folder(place) if log.header.get("preset", preset) == preset]
-        runs = distinct([run for log in logs for run in log.runs])
-        if not runs:
-            raise LedgerError(f"{place} has no validated run of the preset {preset}")
-        for name in runs[0]:
-            curves = [run.get(name, {}) for run in runs]
-            step, mean, margin = first_pass(curves, target)
-            words = f"{step:,}" if margin > MARGIN - 1e-9 else f"none up to {step:,}"
-            rows.append([place.name, name, str(len(runs)), words, f"{mean:.5f}", f"{margin:.4f}",
-                         steps_words(curves, target)])
-    return table(VERDICT, rows)

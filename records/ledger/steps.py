@@ -3,6 +3,9 @@
 import contextlib
 import math
 import statistics
+from pathlib import Path
+
+from ledger.logs import LedgerError, read_folder, read_log
 
 MARGIN = 0.004  # for (target − mean)·√n: p < 0.001 by a one-sided z-test, of runs with σ 0.0013
 
@@ -42,15 +45,10 @@ def steps_to(curve: dict, target: float) -> float | None:
 
 
 def steps_words(curves: list, target: float) -> str:
-    """The mean number of steps to a loss, with its interval, or how many runs reach it.
-
-    Nothing of runs that were validated at their end alone.
-    """
-    if max(map(len, curves)) == 1:
-        return ""
+    """The mean number of steps to a loss, and its interval; or how many runs reach it."""
     steps = [step for curve in curves if (step := steps_to(curve, target))]
     if len(steps) < len(curves):
-        return f"{len(steps)} of {len(curves)} reach it"
+        return f"{len(steps)} of {len(curves)} runs"
     words = f"{statistics.fmean(steps):,.1f}"
     with contextlib.suppress(ImportError, statistics.StatisticsError):  # no scipy; one run
         error = statistics.stdev(steps) / math.sqrt(len(steps))
@@ -58,3 +56,22 @@ def steps_words(curves: list, target: float) -> str:
 
         words += f" ± {stats.t.ppf(0.975, len(steps) - 1) * error:.1f}"
     return words
+
+
+def judge(place: Path, preset: str, target: float) -> list:
+    """Lines on each loss of a log's or a folder's runs; of ours, those of a preset count.
+
+    Raises LedgerError.
+    """
+    logs, lines = read_folder(place) if place.is_dir() else ([read_log(place)], [])
+    logs = [log for log in logs if log.header.get("preset", preset) == preset]
+    runs = distinct([run for log in logs for run in log.runs])
+    if not runs:
+        raise LedgerError(f"{place} has no run of the preset {preset} that was validated")
+    for name in runs[0]:
+        curves = [run.get(name, {}) for run in runs]
+        step, mean, margin = first_pass(curves, target)
+        verb = "passes" if margin > MARGIN - 1e-9 else "does not pass up to"
+        lines.append(f"{place.name}, {name}, n = {len(runs)}: {verb} step {step:,}, where the mean"
+                     f" is {mean:.5f}; steps to {target:g}: {steps_words(curves, target)}")
+    return lines

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import REPO
 from golden import load
-from record_folders import NEWEST, RECORDS
+from record_folders import NEWEST, RECORDS, having
 
 EACH = []
 for path in RECORDS:
@@ -71,7 +71,7 @@ KINDS = {  # what may happen for the first time, and whose it is
     "update": "optimizer"}
 
 
-@pytest.mark.parametrize("path", [REPO, NEWEST], ids=["root", "newest"])
+@pytest.mark.parametrize("path", [REPO, having("write_averages")[-1]], ids=["root", "newest"])
 def test_the_warm_up_meets_every_kind_of_step(path, pocket_data, tmp_path, monkeypatch):
     """Tied and untied steps, averages as they come due, rows asked for ahead, steps of tables, and
     validation with the mask and without: what a run calls, its warm-up has called before.

@@ -10,7 +10,7 @@ from fake_records import CHILD, NEWEST, PARENT, edit, log_of, make_records, rena
 from ledger import records as ledger_records
 from ledger.__main__ import main
 from ledger.logs import RULE
-from ledger.scripts import git as git_of
+from ledger.scripts import ask_git
 
 pytest_plugins = ["record_fixtures"]
 
@@ -241,7 +241,7 @@ def test_git_knows_old_harnesses(measured, records, tmp_path, capsys):
         for path in (*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"):
             text = path.read_text().replace("return loss", f"return {step + 1} * loss")
             path.write_text(text.replace("import os\n", "import os.path as os_path, os\n"))
-    git_of.cache_clear()
+    ask_git.cache_clear()
     assert findings_anew(records, capsys) == []
     assert main(["verify", str(records)]) == 0 and capsys.readouterr().err == ""
     for old, new in ("import random", "import evil"), ("0.8**step", "0.7**step"):

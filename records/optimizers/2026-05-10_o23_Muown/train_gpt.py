@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket                       # a small model, on a CPU too
 
 Record: 2026-05-10_o23_Muown
-Parent: 2026-05-03_o12_Muon. Change: the rows of a matrix are lengths times directions: Adam updates
-the lengths, Muon the directions; rates and coefficients are others.
+Parent: 2026-05-10_o23a_PolarExpress. Change: the rows of a matrix are lengths times directions:
+Adam updates the lengths, Muon the directions.
 
 Model, data and batch are those of the optimization benchmark, and the same in all its records:
 only what is under Optimizers, the schedule and the first weights may differ. The harness below the

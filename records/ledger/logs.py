@@ -171,12 +171,12 @@ def why_not_counted(log: Log) -> str:
 
 
 def read_folder(folder: Path) -> tuple[list, list]:
-    """(the logs below a folder, a line for all that counts in no mean).
+    """(the logs below a folder, or the one that is meant, a line for all that counts in no mean).
 
     A file that is called as a log and cannot be read is one, without steps.
     """
     logs, left_out, others = [], [], 0
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
         if path.suffix.lower() not in ENDINGS or not path.is_file():
             others += path.is_file() or path.is_symlink()
             continue

@@ -36,7 +36,7 @@ PRESETS = tuple(RULES["time"])
 CLAIM = {"change": (str,), "parent": (str, NoneType), "published": (dict, NoneType),
          "equality": (dict, NoneType)}
 EQUALITY = {"largest": (int, float), "of": (str,)}
-SOURCE = {"hardware": (str,), "source": (str,), "val_loss": (int, float, NoneType),
+SOURCE = {"hardware": (str, NoneType), "source": (str,), "val_loss": (int, float, NoneType),
           "n": (int, NoneType)}
 PUBLISHED = {"time": SOURCE | {"number": (int,), "minutes": (int, float)},
              "steps": SOURCE | {"result": (int,), "steps": (int,)}}

@@ -24,8 +24,9 @@ from ledger.scripts import above, meaning, settings_of
 
 REPO = Path(__file__).resolve().parents[2]
 JUDGE = REPO / "records" / "ledger" / "judge.py"
-# glibc keeps freed memory, as in run.sh: asking for new pages costs 8 % of the pocket's time.
-ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
+sys.path.append(str(REPO / "data"))
+from launch import torchrun_options  # noqa: E402
+from machine import MALLOC  # noqa: E402
 
 
 # ---- Contestants ----
@@ -96,12 +97,12 @@ def train(source: str, folder: Path, flags: dict, ranks: int, threads: str) -> L
     command = [sys.executable, str(script)]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     if ranks > 1:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command[1:1] = ["-m", "torch.distributed.run", *torchrun_options(ranks)]
     with contextlib.suppress(FileExistsError):
         (folder / "data").symlink_to(REPO / "data")
     done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, errors="replace",
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": threads})
+                          env={**os.environ, **MALLOC, "OMP_NUM_THREADS": threads})
     if done.returncode:
         last = (done.stdout.strip() or "nothing").splitlines()[-1]
         raise LedgerError(f"exit status {done.returncode}, its last words: {last[:200]}; what ran "

@@ -45,10 +45,15 @@ def steps_to(curve: dict, target: float) -> float | None:
 
 
 def steps_words(curves: list, target: float) -> str:
-    """The mean number of steps to a loss, and its interval; or how many runs reach it."""
+    """The mean number of steps to a loss, and its interval; or how many runs reach it.
+
+    Nothing where the runs were validated at their end alone.
+    """
+    if max(map(len, curves)) < 2:
+        return ""
     steps = [step for curve in curves if (step := steps_to(curve, target))]
     if len(steps) < len(curves):
-        return f"{len(steps)} of {len(curves)} runs"
+        return f"{len(steps)} of {len(curves)} runs reach it"
     words = f"{statistics.fmean(steps):,.1f}"
     with contextlib.suppress(ImportError, statistics.StatisticsError):  # no scipy; one run
         error = statistics.stdev(steps) / math.sqrt(len(steps))

@@ -92,15 +92,12 @@ def test_messages_name_flags_that_the_program_has(name):
     assert set(re.findall(r"--[a-z_]+", source)) <= has | shell
 
 
-def test_run_sh_names_flags_that_there_are():
-    source = (REPO / "run.sh").read_text()
-    said = "\n".join(re.findall(r'(?:say|die) ((?:.*\\\n)*.*)', source))
-    assert set(re.findall(r"--[a-z_]+", said)) <= {"--record", "--help"}
+def test_the_start_names_flags_that_there_are():
     fields = set(re.findall(r"^    (\w+): ", (REPO / "train_gpt.py").read_text(), re.MULTILINE))
-    for name in "machine", "plan", "launch":
-        source = (REPO / "data" / f"{name}.py").read_text()
-        named = set(re.findall(r"--([a-z_]+)", source))
-        assert named <= fields | {"table", "shm", "query", "format", "ngram_rows"}
+    known = fields | {"record", "help", "ngram_rows", "maxprocesses", "prompt"}
+    for name in "plan", "start":
+        named = re.findall(r"--([a-z_]+)", (REPO / "data" / f"{name}.py").read_text())
+        assert set(named) <= known
 
 
 def test_a_folder_is_held_by_one_process_at_a_time(tmp_path, capsys):

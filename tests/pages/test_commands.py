@@ -101,6 +101,14 @@ def project(tmp_path, checkpoint, monkeypatch):
     return copy
 
 
+def test_commands_can_be_pasted_into_zsh():
+    """Where one types, it takes no # for the beginning of a comment."""
+    for page in PAGES:
+        for block in blocks_of(page):
+            for command in block.commands():
+                assert not re.search(r"(^|\s)#", command), f"{page}: {command}"
+
+
 @pytest.mark.parametrize("block", [*to_run("sh")])
 def test_commands_run(block, project, capfd):
     for command in block.commands():

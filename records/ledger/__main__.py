@@ -42,7 +42,7 @@ def run_verb(args) -> int:
     if args.tune and (args.values < 3 or args.seeds < 2):
         raise LedgerError("--tune needs --values 3 at least, and --seeds 2 for a standard error")
     args.out = Path(args.out).resolve()
-    args.store = Path(args.store or args.out / "runs.jsonl")
+    args.store = Path(args.store or args.out / "runs.jsonl").resolve()
     args.rows = run.read_store(args.store)
     # Small models are the quicker for one thread where other programs take a core.
     args.threads = os.environ.get("OMP_NUM_THREADS", "1")

@@ -216,7 +216,7 @@ def run_all(contestants: list, seeds, args, may_diverge: bool = False):
             left = new - args.rows.keys()
             if len(left) < len(new):
                 seconds = (time.monotonic() - began) / (len(new) - len(left)) * len(left)
-                time_words += f", {seconds / 60:.0f} min left" * bool(left)
+                time_words += f", {seconds / 60:.1f} min left" * bool(left)
             print(f"{what}: {log.val_loss:.4f}{time_words}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         raise LedgerError(f"stopped; the same command goes on; {kept}") from None

@@ -6,10 +6,10 @@ import re
 import statistics
 from pathlib import Path
 
-from ledger.logs import LedgerError, machine_words, read_folder, read_text, why_not_counted
+from ledger.logs import LedgerError, machine_words, read_text, why_not_counted
 from ledger.records import PRESETS, SIGNIFICANCE, Record, by_seed, compare, read_public
 from ledger.scripts import count_changes, diff_sources
-from ledger.steps import MARGIN, distinct, first_pass, steps_words
+from ledger.steps import steps_words
 
 UPSTREAM = "https://github.com/KellerJordan/modded-nanogpt/"
 PULL = f"{UPSTREAM}pull/"
@@ -28,7 +28,6 @@ CONTEST_LEGEND = """\
 Difference (± standard error), Time (the median of the ratios, and the smallest and largest): from
 the first contestant, by seed; * where p < 0.01. Steps: interpolated, ± the interval of 95 %. Runs
 that waited for other programs, ran beside others or were resumed have no time."""
-VERDICT = ("Logs", "Loss", "Runs", "Steps", "Mean", "(target − mean)·√n", "Interpolated (95 %)")
 # A link to where a function is defined: its name, the script, the line
 DEFINED = re.compile(r"\[`([\w.]+)`\]\(([\w./-]+\.py)#L(\d+)\)")
 OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Median minutes (from–to)",
@@ -283,7 +282,7 @@ def filled(path: Path, parts: dict) -> str:
 
 
 # ---- What a terminal shows ----
-def contest(contestants: list, with_tests: bool, target: float | None) -> str:
+def contest(contestants: list, target: float | None) -> str:
     """What `run` found: each contestant against the first one, and its steps to a loss."""
     target = target or max(losses_of(contestants[0].logs))  # which all its runs reach
     heading, rows = (*CONTEST, f"Steps to {target:.4f}"), []
@@ -293,7 +292,7 @@ def contest(contestants: list, with_tests: bool, target: float | None) -> str:
         found = compare(one.logs, contestants[0].logs) if one is not contestants[0] else None
         if found:
             difference = f"{found.difference:+.4f} ± {found.error():.4f}"
-        if found and with_tests and (p := found.p_value()) is not None:
+        if found and (p := found.p_value()) is not None:
             is_shown = p < SIGNIFICANCE and abs(found.difference) > 5e-5  # not by rounding
             difference += f" (p {p:.2g})" + "*" * is_shown
         if found and found.ratios:
@@ -366,22 +365,3 @@ def sources_differ(logs: list) -> str:
         return ""
     changes = count_changes(*diff_sources(found[0], found[-1]).values())
     return f"{len(found)} ({changes})"
-
-
-def verdict(places: list, preset: str, target: float) -> str:
-    """What `judge` prints: for each folder of logs, and each loss in them, its steps."""
-    rows, left_out = [], []
-    for place in places:
-        logs, lines = read_folder(place)
-        left_out += lines
-        logs = [log for log in logs if log.header.get("preset", preset) == preset]
-        runs = distinct([run for log in logs for run in log.runs])
-        if not runs:
-            raise LedgerError(f"{place} has no validated run of the preset {preset}")
-        for name in runs[0]:
-            curves = [run.get(name, {}) for run in runs]
-            step, mean, margin = first_pass(curves, target)
-            words = f"{step:,}" if margin > MARGIN - 1e-9 else f"none up to {step:,}"
-            rows.append([place.name, name, str(len(runs)), words, f"{mean:.5f}", f"{margin:.4f}",
-                         steps_words(curves, target)])
-    return "\n".join([table(VERDICT, rows), *left_out])

@@ -6,6 +6,7 @@ All runs of a record are in its logs/, from any person and machine: their header
 setting, and a file's name is made from what is in it.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -156,12 +157,13 @@ class Comparison:
     time: float | None  # the median of the ratios
 
     def p_value(self) -> float | None:
-        """That of the two-sided paired t-test; None where all pairs differ alike."""
-        if len({round(a - b, 9) for a, b in self.losses}) < 2:
-            return None
-        from scipy import stats  # a second, which what needs no p-value does not wait for
+        """That of the two-sided paired t-test; None without scipy, or where all differ alike."""
+        if len({round(a - b, 9) for a, b in self.losses}) > 1:
+            with contextlib.suppress(ImportError):
+                from scipy import stats  # a second, which what needs no p-value does not wait for
 
-        return float(stats.ttest_rel(*zip(*self.losses)).pvalue)
+                return float(stats.ttest_rel(*zip(*self.losses)).pvalue)
+        return None
 
     def error(self) -> float:
         """The standard error of the difference; 0 of a single pair."""

@@ -154,9 +154,9 @@ def call(command: list, variables: dict | None = None) -> None:
     except FileNotFoundError:
         code = "no such program"
     if code:
-        raise MachineError(f"{shlex.join(map(str, command))} failed ({code}): mend what it says (the "
-                           "network, a proxy, a full disk), and run this again, or name a Python "
-                           "that has the packages: PYTHON=/path/to/python")
+        raise MachineError(f"{shlex.join(map(str, command))} failed ({code}): mend what it says, "
+                           "such as a network or a full disk, and run this again, or name a "
+                           "Python that has the packages: PYTHON=/path/to/python")
 
 
 # ---- GPUs ----

@@ -41,6 +41,7 @@ class Log:
     body: str = ""  # all that follows the source
     header: dict[str, str] = field(default_factory=dict)
     final: dict[str, str] = field(default_factory=dict)
+    runs: list[dict] = field(default_factory=list)  # each name of a validation loss: step: loss
     train: dict[int, tuple] = field(default_factory=dict)  # step: (next token's loss, time)
     val: dict[int, tuple] = field(default_factory=dict)  # step: (validation loss, time)
     planned_steps: int | None = None
@@ -127,6 +128,12 @@ def read_step(log: Log, found: dict):
     log.planned_steps = planned[0] if planned else log.planned_steps
     if val_loss is not None and math.isfinite(val_loss):
         log.val[step], log.diverged_at = (val_loss, time), None
+        # Public logs have one run after another.
+        if not log.runs or step <= max(log.runs[-1]["val_loss"]) and "run_id" not in log.header:
+            log.runs.append({})
+        for name in found:  # that of the weights, and those of blends of them
+            if re.fullmatch(r"val_(\w+_)?loss", name):
+                log.runs[-1].setdefault(name, {})[step] = float(found[name])
     elif val_loss is not None and log.diverged_at is None:
         log.diverged_at = step
     if val_loss is None or loss is not None:
@@ -164,12 +171,12 @@ def why_not_counted(log: Log) -> str:
 
 
 def read_folder(folder: Path) -> tuple[list, list]:
-    """(the logs below a folder, a line for all that counts in no mean).
+    """(the logs below a folder, or the one that is meant, a line for all that counts in no mean).
 
     A file that is called as a log and cannot be read is one, without steps.
     """
     logs, left_out, others = [], [], 0
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
         if path.suffix.lower() not in ENDINGS or not path.is_file():
             others += path.is_file() or path.is_symlink()
             continue

@@ -6,9 +6,10 @@ import re
 import statistics
 from pathlib import Path
 
-from ledger.logs import LedgerError, machine_words, read_text, why_not_counted
+from ledger.logs import LedgerError, machine_words, read_folder, read_text, why_not_counted
 from ledger.records import PRESETS, SIGNIFICANCE, Record, by_seed, compare, read_public
 from ledger.scripts import count_changes, diff_sources
+from ledger.steps import MARGIN, distinct, first_pass, steps_words
 
 UPSTREAM = "https://github.com/KellerJordan/modded-nanogpt/"
 PULL = f"{UPSTREAM}pull/"
@@ -22,11 +23,12 @@ LADDER = (*FRONT[:3], "Published loss (runs)", "Small model, CPU", "Largest diff
 RUNS = ("Record", "Machine", "Loss ± std (seeds)", "Below target", "Minutes", "From its parent")
 NO_GPU = "**No GPU has run one of our scripts yet.**"
 PUBLIC = ("Record", "Date", "Minutes", "Idea", "By", "Script here")
-CONTEST = ("Contestant", "Loss ± std (seeds)", "Difference", "Shown from", "Time")
+CONTEST = ("Contestant", "Loss ± std (seeds)", "Difference ± error", "Time")
 CONTEST_LEGEND = """\
-Difference, Time (the median of the ratios by seed, and the smallest and largest): from the first
-contestant; * where p < 0.01. Shown from: the smallest difference that would have it. Runs that
-waited for other programs, ran beside others or were resumed have no time."""
+Difference (± standard error), Time (the median of the ratios, and the smallest and largest): from
+the first contestant, by seed; * where p < 0.01. Steps: interpolated, ± the interval of 95 %. Runs
+that waited for other programs, ran beside others or were resumed have no time."""
+VERDICT = ("Logs", "Loss", "Runs", "Steps", "Mean", "(target − mean)·√n", "Interpolated (95 %)")
 # A link to where a function is defined: its name, the script, the line
 DEFINED = re.compile(r"\[`([\w.]+)`\]\(([\w./-]+\.py)#L(\d+)\)")
 OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Median minutes (from–to)",
@@ -120,8 +122,8 @@ def run_cells(record: Record, setting: tuple) -> list:
     found = compare(logs, record.parent.runs().get(setting, []) if record.parent else [])
     difference = ""
     if found:
-        test = found.test() if is_full else None
-        difference = difference_words(found.difference, test and test[0], found.time)
+        p_value = found.p_value() if is_full else None
+        difference = difference_words(found.difference, p_value, found.time)
     return [spread(losses), p, minutes_of([log.measured_ms for log in logs]), difference]
 
 
@@ -281,25 +283,26 @@ def filled(path: Path, parts: dict) -> str:
 
 
 # ---- What a terminal shows ----
-def contest(contestants: list, with_tests: bool) -> str:
-    """What `run` found: each contestant against the first one."""
-    rows = []
+def contest(contestants: list, with_tests: bool, target: float | None) -> str:
+    """What `run` found: each contestant against the first one, and its steps to a loss."""
+    target = target or max(losses_of(contestants[0].logs))  # which all its runs reach
+    heading, rows = (*CONTEST, f"Steps to {target:.4f}"), []
     for one in contestants:
         name = one.operand.replace(".py", "", 1)
-        difference = shown_from = time = ""
+        difference = time = ""
         found = compare(one.logs, contestants[0].logs) if one is not contestants[0] else None
         if found:
-            difference = f"{found.difference:+.4f}"
-        if found and with_tests and (test := found.test()):
-            p, smallest = test
+            difference = f"{found.difference:+.4f} ± {found.error():.4f}"
+        if found and with_tests and (p := found.p_value()) is not None:
             is_shown = p < SIGNIFICANCE and abs(found.difference) > 5e-5  # not by rounding
             difference += f" (p {p:.2g})" + "*" * is_shown
-            shown_from = f"{smallest:.2g}"
         if found and found.ratios:
             time = f"×{found.time:.3f} ({min(found.ratios):.3f}–{max(found.ratios):.3f})"
         difference = difference.replace("-", "−")
-        rows.append([name, spread(losses_of(one.logs)), difference, shown_from, time])
-    return f"{table(CONTEST, rows)}\n\n{CONTEST_LEGEND}"
+        steps = steps_words([log.runs[0]["val_loss"] for log in one.logs], target)
+        cells = [name, spread(losses_of(one.logs)), difference, time, steps]
+        rows.append(dict(zip(heading, cells)))
+    return f"{table(heading, rows)}\n\n{CONTEST_LEGEND}"
 
 
 def others(logs: list, folder: Path, target: float) -> str:
@@ -363,3 +366,22 @@ def sources_differ(logs: list) -> str:
         return ""
     changes = count_changes(*diff_sources(found[0], found[-1]).values())
     return f"{len(found)} ({changes})"
+
+
+def verdict(places: list, preset: str, target: float) -> str:
+    """What `judge` prints: for each folder of logs, and each loss in them, its steps."""
+    rows, left_out = [], []
+    for place in places:
+        logs, lines = read_folder(place)
+        left_out += lines
+        logs = [log for log in logs if log.header.get("preset", preset) == preset]
+        runs = distinct([run for log in logs for run in log.runs])
+        if not runs:
+            raise LedgerError(f"{place} has no validated run of the preset {preset}")
+        for name in runs[0]:
+            curves = [run.get(name, {}) for run in runs]
+            step, mean, margin = first_pass(curves, target)
+            words = f"{step:,}" if margin > MARGIN - 1e-9 else f"none up to {step:,}"
+            rows.append([place.name, name, str(len(runs)), words, f"{mean:.5f}", f"{margin:.4f}",
+                         steps_words(curves, target)])
+    return "\n".join([table(VERDICT, rows), *left_out])

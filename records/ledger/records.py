@@ -7,6 +7,7 @@ setting, and a file's name is made from what is in it.
 """
 
 import json
+import math
 import re
 import statistics
 import tomllib
@@ -34,7 +35,7 @@ PRESETS = tuple(RULES["time"])
 CLAIM = {"change": (str,), "parent": (str, NoneType), "published": (dict, NoneType),
          "equality": (dict, NoneType)}
 EQUALITY = {"largest": (int, float), "of": (str,)}
-SOURCE = {"hardware": (str,), "source": (str,), "val_loss": (int, float, NoneType),
+SOURCE = {"hardware": (str, NoneType), "source": (str,), "val_loss": (int, float, NoneType),
           "n": (int, NoneType)}
 PUBLISHED = {"time": SOURCE | {"number": (int,), "minutes": (int, float)},
              "steps": SOURCE | {"result": (int,), "steps": (int,)}}
@@ -154,18 +155,18 @@ class Comparison:
     ratios: list[float]  # of times, ours to theirs, by seed
     time: float | None  # the median of the ratios
 
-    def test(self):
-        """(p of the two-sided paired t-test, the smallest difference that would be significant).
-
-        None where all pairs differ alike.
-        """
+    def p_value(self) -> float | None:
+        """That of the two-sided paired t-test; None where all pairs differ alike."""
         if len({round(a - b, 9) for a, b in self.losses}) < 2:
             return None
         from scipy import stats  # a second, which what needs no p-value does not wait for
 
-        test = stats.ttest_rel(*zip(*self.losses))
-        low, high = test.confidence_interval(1 - SIGNIFICANCE)
-        return float(test.pvalue), float(high - low) / 2
+        return float(stats.ttest_rel(*zip(*self.losses)).pvalue)
+
+    def error(self) -> float:
+        """The standard error of the difference; 0 of a single pair."""
+        gaps = [a - b for a, b in self.losses]
+        return statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
 
 
 def by_seed(logs: list) -> dict:

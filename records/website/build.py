@@ -67,10 +67,13 @@ STORY
 
 {public}
 """
-COMPARE = """<h1>Two records side by side</h1>
-<p><label>Before: <select id="a"><option value="">none, the whole script</option>{options}</select>
-</label> <label>After: <select id="b">{options}</select></label></p>
-<p>The page's address is a link to what it shows. A click on a line puts it into the address.</p>
+COMPARE = """<h1>Two scripts side by side</h1>
+<p class="choice"><label>Before: <select id="a"><option value="">none, the whole script</option>
+{options}</select></label>
+<label>After: <select id="b">{options}</select></label>
+<label><input type="checkbox" id="all"> all lines</label>
+<label>Line: <input id="line" size="9" placeholder="30-41"></label></p>
+<p>Copy the address to share this view. Click a line to include it.</p>
 <noscript><p>This page needs JavaScript. Each record's page shows its change without it.</p>
 </noscript>
 <div id="shown"></div>
@@ -113,8 +116,10 @@ def write_site(
     if (docs / "techniques.md").exists():
         ideas = read_ideas(docs / "techniques.md", Path(__file__).with_name("ideas.toml"))
         site |= idea_pages(ideas, records, docs, renderer)
-    options = "".join(f'<option value="{record.folder.name}">{escape(record.name)}</option>'
-                      for record in records)
+    options = "\n".join(
+        f'<option value="{one.folder.name}" '
+        f'data-parent="{one.parent.folder.name if one.parent else ""}">{escape(one.name)}</option>'
+        for one in records)
     site["compare"] = ("Compare", "Any two of the scripts side by side, or one as a whole",
                        ['<a href="index.html">The ladder</a>'], COMPARE.format(options=options))
     for before, record, after in zip([None, *records], records, [*records[1:], None]):

@@ -1,6 +1,7 @@
 """Scripts as HTML: coloured lines, and what changed between two, section by section."""
 
 import ast
+import bisect
 import difflib
 import functools
 import json
@@ -98,9 +99,13 @@ class Side:
         for number, title in enumerate(titles(source)):
             self.sections.setdefault(title, []).append(number)
 
-    def cell(self, name: str, numbers: list, marks: list) -> str:
-        lines = [f'<div data-n="{number + 1}">{colored(self.words[number], marked)}</div>'
-                 for number, marked in zip(numbers, marks)]
+    def cell(self, name: str, numbers: list, marks: list, own: list = ()) -> str:
+        """A cell of lines; `marks` are the words of each that changed, `own` an idea's lines."""
+        lines = []
+        for number, marked in zip(numbers, marks):
+            kind = ' class="own"' if number in own else ""
+            lines.append(f'<div{kind} data-n="{number + 1}">'
+                         f"{colored(self.words[number], marked)}</div>")
         return f'<td class="{name}">{"".join(lines)}</td>'
 
 
@@ -144,35 +149,53 @@ def gap(old: list, new: list) -> str:
             f'data-count="{len(new)}"></tbody>')
 
 
-def change_table(old: Side, new: Side, title: str, anchor: str, notes: Notes | None = None) -> str:
-    """What a section's change is: a part of the table for each place, which has an id.
+@functools.cache  # a record's page and those of its ideas show them
+def hunks_of(old: Side, new: Side, title: str) -> list:
+    """The places of a section that changed, with equal lines around.
 
-    A row is a block of lines: equal ones on both sides, or what was replaced and by what.
+    A place is of blocks: (is it equal, numbers of the old lines, numbers of the new ones).
     """
     before, after = old.sections.get(title, []), new.sections.get(title, [])
     matcher = difflib.SequenceMatcher(None, [old.lines[number] for number in before],
                                       [new.lines[number] for number in after], autojunk=False)
+    return [[(tag == "equal", before[i:i_end], after[j:j_end])
+             for tag, i, i_end, j, j_end in group] for group in matcher.get_grouped_opcodes()]
+
+
+def rows_of(old: Side, new: Side, hunk: list, left: list = (), came: list = ()) -> str:
+    """A place's rows: equal lines on both sides, or what was replaced and by what.
+
+    `left` and `came` are lines of an idea, which are marked.
+    """
+    html = ""
+    for is_equal, theirs, ours in hunk:
+        marks = [()] * len(theirs), [()] * len(ours)
+        if not is_equal and theirs and ours:
+            marks = changed_words([old.words[number] for number in theirs],
+                                  [new.words[number] for number in ours])
+        html += (f'\n<tr class="{"equal" if is_equal else "changed"}">'
+                 f'{old.cell("old", theirs, marks[0], left)}'
+                 f'{new.cell("new", ours, marks[1], came)}</tr>')
+    return html
+
+
+def change_table(old: Side, new: Side, title: str, anchor: str, notes: Notes | None = None) -> str:
+    """What a section's change is: a part of the table for each place, which has an id."""
+    before, after = old.sections.get(title, []), new.sections.get(title, [])
     html = '<table class="diff">'
     end = end_before = 0
-    for place, group in enumerate(matcher.get_grouped_opcodes(), 1):
-        html += gap(before[end_before:group[0][1]], after[end:group[0][3]])
-        end_before, end = group[-1][2], group[-1][4]
+    for place, hunk in enumerate(hunks_of(old, new, title), 1):
+        theirs, ours = ([number for block in hunk for number in block[side]] for side in (1, 2))
+        start_before, start = (numbers.index(some[0]) if some else last for numbers, some, last in
+                               ((before, theirs, end_before), (after, ours, end)))
+        html += gap(before[end_before:start_before], after[end:start])
+        end_before, end = start_before + len(theirs), start + len(ours)
         html += f'\n<tbody id="{anchor}-{place}">'
-        lines = [side.lines[number] for tag, i, i_end, j, j_end in group if tag != "equal"
-                 for side, numbers in ((new, after[j:j_end]), (old, before[i:i_end]))
-                 for number in numbers]
+        lines = [side.lines[number] for is_equal, *block in hunk if not is_equal
+                 for side, numbers in ((new, block[1]), (old, block[0])) for number in numbers]
         if notes and (words := notes.take(lines)):
             html += f'\n<tr class="note"><td colspan="2">{words}</td></tr>'
-        for tag, i, i_end, j, j_end in group:
-            theirs, ours = before[i:i_end], after[j:j_end]
-            marks = [()] * len(theirs), [()] * len(ours)
-            if tag == "replace":
-                marks = changed_words([old.words[number] for number in theirs],
-                                      [new.words[number] for number in ours])
-            kind = "equal" if tag == "equal" else "changed"
-            html += (f'\n<tr class="{kind}">{old.cell("old", theirs, marks[0])}'
-                     f'{new.cell("new", ours, marks[1])}</tr>')
-        html += "</tbody>"
+        html += f"{rows_of(old, new, hunk)}</tbody>"
     return html + gap(before[end_before:], after[end:]) + "</table>"
 
 
@@ -218,6 +241,16 @@ def definitions(source: str) -> list:
 
     add(ast.parse(source).body, "")
     return found
+
+
+def place_of(source: str, number: int) -> str:
+    """The function or class around a line; else the section that it is in."""
+    spans = definitions(source)
+    starts = [start for start, *_ in spans]
+    for start, end, name in spans[:bisect.bisect_right(starts, number)][::-1]:
+        if start <= number <= end:
+            return name
+    return titles(above(source))[number]
 
 
 def techniques_of(source: str) -> list:

@@ -56,8 +56,9 @@ function row(kind, old, fresh, theirs, ours) {
   return `<tr class="${kind}">${cell("old", old, theirs)}${cell("new", fresh, ours)}</tr>`;
 }
 
-// Rows of equal lines; those far from a change are folded away.
+// Rows of equal lines; those far from a change are folded away, unless all are wanted.
 function equalRows(old, fresh, theirs, ours, isFirst, isLast) {
+  if (box("all").checked) return row("equal", old, fresh, theirs, ours);
   const start = isFirst ? 0 : CONTEXT, end = ours.length - (isLast ? 0 : CONTEXT);
   if (end - start < 2) return row("equal", old, fresh, theirs, ours);
   const part = (kind, from, to) =>
@@ -77,15 +78,51 @@ function linesOf(text) {
   return numbers.map((number) => document.getElementById(`L${number}`)).filter(Boolean);
 }
 
-function show() {
+const box = (id) => document.getElementById(id);
+
+// The address in words: what is compared, which lines are marked, and whether all are shown.
+function addressOf() {
+  const wanted = new URLSearchParams();
+  if (box("a").value) wanted.set("a", box("a").value);
+  wanted.set("b", box("b").value);
+  if (box("all").checked) wanted.set("all", "1");
+  if (box("line").value) wanted.set("line", box("line").value);
+  return `#${wanted}`;
+}
+
+// Set the controls by the address; what it names and is not there. Without one, the newest change.
+function readAddress() {
   const wanted = new URLSearchParams(location.hash.slice(1) || location.search);
-  const [first, second] = ["a", "b"].map((id) => document.getElementById(id));
-  first.value = wanted.get("a") || "";
-  second.value = wanted.get("b") || second.options[second.options.length - 1].value;
-  if (first.selectedIndex < 0) first.value = "";
-  if (second.selectedIndex < 0) second.selectedIndex = 0;
+  const newest = box("b").options[box("b").options.length - 1];
+  const isEmpty = !wanted.get("a") && !wanted.get("b");
+  const names = isEmpty ? [newest.dataset.parent, newest.value]
+    : [wanted.get("a") || "", wanted.get("b") || newest.value];
+  const unknown = names.filter((name) => name && !SCRIPTS[name]);
+  box("a").value = unknown.includes(names[0]) ? "" : names[0];
+  box("b").value = unknown.includes(names[1]) ? newest.value : names[1];
+  box("all").checked = wanted.has("all");
+  box("line").value = wanted.get("line") || "";
+  return unknown;
+}
+
+function mark(isInView) {
+  document.querySelectorAll(".marked").forEach((line) => line.classList.remove("marked"));
+  const lines = linesOf(box("line").value);
+  for (const line of lines) line.classList.add("marked");
+  if (isInView && lines.length) lines[0].scrollIntoView({ block: "center" });
+}
+
+function show() {
+  const unknown = readAddress();
+  const [first, second] = [box("a"), box("b")];
   const old = read(first.value), fresh = read(second.value);
-  let html = "";
+  const words = (list) => list.selectedOptions[0].textContent;
+  const title = first.value ? `${words(second)}, compared with ${words(first)}`
+    : `${words(second)}, the whole script`;
+  document.querySelector("h1").textContent = title;
+  document.title = `${title} · ${document.title.split(" · ").pop()}`;
+  let html = unknown.map((name) => `<p>No script here is called ${name.replace(/[<&]/g, "")}.</p>`)
+    .join("");
   for (const title of new Set([...fresh.parts.keys(), ...old.parts.keys()])) {
     const theirs = old.parts.get(title) || [], ours = fresh.parts.get(title) || [];
     let rows = "";
@@ -93,7 +130,7 @@ function show() {
     else {
       const same = (i, j) => old.ids[i] === fresh.ids[j];
       const blocks = blocksOf(theirs, ours, same);
-      if (blocks.every(([isEqual]) => isEqual)) continue;
+      if (!box("all").checked && blocks.every(([isEqual]) => isEqual)) continue;
       blocks.forEach(([isEqual, before, after], index) => {
         rows += isEqual
           ? equalRows(old, fresh, before, after, index === 0, index === blocks.length - 1)
@@ -102,31 +139,26 @@ function show() {
     }
     html += `<h2>${title}</h2><table class="diff">${rows}</table>`;
   }
-  document.getElementById("shown").innerHTML = html || "<p>Both are the same.</p>";
-  document.querySelectorAll(".marked").forEach((line) => line.classList.remove("marked"));
-  const lines = linesOf(wanted.get("line") || "");
-  for (const line of lines) line.classList.add("marked");
-  if (lines.length) lines[0].scrollIntoView({ block: "center" });
+  box("shown").innerHTML = html || "<p>Both are the same.</p>";
+  mark(true);
 }
 
-for (const id of ["a", "b"]) {
-  document.getElementById(id).addEventListener("change", () => {
-    const [a, b] = ["a", "b"].map((name) => document.getElementById(name).value);
-    location.hash = a ? `a=${a}&b=${b}` : `b=${b}`;
-  });
+for (const id of ["a", "b", "all"]) {
+  box(id).addEventListener("change", () => { location.hash = addressOf(); });
 }
-document.getElementById("shown").addEventListener("click", (event) => {
+box("line").addEventListener("change", () => {
+  history.replaceState(null, "", addressOf()); // a link that can be sent
+  mark(true);
+});
+box("shown").addEventListener("click", (event) => {
   const gap = event.target.closest(".gap"), line = event.target.closest(".new div");
   if (gap) {
     gap.nextElementSibling.classList.remove("folded");
     gap.remove();
   } else if (line && !getSelection().toString()) {
-    const wanted = new URLSearchParams(location.hash.slice(1));
-    wanted.set("b", document.getElementById("b").value);
-    wanted.set("line", line.dataset.n);
-    history.replaceState(null, "", `#${wanted}`); // a link that can be sent
-    document.querySelectorAll(".marked").forEach((other) => other.classList.remove("marked"));
-    line.classList.add("marked");
+    box("line").value = line.dataset.n;
+    history.replaceState(null, "", addressOf());
+    mark(false);
   }
 });
 addEventListener("hashchange", show);

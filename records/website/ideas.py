@@ -3,7 +3,6 @@
 ideas.toml has how the lines of a technique are found.
 """
 
-import bisect
 import re
 import tomllib
 from collections import Counter
@@ -14,10 +13,13 @@ from pathlib import Path
 from ledger.logs import LedgerError, read_text
 from ledger.records import Record
 from ledger.scripts import above, titles
-from website.code import definitions, side_of
+from website.code import hunks_of, place_of, rows_of, side_of
+from website.markdown import slug
 
 LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
 CELLS = ("name", "what", "by", "effect", "here", "function")
+# A row of a table of the script, of which an idea has only what its expression finds
+ROW = re.compile(r'("[\w ,]+": |)([A-Z]\w+)\(.*\),?|(\w+=[^,]+, ?)+')
 # What becomes of an idea in a record: the sign of its cell in the chart
 SIGNS = {"came": "+", "changed": "±", "gone": "−"}
 
@@ -35,6 +37,7 @@ class Idea:
     function: str
     lines: re.Pattern | None
     named: list
+    ends: dict  # folders of records without it, though such lines are there, and why
     steps: list = field(default_factory=list)  # of the records, from its first on
 
     @property
@@ -76,29 +79,39 @@ def read_ideas(page: Path, rules: Path) -> list:
         rule = known[cells[0]]
         pattern = re.compile(rule["lines"]) if "lines" in rule else None
         names = [cells[0], *rule.get("named", [])]
-        ideas.append(Idea(section, *cells, lines=pattern, named=names))
+        ideas.append(Idea(section, *cells, pattern, names, rule.get("ends", {})))
     return ideas
 
 
 # ---- Its lines ----
 def own_lines(source: str) -> dict:
-    """By line its numbers, of what a technique may be in: the part above the banner.
+    """By line, where it is: [(number, how many such rows are above), ...].
 
-    Neither the docstring nor the pocket's values count.
+    Of what a technique may be in: the part above the banner, without the docstring and the
+    pocket's values.
     """
     source = above(source)
-    found, is_pocket = {}, False
+    found, is_pocket, rows = {}, False, Counter()
     for number, (title, line) in enumerate(zip(titles(source), source.splitlines())):
         is_pocket |= line.startswith("POCKET = ")
         if title != "Docstring" and not is_pocket:
-            found.setdefault(line, []).append(number)
+            kind = re.match(r"\s*([A-Z]\w+)\(", line)
+            found.setdefault(line, []).append((number, rows[kind and kind[1]]))
+            rows[kind and kind[1]] += 1
         is_pocket &= line != ")"
     return found
 
 
-def code_of(line: str) -> str:
-    """A line without its comment and its place."""
-    return re.sub(r"(^|\s)#.*", "", line).strip()
+def part_of(line: str, pattern: re.Pattern, row: int) -> tuple:
+    """What is an idea's in a line: all of its code, or of a table's row the arguments it is in."""
+    code = re.sub(r"(^|\s)#.*", "", line)
+    found = ROW.fullmatch(code.strip())
+    if not found:
+        return (code.strip(),)
+    matches = [match.span() for match in pattern.finditer(code)]
+    parts = [word[0].strip(" ()") for word in re.finditer("[^,]+", code)
+             if any(start < word.end() and word.start() < end for start, end in matches)]
+    return (found[1] or row if found[2] else None, *parts)
 
 
 def trace_all(ideas: list, records: list):
@@ -112,33 +125,27 @@ def trace_all(ideas: list, records: list):
 
 def trace(idea: Idea, scripts: list, matches: set):
     """Fill in an idea's steps. `scripts` are of (record, `own_lines`); `matches` its lines."""
-    known = {}  # lines by the record's folder
+    known, ended = {}, set()  # (number, part) of its lines, by the record's folder; where it ended
     for record, lines in scripts:
-        if record.folder.name < idea.records[0]:
+        name, parent = record.folder.name, record.parent and record.parent.folder.name
+        if name < idea.records[0]:
             continue
-        ours = sorted((number, line) for line in matches for number in lines.get(line, ()))
-        theirs = known.get(record.parent and record.parent.folder.name, [])
-        known[record.folder.name] = ours
-        before = Counter(code_of(line) for _, line in theirs)
-        after = Counter(code_of(line) for _, line in ours)
+        if name in idea.ends or parent in ended:
+            ended.add(name)
+        ours = sorted((number, part_of(line, idea.lines, row))
+                      for line in (() if name in ended else matches)
+                      for number, row in lines.get(line, ()))
+        theirs = known.get(parent, [])
+        known[name] = ours
         if not ours and not theirs:
             continue
+        before, after = (Counter(part for _, part in some) for some in (theirs, ours))
         kind = "same" if before == after else "changed"
         if not theirs or not ours:
             kind = "came" if ours else "gone"
-        left = [number for number, line in theirs if before[code_of(line)] > after[code_of(line)]]
-        new = [number for number, line in ours if after[code_of(line)] > before[code_of(line)]]
+        left = [number for number, part in theirs if before[part] > after[part]]
+        new = [number for number, part in ours if after[part] > before[part]]
         idea.steps.append(Step(record, kind, [number for number, _ in ours], left, new))
-
-
-def place_of(source: str, number: int) -> str:
-    """The function or class around a line; else the section that it is in."""
-    spans = definitions(source)
-    starts = [start for start, *_ in spans]
-    for start, end, name in spans[:bisect.bisect_right(starts, number)][::-1]:
-        if start <= number <= end:
-            return name
-    return titles(above(source))[number]
 
 
 def ranges(numbers: list) -> str:
@@ -163,8 +170,8 @@ def short(record: Record) -> str:
     return record.name.partition(" ")[0]
 
 
-def step_html(step: Step) -> str:
-    """What a record does to an idea: where it is, and the lines that came and went."""
+def step_html(step: Step, why: str = "") -> str:
+    """What a record does to an idea: where it is, and each place of the change that has of it."""
     record = step.record
     parts = [f'<h3 id="{record.folder.name}">{SIGNS[step.kind]} '
              f'<a href="{record.folder.name}.html">{escape(record.name)}</a>: {step.kind}</h3>']
@@ -173,13 +180,48 @@ def step_html(step: Step) -> str:
         places.setdefault(place_of(record.script, number), []).append(number)
     links = [link_to_lines(record, numbers, name) for name, numbers in places.items()]
     if links:
-        parts.append(f"<p>In {', '.join(links)}.</p>")
-    old = side_of(record.parent.script if record.parent else "")
-    new = side_of(record.script)
-    cells = [side.cell(name, numbers, [()] * len(numbers))
-             for name, side, numbers in (("old", old, step.left), ("new", new, step.new))]
-    parts.append(f'<table class="diff"><tr class="changed">{"".join(cells)}</tr></table>')
+        parts.append(f"<p>Its lines here: {', '.join(links)}.</p>")
+    if why:
+        parts.append(f"<p>{escape(why)}</p>")
+    shown, others = hunks_with(step)
+    if shown:
+        parts.append(f'<table class="diff">{"".join(shown)}</table>')
+    if others and step.kind != "changed":
+        parts.append(f"<p>The record also changed: {', '.join(others)}.</p>")
     return "\n".join(parts)
+
+
+def hunks_with(step: Step) -> tuple:
+    """(the places of a record's change that have of an idea, links to all others)."""
+    new = side_of(step.record.script)
+    shown, others = [], []
+    if not step.record.parent:  # all lines are new: those alone, by their functions
+        places = {}
+        for number in step.new:
+            places.setdefault(place_of(step.record.script, number), []).append(number)
+        for name, numbers in places.items():
+            cell = new.cell("new", numbers, [()] * len(numbers))
+            shown.append(f'<tbody><tr class="note"><th>{escape(name)}</th></tr>'
+                         f'<tr class="changed">{cell}</tr></tbody>')
+        return shown, others
+    old = side_of(step.record.parent.script)
+    for title in new.sections | old.sections:
+        if title == "Docstring":
+            continue
+        for place, hunk in enumerate(hunks_of(old, new, title), 1):
+            theirs, ours = ([number for is_equal, *block in hunk if not is_equal
+                             for number in block[side]] for side in (0, 1))
+            name = (place_of(step.record.script, ours[0]) if ours
+                    else place_of(step.record.parent.script, theirs[0]))
+            address = f"{step.record.folder.name}.html#change-{slug(title)}-{place}"
+            link = f'<a href="{address}">{escape(name)}</a>'
+            if {*step.left} & {*theirs} or {*step.new} & {*ours}:
+                rows = rows_of(old, new, hunk, step.left, step.new)
+                shown.append(f'<tbody><tr class="note"><th colspan="2">{link}</th></tr>{rows}'
+                             "</tbody>")
+            elif link not in others:
+                others.append(link)
+    return shown, others
 
 
 def idea_html(idea: Idea, newest: Record, render) -> str:
@@ -205,10 +247,10 @@ def idea_html(idea: Idea, newest: Record, render) -> str:
             parts.append(f"<p>The same in {', '.join(links)}.</p>")
             same = []
         if step:
-            parts.append(step_html(step))
+            parts.append(step_html(step, idea.ends.get(step.record.folder.name, "")))
     last = idea.steps[-1]
     if last.record is newest and last.kind != "gone":
-        parts.append("<p>The newest script has it.</p>")
+        parts.append(f"<p>{escape(newest.name)}, the newest script, still has them.</p>")
     elif last.kind != "gone":
         parts.append(f"<p>No later script is a change of {escape(last.record.name)}.</p>")
     return "\n".join(parts)

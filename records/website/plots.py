@@ -1,6 +1,7 @@
 """A record's schedule as small plots: what its function `schedule` gives for each step."""
 
 import functools
+import re
 import sys
 import types
 from html import escape
@@ -24,15 +25,18 @@ def schedule_of(source: str) -> tuple | None:
     parts = sections(above(source))
     imports = [line for line in parts.get("Imports", ())
                if line.startswith(("import ", "from ")) and "torch" not in line]
+    in_blocks = re.findall(r"^    (\w+): int  # in blocks$", source, re.M)
     code = "\n".join([*imports, *parts.get("Hyperparameters", ()), *parts.get("Schedules", ())])
     module = types.ModuleType("schedule of a record")
     sys.modules[module.__name__] = module  # where dataclasses look their own up
     try:
         exec(compile(code, module.__name__, "exec"), vars(module))
         cfg = module.Hyperparameters()
-        steps = [vars(module.schedule(step, cfg)) for step in range(cfg.num_iterations)]
+        steps = [vars(module.schedule(step, cfg)) | {} for step in range(cfg.num_iterations)]
         for values in steps:
             values["tokens"] = cfg.sequences_per_step * values["seq_len"]
+            for name in in_blocks:
+                values[name] *= module.BLOCK
     except Exception:  # of any kind: a script of one's own may have other sections
         return None
     finally:

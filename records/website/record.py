@@ -67,7 +67,7 @@ def change_of(record: Record, told: str, notes: Notes) -> str:
         parts = ['<h2 id="change">The change</h2>']
         parent = side_of(record.parent.script)
         links.append(f'<a href="compare.html#a={record.parent.folder.name}&amp;'
-                     f'b={record.folder.name}">This change with all lines between</a>')
+                     f'b={record.folder.name}&amp;all=1">The change, with all equal lines</a>')
     parts.append(f"<p>{' · '.join(links)}</p>{told}")
     for title in script.sections | parent.sections:
         lines = [[side.lines[number] for number in side.sections.get(title, [])]

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,19 +15,19 @@ from conftest import REPO
 from fake_records import NEWEST, PARENT, edit, make_records
 from ledger import records
 from ledger.__main__ import main
-from ledger.logs import LedgerError
 from ledger.scripts import above, sections
 from website.build import NAME, with_row_ids
 from website.code import Notes, Side, change_table, scripts_data, techniques_of
-from website.ideas import Idea, chart_row, idea_html, name_links, ranges, read_ideas, trace_all
+from website.ideas import read_ideas
 from website.ladder import ladder_svg
 from website.model import ROW, STARTS, TOKENS, TOP, model_html, model_of
 from website.plots import points_of, schedule_of, schedule_plots
 from website.record import sentences_on_lines
+from whole_ladder import find_ladder
 
 THIRD = "2026-03-03_Third"
 SOURCE = "https://example.org/blob/main"
-VOID = {"meta", "link", "img", "br", "hr", "wbr"}  # elements without an end
+VOID = {"meta", "link", "img", "br", "hr", "wbr", "input"}  # elements without an end
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -67,10 +66,7 @@ def write(out, *words):
 
 @pytest.fixture(scope="module")
 def ladder():
-    """All records, without their logs, which take longer to read than all else."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "read_run", lambda path: None)
-        return records.find_records(REPO / "records")
+    return find_ladder()
 
 
 @pytest.mark.slow
@@ -97,7 +93,7 @@ def test_the_site_of_some_records_is_whole(tmp_path, ladder):
             parent = known[name].parent
             diff = f"compare.html#a={parent.folder.name}&b={name}" if parent else None
             assert [link for link in pages[name].links if link.startswith("compare.html#a=")] == (
-                2 * [diff] if parent else [])
+                [diff, f"{diff}&all=1"] if parent else [])
             assert f'<meta name="description" content="{known[name].claim["change"]}">' in page
     for name, following in zip(known, [*known][1:]):
         assert f'{name}.html" rel="prev"' in (out / f"{following}.html").read_text()
@@ -279,59 +275,16 @@ def test_each_script_can_be_made_of_the_data_and_each_technique_is_where_it_says
 
 
 @pytest.mark.slow
-def test_each_idea_changes_lines_where_its_row_says(ladder):
-    """And each technique that a docstring names has a page."""
-    ideas = read_ideas(REPO / "docs/techniques.md", REPO / "records/website/ideas.toml")
-    assert len({idea.page for idea in ideas}) == len(ideas) > 100
-    trace_all(ideas, ladder)
-    for idea in ideas:
-        kinds = {step.record.folder.name: step.kind for step in idea.steps}
-        if idea.lines:
-            assert kinds[idea.records[0]] == "came", idea.name
-            assert all(kinds[name] in ("came", "changed") for name in idea.records), idea.name
-    named = {technique for record in ladder
-             for technique, _ in techniques_of(record.script)}
-    for technique in named:
-        rest = re.sub("<a.*?</a>", "", name_links(technique, ideas))
-        assert not rest.strip(", "), technique
-
-
-def test_an_idea_comes_changes_and_goes(tmp_path):
-    """Neither comments nor the pocket's values count, nor what precedes its first record."""
-    sources = [
-        '"""Doc: smear."""\nx = 1\n', "x = smear(1)\n", "y = 2\nx = smear(1)  # a comment\n",
-        "x = smear(2)\n", "POCKET = dict(\n    smear=1,\n)\nx = 2\n"]
-    known, parent = [], None
-    for number, source in enumerate(["x = smear(0)\n", *sources]):
-        folder = tmp_path / f"2026-01-0{number + 1}_R{number}"
-        folder.mkdir()
-        (folder / "train_gpt.py").write_text(source)
-        claim = {"published": None, "change": "", "parent": None}
-        known.append(parent := records.Record(folder, claim, parent))
-    idea = Idea("S", "Smear", "What.", "By", "–", "[#2](../records/2026-01-02_R1)", "f",
-                           re.compile("smear"), ["Smear"])
-    trace_all([idea], known)
-    assert [(step.kind, step.numbers) for step in idea.steps] == [
-        ("came", [0]), ("same", [1]), ("changed", [0]), ("gone", [])]
-    page = idea_html(idea, known[-1], lambda text: text)
-    assert re.findall('<h3 id="(.*?)">(.) ', page) == [
-        ("2026-01-03_R2", "+"), ("2026-01-05_R4", "±"), ("2026-01-06_R5", "−")]
-    assert 'compare.html#b=2026-01-04_R3&amp;line=2">R3</a>' in page
-    assert "3 scripts have it, from R2 to R4." in page
-    assert "newest script" not in page and "No later" not in page  # it went
-    trace_all([branch := replace(idea, steps=[])], known[:3])
-    assert "The newest script has it" in idea_html(branch, known[2], str)
-    assert "No later script is a change of R2" in idea_html(branch, known[-1], str)
-    row = chart_row(idea, known)
-    assert re.findall('class="(.*?)"', row) == ["", "came", "same", "changed", "gone"]
-    assert ranges([1, 2, 3, 7]) == "2-4,8"
-
-
-def test_a_technique_without_a_rule_is_named(tmp_path):
-    (tmp_path / "page.md").write_text("| New idea | a | b | c | d | e |\n")
-    (tmp_path / "ideas.toml").write_text("")
-    with pytest.raises(LedgerError, match="New idea"):
-        read_ideas(tmp_path / "page.md", tmp_path / "ideas.toml")
+def test_windows_are_plotted_in_tokens(ladder):
+    """Scripts from #16 to 29a count them in blocks."""
+    tops = {}
+    for record in ladder:
+        _, values = schedule_of(record.script)
+        if windows := [max(values[name]) for name in ("window", "long_window") if name in values]:
+            tops[record.name] = max(windows)
+            before = tops.get(record.parent.name)
+            assert not before or 0.7 < max(windows) / before < 1.5, record.name
+    assert len(tops) > 60 and all(1024 < top < 2048 for top in tops.values()), tops
 
 
 def test_a_schedule_is_drawn_from_its_script_beside_its_parents():

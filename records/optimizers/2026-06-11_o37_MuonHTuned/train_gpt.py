@@ -409,6 +409,18 @@ def orthogonalize(grad_BMN: Tensor, dtype: torch.dtype) -> Tensor:
     return X.mT if is_tall else X
 
 
+def hyperball_step(weight, direction, lr):
+    """Step along a direction of any length, and keep each matrix's norm: @kaiyue-wen."""
+    size = norms(weight)
+    moved = weight - lr * direction * size / norms(direction).clamp_min(1e-10)
+    weight.copy_(moved * size / norms(moved).clamp_min(1e-10))
+
+
+def norms(matrices) -> Tensor:
+    """The norm of each whole matrix, (B, 1, 1)."""
+    return matrices.norm(dim=(-2, -1), keepdim=True)
+
+
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of AdamW, https://arxiv.org/abs/1711.05101, in fp32 and in place.
 
@@ -615,18 +627,6 @@ class MuonH(MatrixOptimizer):
         nesterov = grad.lerp(mean, momentum)
         update = tall_factor(grad) * orthogonalize(nesterov, self.dtype)
         hyperball_step(weight, update.type_as(weight), self.lr)
-
-
-def hyperball_step(weight, direction, lr):
-    """Step along a direction of any length, and keep each matrix's norm: @kaiyue-wen."""
-    size = matrix_norm(weight)
-    moved = weight - lr * direction * size / matrix_norm(direction).clamp_min(1e-10)
-    weight.copy_(moved * size / matrix_norm(moved).clamp_min(1e-10))
-
-
-def matrix_norm(matrices):
-    """The Frobenius norm of each of (B, M, N), (B, 1, 1)."""
-    return matrices.norm(dim=(-2, -1), keepdim=True)
 
 
 def tall_factor(matrices) -> float:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-04-30_o5_MuonH
 Parent: 2026-05-03_o12_Muon. Change: each matrix keeps its norm ("hyperball"), so none may begin at
@@ -415,6 +415,18 @@ def orthogonalize(grad_BMN: Tensor, dtype: torch.dtype) -> Tensor:
     return X.mT if is_tall else X
 
 
+def hyperball_step(weight, direction, lr):
+    """Step along a direction of any length, and keep each matrix's norm: @kaiyue-wen."""
+    size = norms(weight)
+    moved = weight - lr * direction * size / norms(direction).clamp_min(1e-10)
+    weight.copy_(moved * size / norms(moved).clamp_min(1e-10))
+
+
+def norms(matrices) -> Tensor:
+    """The norm of each whole matrix, (B, 1, 1)."""
+    return matrices.norm(dim=(-2, -1), keepdim=True)
+
+
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of AdamW, https://arxiv.org/abs/1711.05101, in fp32 and in place.
 
@@ -621,18 +633,6 @@ class MuonH(MatrixOptimizer):
         nesterov = grad.lerp(mean, momentum)
         update = tall_factor(grad) * orthogonalize(nesterov, self.dtype)
         hyperball_step(weight, update.type_as(weight), self.lr)
-
-
-def hyperball_step(weight, direction, lr):
-    """Step along a direction of any length, and keep each matrix's norm: @kaiyue-wen."""
-    size = matrix_norm(weight)
-    moved = weight - lr * direction * size / matrix_norm(direction).clamp_min(1e-10)
-    weight.copy_(moved * size / matrix_norm(moved).clamp_min(1e-10))
-
-
-def matrix_norm(matrices):
-    """The Frobenius norm of each of (B, M, N), (B, 1, 1)."""
-    return matrices.norm(dim=(-2, -1), keepdim=True)
 
 
 def tall_factor(matrices) -> float:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-04-30_o8_NorMuonH
 Parent: 2026-04-30_o5_MuonH. Change: the update is divided by the root of a mean of its squares, a
@@ -415,6 +415,23 @@ def orthogonalize(grad_BMN: Tensor, dtype: torch.dtype) -> Tensor:
     return X.mT if is_tall else X
 
 
+def hyperball_step(weight, direction, lr):
+    """Step along a direction of any length, and keep each matrix's norm: @kaiyue-wen."""
+    size = norms(weight)
+    moved = weight - lr * direction * size / norms(direction).clamp_min(1e-10)
+    weight.copy_(moved * size / norms(moved).clamp_min(1e-10))
+
+
+def averaged_side(matrices) -> int:
+    """The dimension of the columns; of the rows, where these are fewer."""
+    return -1 if matrices.size(-2) >= matrices.size(-1) else -2
+
+
+def norms(matrices) -> Tensor:
+    """The norm of each whole matrix, (B, 1, 1)."""
+    return matrices.norm(dim=(-2, -1), keepdim=True)
+
+
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of AdamW, https://arxiv.org/abs/1711.05101, in fp32 and in place.
 
@@ -609,10 +626,8 @@ class NorMuonH(MatrixOptimizer):
     numbers = ("momentum",)
 
     def new_state(self, grad):
-        rows, columns = grad.shape[-2:]
-        self.averaged = -1 if rows >= columns else -2  # the dimension over which squares are
-        square = torch.zeros_like(grad).mean(self.averaged, keepdim=True)
-        return {"mean": torch.zeros_like(grad), "square": square}
+        square = grad.mean(averaged_side(grad), keepdim=True)
+        return {"mean": torch.zeros_like(grad), "square": torch.zeros_like(square)}
 
     def step(self, weight, grad):
         """Update the weights (B, M, N) in place."""
@@ -620,22 +635,10 @@ class NorMuonH(MatrixOptimizer):
         mean = self.state["mean"].lerp_(grad, 1 - momentum)
         nesterov = grad.lerp(mean, momentum)
         update = tall_factor(grad) * orthogonalize(nesterov, self.dtype)
-        row_square = update.square().mean(self.averaged, keepdim=True)
+        row_square = update.square().mean(averaged_side(update), keepdim=True)
         square = self.state["square"].lerp_(row_square.type_as(weight), 0.05)
         update = update / square.clamp_min(1e-10).sqrt()
         hyperball_step(weight, update.type_as(weight), self.lr)
-
-
-def hyperball_step(weight, direction, lr):
-    """Step along a direction of any length, and keep each matrix's norm: @kaiyue-wen."""
-    size = matrix_norm(weight)
-    moved = weight - lr * direction * size / matrix_norm(direction).clamp_min(1e-10)
-    weight.copy_(moved * size / matrix_norm(moved).clamp_min(1e-10))
-
-
-def matrix_norm(matrices):
-    """The Frobenius norm of each of (B, M, N), (B, 1, 1)."""
-    return matrices.norm(dim=(-2, -1), keepdim=True)
 
 
 def tall_factor(matrices) -> float:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-05-07_o18_PMuon
 Parent: 2026-05-03_o12_Muon. Change: the mean of gradients is whitened on both sides, by power
@@ -19,7 +19,7 @@ QK-norm                                           CausalSelfAttention
 half-truncated rotary embedding                   GPT.set_rotary, rotate
 capped logits                                     GPT.logits
 Adam                                              Adam
-PMuon                                             PMuon, inverse_power, orthogonalize
+PMuon                                             PMuon.inverse_power, orthogonalize
 rates                                             schedule, parameter_groups
 """
 
@@ -406,6 +406,17 @@ def orthogonalize(grad_BMN: Tensor, dtype: torch.dtype) -> Tensor:
     return X.mT if is_tall else X
 
 
+def gram_matrices(grad):
+    """G Gᵀ and Gᵀ G of each of (B, M, N)."""
+    return grad @ grad.mT, grad.mT @ grad
+
+
+@torch.compiler.disable  # the graph breaks here
+def orthonormal(matrices):
+    """Orthonormal bases of the columns of (..., N, N), by QR."""
+    return torch.linalg.qr(matrices).Q
+
+
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of AdamW, https://arxiv.org/abs/1711.05101, in fp32 and in place.
 
@@ -642,17 +653,6 @@ class PMuon(MatrixOptimizer):
         powers = values.clamp_min(1e-6) ** -0.3
         size = gram.size(-1) ** 0.5 / (powers.norm(dim=-1, keepdim=True) + 1e-6)
         return basis * powers @ basis.mT * size
-
-
-def gram_matrices(grad):
-    """G Gᵀ and Gᵀ G of each of (B, M, N)."""
-    return grad @ grad.mT, grad.mT @ grad
-
-
-@torch.compiler.disable  # the graph breaks here
-def orthonormal(matrices):
-    """Orthonormal bases of the columns of (..., N, N), by QR."""
-    return torch.linalg.qr(matrices).Q
 
 
 def tall_factor(matrices) -> float:

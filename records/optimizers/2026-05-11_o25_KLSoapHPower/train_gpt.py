@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-05-11_o25_KLSoapHPower
 Parent: 2026-05-08_o19_KLSoapH. Change: rates fall by a power of 1.5 to a floor.
@@ -403,6 +403,44 @@ class GPT(nn.Module):
 # them each epsilon below is meant.
 
 
+def hyperball_step(weight, direction, lr):
+    """Step along a direction of any length, and keep each matrix's norm: @kaiyue-wen."""
+    size = norms(weight)
+    moved = weight - lr * direction * size / norms(direction).clamp_min(1e-10)
+    weight.copy_(moved * size / norms(moved).clamp_min(1e-10))
+
+
+def norms(matrices) -> Tensor:
+    """The norm of each whole matrix, (B, 1, 1)."""
+    return matrices.norm(dim=(-2, -1), keepdim=True)
+
+
+def gram_matrices(grad):
+    """G Gᵀ and Gᵀ G of each of (B, M, N)."""
+    return grad @ grad.mT, grad.mT @ grad
+
+
+def symmetric(matrices):
+    return (matrices + matrices.mT) / 2
+
+
+def identity_like(matrices):
+    """The identity matrix of the size of (B, N, N)."""
+    return torch.eye(matrices.size(-1), dtype=matrices.dtype, device=matrices.device)
+
+
+@torch.compiler.disable  # the graph breaks here
+def eigenvectors(matrices):
+    """Of symmetric matrices (B, N, N), as columns; those of large eigenvalues first."""
+    return torch.linalg.eigh(matrices).eigenvectors.flip(-1)
+
+
+@torch.compiler.disable
+def orthonormal(matrices):
+    """Orthonormal bases of the columns of (B, N, N), by QR."""
+    return torch.linalg.qr(matrices).Q
+
+
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of AdamW, https://arxiv.org/abs/1711.05101, in fp32 and in place.
 
@@ -662,44 +700,6 @@ class KLSoapH(MatrixOptimizer):
         scale.copy_(after.clamp_min(1e-30).rsqrt().clamp_max(4000.0))
         basis = self.state[side + "_basis"]
         basis.copy_(orthonormal(mean @ basis))  # a step of the power method
-
-
-def gram_matrices(grad):
-    """G Gᵀ and Gᵀ G of each of (B, M, N)."""
-    return grad @ grad.mT, grad.mT @ grad
-
-
-def symmetric(matrices):
-    return (matrices + matrices.mT) / 2
-
-
-def identity_like(matrices):
-    """The identity matrix of the size of (B, N, N)."""
-    return torch.eye(matrices.size(-1), dtype=matrices.dtype, device=matrices.device)
-
-
-@torch.compiler.disable  # the graph breaks here
-def eigenvectors(matrices):
-    """Of symmetric matrices (B, N, N), as columns; those of large eigenvalues first."""
-    return torch.linalg.eigh(matrices).eigenvectors.flip(-1)
-
-
-@torch.compiler.disable
-def orthonormal(matrices):
-    """Orthonormal bases of the columns of (B, N, N), by QR."""
-    return torch.linalg.qr(matrices).Q
-
-
-def hyperball_step(weight, direction, lr):
-    """Step along a direction of any length, and keep each matrix's norm: @kaiyue-wen."""
-    size = matrix_norm(weight)
-    moved = weight - lr * direction * size / matrix_norm(direction).clamp_min(1e-10)
-    weight.copy_(moved * size / matrix_norm(moved).clamp_min(1e-10))
-
-
-def matrix_norm(matrices):
-    """The Frobenius norm of each of (B, M, N), (B, 1, 1)."""
-    return matrices.norm(dim=(-2, -1), keepdim=True)
 
 
 def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-05-13_o21_Shampoo
 Parent: 2026-05-03_o12_Muon. Change: Shampoo gives the direction, and Adam its size ("grafting").
@@ -386,6 +386,26 @@ class GPT(nn.Module):
 # them each epsilon below is meant.
 
 
+def gram_matrices(grad):
+    """G Gᵀ and Gᵀ G of each of (B, M, N)."""
+    return grad @ grad.mT, grad.mT @ grad
+
+
+@torch.compiler.disable  # the graph breaks here
+def inverse_root(matrices):
+    """The power -1/4 of symmetric matrices (B, N, N). The least eigenvalue is raised to 1e-12."""
+    least = 1e-12
+    identity = torch.eye(matrices.size(-1), dtype=matrices.dtype, device=matrices.device)
+    values, vectors = torch.linalg.eigh(matrices + least * identity)
+    values = values - (values[:, :1] - least).clamp_max(0.0)
+    return vectors * values[:, None] ** -0.25 @ vectors.mT
+
+
+def norms(matrices) -> Tensor:
+    """The norm of each whole matrix, (B, 1, 1)."""
+    return matrices.norm(dim=(-2, -1), keepdim=True)
+
+
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of AdamW, https://arxiv.org/abs/1711.05101, in fp32 and in place.
 
@@ -612,29 +632,9 @@ class Shampoo(MatrixOptimizer):
         square = self.state["square"].lerp_(grad.square(), 1 - 0.95)
         adam = mean / ((square / (1 - 0.95**count)).sqrt() + 1e-10)
         shampoo = self.state["left_root"] @ mean @ self.state["right_root"]
-        grafted = shampoo * matrix_norm(adam) / (matrix_norm(shampoo) + 1e-16)
+        grafted = shampoo * norms(adam) / (norms(shampoo) + 1e-16)
         update = torch.where(count < self.every, adam, grafted)
         weight.sub_(self.lr * (update + self.group.decay * weight))
-
-
-def gram_matrices(grad):
-    """G Gᵀ and Gᵀ G of each of (B, M, N)."""
-    return grad @ grad.mT, grad.mT @ grad
-
-
-@torch.compiler.disable  # the graph breaks here
-def inverse_root(matrices):
-    """The power -1/4 of symmetric matrices (B, N, N). The least eigenvalue is raised to 1e-12."""
-    least = 1e-12
-    identity = torch.eye(matrices.size(-1), dtype=matrices.dtype, device=matrices.device)
-    values, vectors = torch.linalg.eigh(matrices + least * identity)
-    values = values - (values[:, :1] - least).clamp_max(0.0)
-    return vectors * values[:, None] ** -0.25 @ vectors.mT
-
-
-def matrix_norm(matrices):
-    """The Frobenius norm of each of (B, M, N), (B, 1, 1)."""
-    return matrices.norm(dim=(-2, -1), keepdim=True)
 
 
 def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:

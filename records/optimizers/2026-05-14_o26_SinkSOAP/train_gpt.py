@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-05-14_o26_SinkSOAP
 Parent: 2026-05-03_o12_Muon. Change: the mean of gradients is balanced by Sinkhorn's iteration in
@@ -390,6 +390,40 @@ class GPT(nn.Module):
 # them each epsilon below is meant.
 
 
+def balance(matrices):
+    """Scale rows and columns so that all rows, and all columns, have the same sum of squares."""
+    rows, columns = matrices.shape[-2:]
+    squares = matrices.square() + 1e-8
+    of_rows = torch.ones_like(squares[:, :, :1])
+    of_columns = torch.ones_like(squares[:, :1])
+    for _ in range(10):
+        of_rows = 1 / rows / (squares @ of_columns.mT + 1e-8)
+        of_columns = (1 / columns / (squares.mT @ of_rows + 1e-8)).mT
+    return of_rows.sqrt() * matrices * of_columns.sqrt()
+
+
+def gram_matrices(grad):
+    """G Gᵀ and Gᵀ G of each of (B, M, N)."""
+    return grad @ grad.mT, grad.mT @ grad
+
+
+def gram_basis(gram):
+    """The eigenvectors of a mean of Gram matrices."""
+    identity = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
+    return eigenvectors((gram + gram.mT) / 2 + 1e-8 * identity)
+
+
+@torch.compiler.disable  # the graph breaks here
+def eigenvectors(matrices):
+    """Of symmetric matrices (B, N, N), as columns; those of large eigenvalues first."""
+    return torch.linalg.eigh(matrices).eigenvectors.flip(-1)
+
+
+def norms(matrices) -> Tensor:
+    """The norm of each whole matrix, (B, 1, 1)."""
+    return matrices.norm(dim=(-2, -1), keepdim=True)
+
+
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of AdamW, https://arxiv.org/abs/1711.05101, in fp32 and in place.
 
@@ -611,7 +645,7 @@ class SinkSOAP(MatrixOptimizer):
         update = left_basis @ balance(left_basis.mT @ nesterov @ right_basis) @ right_basis.mT
         rows, columns = grad.shape[-2:]
         size = rows**0.5  # of Muon's update
-        update = update * size / matrix_norm(update).clamp_min(1e-8)
+        update = update * size / norms(update).clamp_min(1e-8)
         if "square" in self.state:
             update = self.normalize(update)
         weight.mul_(1 - self.lr * self.group.decay)
@@ -622,43 +656,9 @@ class SinkSOAP(MatrixOptimizer):
         square = self.state["square"]
         dim = -1 if square.size(-1) == 1 else -2
         square.lerp_(update.square().mean(dim, keepdim=True), 1 - 0.95)
-        size = matrix_norm(update).clamp_min(1e-10)
+        size = norms(update).clamp_min(1e-10)
         update = update / square.sqrt().clamp_min(1e-10)
-        return update * size / matrix_norm(update).clamp_min(1e-10)
-
-
-def balance(matrices):
-    """Scale rows and columns so that all rows, and all columns, have the same sum of squares."""
-    rows, columns = matrices.shape[-2:]
-    squares = matrices.square() + 1e-8
-    of_rows = torch.ones_like(squares[:, :, :1])
-    of_columns = torch.ones_like(squares[:, :1])
-    for _ in range(10):
-        of_rows = 1 / rows / (squares @ of_columns.mT + 1e-8)
-        of_columns = (1 / columns / (squares.mT @ of_rows + 1e-8)).mT
-    return of_rows.sqrt() * matrices * of_columns.sqrt()
-
-
-def gram_matrices(grad):
-    """G Gᵀ and Gᵀ G of each of (B, M, N)."""
-    return grad @ grad.mT, grad.mT @ grad
-
-
-def gram_basis(gram):
-    """The eigenvectors of a mean of Gram matrices."""
-    identity = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
-    return eigenvectors((gram + gram.mT) / 2 + 1e-8 * identity)
-
-
-@torch.compiler.disable  # the graph breaks here
-def eigenvectors(matrices):
-    """Of symmetric matrices (B, N, N), as columns; those of large eigenvalues first."""
-    return torch.linalg.eigh(matrices).eigenvectors.flip(-1)
-
-
-def matrix_norm(matrices):
-    """The Frobenius norm of each of (B, M, N), (B, 1, 1)."""
-    return matrices.norm(dim=(-2, -1), keepdim=True)
+        return update * size / norms(update).clamp_min(1e-10)
 
 
 def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-05-19_o28_DynMuon
 Parent: 2026-05-03_o12_Muon. Change: the update is not the polar factor but a power of the singular
@@ -411,6 +411,25 @@ def orthogonalize(grad_BMN: Tensor, dtype: torch.dtype) -> Tensor:
     return X.mT if is_tall else X
 
 
+def spectral_power(matrices, power, dtype):
+    """Nearly U Sᵖ Vᵀ of each U S Vᵀ of (B, M, N).
+
+    With X of norm one, O its polar factor and E = X Xᵀ - 1, it is (1 + E)^(p / 2) O, to the second
+    order in E.
+    """
+    is_tall = matrices.size(-2) > matrices.size(-1)
+    X = matrices.mT if is_tall else matrices
+    size = X.norm(dim=(-2, -1), keepdim=True) + 1e-7
+    X = X / size
+    polar = orthogonalize(X, dtype).type_as(X)
+    identity = torch.eye(X.size(-2), dtype=X.dtype, device=X.device)
+    E = X @ X.mT - identity
+    half = power / 2
+    series = identity + half * E + half * (half - 1) / 2 * (E @ E)
+    result = series @ polar * size**power
+    return result.mT if is_tall else result
+
+
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of AdamW, https://arxiv.org/abs/1711.05101, in fp32 and in place.
 
@@ -621,25 +640,6 @@ class DynMuon(MatrixOptimizer):
         update = spectral_power(grad + momentum * mean, self.scheduled["power"], self.dtype)
         weight.mul_(1 - self.lr * self.group.decay)
         weight.sub_(self.lr * tall_factor(grad) * update)
-
-
-def spectral_power(matrices, power, dtype):
-    """Nearly U Sᵖ Vᵀ of each U S Vᵀ of (B, M, N).
-
-    With X of norm one, O its polar factor and E = X Xᵀ - 1, it is (1 + E)^(p / 2) O, to the second
-    order in E.
-    """
-    is_tall = matrices.size(-2) > matrices.size(-1)
-    X = matrices.mT if is_tall else matrices
-    size = X.norm(dim=(-2, -1), keepdim=True) + 1e-7
-    X = X / size
-    polar = orthogonalize(X, dtype).type_as(X)
-    identity = torch.eye(X.size(-2), dtype=X.dtype, device=X.device)
-    E = X @ X.mT - identity
-    half = power / 2
-    series = identity + half * E + half * (half - 1) / 2 * (E @ E)
-    result = series @ polar * size**power
-    return result.mT if is_tall else result
 
 
 def tall_factor(matrices) -> float:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-05-28_o33_PSGD
 Parent: 2026-05-28_o33a_MeanLoss. Change: a preconditioner of two triangular factors, fitted to
@@ -398,6 +398,67 @@ class GPT(nn.Module):
 # below is meant. In other records of this ladder they are those of the sum.
 
 
+def hyperball_step(weight, direction, lr):
+    """Step along a direction of any length, and keep each matrix's norm: @kaiyue-wen."""
+    size = norms(weight)
+    moved = weight - lr * direction * size / (norms(direction) + 1e-10)
+    weight.copy_(moved * size / (norms(moved) + 1e-10))
+
+
+def norms(matrices) -> Tensor:
+    """The norm of each whole matrix, (B, 1, 1)."""
+    return matrices.norm(dim=(-2, -1), keepdim=True)
+
+
+def fit(left, right, grad, probe):
+    """A step of both triangular factors towards those that whiten gradients.
+
+    Fitted are A = Q G Pᵀ and, for a probe V of normal numbers, B = Q⁻ᵀ V P⁻¹: their mean Gram
+    matrices become equal.
+    """
+    balance = (largest(right) / largest(left)).sqrt()
+    left = left * balance
+    right = right / balance
+    A = left @ grad @ right.mT
+    B = torch.linalg.solve_triangular(left.mT, probe, upper=False)
+    B = torch.linalg.solve_triangular(right, B, upper=True, left=False)
+    for_left = A @ A.mT, B @ B.mT
+    for_right = A.mT @ A, B.mT @ B
+    return fitted(left, *for_left), fitted(right, *for_right)
+
+
+def fitted(factor, of_grad, of_probe):
+    """A factor after a step along the upper triangle of the difference, times the factor."""
+    rate = 1 / spectral_norm(of_grad + of_probe)
+    return factor - rate * (of_grad - of_probe).triu() @ factor
+
+
+def largest(matrices):
+    """The largest magnitude in each of (B, M, N), (B, 1, 1)."""
+    return matrices.abs().amax((-2, -1), keepdim=True)
+
+
+def spectral_norm(matrices):
+    """A lower estimate of the norm of symmetric matrices (B, N, N), (B, 1, 1)."""
+    size = largest(matrices)
+    matrices = matrices / size
+    place = matrices.square().sum(-2, keepdim=True).argmax(-1, keepdim=True)
+    column = matrices.take_along_dim(place, dim=-1)  # the longest one
+    column = matrices @ column
+    column = column / column.norm(dim=-2, keepdim=True)
+    return size * (matrices @ column).norm(dim=-2, keepdim=True)
+
+
+def gram_matrices(grad):
+    """G Gᵀ and Gᵀ G of each of (B, M, N)."""
+    return grad @ grad.mT, grad.mT @ grad
+
+
+def identity_like(matrices):
+    """The identity matrix of the size of (B, N, N)."""
+    return torch.eye(matrices.size(-1), dtype=matrices.dtype, device=matrices.device)
+
+
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of AdamW, https://arxiv.org/abs/1711.05101, in fp32 and in place.
 
@@ -635,67 +696,6 @@ class PSGD(MatrixOptimizer):
         state["right"].copy_(right)
         direction = left.mT @ left @ mean @ right.mT @ right
         hyperball_step(weight, direction, self.lr)
-
-
-def fit(left, right, grad, probe):
-    """A step of both triangular factors towards those that whiten gradients.
-
-    Fitted are A = Q G Pᵀ and, for a probe V of normal numbers, B = Q⁻ᵀ V P⁻¹: their mean Gram
-    matrices become equal.
-    """
-    balance = (largest(right) / largest(left)).sqrt()
-    left = left * balance
-    right = right / balance
-    A = left @ grad @ right.mT
-    B = torch.linalg.solve_triangular(left.mT, probe, upper=False)
-    B = torch.linalg.solve_triangular(right, B, upper=True, left=False)
-    for_left = A @ A.mT, B @ B.mT
-    for_right = A.mT @ A, B.mT @ B
-    return fitted(left, *for_left), fitted(right, *for_right)
-
-
-def fitted(factor, of_grad, of_probe):
-    """A factor after a step along the upper triangle of the difference, times the factor."""
-    rate = 1 / spectral_norm(of_grad + of_probe)
-    return factor - rate * (of_grad - of_probe).triu() @ factor
-
-
-def largest(matrices):
-    """The largest magnitude in each of (B, M, N), (B, 1, 1)."""
-    return matrices.abs().amax((-2, -1), keepdim=True)
-
-
-def spectral_norm(matrices):
-    """A lower estimate of the norm of symmetric matrices (B, N, N), (B, 1, 1)."""
-    size = largest(matrices)
-    matrices = matrices / size
-    place = matrices.square().sum(-2, keepdim=True).argmax(-1, keepdim=True)
-    column = matrices.take_along_dim(place, dim=-1)  # the longest one
-    column = matrices @ column
-    column = column / column.norm(dim=-2, keepdim=True)
-    return size * (matrices @ column).norm(dim=-2, keepdim=True)
-
-
-def gram_matrices(grad):
-    """G Gᵀ and Gᵀ G of each of (B, M, N)."""
-    return grad @ grad.mT, grad.mT @ grad
-
-
-def identity_like(matrices):
-    """The identity matrix of the size of (B, N, N)."""
-    return torch.eye(matrices.size(-1), dtype=matrices.dtype, device=matrices.device)
-
-
-def hyperball_step(weight, direction, lr):
-    """Step along a direction of any length, and keep each matrix's norm: @kaiyue-wen."""
-    size = matrix_norm(weight)
-    moved = weight - lr * direction * size / (matrix_norm(direction) + 1e-10)
-    weight.copy_(moved * size / (matrix_norm(moved) + 1e-10))
-
-
-def matrix_norm(matrices):
-    """The Frobenius norm of each of (B, M, N), (B, 1, 1)."""
-    return matrices.norm(dim=(-2, -1), keepdim=True)
 
 
 def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-05-28_o33a_MeanLoss
 Parent: 2026-04-30_o4_AdamH. Change: gradients of the mean of the loss; weights begin normal, head
@@ -395,6 +395,18 @@ class GPT(nn.Module):
 # below is meant. In other records of this ladder they are those of the sum.
 
 
+def hyperball_step(weight, direction, lr):
+    """Step along a direction of any length, and keep each matrix's norm: @kaiyue-wen."""
+    size = norms(weight)
+    moved = weight - lr * direction * size / norms(direction).clamp_min(1e-10)
+    weight.copy_(moved * size / norms(moved).clamp_min(1e-10))
+
+
+def norms(matrices) -> Tensor:
+    """The norm of each whole matrix, (B, 1, 1)."""
+    return matrices.norm(dim=(-2, -1), keepdim=True)
+
+
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of AdamW, https://arxiv.org/abs/1711.05101, in fp32 and in place.
 
@@ -601,18 +613,6 @@ class AdamH(MatrixOptimizer):
         square = self.state["square"].lerp_(grad.square(), 1 - 0.95)
         size = (square / (1 - 0.95**count)).sqrt()
         hyperball_step(weight, mean / (1 - 0.9**count) / (size + 1e-8), self.lr)
-
-
-def hyperball_step(weight, direction, lr):
-    """Step along a direction of any length, and keep each matrix's norm: @kaiyue-wen."""
-    size = matrix_norm(weight)
-    moved = weight - lr * direction * size / matrix_norm(direction).clamp_min(1e-10)
-    weight.copy_(moved * size / matrix_norm(moved).clamp_min(1e-10))
-
-
-def matrix_norm(matrices):
-    """The Frobenius norm of each of (B, M, N), (B, 1, 1)."""
-    return matrices.norm(dim=(-2, -1), keepdim=True)
 
 
 def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:

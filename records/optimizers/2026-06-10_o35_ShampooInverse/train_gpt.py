@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-06-10_o35_ShampooInverse
 Parent: 2026-05-13_o21_Shampoo. Change: roots in every step, by a pseudo-inverse, from shorter
@@ -387,6 +387,24 @@ class GPT(nn.Module):
 # them each epsilon below is meant.
 
 
+def gram_matrices(grad):
+    """G Gᵀ and Gᵀ G of each of (B, M, N)."""
+    return grad @ grad.mT, grad.mT @ grad
+
+
+@torch.compiler.disable  # the graph breaks here
+def inverse_root(matrices):
+    """The power -1/4 of symmetric matrices (B, N, N), 0 where an eigenvalue is not above 0."""
+    values, vectors = torch.linalg.eigh(matrices)
+    roots = torch.where(values > 0, values, torch.inf) ** -0.25
+    return vectors * roots[:, None] @ vectors.mT
+
+
+def norms(matrices) -> Tensor:
+    """The norm of each whole matrix, (B, 1, 1)."""
+    return matrices.norm(dim=(-2, -1), keepdim=True)
+
+
 def adam_update(weight, grad, mean, square, count, *, lr, betas, decay):
     """A step of AdamW, https://arxiv.org/abs/1711.05101, in fp32 and in place.
 
@@ -610,26 +628,8 @@ class Shampoo(MatrixOptimizer):
         square = self.state["square"].lerp_(grad.square(), 1 - 0.9)
         adam = mean / ((square / (1 - 0.9**count)).sqrt() + 1e-15)
         shampoo = self.state["left_root"] @ mean @ self.state["right_root"]
-        update = shampoo * matrix_norm(adam) / (matrix_norm(shampoo) + 1e-16)
+        update = shampoo * norms(adam) / (norms(shampoo) + 1e-16)
         weight.sub_(self.lr * (update + self.group.decay * weight))
-
-
-def gram_matrices(grad):
-    """G Gᵀ and Gᵀ G of each of (B, M, N)."""
-    return grad @ grad.mT, grad.mT @ grad
-
-
-@torch.compiler.disable  # the graph breaks here
-def inverse_root(matrices):
-    """The power -1/4 of symmetric matrices (B, N, N), 0 where an eigenvalue is not above 0."""
-    values, vectors = torch.linalg.eigh(matrices)
-    roots = torch.where(values > 0, values, torch.inf) ** -0.25
-    return vectors * roots[:, None] @ vectors.mT
-
-
-def matrix_norm(matrices):
-    """The Frobenius norm of each of (B, M, N), (B, 1, 1)."""
-    return matrices.norm(dim=(-2, -1), keepdim=True)
 
 
 def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:

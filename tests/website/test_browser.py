@@ -80,9 +80,9 @@ def test_a_browser_shows_the_site(built):
     site, names = built
     first, second, third = names[0], names[1], names[-1]
     pages = kinds_of(names)
-    found = try_in_browser(site, first=first, third=third, widths=[320, 375, 1024, 1280], pages=pages,
-                           contrast=[])
-    assert len(found["wider"]) == 4 * len(pages)
+    widths = [320, 375, 1024, 1280]
+    found = try_in_browser(site, first=first, third=third, widths=widths, pages=pages, contrast=[])
+    assert len(found["wider"]) == len(widths) * len(pages)
     assert {page: wider for page, wider in found["wider"].items() if wider > 0} == {}
     for page, tabs in found["tabs"].items():
         assert tabs["first"] == "Skip to the text" and tabs["before"] < 15, page

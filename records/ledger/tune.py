@@ -1,5 +1,6 @@
 """Tuning: scripts are compared at the best values of their settings, all after as many tries."""
 
+import re
 import statistics
 from dataclasses import replace
 
@@ -45,14 +46,17 @@ def tune(contestants: list, names: list, args) -> tuple:
     for one, tried in zip(contestants, all_tried):
         if not tried:
             raise LedgerError(f"{one.operand} has none of the settings {', '.join(names)}")
+        for name in tried:
+            if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", one.settings[name]):
+                raise LedgerError(f"{one.operand}: {name} is {one.settings[name]!r}, no number")
     for turn in range(max(map(len, all_tried))):
         now = [list(tried)[: turn + 1][-1] for tried in all_tried]
         count = args.values
         for _ in range(MOST + 1):
-            tries = []
-            for one, name, tried in zip(contestants, now, all_tried):
-                for value in more_values(tried[name], float(one.settings[name]), count):
-                    tries.append((tried[name], value, with_value(one, name, value)))
+            values = [more_values(tried[name], float(one.settings[name]), count)
+                      for one, name, tried in zip(contestants, now, all_tried)]
+            tries = [(tried[name], value, with_value(one, name, value)) for turn in zip(*values)
+                     for one, name, tried, value in zip(contestants, now, all_tried, turn)]
             run_all([one for *_, one in tries], SEEDS, args, may_diverge=True)
             for tried, value, one in tries:
                 tried[value] = statistics.fmean(log.val_loss for log in one.logs)

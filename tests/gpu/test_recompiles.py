@@ -7,7 +7,6 @@ as on a GPU, in the pocket on a CPU, and torch's own operators run what it has t
 
 import pytest
 import torch
-from conftest import REPO
 from golden import load
 from record_folders import NEWEST, RECORDS, having
 
@@ -71,12 +70,12 @@ KINDS = {  # what may happen for the first time, and whose it is
     "update": "optimizer"}
 
 
-@pytest.mark.parametrize("path", [REPO, having("write_averages")[-1]], ids=["root", "newest"])
-def test_the_warm_up_meets_every_kind_of_step(path, pocket_data, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_the_warm_up_meets_every_kind_of_step(pocket_data, tmp_path, monkeypatch):
     """Tied and untied steps, averages as they come due, rows asked for ahead, steps of tables, and
     validation with the mask and without: what a run calls, its warm-up has called before.
     """
-    script = load(path)
+    script = load(having("write_averages")[-1])
     called = {"warm-up": set(), "run": set()}
     now_in = ["warm-up"]
 

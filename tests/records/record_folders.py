@@ -51,7 +51,7 @@ def definition(record, *names):
 
 def definitions(record, *names):
     """The texts of its functions and classes of these names, in the script's order."""
-    pattern = rf"^(?:def|class) (?:{'|'.join(names)})\b.*?(?=^[^\s)])"
+    pattern = rf"^(?:def|class) (?:{'|'.join(names)})\b.*?(?=^[^\s)]|\Z)"
     return re.findall(pattern, source(record), re.M | re.S)
 
 
@@ -82,12 +82,12 @@ def for_each(records):
     return pytest.mark.parametrize("record", records, ids=[record.name for record in records])
 
 
-def for_each_slowly(records):
-    """The same of a test that takes seconds: it is `slow` but for the newest record of a ladder,
-    which has most of what the others have."""
+def for_each_slowly(records, quick=()):
+    """The same of a test that takes seconds: it is `slow` but for the quick ones and the newest
+    record of a ladder, which has most of what the others have."""
     newest = [ladder[-1] for ladder in LADDERS.values() if ladder]
     params = []
     for record in records:
-        marks = [] if record in newest else [pytest.mark.slow]
+        marks = [] if record in [*quick, *newest] else [pytest.mark.slow]
         params.append(pytest.param(record, id=record.name, marks=marks))
     return pytest.mark.parametrize("record", params)

@@ -63,8 +63,8 @@ def assert_near(state, expected):
 
 
 @for_each(STEPS)
-@pytest.mark.parametrize("num_ranks", [
-    pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_a_run_ends_as_its_parents(record, num_ranks, tmp_path):
     golden.write_tables(tmp_path)
     parent = parent_of(record)

@@ -54,6 +54,7 @@ def with_open_gates(script):
     script.CastedLinear = OpenGate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step, following, change", [
     ("2025-07-18_TritonMuon", "2025-08-23_28a_ScaledRotary", nothing),
     ("2025-08-23_28a_ScaledRotary", "2025-08-23_SparseAttnGate", with_open_gates),

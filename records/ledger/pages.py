@@ -14,7 +14,7 @@ from ledger.steps import steps_words
 UPSTREAM = "https://github.com/KellerJordan/modded-nanogpt/"
 PULL = f"{UPSTREAM}pull/"
 # Where GitHub leads to this repository's site, in any fork; seen from a record's page
-BOOK = "../../../../deployments/github-pages"
+SITE = "../../../../deployments/github-pages"
 # The public records that the front page keeps, beside our own and the newest
 MILESTONES = (2, 4, 5, 12, 14, 19, 29, 42, 53, 62, 81, 92)
 FRONT = ("Record", "Idea", "Public record (min)", "Changed lines")
@@ -230,7 +230,7 @@ def sources(record: Record, records: list, public: dict, logs: dict) -> str:
         links.append(f"[{words}]({UPSTREAM}{tree}/master/{log})")
     links.append("[our script](train_gpt.py)")
     if record.parent:
-        links.append(f"[diff, in the book]({BOOK})")
+        links.append(f"[diff, on the site]({SITE})")
     return " · ".join(links)
 
 

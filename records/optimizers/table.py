@@ -80,7 +80,8 @@ def text_of(found: list) -> str:
         losses = [row["val_loss"] for row in runs]
         rows.append([record.name, runs[0]["flags"]["matrix_lr"], str(tries), pages.spread(losses),
                      steps, f"{record.published.get('steps', '')}"])
-    parts = [pages.table(HEADING, rows), f"Steps: to {target:.4f}, which all runs of o{BASELINE} reach."]
+    steps = f"Steps: to {target:.4f}, which all runs of o{BASELINE} reach."
+    parts = [pages.table(HEADING, rows), steps]
     known = [(statistics.fmean(row["val_loss"] for row in runs), record.published["steps"])
              for record, runs, _ in found if record.published]
     if len(known) > 3:

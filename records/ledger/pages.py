@@ -187,7 +187,7 @@ def results_table(folder: Path, records: list) -> str:
             rows.append([
                 f"[#{number}]({PULL}{pull})" if pull else f"#{number}", row["date"],
                 f"**{steps}**" if row["was_record"] else steps, f"{row['loss']} ({row['n']})",
-                row["idea"], row["authors"].replace(" ", ", "), scripts.get(number, "")])
+                row["idea"], row["authors"], scripts.get(number, "")])
     return table(RESULTS, rows)
 
 

@@ -34,16 +34,11 @@ def is_right(path: Path, published: str = "") -> bool:
     with open(path, "rb") as shard:
         sha256 = hashlib.file_digest(shard, "sha256").hexdigest()
     if not is_whole(path) or sha256 != (published or noted or sha256):
-        print(f"{path}: not whole, or not of the published sha256", flush=True)
         return False
     print(f"{path.name}: read once, and whole", flush=True)
     with contextlib.suppress(OSError):  # in a folder that can only be read
         note.write_text(f"{sha256} {file}")
     return True
-
-
-def find_missing(names: list[str], folder: Path) -> list[str]:
-    return [name for name in names if not is_right(folder / name)]
 
 
 def fetch(names: list[str], folder: Path) -> None:
@@ -71,7 +66,7 @@ def fetch(names: list[str], folder: Path) -> None:
             path.unlink(missing_ok=True)  # else the hub's library would take it for fetched
             raise DataError(f"{path}: {hub.constants.ENDPOINT} did not send it as published; run "
                             "this again, or with another HF_ENDPOINT")
-        for file in path.with_suffix(".sha256"), path:
+        for file in incoming.glob(f"{path.stem}.*"):  # with its note
             file.replace(folder / file.name)
     # A stopped call for more shards may have left some, whole or in part.
     if not [*incoming.glob("*.bin"), *incoming.rglob("*.incomplete")]:
@@ -89,9 +84,12 @@ def main() -> None:
         parser.error(f"N is {args.num_train}; the data set has 1 to {TRAIN_SHARDS} training shards")
     names = [f"fineweb_train_{index:06d}.bin" for index in range(1, args.num_train + 1)]
     names.insert(0, "fineweb_val_000000.bin")
-    if find_missing(names, args.out):
-        with alone_in(args.out):
-            missing = find_missing(names, args.out)  # another process may have fetched some
+    if not all(is_right(args.out / name) for name in names):
+        with alone_in(args.out):  # another process may have fetched some
+            missing = [name for name in names if not is_right(args.out / name)]
+            for name in missing:
+                if (args.out / name).exists():
+                    print(f"{args.out / name}: not whole, or not of the published sha256")
             if missing:
                 print(f"fetching {len(missing)} of {len(names)} shards, 200 MB each", flush=True)
                 fetch(missing, args.out)

@@ -155,8 +155,8 @@ def call(command: list, variables: dict | None = None) -> None:
         code = "no such program"
     if code:
         raise MachineError(f"{shlex.join(map(str, command))} failed ({code}): mend what it says, "
-                           "and run this again, or name a Python that has the packages: "
-                           "PYTHON=/path/to/python")
+                           "such as a network or a full disk, and run this again, or name a "
+                           "Python that has the packages: PYTHON=/path/to/python")
 
 
 # ---- GPUs ----

@@ -76,8 +76,8 @@ def count_gpus(script, device: str) -> int:
     if not torch.version.cuda and not torch.version.hip:
         raise MachineError(
             f"torch {torch.__version__} of {sys.executable} has no CUDA, and this machine has a "
-            "GPU: uninstall that torch and run this again, which installs another, or name a "
-            "Python that has one: PYTHON=/path/to/python; --device cpu does without the GPU")
+            f"GPU: '{sys.executable} -m pip uninstall torch' lets the next start install another; "
+            "or name a Python that has one: PYTHON=/path/to/python; --device cpu does without")
     try:
         torch.cuda.init()
     except RuntimeError as error:

@@ -27,17 +27,16 @@ from text import END_OF_TEXT, STDIN, load_tokenizer, open_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MODEL = 10_000_000  # parameters; below it threads wait for each other longer than they work
-CHECKPOINT = "step-" + 6 * "[0-9]" + ".pt"  # a run's own; what else lies there is a person's
 BETWEEN_SAMPLES = "\n" + "-" * 20
 
 
 def last_checkpoint() -> Path:
     """Return the last step's of the run whose log was written last. Raises: DataError.
 
-    Steps are compared by their names. Between runs only the clock decides, so the choice is said.
+    Other names than step-NNNNNN.pt are a person's. Between runs the clock decides, so it is said.
     """
     last_steps = {}
-    for path in sorted(Path("logs").glob(f"*/{CHECKPOINT}")):  # leading zeros sort names by step
+    for path in sorted(Path("logs").glob("*/step-" + 6 * "[0-9]" + ".pt")):
         last_steps[path.parent] = path
     if not last_steps:
         raise DataError("no checkpoint under logs/: train with --save_every, or name a checkpoint")

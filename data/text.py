@@ -39,7 +39,6 @@ MIN_VAL_TOKENS = BLOCK_TOKENS + 1
 
 NO_TEXT = "not UTF-8 text; unpack it first (zcat FILE | ... -), or convert it (iconv -t utf-8)"
 TABLES = (".csv", ".tsv")
-ARRAY_OF_OBJECTS = re.compile(r'\s*\[\s*\{\s*"[^"\n]*"\s*:')
 # Quoted, it is talked about, as in source code.
 SEPARATOR = re.compile(r"""(?<!["'`])<\|endoftext\|>(?!["'`])""")
 
@@ -60,7 +59,7 @@ class Text(io.TextIOWrapper):
         try:
             block = super().read(size)
         except UnicodeDecodeError:
-            raise DataError(f"{self.name_told}: {NO_TEXT}") from None
+            block = "\0"
         if "\0" in block:
             raise DataError(f"{self.name_told}: {NO_TEXT}")
         if self.is_jsonl:
@@ -79,9 +78,10 @@ def is_json(block: str, is_whole: bool) -> bool:
     """Whether a text begins as JSON documents do: it parses as lines with a text or as an array."""
     lines = block.split("\n") if is_whole else block.split("\n")[:-1]
     with contextlib.suppress(DataError):
-        return len(list(read_jsonl(lines, ""))) > 0
-    if not is_whole:
-        return bool(ARRAY_OF_OBJECTS.match(block))
+        if list(read_jsonl(lines, "")):
+            return True
+    if not is_whole:  # an array of objects is too long to be parsed here
+        return bool(re.match(r'\s*\[\s*\{\s*"[^"\n]*"\s*:', block))
     with contextlib.suppress(ValueError, RecursionError):
         return isinstance(json.loads(block), list)
     return False
@@ -130,12 +130,11 @@ def list_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     skipped = {}  # paths by the reason
     for path in sorted(Path(folder).rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if hidden or path.is_dir() and not path.is_symlink():
+        is_other = path.is_file() and not path.name.lower().endswith(suffixes)
+        if hidden or is_other or path.is_dir() and not path.is_symlink():
             continue
-        why = "a link to a folder, or no file; name what it leads to as a PATH"
+        why = "a link to a folder; name it as a PATH" if path.is_dir() else "no file"
         if path.is_file():
-            if not path.name.lower().endswith(suffixes):
-                continue
             why = why_not_read(str(path)).removeprefix(f"{path}: ")
         if why:
             skipped.setdefault(why, []).append(path)
@@ -143,11 +142,11 @@ def list_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
             found.append(str(path))
     for why, paths in skipped.items():
         print(f"{len(paths):,} file(s) skipped, as {paths[0]}: {why}")
+    if not found:
+        raise DataError(f"{folder}/*{','.join(suffixes)}: no text file; name other paths")
     for suffix in suffixes:
         if not any(path.lower().endswith(suffix) for path in found):
             print(f"{folder}: no text file ends in {suffix}")
-    if not found:
-        raise DataError(f"{folder}/*{','.join(suffixes)}: no text file; name other paths")
     return found
 
 
@@ -197,24 +196,17 @@ def read_jsonl(file: TextIO, path: str) -> Iterator[str]:
         yield text
 
 
-def in_validation(document: int, val_fraction: float) -> bool:
-    """Return whether the document of this number is held out: by a hash, as data have periods."""
-    digest = hashlib.sha256(str(document).encode()).digest()
-    return int.from_bytes(digest[:8]) < val_fraction * 2**64
-
-
 def read_texts(paths: list[str], tokenizer: str) -> Iterator[tuple[str, bool]]:
     """Yield every document of the files, long ones in parts, and whether a text opens a document.
 
     Raises: DataError naming the file.
     """
     for path in paths:
-        is_jsonl = path.lower().endswith(JSON_LINES)
         with open_text(path) as file:
-            texts = read_jsonl(file, path) if is_jsonl else read_parts(file, tokenizer)
+            texts = read_jsonl(file, path) if file.is_jsonl else read_parts(file, tokenizer)
             try:
                 for number, text in enumerate(texts):
-                    yield text, is_jsonl or number == 0
+                    yield text, file.is_jsonl or number == 0
             except UnicodeDecodeError:  # in a line of a .jsonl
                 raise DataError(f"{path}: {NO_TEXT}") from None
 
@@ -247,10 +239,9 @@ def load_tokenizer(name: str) -> tuple[Callable, Callable]:
 
 def write_tokens(texts: Iterator[tuple[str, bool]], tokenizer: str, val_fraction: float,
                  folder: Path) -> tuple[int, int]:
-    """Write folder/train and folder/val, tokens without a header.
+    """Write folder/train and folder/val, tokens without a header. Raises: DataError.
 
-    Return how many documents they have, and how many had no text and were left out. Raises:
-    DataError where there is no room.
+    Return how many documents they have, and how many had no text and were left out.
     """
     encode, _ = load_tokenizer(tokenizer)
     end_of_text = np.array([END_OF_TEXT[tokenizer]], TOKEN_DTYPE)
@@ -261,9 +252,11 @@ def write_tokens(texts: Iterator[tuple[str, bool]], tokenizer: str, val_fraction
             if opens_document and not text.strip():
                 blank += 1
                 continue
-            documents += opens_document
-            file = val if in_validation(documents, val_fraction) else train
             if opens_document:
+                documents += 1
+                digest = hashlib.sha256(str(documents).encode()).digest()
+                # By a hash, as what is held out by a period meets data with that period.
+                file = val if int.from_bytes(digest[:8]) < val_fraction * 2**64 else train
                 file.write(end_of_text)
             file.write(encode(text).astype(TOKEN_DTYPE))
     return documents, blank

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ledger import logs, pages, run, scripts, tune, verify
+from ledger import logs, pages, run, scripts, steps, tune, verify
 from ledger.logs import LedgerError
 from ledger.records import PRESETS, find_records, ladder_of
 
@@ -37,13 +37,12 @@ def tell(lines):
 
 # ---- Verbs: each returns the exit status ----
 def run_verb(args) -> int:
-    has_scipy = importlib.util.find_spec("scipy") is not None
-    if not has_scipy:
+    if importlib.util.find_spec("scipy") is None:
         tell(["scipy is not there, so no p-values: pip install -r requirements-dev.txt"])
     if args.tune and (args.values < 3 or args.seeds < 2):
         raise LedgerError("--tune needs --values 3 at least, and --seeds 2 for a standard error")
     args.out = Path(args.out).resolve()
-    args.store = Path(args.store or args.out / "runs.jsonl")
+    args.store = Path(args.store or args.out / "runs.jsonl").resolve()
     args.rows = run.read_store(args.store)
     # Small models are the quicker for one thread where other programs take a core.
     args.threads = os.environ.get("OMP_NUM_THREADS", "1")
@@ -52,7 +51,7 @@ def run_verb(args) -> int:
         contestants, tried = tune.tune(contestants, args.tune.split(","), args)
         print(pages.plain(tried) + "\n")
     run.run_all(contestants, range(args.seeds), args)
-    print(pages.plain(pages.contest(contestants, has_scipy, args.target)))
+    print(pages.plain(pages.contest(contestants, args.target)))
     args.operands = [log.path for one in contestants for log in one.logs]
     return file_verb(args) if args.file else 0
 
@@ -92,8 +91,8 @@ def list_verb(args) -> int:
 
 
 def judge_verb(args) -> int:
-    places = [Path(place).resolve() for place in args.folder]
-    print(pages.plain(pages.verdict(places, args.preset, args.target)))
+    for folder in map(Path, args.folder):
+        print(*steps.judge(folder.resolve(), args.preset, args.target), sep="\n")
     return 0
 
 

@@ -41,7 +41,7 @@ class Log:
     body: str = ""  # all that follows the source
     header: dict[str, str] = field(default_factory=dict)
     final: dict[str, str] = field(default_factory=dict)
-    runs: list[dict] = field(default_factory=list)  # each name of a validation loss: step: loss
+    runs: list[dict] = field(default_factory=list)  # name of a validation loss: step: loss
     train: dict[int, tuple] = field(default_factory=dict)  # step: (next token's loss, time)
     val: dict[int, tuple] = field(default_factory=dict)  # step: (validation loss, time)
     planned_steps: int | None = None

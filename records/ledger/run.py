@@ -123,7 +123,7 @@ KEPT = *SETTING, *SAME, "seed", "process_time_ms"  # of a header
 
 
 def read_store(path: Path) -> dict:
-    """RUN_ID: the row of a finished run, from the lines of JSON that `keep` appended."""
+    """RUN_ID: the row of a finished run, which `keep` appended as a line of JSON."""
     rows = {}
     for line in read_text(path).splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):  # the machine went off while it was written
@@ -132,14 +132,18 @@ def read_store(path: Path) -> dict:
     return rows
 
 
+def digest_of(source: str) -> str:
+    """A digest of what a script means above its banner."""
+    return hashlib.sha256(meaning(above(source)).encode()).hexdigest()[:16]
+
+
 def keep(path: Path, run_id: str, one: Contestant, log: Log) -> dict:
     """Append a finished run to the store; its row. Where its last loss is null, it diverged."""
     found = log.final | log.header
-    digest = hashlib.sha256(meaning(above(one.source)).encode()).hexdigest()
     row = dict(
-        run=run_id, script=digest[:16], flags=one.flags,
+        run=run_id, script=digest_of(one.source), flags=one.flags,
         header={name: found[name] for name in KEPT if name in found},
-        val={step: loss for step, (loss, _) in log.val.items()},
+        val=[(step, loss) for step, (loss, _) in log.val.items()],
         val_loss=log.val_loss, train_time_ms=log.train_time_ms)
     with path.open("a", encoding="utf-8", newline="") as file:  # one write: others may append, too
         file.write(json.dumps(row) + "\n")
@@ -150,7 +154,7 @@ def log_of(row: dict, path: Path) -> Log:
     """What a row tells of the log at `path`."""
     log = Log(path, header=row["header"], finished=True, train_time_ms=row["train_time_ms"] or 0)
     log.val_loss = math.inf if row["val_loss"] is None else row["val_loss"]
-    log.runs = [{"val_loss": {int(step): loss for step, loss in row["val"].items()}}]
+    log.runs = [{"val_loss": dict(row["val"])}]
     log.describe()
     return log
 
@@ -190,10 +194,8 @@ def run_one(one: Contestant, seed: int, args) -> Log:
 def run_all(contestants: list, seeds, args, may_diverge: bool = False):
     """Every seed of every contestant, A B A B. Raises LedgerError where one fails or is stopped."""
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    turns = []
-    for seed in seeds:
-        for one in contestants:
-            turns.append((one, seed, run_id_of(one, seed + one.first_seed, args)))
+    turns = [(one, seed, run_id_of(one, seed + one.first_seed, args))
+             for seed in seeds for one in contestants]
     new = {run_id for *_, run_id in turns} - args.rows.keys()
     pool, futures, began = ThreadPoolExecutor(args.jobs), {}, time.monotonic()
     kept = f"what is done is kept in {args.store}"
@@ -218,7 +220,7 @@ def run_all(contestants: list, seeds, args, may_diverge: bool = False):
             left = new - args.rows.keys()
             if len(left) < len(new):
                 seconds = (time.monotonic() - began) / (len(new) - len(left)) * len(left)
-                time_words += f", {seconds / 60:.0f} min left" * bool(left)
+                time_words += f", {seconds / 60:.1f} min left" * bool(left)
             print(f"{what}: {log.val_loss:.4f}{time_words}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         raise LedgerError(f"stopped; the same command goes on; {kept}") from None

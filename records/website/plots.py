@@ -11,7 +11,7 @@ from ledger.scripts import above, sections
 # Title of a plot: the values of a schedule that it shows
 PLOTS = {"learning rate, relative": ("lr_factor",), "Muon's momentum": ("momentum",),
          "attention window, tokens": ("window", "long_window", "short_window"),
-         "sequence length, tokens": ("seq_len",), "tokens a step": ("tokens",)}
+         "sequence length, tokens": ("seq_len",), "tokens per step": ("tokens",)}
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 220, 120, 44, 22, 18
 MOST_POINTS = 400
 
@@ -56,29 +56,40 @@ def points_of(values: list) -> list:
     return kept
 
 
-def plot(title: str, curves: list, steps: int) -> str:
-    """An SVG; `curves` are (class, values), and `steps` is where its axis ends."""
-    top = max(max(values) for _, values in curves) or 1
+def plot(title: str, curves: list, steps: int, low: float = 0, top: float = 0) -> str:
+    """An SVG; `curves` are (class, points), and `steps` is where its axis ends."""
+    top = top or max(value for _, points in curves for _, value in points) or 1
 
     def place(step, value):
         across = LEFT + step / steps * (WIDTH - LEFT - 6)
-        down = HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM)
+        down = HEIGHT - BOTTOM - (value - low) / (top - low) * (HEIGHT - TOP - BOTTOM)
         return f"{across:.1f},{down:.1f}"
 
-    lines = [f'<polyline class="{kind}" points="'
-             f'{" ".join(place(*point) for point in points_of(values))}"></polyline>'
-             for kind, values in curves]
+    lines = []
+    for kind, points in curves:
+        shown = " ".join(place(*point) for point in points if point[1] <= top)
+        lines.append(f'<polyline class="{kind}" points="{shown}"></polyline>')
     base = HEIGHT - BOTTOM
     highest = f"{top:,}" if isinstance(top, int) else f"{top:.4g}"
     return (f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-            f'aria-label="{escape(title)} by step">'
+            f'aria-label="{escape(title)} by step, up to {highest}">'
             f'<text x="4" y="12">{escape(title)}</text>'
             f'<text class="left" x="{LEFT - 4}" y="{TOP + 8}">{highest}</text>'
-            f'<text class="left" x="{LEFT - 4}" y="{base}">0</text>'
+            f'<text class="left" x="{LEFT - 4}" y="{base}">{low:g}</text>'
             f'<text x="{LEFT}" y="{HEIGHT - 5}">0</text>'
             f'<text class="left" x="{WIDTH - 6}" y="{HEIGHT - 5}">{steps:,} steps</text>'
             f'<path class="axis" d="M{LEFT} {TOP}V{base}H{WIDTH - 6}"></path>'
             f'{"".join(lines)}</svg>')
+
+
+def losses_plot(ours: list, theirs: list, name: str | None) -> str:
+    """HTML of published losses by step, and those of an earlier record of this name."""
+    steps = max(step for step, _ in [*ours, *theirs])
+    curves = [("theirs", theirs)] * bool(theirs) + [("ours", ours)]
+    words = f" Those of {escape(name)} are dashed." if theirs else ""
+    drawn = plot("validation loss", curves, steps, low=3.2, top=4.6)
+    return (f'<h2 id="losses">Published losses</h2>\n<p>Of the numbers that stand below, under '
+            f'“Published losses by step”.{words}</p>\n<div class="plots large">{drawn}</div>\n')
 
 
 def schedule_plots(source: str, parent: str | None) -> str:
@@ -91,8 +102,8 @@ def schedule_plots(source: str, parent: str | None) -> str:
     their_steps, theirs = before or (0, {})
     plots, is_other = "", False
     for title, names in PLOTS.items():
-        mine = [("ours", ours[name]) for name in names if name in ours]
-        old = [("theirs", theirs[name]) for name in names if name in theirs]
+        mine = [("ours", points_of(ours[name])) for name in names if name in ours]
+        old = [("theirs", points_of(theirs[name])) for name in names if name in theirs]
         if not mine:
             continue
         differs = bool(old) and [values for _, values in old] != [values for _, values in mine]

@@ -5,12 +5,12 @@ from html import escape
 
 from ledger import pages
 from ledger.logs import read_text
-from ledger.records import Record
+from ledger.records import LABEL, Record
 from website.code import Notes, change_table, side_of, techniques_of
 from website.ideas import ideas_of, name_links
 from website.markdown import Renderer, slug
 from website.model import model_html
-from website.plots import schedule_plots
+from website.plots import losses_plot, schedule_plots
 
 # Where a page has the change: in place of the section that says how to see it
 PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>)|\Z", re.M | re.S)
@@ -19,23 +19,100 @@ PLACE = re.compile(r"^## See the change\n.*?(?=^<details>|^## |\Z)|(?=^<details>
 def record_html(record: Record, ideas: list, renderer: Renderer) -> str:
     """The body of a record's page. `ideas` are all ideas of the site."""
     name, folder = record.folder.name, record.folder
-    text = read_text(folder / "README.md").replace(f"# {name}", f"# {record.name}", 1)
+    text = page_of(record).replace(f"# {name}", f"# {record.name}", 1)
+    text = re.sub(r"^## Run it\n", f"{run_words(record)}\n", text, count=1, flags=re.M)
     if record.parent:  # on GitHub the link leads to the site
         diff = f"compare.html#a={record.parent.folder.name}&b={name}"
-        text = text.replace(f"]({pages.BOOK})", f"]({diff})")
+        text = text.replace(f"]({pages.SITE})", f"]({diff})")
     place = PLACE.search(text)
     told = re.sub(r"^## [^\n]*|^```sh\n.*?^```", "", place[0], flags=re.M | re.S)
     notes = Notes(f"{told}\n{sentences_on_lines(text)}")
     scripts = record.script, record.parent and record.parent.script
+    known = set()  # terms that the page has explained
     body = "".join([
-        renderer.html(text[:place.start()], folder),
+        with_evidence(record, renderer.html(text[:place.start()], folder, known)),
+        "" if "## Run it" in text else renderer.html(run_words(record), folder),
         ideas_of(record, ideas),
+        losses_html(record),
         model_html(*scripts),
         schedule_plots(*scripts),
         change_of(record, renderer.html(told, folder), notes),
         techniques_html(record, ideas),
         renderer.html(text[place.end():], folder)])
     return body.replace("</h1>", f"</h1>\n{contents_of(body)}", 1)
+
+
+def page_of(record: Record) -> str:
+    """The record's README, or its name and change where it has none yet."""
+    path = record.folder / "README.md"
+    if path.exists():
+        return read_text(path)
+    return f"# {record.folder.name}\n\n**Change.** {record.claim['change']}.\n"
+
+
+def run_words(record: Record) -> str:
+    """Markdown: the commands that train this record."""
+    label = LABEL.search(record.folder.name)
+    name = str(record.number or label and label[1] or record.folder.name)
+    script = f"records/{record.folder.name}/train_gpt.py"
+    if record.ladder == "steps":
+        script = f"records/optimizers/{record.folder.name}/train_gpt.py"
+    rows = " --ngram_rows 377280" if "\n    ngram_rows: int" in record.script else ""
+    table = " with a small n-gram table" * bool(rows)
+    return f"""## Run it
+
+On one GPU{table}; `run.sh` fetches data, and adds the flags that
+[your card](gpus.html#what-fits-your-card) needs:
+
+```sh
+./run.sh --record {name}{rows}
+```
+
+On a CPU, the small model of bytes:
+
+```sh
+python data/pocket.py
+python {script} --preset pocket --device cpu
+```
+"""
+
+
+def with_evidence(record: Record, html: str) -> str:
+    """HTML of a page's head, with how equality was shown below its result."""
+    equality = record.claim["equality"]
+    how = '<a href="deviations.html#how-equality-was-shown">How it was shown</a>'
+    if equality:
+        words = (f"Our script computes what was published: the largest difference is "
+                 f"{equality['largest']:.0e}, of {escape(equality['of'])}. {how}.")
+    elif record.published or record.leads_to:
+        words = f"For this step alone no largest difference is kept. {how}."
+    else:
+        return html
+    added = f"<p><strong>Equality.</strong> {words}</p>\n"
+    start = html.find("<h2") if "<h2" in html else len(html)
+    return html[:start] + added + html[start:]
+
+
+def losses_of(record: Record | None) -> list:
+    """(step, loss) that the record's page has under its published losses."""
+    if not record:
+        return []
+    part = page_of(record).partition("<summary>Published losses by step</summary>")[2]
+    part = part.partition("</details>")[0]
+    points = [(int(step), float(loss)) for step, loss in
+              re.findall(r"\b(\d+): (\d+\.\d{3,4})\b", part)]
+    ends = [place for place, point in enumerate(points[1:], 1) if point[0] <= points[place - 1][0]]
+    return points[:ends[0]] if ends else points  # the first of several runs
+
+
+def losses_html(record: Record) -> str:
+    """A plot of the published losses that its page lists, beside those of the record before."""
+    ours, before = losses_of(record), record.parent
+    if not ours:
+        return ""
+    while before and not losses_of(before):
+        before = before.parent
+    return losses_plot(ours, losses_of(before), before and before.name)
 
 
 def contents_of(html: str) -> str:

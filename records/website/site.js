@@ -6,7 +6,7 @@ document.addEventListener("keydown", (event) => {
   const isPlain = !event.altKey && !event.ctrlKey && !event.metaKey && !event.shiftKey;
   const rel = { ArrowLeft: "prev", ArrowRight: "next" }[event.key];
   const link = document.querySelector(`nav a[rel="${rel}"]`);
-  const isBusy = event.target.closest("input, select, textarea, pre, table");
+  const isBusy = event.target.closest("input, select, textarea, pre, table, .wide");
   if (isPlain && link && !isBusy) location.href = link.href;
 });
 
@@ -45,24 +45,26 @@ function fill(gap) {
 }
 addGaps();
 
-// A box on the front page keeps the rows that have all its words: of ideas, authors, numbers.
+// Paper shows what is folded.
+addEventListener("beforeprint", () =>
+  document.querySelectorAll("details").forEach((part) => { part.open = true; }));
+
+// A box above a long table keeps the rows that have all its words: of ideas, authors, numbers.
 function addFilter() {
-  const tables = ["ladder", "all-public-records"].map((id) =>
-    document.querySelector(`#${id} + table`));
-  if (tables.includes(null)) return;
-  const [rows, known] = tables.map((table) => [...table.tBodies[0].rows]);
+  const tables = [...document.querySelectorAll(".long")];
+  const rows = tables.flatMap((table) => [...table.tBodies[0].rows]);
   // The ladder has no authors: they are those of the public records that its rows name.
-  const authors = new Map(known.map((row) => [row.cells[0].textContent, row.cells[4].textContent]));
-  const texts = new Map([...rows, ...known].map((row) => [row, row.textContent]));
-  for (const row of rows) {
-    const place = row.cells[0].textContent + " " + row.cells[2].textContent;
-    const numbers = new Set(place.match(/#\d+/g));
-    texts.set(row, [row.textContent, ...[...numbers].map((one) => authors.get(one))].join(" "));
-  }
+  const last = tables.at(-1).tBodies[0].rows;
+  const authors = new Map([...last].map((row) => [row.cells[0].textContent,
+    row.cells.length > 4 ? row.cells[4].textContent : ""]));
+  const texts = new Map(rows.map((row) => {
+    const numbers = new Set(row.textContent.match(/#\d+/g));
+    return [row, [row.textContent, ...[...numbers].map((one) => authors.get(one))].join(" ")];
+  }));
   const label = document.createElement("p");
-  label.innerHTML = '<label>Filter: <input id="filter" type="search" '
-    + 'placeholder="idea, author or #number"></label> <output></output>';
-  document.getElementById("ladder").before(label);
+  label.innerHTML = '<label>Show the rows with: <input id="filter" type="search" '
+    + 'placeholder="idea, author, #number"></label> <output></output>';
+  tables[0].before(label);
   const box = label.querySelector("input");
   const filter = () => {
     const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -71,11 +73,12 @@ function addFilter() {
       const found = text.toLowerCase();
       row.hidden = !words.every((word) =>
         /^#\d+$/.test(word) ? new RegExp(`${word}(?!\\d)`).test(found) : found.includes(word));
-      count += !row.hidden && rows.includes(row);
+      count += !row.hidden;
     }
-    label.querySelector("output").textContent = words.length ? `${count} of ${rows.length}` : "";
+    label.querySelector("output").textContent = words.length ? `${count} of ${rows.length}, in `
+      + (tables.length > 1 ? "both tables" : "the table") : "";
   };
   box.addEventListener("input", filter);
   filter(); // what the box had before the page was read again
 }
-if (document.getElementById("ladder")) addFilter();
+if (document.querySelector(".long")) addFilter();

@@ -190,8 +190,8 @@ def test_where_there_are_no_builds_for_cpus_the_index_has_one(project, fake, cap
 
 def test_what_failed_is_named_by_its_command_and_the_next_call_goes_on(project, fake, capfd):
     fake(index="echo no network >&2; false")
-    with pytest.raises(machine.MachineError, match=r"bin/python -m pip install --requirement=\S*"
-                                                   r"/asks.txt failed \(1\): mend what it says"):
+    with pytest.raises(machine.MachineError, match=r"bin/python -m pip install .*/asks.txt "
+                                                   r"failed \(1\): mend what it says"):
         machine.set_up(["asks.txt"])
     assert "no network" in capfd.readouterr().err and not project.tried
     fake()

@@ -27,6 +27,18 @@ def test_a_failed_write_leaves_the_earlier_shard(tmp_path, monkeypatch, write_sh
     assert path.read_bytes() == earlier and list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(("count", "hole", "is_whole"), [
+    (100_000, slice(0, 0), True), (100_000, slice(60_000, 100_000), False),
+    (100_000, slice(10_000, 50_000), False), (100, slice(0, 100), True), (0, slice(0, 0), False)])
+def test_a_shard_with_a_hole_is_not_whole(tmp_path, write_shard, count, hole, is_whole):
+    """Nor is one without tokens, or that is not there; a short text may be one token."""
+    tokens = np.random.default_rng(0).integers(0, 257, count)
+    tokens[hole] = 0
+    assert shards.is_whole(write_shard(tmp_path / "a.bin", tokens)) == is_whole
+    assert not shards.is_whole(write_shard(tmp_path / "b.bin", tokens, count=count + 1))
+    assert not shards.is_whole(tmp_path / "c.bin")
+
+
 def test_who_stops_reading_ends_a_script_without_a_word():
     code = "import shards; shards.run(lambda: print(10**6 * 'many words '))"
     with subprocess.Popen([sys.executable, "-c", code], cwd=REPO / "data", stdout=subprocess.PIPE,

@@ -115,14 +115,15 @@ def test_text_of_a_folder_is_read_and_the_rest_counted(capsys, tmp_path):
         "docs/.cache/a.md": b"hidden"})
     (tmp_path / "beside").mkdir()
     (tmp_path / "docs" / "linked").symlink_to(tmp_path / "beside")
+    (tmp_path / "docs" / "to_nothing.md").symlink_to("/nowhere/at/all")
     named = [f"{tmp_path}/LICENSE", f"{tmp_path}/docs/a.MD"]
     assert text.find_files([str(tmp_path)], ("",)) == named
     assert capsys.readouterr().out.splitlines() == [
-        f"1 file(s) skipped, as {tmp_path}/docs/linked: a link to a folder, or no file; name what "
-        "it leads to as a PATH",
+        f"1 file(s) skipped, as {tmp_path}/docs/linked: a link to a folder; name it as a PATH",
+        f"1 file(s) skipped, as {tmp_path}/docs/to_nothing.md: no file",
         f"2 file(s) skipped, as {tmp_path}/late.py: {text.NO_TEXT}"]
     assert text.find_files([named[0], str(tmp_path)], (".md", ".json")) == named
-    assert capsys.readouterr().out.splitlines()[1:] == [f"{tmp_path}: no text file ends in .json"]
+    assert capsys.readouterr().out.splitlines()[2:] == [f"{tmp_path}: no text file ends in .json"]
 
 
 @pytest.mark.parametrize("suffix", [".py, .md", ".MD,.py", ".py,.md,", ",.py,.md"])
@@ -286,7 +287,7 @@ def test_bad_input_is_one_line_and_nothing_is_left(run_text, tmp_path, monkeypat
         "utf16.txt": ("text " * 1000).encode("utf-16"),
         "binary.txt": b"text " * 1000 + b"\0",
         "table.csv": b"id,text\n" + b"1,some words\n" * 1000,
-        "array.json": b'\xef\xbb\xbf[{"text": "a"},\n' + b'{"text": "some words"},\n' * 999 + b"{}]",
+        "array.json": b'\xef\xbb\xbf[' + b'{"text": "some words"},\n' * 999 + b"{}]",
         "texts.json": b'["text",\n' + b'"some words",\n' * 999 + b'""]',
         "lines.txt": b'{"id": 1, "text": "some words"}\n' * 999,
         "stories.txt": b"some words\n" * 30_000 + b"<|endoftext|>\n" + b"some words\n" * 999,

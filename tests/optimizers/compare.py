@@ -17,6 +17,7 @@ from unittest import mock
 
 import golden
 import reference
+import reference_branches as branches
 import reference_initial as first_weights
 import torch
 from reference_model import rows_of
@@ -35,6 +36,7 @@ class Difference(NamedTuple):
     gradients: float
     weights: float  # at which gradients are taken, and in the end
     validated: float  # at which the script validates
+    factors: float  # of results 19 and 25, whose bases are taken over
 
 
 def load(folder):
@@ -112,12 +114,59 @@ class Harness:
         self.reference = reference.Run(label, weights_of(self.model), cfg.head_dim, first_step,
                                        rotary_base=cfg.rope_base, **around)
         self.worst = dict.fromkeys(Difference._fields, 0.0)
+        self.update = self.reference.result.update
+        if self.update is branches.whitened_muon:
+            self.take_over_first_bases()
+        if self.update is branches.psgd:
+            self.reference.draw = self.drawn
 
     def train(self):
         """Run the script's own loop, and compare in the end, too."""
         self.script.train(self, self.cfg)
         self.note("weights", relative(weights_of(self.model), self.reference.weights))
         return Difference(**self.worst)
+
+    def places(self):
+        """Each hidden matrix's name, the script's optimizer of it, and its place in there."""
+        members = {}  # name of a group → its parameters' names, in order
+        for name, param in self.model.named_parameters():
+            members.setdefault(param.group, []).append(reference_name(name))
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, self.script.Adam):
+                for place, name in enumerate(members[optimizer.name]):
+                    yield name, optimizer, place
+
+    def take_over_first_bases(self):
+        """Of result 18, which are random."""
+        for name, optimizer, place in self.places():
+            for side in ("left_basis", "right_basis"):
+                self.reference.states[name][side] = optimizer.state[side][place].clone()
+
+    def drawn(self, name, what, shape, step):
+        """A probe of result 33, as the script draws it."""
+        for other, optimizer, place in self.places():
+            if other == name:
+                optimizer.draw_probes(step)
+                return optimizer.probes[("probe", "noise").index(what)][place]
+        raise KeyError(name)
+
+    def take_over_bases(self):
+        """Give the reference of results 19 and 25 the script's bases.
+
+        A basis of a matrix of less than full rank is rounding in part. The factors are compared;
+        the mean, which is kept in the bases, is turned with them.
+        """
+        for name, optimizer, place in self.places():
+            ours = self.reference.states[name]
+            if "left" not in ours:
+                continue
+            theirs = {key: value[place] for key, value in optimizer.state.items() if value.ndim}
+            for side in ("left", "right"):
+                self.note("factors", relative({side: theirs[side]}, {side: ours[side]}))
+            mean = ours["left_basis"] @ ours["mean"] @ ours["right_basis"].T
+            for side in ("left_basis", "right_basis"):
+                ours[side] = theirs[side].clone()
+            ours["mean"] = ours["left_basis"].T @ mean @ ours["right_basis"]
 
     def note(self, what, difference):
         self.worst[what] = max(self.worst[what], difference)
@@ -138,11 +187,15 @@ class Harness:
 
     def exchange_losses(self, step, losses):
         """Called between a step's gradients and its update."""
+        if self.update is branches.kl_soap:
+            self.take_over_bases()
         self.reference.move_ahead()
         self.note("weights", relative(weights_of(self.model), self.reference.weights))
         loss, expected = self.reference.gradients_of(self.batch)
         self.note("losses", abs(losses[0].item() - loss) / abs(loss))
         found = gradients_of(self.model)
+        if self.reference.result.of_mean_loss:  # the script divides when it updates
+            found = {name: grad / self.reference.tokens for name, grad in found.items()}
         self.note("gradients", relative(found, expected))
         self.reference.update(found if self.shared else expected)
 
@@ -175,7 +228,7 @@ def hold(script, label, steps=10, first_step=0, own_init=False, share_gradients=
 
 
 def hold_rates(script, label):
-    """The largest difference of a rate, relative to its first one, or of the momentum.
+    """The largest difference of a rate, relative to a rate early in the run, or of the momentum.
 
     Of every parameter and step, as the optimizers get them.
     """
@@ -190,7 +243,7 @@ def hold_rates(script, label):
         optimizers = script.build_optimizers(model, cfg, script.Ranks(cfg))
         for optimizer in optimizers:
             optimizer.step_fn = lambda *args, **settings: None
-        first = reference.rates(label, 0)
+        sizes = reference.rates(label, result.steps // 4)
         worst = 0.0
         for step in range(result.steps):
             now = script.schedule(step, cfg)
@@ -200,7 +253,7 @@ def hold_rates(script, label):
                 kind.update_share(optimizer, optimizer.weights, now)
                 for rate in {reference.rate_group(name) for name in members[optimizer.name]}:
                     difference = abs(optimizer.lr.item() - expected[rate])
-                    worst = max(worst, difference / first[rate])
+                    worst = max(worst, difference / sizes[rate])
                 if "momentum" in getattr(optimizer, "scheduled", {}):
                     momentum = optimizer.scheduled["momentum"].item()
                     worst = max(worst, abs(momentum - result.momentum(step)))

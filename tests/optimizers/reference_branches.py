@@ -12,6 +12,7 @@ from reference_parts import (
     adam_averages,
     aspect,
     decayed_step,
+    descending_eigenvectors,
     hyperball_step,
     momentum,
     newton_schulz_step,
@@ -40,7 +41,7 @@ def count(state):
 
 def descending(gram, epsilon):
     """Eigenvectors of a Gram matrix, columns by falling eigenvalue."""
-    return torch.linalg.eigh(symmetric(gram) + epsilon * eye(len(gram)))[1].flip(1)
+    return descending_eigenvectors(symmetric(gram) + epsilon * eye(len(gram)))
 
 
 # ---- 15: Newton-Muon ----
@@ -224,14 +225,15 @@ def muown(state, weight, gradient, hyper, step):
     """Each row is a radius, moved by Adam, times a direction, moved by Muon.
 
     Directions are kept at a virtual length that grows by a schedule, so that they turn less and
-    less. The length of the schedule is taken one call late.
+    less.
     """
     target = 2.496 * 3.33333333333 if hyper.kind == "mlp.proj" else 2.496
     if "radius" not in state:
         lengths = weight.norm(dim=1, keepdim=True)
         lengths = torch.where(lengths <= 1e-12, 0.33 ** 0.5, lengths)
-        state["radius"] = state["virtual"] = state["first_virtual"] = lengths
-    radius, virtual = state["radius"], state["virtual"]
+        state["radius"] = state["first_virtual"] = lengths
+    radius, first = state["radius"], state["first_virtual"]
+    virtual = torch.lerp(first, torch.full_like(first, target), virtual_share(step))
 
     unit = weight / radius
     directions = unit * virtual
@@ -247,8 +249,6 @@ def muown(state, weight, gradient, hyper, step):
     unbiased_square = square / (1 - 0.95 ** calls)
     radius = radius - hyper.lr * (mean / (1 - 0.9 ** calls)) / (unbiased_square.sqrt() + 1e-8)
     state["radius"] = radius
-    state["virtual"] = torch.lerp(state["first_virtual"],
-                                  torch.full_like(virtual, target), virtual_share(calls))
     return radius * moved / moved.norm(dim=1, keepdim=True).clamp(min=1e-12)
 
 

@@ -126,7 +126,7 @@ def soap_mlp(state, weight, gradient, hyper, step):
         u = soap_direction(state, u, norm=torch.Tensor.norm, old_epsilon=True)
     weight = weight - hyper.lr * _contra_direction(state, weight, u)
     if hyper.kind in MLP:
-        soap_statistics(state, gradient, every=10)
+        soap_statistics(state, gradient, step, every=10)
     return weight
 
 
@@ -141,7 +141,7 @@ def soap_trusted(state, weight, gradient, hyper, step):
         u = mixed * u.norm().clamp(min=1e-8) / mixed.norm().clamp(min=1e-8)
     weight = weight - hyper.lr * _contra_direction(state, weight, u)
     if hyper.kind in (*MLP, "attn.proj"):
-        soap_statistics(state, gradient, every=10)
+        soap_statistics(state, gradient, step, every=10)
     return weight
 
 
@@ -201,7 +201,7 @@ def soft_muon(state, weight, gradient, hyper, step):
     direction = floored(_soft_contra_direction(state, u, step), weight, TARGET)
     weight = weight - hyper.lr * direction
     if hyper.kind in (*MLP, "attn.v"):
-        soap_statistics(state, gradient, every=10)
+        soap_statistics(state, gradient, step, every=10)
     return weight
 
 
@@ -211,7 +211,7 @@ def radial_brake(state, weight, gradient, hyper, step):
     direction = floored(brake(_soft_contra_direction(state, u, step), weight), weight, TARGET)
     weight = step_and_radius(weight, direction, hyper.lr)
     if hyper.kind in (*MLP, "attn.v"):
-        soap_statistics(state, gradient, every=10)
+        soap_statistics(state, gradient, step, every=10)
     return weight
 
 
@@ -225,18 +225,18 @@ def _aurora_direction(state, gradient, hyper, step):
     return aspect(u) * _contra_schatten(u, found, contra_share(step, end=2500))
 
 
-def _aurora_finish(state, weight, direction, gradient, hyper):
+def _aurora_finish(state, weight, direction, gradient, hyper, step):
     direction = floored(brake(direction, weight), weight, TARGET)
     weight = step_and_radius(weight, direction, hyper.lr)
     if hyper.kind in (*MLP, "attn.v"):
-        soap_statistics(state, gradient, every=10)
+        soap_statistics(state, gradient, step, every=10)
     return weight
 
 
 def aurora_proj(state, weight, gradient, hyper, step):
     """Results 30 and 40: Aurora on mlp.proj; no NorMuon-lite, no soft share."""
     direction = _aurora_direction(state, gradient, hyper, step)
-    return _aurora_finish(state, weight, direction, gradient, hyper)
+    return _aurora_finish(state, weight, direction, gradient, hyper, step)
 
 
 def circuit_pair(states, weights, gradients, hypers, step):
@@ -244,7 +244,7 @@ def circuit_pair(states, weights, gradients, hypers, step):
     directions = [_aurora_direction(state, gradient, hyper, step)
                   for state, gradient, hyper in zip(states, gradients, hypers)]
     directions = circuit(*weights, *directions, hypers[0].head_dim)
-    return [_aurora_finish(*parts)
+    return [_aurora_finish(*parts, step)
             for parts in zip(states, weights, directions, gradients, hypers)]
 
 
@@ -301,7 +301,7 @@ def soap_everywhere(state, weight, gradient, hyper, step):
     """Results 44 and 45."""
     direction = brake(_soap_everywhere(state, gradient, hyper, step), weight)
     weight = step_and_radius(weight, floored(direction, weight, TARGET), hyper.lr)
-    soap_statistics(state, gradient, every=1)
+    soap_statistics(state, gradient, step, every=1)
     return weight
 
 
@@ -315,5 +315,5 @@ def row_floor(state, weight, gradient, hyper, step):
     shrinks = (direction * weight > 0).double()
     weight = step_and_radius(weight, direction, hyper.lr)
     weight = weight * (1 - hyper.lr * CAUTIOUS_DECAY * shrinks)
-    soap_statistics(state, gradient, every=1)
+    soap_statistics(state, gradient, step, every=1)
     return weight

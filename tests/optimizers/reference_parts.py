@@ -197,12 +197,12 @@ def contra(direction, u):
 
 def descending_eigenvectors(matrix):
     """Columns by falling eigenvalue."""
-    return torch.linalg.eigh(matrix)[1].flip(1)
+    return torch.linalg.eigh(matrix)[1].flip(1).contiguous()
 
 
 def orthonormal(matrix):
     """The Q factor of a reduced QR factorisation, signs as they come."""
-    return torch.linalg.qr(matrix)[0]
+    return torch.linalg.qr(matrix)[0].contiguous()
 
 
 def schatten4_of_soap(matrix):
@@ -235,10 +235,12 @@ def soap_direction(state, u, floor=0.0, blend=1.0, norm=schatten4_of_soap, old_e
     return found * norm(u) / norm(found).clamp(min=1e-8)
 
 
-def soap_statistics(state, gradient, every):
-    """After the step of its matrix: move the Gram matrices, and refresh the bases now and then."""
+def soap_statistics(state, gradient, step, every):
+    """After the step of its matrix: move the Gram matrices, and refresh the bases now and then.
+
+    The first call takes eigenvectors; later ones refresh where the step is a multiple of `every`.
+    """
     rows, columns = gradient.shape
-    calls = state.get("calls", 0)
     if "left" not in state:
         state["left"] = torch.zeros(rows, rows, dtype=gradient.dtype)
         state["right"] = torch.zeros(columns, columns, dtype=gradient.dtype)
@@ -251,12 +253,11 @@ def soap_statistics(state, gradient, every):
         tiny_right = 1e-30 * torch.eye(columns, dtype=gradient.dtype)
         state["left_basis"] = descending_eigenvectors(state["left"] + tiny_left)
         state["right_basis"] = descending_eigenvectors(state["right"] + tiny_right)
-    elif calls > 0 and calls % every == 0:
+    elif step % every == 0:
         order, state["left_basis"] = _refreshed(state["left"], state["left_basis"])
         state["second"] = state["second"][order]
         order, state["right_basis"] = _refreshed(state["right"], state["right_basis"])
         state["second"] = state["second"][:, order]
-    state["calls"] = calls + 1
 
 
 def _refreshed(gram, basis):

@@ -82,8 +82,8 @@ def dynamic_power(step, total):
 
 
 def virtual_share(step):
-    """How far the virtual lengths of result 23 have gone, at the step that uses them.
+    """How far the virtual lengths of result 23 have gone.
 
-    Made at the end of the call before, so one step late.
+    They are made at the end of the step before, so they are one step late.
     """
-    return min(max(step - 1, 0) / 3164, 1.0) ** 1.2
+    return (max(step - 1, 0) / 3164) ** 1.2

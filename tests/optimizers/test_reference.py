@@ -387,7 +387,7 @@ def test_soap_bases_are_first_used_one_step_late():
     state = {}
     u = normal(*TALL)
     assert torch.equal(parts.soap_direction(state, u), u)
-    parts.soap_statistics(state, u, every=10)
+    parts.soap_statistics(state, u, 0, every=10)
     found = parts.soap_direction(state, u)
     assert not torch.equal(found, u)
     assert parts.schatten4(found).item() == pytest.approx(parts.schatten4(u).item())
@@ -397,7 +397,7 @@ def test_soap_refreshes_at_multiples_of_its_frequency():
     state, changed = {}, []
     for step in range(25):
         before = state.get("left_basis")
-        parts.soap_statistics(state, normal(*SQUARE, seed=step), every=10)
+        parts.soap_statistics(state, normal(*SQUARE, seed=step), step, every=10)
         if before is not None and not torch.equal(before, state["left_basis"]):
             changed.append(step)
     assert changed == [10, 20]
@@ -407,8 +407,8 @@ def test_soap_carries_the_second_moment_with_its_columns():
     """After a refresh of Gram matrices that did not move, only the order of columns is another."""
     gradient = normal(*SQUARE)
     state = {}
-    for _ in range(3):
-        parts.soap_statistics(state, gradient, every=1)
+    for step in range(3):
+        parts.soap_statistics(state, gradient, step, every=1)
     # Spoil the order of both bases; the second moment belongs to the columns.
     order = torch.arange(16).flip(0)
     state["second"] = normal(*SQUARE, seed=3).square()
@@ -418,7 +418,7 @@ def test_soap_carries_the_second_moment_with_its_columns():
         "second": state["second"][order][:, order],
     }
     torch.testing.assert_close(parts.soap_direction(dict(spoilt), gradient), expected)
-    parts.soap_statistics(spoilt, gradient, every=1)
+    parts.soap_statistics(spoilt, gradient, 3, every=1)
     torch.testing.assert_close(parts.soap_direction(dict(spoilt), gradient), expected)
 
 
@@ -555,13 +555,19 @@ def test_rows_of_zero_jump_to_their_radius():
     assert (proj[2].norm(dim=1) - 0.33 ** 0.5).abs().max() < 0.01
 
 
-def test_virtual_lengths_come_one_call_late():
-    found = train("o23", 3)
-    state = found.states["blocks.0.attn.q.weight"]
+def test_virtual_lengths_come_one_step_late_and_hold_directions():
     assert schedules.virtual_share(0) == schedules.virtual_share(1) == 0
-    expected = state["first_virtual"].lerp(torch.full((16, 1), 2.496).double(),
-                                           (2 / 3164) ** 1.2)
-    torch.testing.assert_close(state["virtual"], expected)  # for the call at step 3
+    assert schedules.virtual_share(2) == (1 / 3164) ** 1.2
+    weight, gradient = normal(*SQUARE), normal(*SQUARE, seed=1)
+    hyper = reference.Run("o23", first_of("o23"), HEAD_DIM).hyper("blocks.0.attn.q.weight")
+
+    def turned(step, lr):
+        hyper.lr = lr
+        moved = branches.muown({}, weight / weight.norm(dim=1, keepdim=True), gradient, hyper, step)
+        return (moved / moved.norm(dim=1, keepdim=True) - weight / weight.norm(dim=1, keepdim=True))
+
+    early, late = turned(1, 1e-5).norm(), turned(3165, 1e-5).norm()
+    assert (late / early).item() == pytest.approx(1 / 2.496, rel=1e-3)
 
 
 def test_shampoo_is_adam_before_its_first_refresh():

@@ -19,7 +19,7 @@ QK-norm                                           CausalSelfAttention
 half-truncated rotary embedding                   GPT.set_rotary, rotate
 capped logits                                     GPT.logits
 Adam                                              Adam
-PMuon                                             PMuon, inverse_power, orthogonalize
+PMuon                                             PMuon.inverse_power, orthogonalize
 rates                                             schedule, parameter_groups
 """
 

@@ -18,12 +18,11 @@ leaves all numbers as they are, but for the name of a parameter, which costs a l
 A run crosses all stages, with the extension and the last validation. It is the record's own loop
 in float64, on one rank of a CPU, with its own rates, decays and layers; sizes, lengths and numbers
 of steps are small. Weights and tokens come from a formula (`hashed`), and so does what `regular`
-adds to matrices before they are split. Compared are the losses of
-each step, those of each validation, and of each parameter in the end two sums: of its entries, and
-of its entries times cos(0), cos(1), ... Each may be off by 1e-9 of its size, which is the sum of
-magnitudes. What is smaller than in the record is held beside them at its full size: the numbers of
-tokens, steps and channels, the number of parameters, and the same two sums of what the schedule has
-for each step.
+adds to matrices before they are split. Compared are the losses of each step, those of each
+validation, and of each parameter in the end two sums: of its entries, and of its entries times
+cos(0), cos(1), ... Each may be off by 1e-9 of its size, which is the sum of magnitudes. What is
+smaller than in the record is held beside them at its full size: the numbers of tokens, steps and
+channels, the number of parameters, and the same two sums of what the schedule has for each step.
 """
 
 import argparse

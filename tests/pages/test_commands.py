@@ -114,6 +114,7 @@ def test_commands_run(block, project, capfd):
             assert " val_loss:" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [*to_run("python")])
 def test_python_runs(block, project):
     exec(block.text, {})

@@ -14,15 +14,17 @@ from ledger.steps import steps_words
 UPSTREAM = "https://github.com/KellerJordan/modded-nanogpt/"
 PULL = f"{UPSTREAM}pull/"
 # Where GitHub leads to this repository's site, in any fork; seen from a record's page
-BOOK = "../../../../deployments/github-pages"
+SITE = "../../../../deployments/github-pages"
 # The public records that the front page keeps, beside our own and the newest
 MILESTONES = (2, 4, 5, 12, 14, 19, 29, 42, 53, 62, 81, 92)
 FRONT = ("Record", "Idea", "Public record (min)", "Changed lines")
 LADDER = (*FRONT[:3], "Published loss (runs)", "Small model, CPU", "Largest difference (float64)",
           "Changed lines")
+BY_STEPS = (*FRONT[:2], "Published steps", *LADDER[3:])
 RUNS = ("Record", "Machine", "Loss ± std (seeds)", "Below target", "Minutes", "From its parent")
 NO_GPU = "**No GPU has run one of our scripts yet.**"
 PUBLIC = ("Record", "Date", "Minutes", "Idea", "By", "Script here")
+RESULTS = ("Result", "Date", "Steps", "Loss (runs)", "Idea", "By", "Script here")
 CONTEST = ("Contestant", "Loss ± std (seeds)", "Difference ± error", "Time")
 CONTEST_LEGEND = """\
 Difference (± standard error), Time (the median of the ratios, and the smallest and largest): from
@@ -66,7 +68,7 @@ def link(record: Record, above: str = "") -> str:
 def place_of(record: Record) -> str:
     """Where a record belongs that retells no public one by itself."""
     if record.result:
-        return f"result {record.result}"
+        return f"{record.published['steps']:,}"
     if record.leads_to:
         return f"step to {'#' if record.ladder == 'time' else 'o'}{record.leads_to}"
     step = re.match(r"(\d+)[a-z]\d? ", record.name)  # it comes after what it is a part of
@@ -127,7 +129,7 @@ def run_cells(record: Record, setting: tuple) -> list:
 
 
 # ---- Parts of pages ----
-def ladder_rows(records: list, pocket: tuple, above: str = "") -> list:
+def ladder_rows(records: list, pocket: tuple, above: str = "", heading: tuple = LADDER) -> list:
     """What is published of each record, and what our script gave, in the setting `pocket`."""
     rows = []
     for record in records:
@@ -143,7 +145,7 @@ def ladder_rows(records: list, pocket: tuple, above: str = "") -> list:
         if pocket in record.runs():
             small = spread(losses_of(record.runs()[pocket]))
         cells = [link(record, above), record.claim["change"], minutes, loss, small, equality, lines]
-        rows.append(dict(zip(LADDER, cells)))
+        rows.append(dict(zip(heading, cells)))
     return rows
 
 
@@ -170,6 +172,25 @@ def public_table(folder: Path, records: list) -> str:
     return table(PUBLIC, rows)
 
 
+def results_table(folder: Path, records: list) -> str:
+    """All public results by steps, of public.csv, and where each is here. Bold: a record then."""
+    path = folder / "optimizers" / "public.csv"
+    if not path.exists():
+        return "public.csv is missing."
+    scripts = {record.result: f"[{record.name}]({record.folder.name})" for record in records
+               if record.result}
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            number, pull = int(row["result"]), row["pull_request"]
+            steps = f"{int(row['steps']):,}"
+            rows.append([
+                f"[#{number}]({PULL}{pull})" if pull else f"#{number}", row["date"],
+                f"**{steps}**" if row["was_record"] else steps, f"{row['loss']} ({row['n']})",
+                row["idea"], row["authors"].replace(" ", ", "), scripts.get(number, "")])
+    return table(RESULTS, rows)
+
+
 def published_logs(folder: Path) -> dict:
     """Number of a public record: (the place of its log, or of a folder of logs; how many)."""
     path = folder / "public_curves.csv"
@@ -185,10 +206,12 @@ def sources(record: Record, records: list, public: dict, logs: dict) -> str:
 
     `logs` are `published_logs`.
     """
+    if record.ladder == "steps":
+        return sources_by_steps(record)
     number = record.number or record.leads_to
     if not number and (step := re.match(r"(\d+)[a-z]", record.name)):  # a part that comes after
         number = int(step[1])
-    if not number or record.ladder == "steps":
+    if not number:
         return ""
     whole = next((one for one in records if one.number == number), record)
     links = []
@@ -207,7 +230,18 @@ def sources(record: Record, records: list, public: dict, logs: dict) -> str:
         links.append(f"[{words}]({UPSTREAM}{tree}/master/{log})")
     links.append("[our script](train_gpt.py)")
     if record.parent:
-        links.append(f"[diff, in the book]({BOOK})")
+        links.append(f"[diff, on the site]({SITE})")
+    return " · ".join(links)
+
+
+def sources_by_steps(record: Record) -> str:
+    """The same of a record by steps; a step to a result has no public page of its own."""
+    links = []
+    if place := re.search(r"records/[\w./-]+", record.published.get("source", "")):
+        links.append(f"[public result #{record.result}]({UPSTREAM}tree/master/{place[0]})")
+    links.append("[our script](train_gpt.py)")
+    if record.parent:
+        links.append(f"[its parent](../{record.parent.folder.name})")
     return " · ".join(links)
 
 
@@ -227,15 +261,17 @@ def blocks(folder: Path, records: list) -> dict:
             found[record.folder / "README.md"][" sources"] = line
 
     by_time = [record for record in records if record.ladder == "time"]
-    settings = [setting for record in by_time for setting in record.runs()]
-    pockets = [setting for setting in settings if setting[0] == "pocket"]
-    pocket = max(pockets, key=pockets.count, default=())  # in which most records were run
-    machine = machine_words(pocket).removeprefix("Preset pocket on ") or "no machine yet"
-    ladder = table(LADDER, ladder_rows(by_time, pocket))
-    legend = f"Small model (the preset pocket): on {machine}."
-    parts = [ladder, legend, runs_table(by_time, ("record",))]
+    pocket, legend = most_common_pocket(by_time)
+    parts = [table(LADDER, ladder_rows(by_time, pocket)), legend, runs_table(by_time, ("record",))]
     found[folder / "README.md"] = {
         "": "\n\n".join(parts), " public": public_table(folder, records)}
+    by_steps = [record for record in records if record.ladder == "steps"]
+    if by_steps:
+        setting, legend = most_common_pocket(by_steps)
+        rows = ladder_rows(by_steps, setting, "../", BY_STEPS)
+        parts = [table(BY_STEPS, rows), legend, runs_table(by_steps, ("record",), "../")]
+        found[folder / "optimizers/README.md"] = {
+            "": "\n\n".join(parts), " public": results_table(folder, by_steps)}
 
     kept = [record for record in by_time if record.number in MILESTONES
             or not (record.number or record.leads_to) or record is by_time[-1]]
@@ -246,6 +282,15 @@ def blocks(folder: Path, records: list) -> dict:
     if (techniques := folder.parent / "docs/techniques.md").exists():
         found[techniques] = {}  # no blocks, but links to functions
     return found
+
+
+def most_common_pocket(records: list) -> tuple:
+    """(the setting of the pocket in which most records were run, a sentence that says which)."""
+    settings = [setting for record in records for setting in record.runs()]
+    pockets = [setting for setting in settings if setting[0] == "pocket"]
+    pocket = max(pockets, key=pockets.count, default=())
+    machine = machine_words(pocket).removeprefix("Preset pocket on ") or "no machine yet"
+    return pocket, f"Small model (the preset pocket): on {machine}."
 
 
 def line_of(script: Path, name: str) -> int:

@@ -29,7 +29,8 @@ SMALL = {"target_loss": "1.78", "val_tokens": "65536", "val_digest": "1407c02db9
          "train_files": "data/pocket/pocket_train_*.bin"}
 RULES = {  # what the header of every run with a preset has to have; None: what older runs have
     "time": {"record": FULL_SIZE, "pocket": SMALL},
-    "steps": {"record": FULL_SIZE, "pocket": SMALL},
+    "steps": {"record": FULL_SIZE, "pocket": SMALL | {
+        "target_loss": "1.75", "val_tokens": "32768", "val_digest": "736533de61cf53fa"}},
 }
 PRESETS = tuple(RULES["time"])
 # The keys of record.json, with the types of their values, and those of its parts
@@ -47,14 +48,21 @@ def ladder_of(folder: Path) -> str:
     return "steps" if folder.resolve().parent.name == "optimizers" else "time"
 
 
+def place_in_ladder(folder: Path) -> tuple:
+    """What folders are sorted by: o20a, o20b, o20, o21; all others by their name."""
+    step = re.search(r"_o(\d+)([a-z]?)_", folder.name)
+    return (int(step[1]), step[2] or "~") if step else (0, folder.name)
+
+
 def record_folders(folder: Path) -> list:
     """The folders of all records in `folder`, which is records/: those by time, those by steps.
 
-    Oldest first. This is the one list of records that all tools share.
+    Oldest first, or by the number of the result, steps to it before it. This is the one list of
+    records that all tools share.
     """
     found = []
     for ladder in (folder, folder / "optimizers"):
-        for home in sorted(ladder.glob("*")):
+        for home in sorted(ladder.glob("*"), key=place_in_ladder):
             if FOLDER_NAME.fullmatch(home.name) or (home / "record.json").exists():
                 found.append(home)
     return found
@@ -127,6 +135,15 @@ def read_public(folder: Path) -> dict:
     return {row["number"]: row for row in rows}
 
 
+def ancestors(record: Record | None) -> list:
+    """A record, its parent, and so on."""
+    found = []
+    while record:
+        found.append(record)
+        record = record.parent
+    return found
+
+
 def find_records(folder: Path) -> list:
     """The records of `record_folders(folder)`, with their logs. Raises LedgerError."""
     found, public = {}, read_public(folder)
@@ -135,14 +152,21 @@ def find_records(folder: Path) -> list:
         return []  # public folders have such names, too
     for home in homes:
         claim = read_claim(home)
-        found[home.name] = record = Record(home, claim, found.get(claim["parent"]))
+        found[home.name] = record = Record(home, claim)
         record.logs = [read_run(path) for path in sorted(home.glob("logs/*.txt"))]
         if record.number:
             record.minutes = public.get(record.number, {}).get("minutes", "")
-        step = record.parent
-        while step and step.ladder == record.ladder and not (step.retells or step.leads_to):
+    for record in found.values():
+        parent = found.get(record.claim["parent"])
+        if record.ladder == "steps" or parent and parent.folder.name < record.folder.name:
+            record.parent = parent if record not in ancestors(parent) else None
+    for record in found.values():
+        if record.ladder == "steps" and not record.result:
+            record.leads_to = int(re.search(r"_o(\d+)", record.folder.name)[1])
+        for step in ancestors(record.parent):
+            if step.ladder != record.ladder or step.retells or step.leads_to:
+                break
             step.leads_to = record.retells
-            step = step.parent
     return list(found.values())
 
 

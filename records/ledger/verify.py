@@ -30,7 +30,7 @@ def folder_faults(record: Record, root: Path, seen: dict):
     if not FOLDER_NAME.fullmatch(folder.name):
         yield "the folder's name is not a date and a name, YYYY-MM-DD_Name"
     if parent and not record.parent:
-        yield f"its parent {parent}/record.json is missing or not older"
+        yield f"its parent {parent}/record.json is missing, not older, or comes from this one"
     for key in record.claim.keys() - CLAIM:
         yield f"record.json has {key}; known are {', '.join(CLAIM)}"
     same = seen.setdefault((record.ladder, record.retells or folder), folder)

@@ -75,7 +75,8 @@ DOCS = (("gpus", "docs/gpus.md", "GPUs"), ("resume", "docs/resume.md", "Save and
         ("data", "data/README.md", "Your own text"),
         ("contributing", "CONTRIBUTING.md", "Contributing"),
         ("glossary", "docs/glossary.md", "Glossary"))
-RUN_PARTS = ("Run it", "Try an idea", "Your own text")  # of README, which are a page of their own
+# Parts of README that are a page of their own
+RUN_PARTS = ("Run it", "Try an idea", "Your own text", "Compared with modded-nanogpt")
 LADDERS = {"time": ("ladder", "Ladder"), "steps": ("optimizers", "Optimizers")}
 
 
@@ -198,7 +199,7 @@ def pages_of(site: Site) -> dict:
     for name, path in site.docs.items():
         text = read_text(path)
         title = re.match("# (.*)", text)[1]
-        html = site.renderer.html(text, path.parent)
+        html = as_cards(site.renderer.html(text, path.parent))
         if name == "glossary":  # its words are where links lead
             html = re.sub("<strong>(.+?)</strong>",
                           lambda term: f'<strong id="{slug(term[1])}">{term[1]}</strong>', html)
@@ -223,7 +224,7 @@ def front_page(site: Site) -> Page:
     if site.by_time:
         body.append('<h2 id="ladder">The ladder</h2>\n<p>Each dot is a public record; blue ones '
                     'have a script here. <a href="ladder.html">The table</a> has the same.</p>'
-                    f'<div class="wide">{ladder_picture(site)}</div>')
+                    f'<div class="wide">{ladder_picture(site.folder, site.by_time)}</div>')
     if (story := site.root / "docs/story.md").exists():
         title, _, chapters = read_text(story).partition("\n")
         chapters = re.sub(r"^!\[.*?\]\(.*?\)\n", "", chapters, flags=re.M)  # it stands above
@@ -235,14 +236,14 @@ def front_page(site: Site) -> Page:
     return Page("", about, [link_to(first, "Next", "next")], "\n".join(body))
 
 
-def ladder_picture(site: Site) -> str:
+def ladder_picture(folder: Path, records: list) -> str:
     """All public records, those with a script here by name where there is room."""
-    public, points, named = read_public(site.folder), {}, {}
+    public, points, named = read_public(folder), {}, {}
     for number, row in public.items():
         words = f"#{number}, {row['minutes']} min: {row['idea']}"
         points[number] = (date.fromisoformat(row["date"]).toordinal(), float(row["minutes"]),
                           f"ladder.html#public-{number}", words, False)
-    scripts = [record for record in site.by_time if record.number]
+    scripts = [record for record in records if record.number]
     for record in sorted(scripts, key=lambda one: one.number not in pages.MILESTONES):
         day = date.fromisoformat(record.folder.name[:10]).toordinal()
         day, minutes, *_ = points.get(record.number, (day, float(record.minutes or 45)))
@@ -261,13 +262,11 @@ def ladder_page(site: Site, blocks: dict) -> Page:
     if path.exists():
         text = pages.filled(path, parts)
     html = site.renderer.html(text, site.folder)
-    html = html.replace("<table>", '<table id="ladder" class="long">', 1)
-    html = re.sub(r'(<h2 id="all-public-records">.*?)<table>', r'\1<table class="long">', html,
-                  count=1, flags=re.S)
+    html = as_cards(with_row_ids(html), "cards long").replace("<table", '<table id="ladder"', 1)
     links = ['<a href="#all-public-records">All public records</a>',
              link_to(site.by_time[0], "First", "next")]
     return Page("The ladder", f"{len(site.by_time)} scripts, a row each", links,
-                with_contents(with_row_ids(html)))
+                with_contents(html))
 
 
 def optimizers_page(site: Site) -> Page:
@@ -280,7 +279,7 @@ def optimizers_page(site: Site) -> Page:
     race = f'<div class="wide">{read_text(race)}</div>' if race.exists() else ""
     html = site.renderer.html(intro, folder)
     html = html.replace("</h1>", f"</h1>\n{race}", 1)
-    html += results_html(folder, site.by_steps, site.renderer)
+    html += as_cards(results_html(folder, site.by_steps, site.renderer), "cards long")
     return Page("Optimizers", "The fewest steps to the same loss, by any optimizer",
                 [link_to(site.by_steps[0], "First", "next")], with_contents(html))
 
@@ -294,11 +293,12 @@ def run_page(site: Site) -> Page:
     chosen = [part for part in parts[1:] if part[3:].partition("\n")[0] in RUN_PARTS]
     text = "\n".join(["# Run it\n", clone, needs, "", *chosen])
     text = text.replace("## Run it\n", "## By hardware\n")
-    words = [f"[{word}](../{file})" for name, file, word in DOCS if name in site.docs]
+    words = [f"[{word}]({file})" for name, file, word in DOCS if name in site.docs]
     text += f"\n## More\n\n{' · '.join(words)}\n"
-    text = text.replace("](../", "](")
+    if site.source and "/blob/" in site.source:
+        text = text.replace("THIS_REPOSITORY", site.source.partition("/blob/")[0])
     return Page("Run it", "How to train a record on the hardware that you have", [],
-                with_contents(site.renderer.html(text, site.root)))
+                with_contents(as_cards(site.renderer.html(text, site.root))))
 
 
 def compare_page(site: Site) -> Page:
@@ -318,7 +318,7 @@ def idea_pages(site: Site) -> dict:
         return site.renderer.html(text, docs, set())
 
     techniques = site.renderer.html(read_text(docs / "techniques.md"), docs)
-    techniques = with_contents(with_idea_links(techniques, ideas))
+    techniques = with_contents(as_cards(with_idea_links(techniques, ideas), "cards long"))
     found = {"ideas": Page("Ideas", "Which scripts have which idea, and where each went",
                            ['<a href="techniques.html">All techniques on one page</a>'],
                            chart_html(ideas, site.by_time)),
@@ -357,6 +357,20 @@ def links_of(before: Record | None, record: Record, after: Record | None) -> lis
     links.append(link_to(after, "Next", "next") if after
                  else f'<a href="{page}.html" rel="next">Next: {word}</a>')
     return links
+
+
+def as_cards(html: str, kind: str = "cards") -> str:
+    """Tables whose cells know the heads of their columns: a narrow page has no columns."""
+    def name_cells(table):
+        heads = [re.sub("<.*?>", "", head) for head in re.findall("<th>(.*?)</th>", table[0])]
+        rows = re.split("(?=<tr)", table[0])
+        for number, row in enumerate(rows):
+            cells = row.split("<td>")
+            named = [f'<td data-name="{head}">{cell}' for head, cell in zip(heads, cells[1:])]
+            rows[number] = "".join([cells[0], *named])
+        return "".join(rows).replace("<table", f'<table class="{kind}"', 1)
+
+    return re.sub("<table>.*?</table>", name_cells, html, flags=re.S)
 
 
 def with_row_ids(html: str) -> str:

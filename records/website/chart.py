@@ -187,7 +187,7 @@ def ladder_svg(points: list, named: dict) -> str:
     of addresses, which stand where there is room, the first one first.
     """
     days = [day for day, *_ in points]
-    chart = Chart(880, 480, (min(days) - 20, max(days) + 130, False), (0.6, 50, True))
+    chart = Chart(880, 480, (min(days) - 20, max(days) + 190, False), (0.6, 50, True))
     ticks = [date(year, month, 1) for year in range(2024, 2028) for month in (1, 7)]
     chart.axes({tick.toordinal(): tick.strftime("%b %Y") for tick in ticks
                 if min(days) <= tick.toordinal() <= max(days)},

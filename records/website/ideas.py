@@ -38,12 +38,18 @@ class Idea:
     lines: re.Pattern | None
     named: list
     ends: dict  # folders of records without it, though such lines are there, and why
+    untraced: str = ""  # why it has no lines
     steps: list = field(default_factory=list)  # of the records, from its first on
 
     @property
     def page(self) -> str:
         words = re.sub(r"[^a-z0-9]+", "-", self.name.lower().replace("²", "2"))
         return f"idea-{words.strip('-')}"
+
+    @property
+    def having(self) -> list:
+        """The records that have it."""
+        return [step.record for step in self.steps if step.kind != "gone"]
 
     @property
     def records(self) -> list:
@@ -79,7 +85,8 @@ def read_ideas(page: Path, rules: Path) -> list:
         rule = known[cells[0]]
         pattern = re.compile(rule["lines"]) if "lines" in rule else None
         names = [cells[0], *rule.get("named", [])]
-        ideas.append(Idea(section, *cells, pattern, names, rule.get("ends", {})))
+        ideas.append(Idea(section, *cells, pattern, names, rule.get("ends", {}),
+                          rule.get("untraced", "")))
     return ideas
 
 
@@ -231,12 +238,10 @@ def idea_html(idea: Idea, newest: Record, render) -> str:
             f"**Begin reading at** {idea.function}\n")
     parts = [render(page), '<h2 id="lines">Its lines through time</h2>']
     if not idea.steps:
-        return "\n".join([*parts, "<p>None of the scripts here has lines of its own.</p>"])
-    having = [step.record for step in idea.steps if step.kind != "gone"]
-    parts.append(f"<p>{len(having)} scripts have it, from {escape(having[0].name)} to "
-                 f"{escape(having[-1].name)}. "
-                 "A plus is where it came, ± where its lines changed, a minus where it went. "
-                 "Between these the lines are the same, but for comments.</p>")
+        return "\n".join([*parts, f"<p>{escape(idea.untraced)}</p>"])
+    parts.append(f"<p>{having_words(idea)} A plus is where it came, ± where its lines changed, a "
+                 "minus where it went. Between these the lines are the same, but for comments. A "
+                 "bar marks the idea's own lines; those around it are of the same place.</p>")
     same = []
     for step in [*idea.steps, None]:
         if step and step.kind == "same":
@@ -250,10 +255,18 @@ def idea_html(idea: Idea, newest: Record, render) -> str:
             parts.append(step_html(step, idea.ends.get(step.record.folder.name, "")))
     last = idea.steps[-1]
     if last.record is newest and last.kind != "gone":
-        parts.append(f"<p>{escape(newest.name)}, the newest script, still has them.</p>")
+        parts.append(f"<p>{escape(newest.name)}, the newest script, still has these lines.</p>")
     elif last.kind != "gone":
-        parts.append(f"<p>No later script is a change of {escape(last.record.name)}.</p>")
+        parts.append(f"<p>No later script builds on {escape(last.record.name)}.</p>")
     return "\n".join(parts)
+
+
+def having_words(idea: Idea) -> str:
+    """How many scripts have an idea, the first and the last."""
+    first, last = idea.having[0].name, idea.having[-1].name
+    if first == last:
+        return f"One script has it: {escape(first)}."
+    return f"{len(idea.having)} scripts have it, from {escape(first)} to {escape(last)}."
 
 
 def chart_row(idea: Idea, records: list) -> str:
@@ -263,7 +276,9 @@ def chart_row(idea: Idea, records: list) -> str:
     for record in records:
         name = record.folder.name
         step = steps.get(name)
-        kind = step.kind if step else "came" if not idea.lines and name in idea.records else ""
+        kind = step.kind if step else ""
+        if not idea.lines and name >= idea.records[0]:
+            kind = "came" if name in idea.records else "untraced"
         if kind not in SIGNS:
             if run and run[0] == kind:
                 run[1] += 1
@@ -278,19 +293,22 @@ def chart_row(idea: Idea, records: list) -> str:
     html = "".join(
         f'<td class="{kind}" colspan="{more}"></td>' if isinstance(more, int)
         else f'<td class="{kind}">{more}</td>' for kind, more in cells)
-    return (f'<tr><th scope="row"><a href="{idea.page}.html">{escape(idea.name)}</a></th>'
-            f"{html}</tr>")
+    when = having_words(idea) if idea.steps else escape(idea.untraced)
+    return (f'<tr><th scope="row"><a href="{idea.page}.html">{escape(idea.name)}</a>'
+            f'<span class="when">{when}</span></th>{html}</tr>')
 
 
 def chart_html(ideas: list, records: list) -> str:
     """The page of all ideas against all records."""
     heads = "".join(f'<th scope="col"><a href="{record.folder.name}.html" '
                     f'title="{escape(record.name)}">{short(record)}</a></th>' for record in records)
-    parts = ['<h1>Ideas through time</h1>\n<p>A row is an idea, a column a record, oldest first. '
-             'A bar is where scripts have it: <b>+</b> where it came, <b>±</b> where its lines '
-             'changed, <b>−</b> where it went. Names lead to what an idea does, who found it and '
-             'its lines, signs to what changed there. <a href="techniques.html">All on one '
-             'page</a>.</p>', f'<table class="chart"><thead><tr><td></td>{heads}</tr></thead>']
+    parts = ['<h1>Ideas through time</h1>\n<p>Each name leads to what the idea does, who found it '
+             'and its lines. <span class="wide-only">Columns are records, oldest first. A bar is '
+             'where scripts have the idea: <b>+</b> where it came, <b>±</b> where its lines '
+             'changed, <b>−</b> where it went; a dotted line where it is not traced, nothing where '
+             'scripts lack it. Signs lead to what changed there.</span> <a href="techniques.html">'
+             'All ideas on one page</a>.</p>',
+             f'<table class="chart"><thead><tr><td></td>{heads}</tr></thead>']
     section = None
     for idea in ideas:
         if idea.section != section:

@@ -176,8 +176,12 @@ def layers_svg(model: Model, parent: Model | None) -> str:
         start, end = TOP + ROW * (source + 1) - 4, height - 14
         parts.append(f'<path class="saved" d="M{arcs} {start}C{width} {start} {width} {end} 50 '
                      f'{end}"><title>the output of layer {source} is read later</title></path>')
-    return (f'<svg class="model" width="{width}" height="{height}" role="img" '
-            f'aria-label="The {count} layers of the model">{"".join(parts)}</svg>')
+    spoken = "; ".join(f"{index}: {row['words'] if row['attention'] else 'no attention'}, "
+                       f"{row['count']} MLP{', ' * bool(words_of(row))}{words_of(row)}"
+                       for index, row in enumerate(model.rows))
+    return (f'<svg class="model" viewBox="0 0 {width} {height}" width="{width}" role="img" '
+            f'aria-label="The {count} layers of the model. {escape(spoken)}">{"".join(parts)}'
+            "</svg>")
 
 
 def words_of(row: dict) -> str:
@@ -218,11 +222,21 @@ def model_html(source: str, parent: str | None) -> str:
     facts = [[[*map(drawn, one.rows)], one.skips, one.saved, one.entry]
              for one in (model, before) if one]
     same = before and facts[0] == facts[1]
-    text = "As in the parent." if same else "Layers that the parent has not so are marked."
-    html = (f'<h2 id="model">The model</h2>\n<p>Its layers, as the script builds them. '
-            f'{text if before else ""} {legend + "." if legend else ""}</p>\n'
-            f'<div class="wide">{layers_svg(model, before)}</div>\n')
+    told = ["Its layers, as the script builds them."]
+    if before and not same:
+        told.append("Those that differ from the parent's are highlighted.")
+    if model.skips:
+        told.append("Arcs are skips: the output of one layer is added to the input of another.")
+    if model.saved:
+        told.append("A dashed arc is an output that is read again at the end.")
+    shown = (f"<p>{' '.join(told)} {legend + '.' if legend else ''}</p>\n"
+             f'<div class="wide">{layers_svg(model, before)}</div>\n')
+    if same:
+        shown = f"<details><summary>Unchanged from the parent</summary>\n{shown}</details>\n"
+    html = f'<h2 id="model">The model</h2>\n{shown}'
     old = before.masks if before else {}
+    if before and not old:  # plain attention: all earlier tokens of a row
+        old = {window: [0] * TOKENS for window in model.masks}
     new = {window: first for window, first in model.masks.items() if old.get(window) != first}
     if new:
         figures = []
@@ -235,8 +249,8 @@ def model_html(source: str, parent: str | None) -> str:
         cut = ("" if "attention_cut" not in source else
                f" Attention is cut after {CUT} tokens of a document.")
         html += (f'<h3 id="mask">The attention mask</h3>\n<p>What each token reads in a sequence '
-                 f"of {TOKENS} with three documents, by the script's own code. A row is a token, "
-                 f"marked are those that it reads. Sizes are tiny, so that one can see them: "
+                 f"of {TOKENS} with three documents, by the script's own code. Each row is a "
+                 f"token; blue marks what it can read. Sizes are tiny, so that one can see them: "
                  f"blocks of {BLOCK} tokens, a window of {LONG}{short}.{cut}</p>\n"
                  f'<div class="plots">{"".join(figures)}</div>\n')
     return html

@@ -54,5 +54,4 @@ def results_html(folder: Path, records: list, renderer: Renderer) -> str:
                         row["authors"].replace(" ", ", "), scripts.get(number, "")])
     text = TEXT.format(source=SOURCE, records=pages.table(RECORDS, rows),
                        results=pages.table(RESULTS, results))
-    html = renderer.html(text, folder)
-    return html.replace("<table>", '<table class="long">')
+    return renderer.html(text, folder)

@@ -23,7 +23,7 @@ def record_html(record: Record, ideas: list, renderer: Renderer) -> str:
     text = re.sub(r"^## Run it\n", f"{run_words(record)}\n", text, count=1, flags=re.M)
     if record.parent:  # on GitHub the link leads to the site
         diff = f"compare.html#a={record.parent.folder.name}&b={name}"
-        text = text.replace(f"]({pages.BOOK})", f"]({diff})")
+        text = text.replace(f"]({pages.SITE})", f"]({diff})")
     place = PLACE.search(text)
     told = re.sub(r"^## [^\n]*|^```sh\n.*?^```", "", place[0], flags=re.M | re.S)
     notes = Notes(f"{told}\n{sentences_on_lines(text)}")

@@ -16,8 +16,9 @@ PARENTS = {FIRST: PARENT, STEP: FIRST, LAST: STEP}  # the first one's is of the 
 
 
 @pytest.fixture
-def both(records):
-    """The records by time, and three by steps without runs."""
+def both(records, monkeypatch):
+    """The records by time, and three by steps without runs, whose pocket is the same here."""
+    monkeypatch.setitem(ledger_records.RULES, "steps", ledger_records.RULES["time"])
     for number, (name, parent) in enumerate(PARENTS.items()):
         folder = records / "optimizers" / name
         shutil.copytree(records / NEWEST, folder, ignore=shutil.ignore_patterns("logs"))
@@ -30,6 +31,8 @@ def both(records):
         if name == LAST:
             claim["published"] = RESULT
         (folder / "record.json").write_text(json.dumps(claim))
+    block = "<!-- ledger: begin{} -->\n<!-- ledger: end -->\n"
+    (records / "optimizers/README.md").write_text(block.format("") + block.format(" public"))
     return records
 
 
@@ -41,7 +44,7 @@ def test_both_ladders_are_one_list(both):
     assert [record.ladder for record in found] == 2 * ["time"] + 3 * ["steps"]
     assert [record.name for record in found[2:]] == ["o1 Plain", "o36a Half", "o36 Tuned"]
     assert [record.parent for record in found[2:]] == [found[0], *found[2:4]]
-    assert [record.leads_to for record in found] == [None, None, 36, 36, None]
+    assert [record.leads_to for record in found] == [None, None, 1, 36, None]
 
 
 def test_a_record_by_steps_is_measured_filed_and_verified(both, tmp_path, capsys):
@@ -62,7 +65,7 @@ def test_a_record_by_steps_is_measured_filed_and_verified(both, tmp_path, capsys
     (LAST, '"result": 36', '"number": 36', "result is None"),
     (LAST, '"steps": 3250', '"steps": 3250.5', "steps is 3250.5"),
     (LAST, '"result": 36', '"result": 37', "its name is not that of result 37"),
-    (STEP, f'"{FIRST}"', f'"{LAST}"', "is missing or not older")])
+    (STEP, f'"{FIRST}"', f'"{LAST}"', "is missing, not older, or comes")])
 def test_a_wrong_claim_is_told(name, old, new, words, both, capsys):
     edit(both / "optimizers" / name / "record.json", old, new)
     assert main(["verify", str(both)]) > 0

@@ -1,6 +1,7 @@
 """Scripts are tuned with as many tries, and compared on other seeds; what ran is kept in a file."""
 
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -138,7 +139,7 @@ def test_a_script_against_itself_with_other_seeds_differs_by_chance(script, tmp_
 @pytest.mark.parametrize("words, message", [
     ("a.py b.py --tune muon_lr", "b.py:muon_lr=0.1 seed 1000: it has other numbers of steps than"),
     ("a.py c.py --tune muon_lr", "c.py:muon_lr=0.1 seed 1000: it has other training data than"),
-    ("a.py --tune rate", "--tune rate: no script has this setting"),
+    ("a.py --tune muon_lr,rate", "--tune rate: no script has this setting"),
     ("a.py d.py --tune muon_lr", "d.py has none of the settings muon_lr"),
     ("a.py --tune muon_lr --values 2", "--tune needs --values 3 at least"),
     ("a.py --tune muon_lr --seeds 1", "--seeds 2 for a standard error"),
@@ -153,8 +154,9 @@ def test_what_cannot_be_compared_is_refused_in_a_line(words, message, script, tm
 
 
 def test_values_are_added_where_the_best_is_near():
-    assert tune.more_values({}, 0.1, 5) == pytest.approx([0.1, 0.05, 0.2, 0.025, 0.4])
-    tried = {0.05: 3, 0.1: 2, 0.2: 1}
-    assert tune.more_values(tried, 0.1, 2) == [0.4, 0.8]
-    assert tune.more_values({0.05: 1, 0.1: 2, 0.2: 3}, 0.1, 1) == [0.025]
-    assert run.read_store(run.REPO / "none") == {}
+    tried = {}
+    for _ in range(5):
+        tried[tune.next_value(tried, 0.1)] = math.inf
+    assert list(tried) == [0.1, 0.05, 0.2, 0.025, 0.4]
+    assert tune.next_value({0.05: 3, 0.1: 2, 0.2: 1}, 0.1) == 0.4
+    assert tune.next_value({0.05: 1, 0.1: 2, 0.2: 3}, 0.1) == 0.025

@@ -76,10 +76,10 @@ def test_an_idea_comes_changes_and_goes(tmp_path):
     assert "3 scripts have it, from R2 to R4." in page
     assert "newest script" not in page and "No later" not in page  # it went
     trace_all([branch := replace(idea, steps=[])], known[:3])
-    assert "the newest script, still has them" in idea_html(branch, known[2], str)
-    assert "No later script is a change of R2" in idea_html(branch, known[-1], str)
+    assert "the newest script, still has these lines" in idea_html(branch, known[2], str)
+    assert "No later script builds on R2" in idea_html(branch, known[-1], str)
     row = chart_row(idea, known)
-    assert re.findall('class="(.*?)"', row) == ["", "came", "same", "changed", "gone"]
+    assert re.findall('class="(.*?)"', row) == ["when", "", "came", "same", "changed", "gone"]
     assert ranges([1, 2, 3, 7]) == "2-4,8"
 
 

@@ -1,10 +1,11 @@
 """The website: each record has its page, its place and its change; no link is dead."""
 
+import importlib.util
 import json
 import re
 import shutil
 import subprocess
-from html import unescape
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import parse_qsl, urlparse
@@ -16,16 +17,25 @@ from fake_records import NEWEST, PARENT, edit, make_records
 from ledger import records
 from ledger.__main__ import main
 from ledger.scripts import above, sections
-from website.build import NAME, with_row_ids
+from website.build import NAME, PACKAGES, ladder_picture, with_row_ids
 from website.code import Notes, Side, change_table, scripts_data, techniques_of
 from website.ideas import read_ideas
-from website.ladder import ladder_svg
 from website.model import ROW, STARTS, TOKENS, TOP, model_html, model_of
 from website.plots import points_of, schedule_of, schedule_plots
 from website.record import sentences_on_lines
 from whole_ladder import find_ladder
 
 THIRD = "2026-03-03_Third"
+NAMESPACE = "{http://www.w3.org/2000/svg}"
+STEPS = {"2026-05-03_o12_Muon": dict(result=12, steps=3325, val_loss=3.279, n=20),
+         "2026-06-11_o36_MuonTuned": dict(result=36, steps=3250, val_loss=3.2787, n=10)}
+LOSSES = """<details>
+<summary>Published losses by step</summary>
+
+125: 4.5, 250: 4.1, 500: 3.8101, 1000: 3.612, 3250: 3.2787.
+
+</details>
+"""
 SOURCE = "https://example.org/blob/main"
 VOID = {"meta", "link", "img", "br", "hr", "wbr", "input"}  # elements without an end
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -69,73 +79,141 @@ def ladder():
     return find_ladder()
 
 
-@pytest.mark.slow
-def test_the_site_of_some_records_is_whole(tmp_path, ladder):
-    """Their pages have no dead link, ids that differ, a way home, and each changed line."""
+def copy_some(ladder, folder):
+    """The last records and two of the other ladder, with the pages of the repository."""
     for record in ladder[-4:]:
-        shutil.copytree(record.folder, tmp_path / "records" / record.folder.name)
-    shutil.copy(REPO / "records/public.toml", tmp_path / "records")
-    shutil.copytree(REPO / "docs", tmp_path / "docs")
+        shutil.copytree(record.folder, folder / "records" / record.folder.name)
+    parent = None
+    for name, claim in STEPS.items():
+        home = folder / "records/optimizers" / name
+        shutil.copytree(REPO / "records/optimizers" / name, home, dirs_exist_ok=True)
+        published = dict(claim, hardware="8×H100", source="records/track_3_optimization")
+        (home / "record.json").write_text(json.dumps(dict(
+            change="Muon & more", parent=parent, published=published,
+            equality=dict(largest=2e-12, of="20 steps"))))
+        (home / "README.md").write_text(f"# {name}\n\n**Change.** Muon.\n\n## Why\n\nRare "
+                                        f"directions.\n\n## See the change\n\n{LOSSES}")
+        parent = name
+    for name in ("README.md", "CONTRIBUTING.md", "data/README.md", "records/public.toml",
+                 "records/README.md", "records/public_curves.csv", "records/optimizers/public.csv"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPO / name, folder / name)
+    shutil.copytree(REPO / "docs", folder / "docs")
+
+
+@pytest.fixture(scope="module")
+def some(tmp_path_factory, ladder):
+    """The site of some records: (its folder, pages by name, records by name)."""
+    folder = tmp_path_factory.mktemp("some")
+    copy_some(ladder, folder)
+    pages = write(folder / "site", str(folder / "records"), "--source", SOURCE)
+    known = {one.folder.name: one for one in records.find_records(folder / "records")}
+    return folder / "site", pages, known
+
+
+@pytest.mark.slow
+def test_each_page_has_neighbours_a_title_and_a_way_home(some):
+    out, pages, known = some
+    docs = {path.stem for path in (REPO / "docs").glob("*.md")} - {"story"}
     ideas = read_ideas(REPO / "docs/techniques.md", REPO / "records/website/ideas.toml")
-    others = {"index", "techniques", "compare", "ideas", *(idea.page for idea in ideas)}
-    out = tmp_path / "site"
-    pages = write(out, str(tmp_path / "records"), "--source", SOURCE)
-    known = {one.folder.name: one for one in records.find_records(tmp_path / "records")}
-    assert pages.keys() == {*known, *others}
-    for name, following in zip(["index", *known], [*known, "index"]):
-        page = (out / f"{name}.html").read_text()
-        assert re.findall(r'href="([\w-]+)\.html[^>]*>Next: ', page) == 2 * [following]
-        title = f"{known[name].name} · {NAME}" if name in known else NAME
-        assert f"<title>{title}</title>" in page
-        assert f'<meta property="og:title" content="{title}">' in page
-        if name in known:
-            assert '<a href="#model">The model</a>' in page
-            parent = known[name].parent
-            diff = f"compare.html#a={parent.folder.name}&b={name}" if parent else None
-            assert [link for link in pages[name].links if link.startswith("compare.html#a=")] == (
-                [diff, f"{diff}&all=1"] if parent else [])
-            assert f'<meta name="description" content="{known[name].claim["change"]}">' in page
-    for name, following in zip(known, [*known][1:]):
-        assert f'{name}.html" rel="prev"' in (out / f"{following}.html").read_text()
-        assert f'{following}.html" rel="next"' in (out / f"{name}.html").read_text()
-    assert {f"{name}.html" for name in known} <= set(pages["index"].links)
-    lines = set(pages["index"].text.splitlines())
-    assert lines >= {f"#{number}" for number in range(1, 93)}
+    assert pages.keys() == {*known, *docs, *(idea.page for idea in ideas), "index", "ideas",
+                            "ladder", "optimizers", "run-it", "compare", "contributing", "data"}
+    by_time = [name for name, one in known.items() if one.ladder == "time"]
+    by_steps = [name for name in known if name not in by_time]
+    for page, names in ("ladder", by_time), ("optimizers", by_steps):
+        for before, name, after in zip([page, *names], names, [*names[1:], page]):
+            html = (out / f"{name}.html").read_text()
+            assert html.count(f'<a href="{before}.html" rel="prev">') == 2, name
+            assert html.count(f'<a href="{after}.html" rel="next">') == 2, name
+            assert html.count("aria-current") == 0
+            assert f"<title>{known[name].name} · {NAME}</title>" in html
+            assert f'content="{escape(known[name].claim["change"])}">' in html
+        assert {f"{name}.html" for name in names} <= set(pages[page].links)
+    assert f"<title>{NAME}</title>" in (out / "index.html").read_text()
+    assert set(pages["ladder"].text.splitlines()) >= {f"#{number}" for number in range(1, 93)}
     for idea in ideas:
         if idea.records[-1] in known:
             assert idea.records[-1] in pages[idea.page].ids, idea.name
             assert f"{idea.page}.html#{idea.records[-1]}" in pages["ideas"].links, idea.name
     for name, page in pages.items():
         assert not {"iframe", "object"} & set(page.tags), name
-        assert page.tags.count("nav") == 2 and "meta" in page.tags, name
-        assert name not in {*known, "index"} or page.text.count("Next: ") == 2, name
-        assert {"index.html", "https://example.org"} <= set(page.links), name
+        assert page.tags.count("nav") == 3 and "meta" in page.tags, name
+        assert {"index.html", "run-it.html", "glossary.html"} <= set(page.links), name
         assert len(page.ids) == len(set(page.ids)), name
+    assert max(path.stat().st_size for path in out.glob("*.html")) < 300_000
+
+
+@pytest.mark.slow
+def test_no_link_is_dead(some):
+    out, pages, known = some
+    for name, page in pages.items():
         for link in page.links:
             address = urlparse(link)
             file = out / (address.path or f"{name}.html")
             assert address.scheme == "https" or file.is_file(), (name, link)
-            target = pages.get(file.stem)
             if file.stem == "compare":
                 wanted = dict(parse_qsl(address.fragment))
-                assert {wanted.get("a", name), wanted.get("b", name)} <= {*known, *others}, link
-                continue
-            assert not address.fragment or address.scheme or address.fragment in target.ids, link
-            if link.startswith(SOURCE):
+                assert {wanted.get("a"), wanted.get("b")} <= {*known, None}, (name, link)
+            elif address.fragment and not address.scheme:
+                assert address.fragment in pages[file.stem].ids, (name, link)
+            elif link.startswith(SOURCE):
                 assert (REPO / address.path.removeprefix("/blob/main/")).exists(), (name, link)
+
+
+@pytest.mark.slow
+def test_a_records_page_has_its_reason_its_commands_its_evidence_and_each_changed_line(some):
+    out, pages, known = some
     for name, record in known.items():
         readme = (record.folder / "README.md").read_text()
         why = re.search(r"^## Why\n\n\W*(\w[\w ,]+)", readme, re.M)
         words = " ".join(pages[name].text.split())
         assert why[1] in words and "## " not in words and "records/ledger diff" not in words, name
+        place = f"{record.folder.relative_to(out.parent)}/train_gpt.py"
+        label = record.name.split()[0].lstrip("#")
+        assert f"./run.sh --record {label}" in words, name
+        assert f"python {place} --preset pocket --device cpu" in words, name
+        assert "As the parent" not in words and "As in the parent" not in words, name
+        if equality := record.claim["equality"]:
+            assert f"{equality['largest']:.0e}, of {equality['of']}." in words, name
+        if record.parent:
+            diff = f"compare.html#a={record.parent.folder.name}&b={name}"
+            assert {diff, f"{diff}&all=1"} >= {
+                link for link in pages[name].links if link.startswith("compare.html#a=")}
+            assert f"{diff}&all=1" in pages[name].links
+        assert ("Published losses" in words) == ("Published losses by step" in readme), name
         script = sections(above(record.script))
         parent = sections(above(record.parent.script)) if record.parent else {}
         shown = {line.rstrip() for line in pages[name].text.splitlines()}
         for title in (script.keys() | parent.keys()) - {"Docstring"}:
             old, new = set(parent.get(title, [])), set(script.get(title, []))
             assert {line.rstrip() for line in old ^ new} <= shown, (name, title)
-    assert max(path.stat().st_size for path in out.glob("*.html")) < 250_000
-    assert "prefers-color-scheme: dark" in (out / "style.css").read_text()
+
+
+@pytest.mark.slow
+def test_the_first_screen_says_how_by_whom_and_what_no_gpu_has_shown(some):
+    out, pages, _ = some
+    html = (out / "index.html").read_text()
+    first = html[html.index("<main"):html.index('id="race"')]
+    paragraph = first[:first.index("</p>")]
+    assert "KellerJordan/modded-nanogpt" in paragraph and "Keller Jordan" in paragraph
+    assert "39.9 seconds" in paragraph and "No GPU has run our scripts yet" in first
+    assert first.count("<li>") == 5 and "65 billion parameters" in first
+    ideas = {link for link in pages["index"].links if link.startswith("idea-")}
+    assert len(ideas) > 10
+    tokens = (19560 * 524288) / 328.7e6  # of #1, whose batch was llm.c's, and of #92
+    assert f"{tokens:.0f} times fewer tokens" in first
+    assert f"{45 * 60 / 39.9:.0f} times faster" in first
+    assert f"{45 * 60 / 39.9 / tokens:.1f} times less time" in first
+
+
+@pytest.mark.slow
+def test_words_that_a_page_does_not_explain_lead_to_the_glossary(some):
+    out, pages, known = some
+    terms = {link for name in known for link in pages[name].links if "glossary.html#" in link}
+    assert len(terms) > 8
+    assert {link.partition("#")[2] for link in terms} <= set(pages["glossary"].ids)
+    for name, page in pages.items():
+        assert not re.search(r"\bbook\b", page.text), name
 
 
 def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(tmp_path):
@@ -161,19 +239,28 @@ def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(tmp_pat
     assert main(["site", str(fakes), "--out", str(fakes)]) == 2  # among other files
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_that_is_missing_is_told_before_anything_is_written(
+        tmp_path, package, monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec",
+                        lambda name: None if name == package else found(name))
+    assert main(["site", str(make_records(tmp_path)), "--out", str(tmp_path / "site")]) == 2
+    assert package in capsys.readouterr().err and not (tmp_path / "site").exists()
+
+
 def test_the_front_page_has_the_story_and_the_race_where_they_are(tmp_path):
     fakes = make_records(tmp_path)
     (fakes.parent / "docs").mkdir()
-    (fakes.parent / "docs/race.png").write_bytes(b"a picture")
+    (fakes.parent / "docs/race.svg").write_text("<svg class='race'></svg>")
     link = f"[a](../{fakes.name}/{PARENT})"
-    story = f"# Fast & faster\n\n![x](race.png)\n\n## 1. Go\n\n{link}"
+    story = f"# Fast & faster\n\n![x](race.svg)\n\n## 1. Go\n\n{link}"
     (fakes.parent / "docs/story.md").write_text(story)
     pages = write(tmp_path / "site", str(fakes))
     front = pages["index"]
     assert {"story", "1-go"} <= set(front.ids) and "Fast & faster" in front.text
-    assert front.links.count("race.png") == 1 and front.links.count(f"{PARENT}.html") > 1
-    assert (tmp_path / "site/race.png").read_bytes() == b"a picture"
-    assert "index.html#story" in pages[NEWEST].links
+    assert front.tags.count("svg") == 2 and front.links.count(f"{PARENT}.html") > 1
+    assert (tmp_path / "site/race.svg").exists()
 
 
 def test_a_change_shows_old_lines_then_new_ones_with_numbers_and_marked_words():
@@ -243,7 +330,7 @@ def test_a_model_is_drawn_as_its_script_builds_it(ladder):
     assert [row["table"] for row in rows] == [None, 0, 1, *5 * [None], 2, None, 3]
     assert [row["count"] for row in rows] == [*7 * [1], 0, 2, 1, 1]
     assert not rows[4]["attention"] and "xsa" in rows[1]["flags"] and rows[1]["gated_table"]
-    assert "<rect class=\"new\"" not in drawn and "As in the parent." in drawn
+    assert "<rect class=\"new\"" not in drawn and "Unchanged from the parent" in drawn
     assert model_html("x = 1", None) == ""
     changed = known["2026-08-30_92a_MlpsByLayer"]
     drawn = model_html(changed.script, changed.parent.script)
@@ -309,7 +396,7 @@ def test_the_picture_has_names_only_where_there_is_room(tmp_path):
         claim = {"published": {"number": number}, "change": "", "parent": None}
         folder = tmp_path / f"{row['date']}_Name{number}"
         known.append(records.Record(folder, claim, minutes=row["minutes"]))
-    drawn = ladder_svg(tmp_path, known)
+    drawn = ladder_picture(tmp_path, known)
     named = set(re.findall(r">#(\d+) Name\d+, [\d.]+ min<", drawn))
     assert {"2", "92", "53"} <= named and 12 < len(named) < 60
 
@@ -320,9 +407,10 @@ def test_each_point_of_the_ladder_is_a_link(tmp_path):
     (tmp_path / "public.toml").write_text(f"record = [{row}]")
     claim = {"published": {"number": 9}, "change": "x & y", "parent": None}
     one = records.Record(tmp_path / "2024-11-06_Name", claim, minutes="8.2")
-    drawn = ElementTree.fromstring(ladder_svg(tmp_path, [one]))
-    links = {link.get("href"): link[0].text for link in drawn.iter("a")}
-    assert links == {"#public-7": "#7, 12.0 min: a < b",
+    drawn = ElementTree.fromstring(ladder_picture(tmp_path, [one]))
+    assert drawn.get("role") is None  # which would hide the links
+    links = {link.get("href"): link[0].text for link in drawn.iter(f"{NAMESPACE}a")}
+    assert links == {"ladder.html#public-7": "#7, 12.0 min: a < b",
                      "2024-11-06_Name.html": "#9 Name, 8.2 min: x & y"}
     rows = '<tr>\n<td><a href="x">#7</a></td></tr><tr>\n<td>#9</td></tr><tr>\n<td>#9 A</td></tr>'
     assert re.findall('id="(.*?)"', with_row_ids(rows)) == ["public-7", "public-9"]

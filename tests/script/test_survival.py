@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import rank_processes
 import torch
+from launch import torchrun_options
 from rank_processes import Run, at_each_step, start_run
 from test_checkpoints import equal
 from tiny_runs import FLAGS, to_argv
@@ -307,7 +308,7 @@ def test_torchrun_restarts_after_a_killed_worker(tmp_path, files):
         "    time.sleep(3)\n")
     flags = MODEL | files | dict(num_iterations=200, save_every=10)
     variables = {"PYTHONPATH": str(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+    command = [sys.executable, "-m", "torch.distributed.run", *torchrun_options(2),
                "--max-restarts=2", train_gpt.SCRIPT, *to_argv(flags)]
     process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL,
                                env=os.environ | variables)

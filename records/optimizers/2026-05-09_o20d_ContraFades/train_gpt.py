@@ -731,7 +731,6 @@ class ContraMuon(MatrixOptimizer):
         update = raise_to_floor(update, weight, self.group.floor)
         weight.sub_(self.lr * update.type_as(weight))
 
-
     def precondition(self, momentum):
         """What is orthogonalized."""
         return momentum

@@ -17,12 +17,12 @@ def main():
     root = (RECORDS.parent / "train_gpt.py").read_text("utf-8")
     harness = root.partition(BANNER)[2]
     changed = 0
-    for script in sorted(RECORDS.glob("*/train_gpt.py")):
+    for script in sorted(RECORDS.glob("**/train_gpt.py")):
         source = script.read_text("utf-8")
         record, _, old_harness = source.partition(BANNER)
         if old_harness != harness:
             script.write_text(record + BANNER + harness, encoding="utf-8", newline="")
-            print(f"changed {script.parent.name}")
+            print(f"changed {script.parent.relative_to(RECORDS)}")
             changed += 1
     print(f"{changed} record(s) changed")
 

@@ -5,10 +5,8 @@ two pieces comes before others, one of them at the end of a token and the other 
 of the next, these two tokens are never neighbours. That holds unless the tokenizer splits the text
 between them before it merges.
 
-The published table forbids 11 pairs too many: their first token is the rest of a character that has
-begun in the token before, so that the text may be split there. An emoji and a Chinese letter are
-two pieces of text, but the table forbids the last byte of the one before the other. Here such
-tokens may be followed by all. SHA-256 of both tables, (50304, 6288) bytes, a bit for each pair:
+The published table forbids 11 pairs too many (records/2026-08-06_CanonicalMask/README.md). SHA-256
+of both tables, (50304, 6288) bytes, a bit for each pair:
 published 3bc096d452b0497e12da82158856669bc3bb3735281f3d676d0bf2ac20d95998, 70,889,701 pairs,
 this one  1cb5f242494e30552a6fc38c33d777716acc9018848fe74494f7cace294db222, 70,889,690 pairs.
 

@@ -5,29 +5,40 @@ A shard that is whole is not fetched again. A download that was cut short goes o
     python data/fineweb.py [N]
 """
 
+import contextlib
 import hashlib
 import shutil
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
-from shards import DataError, Parser, alone_in, read_header, run
+from shards import DataError, Parser, alone_in, is_whole, read_header, run
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
 REVISION = "889765ea1f903759787add96995d81171b632d0c"
 TRAIN_SHARDS = 103
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a shard is there and has the tokens that its header says."""
-    try:
-        return read_header(path) > 0
-    except (DataError, OSError):
+def is_right(path: Path, published: str = "") -> bool:
+    """Whether a shard is whole and has the published sha256, or else that of the note beside it.
+
+    The note also says which file was read, by its inode and time, so that each is read once.
+    """
+    if not path.is_file():
         return False
-
-
-def find_missing(names: list[str], folder: Path) -> list[str]:
-    return [name for name in names if not is_whole(folder / name)]
+    note = path.with_suffix(".sha256")
+    noted, _, read = note.read_text().partition(" ") if note.exists() else ("", "", "")
+    file = f"{path.stat().st_ino} {path.stat().st_mtime_ns}"
+    if read == file:
+        return True
+    with open(path, "rb") as shard:
+        sha256 = hashlib.file_digest(shard, "sha256").hexdigest()
+    if not is_whole(path) or sha256 != (published or noted or sha256):
+        return False
+    print(f"{path.name}: read once, and whole", flush=True)
+    with contextlib.suppress(OSError):  # in a folder that can only be read
+        note.write_text(f"{sha256} {file}")
+    return True
 
 
 def fetch(names: list[str], folder: Path) -> None:
@@ -49,19 +60,14 @@ def fetch(names: list[str], folder: Path) -> None:
     published = {file.path: file.lfs.sha256 for file in listed if file.lfs}
     for name in names:
         path = incoming / name
-        if not path.is_file():
-            raise DataError(f"{path}: {hub.constants.ENDPOINT} did not send it; run this again, "
-                            "or with another HF_ENDPOINT")
-        if name in published:
-            with open(path, "rb") as shard:
-                right = hashlib.file_digest(shard, "sha256").hexdigest() == published[name]
-        else:  # as some mirrors answer
+        if name not in published:  # as some mirrors answer
             print(f"{name}: {hub.constants.ENDPOINT} gives no sha256 to compare")
-            right = is_whole(path)
-        if not right:
-            path.unlink()  # else the hub's library would take it for fetched
-            raise DataError(f"{path}: its sha256 is not the published one; run this again")
-        path.replace(folder / name)
+        if not is_right(path, published.get(name, "")):
+            path.unlink(missing_ok=True)  # else the hub's library would take it for fetched
+            raise DataError(f"{path}: {hub.constants.ENDPOINT} did not send it as published; run "
+                            "this again, or with another HF_ENDPOINT")
+        for file in incoming.glob(f"{path.stem}.*"):  # with its note
+            file.replace(folder / file.name)
     # A stopped call for more shards may have left some, whole or in part.
     if not [*incoming.glob("*.bin"), *incoming.rglob("*.incomplete")]:
         shutil.rmtree(incoming)
@@ -78,9 +84,12 @@ def main() -> None:
         parser.error(f"N is {args.num_train}; the data set has 1 to {TRAIN_SHARDS} training shards")
     names = [f"fineweb_train_{index:06d}.bin" for index in range(1, args.num_train + 1)]
     names.insert(0, "fineweb_val_000000.bin")
-    if find_missing(names, args.out):
-        with alone_in(args.out):
-            missing = find_missing(names, args.out)  # another process may have fetched some
+    if not all(is_right(args.out / name) for name in names):
+        with alone_in(args.out):  # another process may have fetched some
+            missing = [name for name in names if not is_right(args.out / name)]
+            for name in missing:
+                if (args.out / name).exists():
+                    print(f"{args.out / name}: not whole, or not of the published sha256")
             if missing:
                 print(f"fetching {len(missing)} of {len(names)} shards, 200 MB each", flush=True)
                 fetch(missing, args.out)

@@ -1,30 +1,23 @@
-"""Start a script as run.sh does: Ctrl-C while torch is imported is one line.
+"""Start a script in this process, or on several ranks of this machine by torchrun.
 
-    launch.py SCRIPT [flags of the script]
-    launch.py [options of torchrun] SCRIPT [flags of the script]
+    launch.py RANKS SCRIPT [flags of the script]
 
-torchrun by itself would add 40 lines after an error or a signal. A run that ends well is followed
-by the line in RUN_SH_NEXT.
+Ctrl-C while torch is imported is one line, and so is an error, after which torchrun by itself
+would add 40. A run that ends well is followed by the line in RUN_SH_NEXT.
 """
 
-import ctypes
 import os
 import runpy
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 
+def torchrun_options(ranks: int) -> list[str]:
+    """torchrun's options for the ranks of one machine.
 
-def end_with_parent() -> None:
-    """Let this rank stop, as by SIGTERM, when its launcher is gone."""
-    launcher = os.environ.pop("RUN_SH_LAUNCHER", None)
-    if launcher is None:
-        return
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(launcher):  # it was gone before
-        sys.exit(143)
+    Without the address it waits for minutes where the machine's own name is not to be resolved.
+    """
+    return ["--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={ranks}"]
 
 
 def tell_killed(failures: dict, words: list[str]) -> None:
@@ -38,8 +31,8 @@ def tell_killed(failures: dict, words: list[str]) -> None:
               f"saves goes on by the same command with {run_id}--resume auto", file=sys.stderr)
 
 
-def run_ranks(words: list[str]) -> None:
-    """Start the ranks by torchrun and end with the exit code of the first that failed."""
+def run_ranks(ranks: int, words: list[str]) -> None:
+    """Start the ranks and end with the exit code of the first that failed."""
     from torch.distributed.elastic.multiprocessing import api, errors
     from torch.distributed.run import parse_args, run
 
@@ -47,36 +40,27 @@ def run_ranks(words: list[str]) -> None:
         os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT"
     for announced in (signal.SIGUSR1, signal.SIGXCPU):  # by which schedulers announce an end
         signal.signal(announced, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    os.environ["RUN_SH_LAUNCHER"] = str(os.getpid())
-    args = parse_args(words)
-    args.training_script_args.insert(0, args.training_script)
-    args.training_script = __file__  # which runs it in each rank
     try:
-        run(args)
+        run(parse_args([*torchrun_options(ranks), __file__, "1", *words]))
     except errors.ChildFailedError as error:
         tell_killed(error.failures, words)
         sys.exit(max(1, error.get_first_failure()[1].exitcode))
     except api.SignalException as told:
-        # A rank that torchrun was about to start when the signal came
-        with open("/proc/thread-self/children") as children:
-            for child in children.read().split():
-                os.kill(int(child), told.sigval)
         sys.exit(128 + told.sigval)
 
 
 def run_script(words: list[str]) -> None:
     """Run a script in this process."""
-    end_with_parent()
     sys.argv = words
     sys.path[0] = os.path.dirname(words[0])
     runpy.run_path(words[0], run_name="__main__")
 
 
-def main(words: list[str]) -> None:
+def main(ranks: int, words: list[str]) -> None:
     next_words = os.environ.pop("RUN_SH_NEXT", "")
     try:
-        if words[0].startswith("-"):
-            run_ranks(words)
+        if ranks > 1:
+            run_ranks(ranks, words)
         else:
             run_script(words)
     except SystemExit as end:
@@ -88,7 +72,7 @@ def main(words: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        main(int(sys.argv[1]), sys.argv[2:])
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line is enough
             print("run.sh: interrupted", file=sys.stderr)

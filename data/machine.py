@@ -1,72 +1,46 @@
-"""What run.sh asks before it trains, by Python's own library alone, since packages may be missing.
+"""What a start needs of this machine, by Python's own library alone, as packages may be missing.
 
-    machine.py packages OLDEST FILE...   does this Python have what the requirement files ask?
-    machine.py gpu                       does this machine have what a run on GPUs needs?
-    machine.py threads                   how many threads should a run on the CPU have?
-    machine.py lock FD                   wait until no other process has locked this open file
+    machine.py FILE...    whether this Python has what the requirement files ask, by its exit code
 """
 
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-OLDEST_CAPABILITY = (8, 0)  # below it torch does not compile bf16
+REPO = Path(__file__).resolve().parent.parent
+VENV = REPO / ".venv"
+VENV_PYTHON = VENV / "bin" / "python"
+OLDEST_TORCH = "2.11"  # the code runs from here on; requirements.txt pins the one that is measured
 OLDEST_DRIVER = 580  # of NVIDIA's, for CUDA 13, which the pinned torch is built for
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"  # of torch
 SYSTEM = Path("/")  # whose proc, sys and dev are read
+# glibc keeps freed memory. Asking for new pages costs 8 % of the pocket's time.
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
 
 
 class MachineError(Exception):
     """What this machine lacks, in one line with its remedy."""
 
 
-def answer(text) -> None:
-    """Print a line for run.sh, marked, since a sitecustomize prints as well."""
-    print(f"\nanswer: {text}")
+def say(text: str) -> None:
+    """Tell a stage of the start, beside what the run prints."""
+    print(f"run.sh: {text}", file=sys.stderr, flush=True)
 
 
-# ---- Packages ----
-
-
-def numbers(version: str) -> list[int]:
-    """The numbers of a version, without the name of its build."""
-    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
-
-
-def find_version(name: str) -> str | None:
-    """The version of an installed package, None where it or its files are not there."""
+def succeeds(command: list) -> bool:
+    """Whether a program is there and ends well. What it prints is not shown."""
     try:
-        package = distribution(name)
-    except PackageNotFoundError:
-        return None
-    # Where pip installed it, its files are listed.
-    listed = re.search(r"^[\w/]+/__init__\.py", package.read_text("RECORD") or "", re.MULTILINE)
-    if listed and not package.locate_file(listed[0]).exists():
-        return None
-    return package.version
-
-
-def has_packages(oldest_torch: str, files: list[str]) -> bool:
-    """Whether this Python has what the files ask. What asks for some platforms alone is left out.
-
-    A torch that is not the pinned one is named, and taken from `oldest_torch` on.
-    """
-    for path in files:
-        text = Path(path).read_text()
-        for name, wanted in re.findall(r"^([\w-]+)[=>]=([\w.]+)$", text, re.MULTILINE):
-            found = find_version(name)
-            least = oldest_torch if name == "torch" else wanted
-            if found is None or numbers(found) < numbers(least):
-                return False
-            if name == "torch" and numbers(found) != numbers(wanted):
-                answer(f"using torch {found} of {sys.executable}; the project pins {wanted}")
-    return True
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return False
 
 
 def lock(file: int, waits_for: str) -> None:
@@ -80,31 +54,125 @@ def lock(file: int, waits_for: str) -> None:
         pass
 
 
+# ---- Packages ----
+
+
+def numbers(of_version: str) -> list[int]:
+    """The numbers of a version, without the name of its build."""
+    return [int(number) for number in re.findall(r"\d+", of_version.partition("+")[0])]
+
+
+def read_requirements(files: list[str]) -> dict[str, str]:
+    """Packages and their least versions. What is asked for some platforms alone is left out."""
+    text = "\n".join((REPO / file).read_text() for file in files)
+    return dict(re.findall(r"^([\w-]+)[=>]=([\w.]+)$", text, re.MULTILINE))
+
+
+def pinned_torch() -> str:
+    return read_requirements(["requirements.txt"])["torch"]
+
+
+def has_packages(files: list[str]) -> bool:
+    """Whether this Python has what the files ask. Any torch from the oldest on will do."""
+    for name, least in (read_requirements(files) | {"torch": OLDEST_TORCH}).items():
+        try:
+            found = version(name) or ""  # nothing where pip was killed
+        except (PackageNotFoundError, KeyError):
+            return False
+        if numbers(found) < numbers(least):
+            return False
+    return True
+
+
+def find_packages(files: list[str]) -> bool:
+    """Whether this Python has them. Where .venv's alone has them, this program starts anew in it.
+    """
+    if has_packages(files):
+        return True
+    if succeeds([VENV_PYTHON, __file__, *files]):
+        start_anew(VENV_PYTHON)
+    return False
+
+
+def start_anew(python) -> None:
+    os.execv(python, [python, *sys.argv])
+
+
+def set_up(files: list[str], on_gpu: bool = False) -> None:
+    """Go on in a Python that has what the files ask: install what none has in .venv.
+
+    Raises MachineError.
+    """
+    if find_packages(files):
+        return
+    with open(REPO / files[0]) as file:
+        lock(file.fileno(), "sets up .venv")
+        if not succeeds([VENV_PYTHON, __file__, *files]):  # nor has the other process made it
+            if on_gpu:
+                check_driver()
+            install(files)
+    start_anew(VENV_PYTHON)
+
+
+def install(files: list[str]) -> None:
+    """Install what the files ask in .venv, which is made where it is not there.
+
+    Nothing in it is removed. After a failure, what was installed stays, and the next call goes on.
+    Raises MachineError.
+    """
+    say(f"packages: setting up {VENV}; torch comes first, a large download")
+    if not VENV_PYTHON.exists():
+        call([sys.executable, "-m", "venv", VENV])
+    if not succeeds([VENV_PYTHON, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]):
+        raise MachineError(f"{VENV_PYTHON} is not Python 3.11 or newer: move {VENV} away")
+    pip = [VENV_PYTHON, "-m", "pip"]
+    installer = [*pip, "install"]
+    # uv makes environments without pip, on Debian also of a Python that has none to give.
+    if not succeeds([*pip, "--version"]) and not succeeds([VENV_PYTHON, "-m", "ensurepip"]):
+        installer = ["uv", "pip", "install", "--python", VENV_PYTHON]
+    options = []
+    # A machine without NVIDIA's driver needs none of the CUDA libraries, gigabytes on Linux.
+    if sys.platform == "linux" and not has_nvidia():
+        torch = f"torch=={pinned_torch()}"
+        quickly = os.environ | {"PIP_RETRIES": "0"}
+        try:
+            call([*installer, "--no-deps", torch, "--index-url", CPU_BUILDS], quickly)
+            options = ["--quiet"]  # what is left is small
+        except MachineError:
+            say(f"packages: no torch from {CPU_BUILDS}; now from the package index, whose torch "
+                "brings NVIDIA's libraries")
+    call([*installer, *options, *(f"--requirement={REPO / file}" for file in files)])
+    if not succeeds([VENV_PYTHON, __file__, *files]):
+        raise MachineError(f"{VENV} lacks packages that {installer[0]} says are there: move it "
+                           "away, and run this again")
+
+
+def call(command: list, variables: dict | None = None) -> None:
+    """Run a program, which says itself what goes wrong. Raises MachineError."""
+    try:
+        code = subprocess.run(command, stdout=2, env=variables).returncode
+    except FileNotFoundError:
+        code = "no such program"
+    if code:
+        raise MachineError(f"{shlex.join(map(str, command))} failed ({code}): mend what it says, "
+                           "such as a network or a full disk, and run this again, or name a "
+                           "Python that has the packages: PYTHON=/path/to/python")
+
+
 # ---- GPUs ----
 
 
-def ask_driver(field: str) -> list[str]:
-    """What NVIDIA's driver says of each GPU, nothing where it does not answer."""
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
-    if not shutil.which(command[0]):
-        return []
-    return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-
-
-def check_capability(capabilities: list[tuple[int, ...]]) -> None:
-    """Raise MachineError where no GPU can run the compiled model."""
-    if capabilities and max(capabilities) < OLDEST_CAPABILITY:
-        found, needed = (".".join(map(str, numbers))
-                         for numbers in (max(capabilities), OLDEST_CAPABILITY))
-        raise MachineError(f"the GPU has compute capability {found}, and bf16 needs {needed} or "
-                           "newer: --device cpu trains a small model without it")
+def has_nvidia() -> bool:
+    """Whether NVIDIA's driver is there, and has GPUs."""
+    return (SYSTEM / "dev/nvidiactl").exists() or succeeds(["nvidia-smi"])
 
 
 def check_driver() -> None:
-    """Raise MachineError where GPU or driver are too old for the torch that would be fetched."""
-    said = ask_driver("compute_cap")  # which drivers before 2021 do not know
-    check_capability([tuple(numbers(line)) for line in said if re.fullmatch(r"\d+\.\d+", line)])
-    driver = "".join(ask_driver("driver_version")[:1])
+    """Raise MachineError where the driver is too old for the torch that would be fetched."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if not shutil.which(command[0]):
+        return
+    driver = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
     if driver[:1].isdigit() and numbers(driver)[0] < OLDEST_DRIVER:
         raise MachineError(f"NVIDIA's driver is {driver}, and torch needs {OLDEST_DRIVER} or "
                            "newer: update it, or name a Python with a torch for this one: "
@@ -133,74 +201,50 @@ def check_shared_memory(ranks: int) -> None:
 # ---- Threads of a run on the CPU ----
 
 
-def read(path: str) -> str:
-    """A file of the system's, empty where it has none."""
+def read(name: str) -> str:
+    """What a file of the system says, nothing where it is not there."""
     try:
-        return (SYSTEM / path).read_text()
+        return (SYSTEM / name).read_text()
     except OSError:
         return ""
 
 
 def quotas() -> list[float]:
-    """Threads that the control groups of this process have time for, of version 2 and 1."""
-    found = []
-    for line in read("proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        for parent in (Path(group), *Path(group).parents):
-            folder = str(parent).strip("/")
-            if not controllers:  # version 2
-                found.append(read(f"sys/fs/cgroup/{folder}/cpu.max"))
-            elif "cpu" in controllers.split(","):
-                version_1 = f"sys/fs/cgroup/cpu/{folder}/cpu.cfs_"
-                found.append(read(f"{version_1}quota_us") + read(f"{version_1}period_us"))
+    """How many threads the control groups of this process have time for."""
     # In a container the files of its own group are at the root, whatever its name is outside.
-    version_1 = "sys/fs/cgroup/cpu/cpu.cfs_"
-    found.append(read("sys/fs/cgroup/cpu.max"))
-    found.append(read(f"{version_1}quota_us") + read(f"{version_1}period_us"))
+    folders = {""}
+    for group in re.findall(r"^0::/(.*)$", read("proc/self/cgroup"), re.MULTILINE):
+        folders.update(str(folder) for folder in (Path(group), *Path(group).parents))
     limits = []
-    for words in map(str.split, found):
-        if len(words) == 2 and words[0].isdigit():  # neither max nor -1
-            limits.append(int(words[0]) / int(words[1]))
+    for folder in folders:
+        quota, _, period = read(f"sys/fs/cgroup/{folder}/cpu.max").partition(" ")
+        if quota.isdigit():  # not "max"
+            limits.append(int(quota) / int(period))
     return limits
 
 
 def idle_time() -> int:
-    """Hundredths of a second that all CPUs have been idle."""
-    return int(read("proc/stat").split()[4])
+    """Hundredths of a second that all CPUs have been idle, 0 where Linux does not tell."""
+    found = re.match(r"cpu +(?:\d+ +){3}(\d+)", read("proc/stat"))
+    return int(found[1]) if found else 0
 
 
-def count_threads() -> int:
-    """As many as cores are idle now: a thread that waits for a core holds up all others."""
-    limits = [len(os.sched_getaffinity(0)), *quotas()]
+def count_threads() -> int | None:
+    """As many as cores are idle now: a thread that waits for a core holds up all others.
+
+    None where there is nothing to go by, as on macOS.
+    """
+    before = idle_time()
+    if not before:
+        return None
     cpus = (SYSTEM / "sys/devices/system/cpu").glob("cpu*/topology/thread_siblings_list")
     cores = {path.read_text() for path in cpus}  # two hyperthreads are one core
+    time.sleep(0.2)
+    limits = [len(os.sched_getaffinity(0)), *quotas(), (idle_time() - before) / 20 + 0.5]
     if cores:
         limits.append(len(cores))
-    before = idle_time()
-    time.sleep(0.2)
-    limits.append((idle_time() - before) / 20 + 0.5)
     return max(1, int(min(limits)))
 
 
-def main(command: str, *words: str) -> int:
-    if command == "packages":
-        oldest_torch, *files = words
-        return 0 if has_packages(oldest_torch, files) else 1
-    if command == "gpu":
-        check_driver()
-        check_compiler()
-    elif command == "threads" and read("proc/stat"):
-        answer(count_threads())
-    elif command == "lock":
-        lock(int(words[0]), "sets up .venv")
-    return 0
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main(*sys.argv[1:]))
-    except MachineError as error:
-        print(f"run.sh: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:  # run.sh ends as well
-        sys.exit(130)
+    sys.exit(not has_packages(sys.argv[1:]))

@@ -1,25 +1,15 @@
-"""How run.sh starts a script on this machine's GPUs, in words that it prints.
+"""How a script fits this machine's GPUs: ranks, flags for little memory, the data that it reads."""
 
-    plan.py SCRIPT [flags of the script]
-    plan.py --table
-
-The first line: GPUs, processes, and flags that let the script fit a GPU of little memory. Each
-further line is a script of this folder that makes its data. Wrong flags, a machine that cannot
-train, and a record that does not fit end it with one line and exit code 2. --table prints all
-records against cards of 8 to 80 GB, in Markdown.
-"""
-
-import math
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
-import machine
-from shards import load_script
+from machine import MachineError, check_compiler, has_nvidia
 
 SHARD_TOKENS = 10**8  # of FineWeb's training shards
 FEWEST_SHARDS = 8  # enough for most records
@@ -33,8 +23,8 @@ TABLES = {  # files that records read beside the text, and what makes them
 
 # GiB of one GPU as `bench.py kernels` counts them with the head in one piece, by how the names of
 # records begin: the peaks of training and of a validation, and what weights, gradients and state
-# take of both. A record is taken to need what the last one before it needs that was counted, and
-# one that is newer than all of them what the root needs.
+# take of both. A record is taken to need what the last one before it needs that was counted. What
+# is newer than all of them, or is of the ladder by steps, is taken to need what the root needs.
 MEMORY = {
     "2025-12-22": (27.2, 7.8, 2.4),
     "2026-01-04": (28.2, 8.5, 3.1),
@@ -68,23 +58,36 @@ SPARE = 2.0  # GiB for CUDA, gaps between tensors and a screen
 # Minutes that the first start compiles for each stage, by how the names of records begin: estimates
 COMPILING = {"": 1.2, "2026-07-13": 1.7}
 PARTS = (1, 2, 4, 8)  # into which a sequence may be cut
-OWN_PLAN = ("--shorten", "--sequences_per_step", "--sequences_per_forward", "--val_seq_len",
-            "--resume")
 
 
-def count_gpus(device: str) -> int:
-    """This machine's GPUs, none where --device is cpu. Raises MachineError."""
+# ---- GPUs ----
+
+
+def count_gpus(script, device: str) -> int:
+    """This machine's GPUs, none where --device is cpu. Raises MachineError where one cannot train.
+    """
     if device == "cpu":
         return 0
     gpus = torch.cuda.device_count()
-    # It also counts none where the driver does not answer.
-    broken = (machine.SYSTEM / "dev/nvidiactl").exists() and torch.version.cuda
-    if gpus or (broken and "CUDA_VISIBLE_DEVICES" not in os.environ):
+    # It also counts none where the driver does not answer, and where torch is a build for CPUs.
+    shown = re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    if not gpus and not (shown and has_nvidia()):
+        return 0
+    if not torch.version.cuda and not torch.version.hip:
+        raise MachineError(
+            f"torch {torch.__version__} of {sys.executable} has no CUDA, and this machine has a "
+            f"GPU: '{sys.executable} -m pip uninstall torch' lets the next start install another; "
+            "or name a Python that has one: PYTHON=/path/to/python; --device cpu does without")
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        raise MachineError(f"CUDA does not start: {error}; --device cpu does without") from None
+    for index in range(gpus):
         try:
-            torch.cuda.init()
-        except RuntimeError as error:
-            said = f"CUDA does not start: {error}; --device cpu does without"
-            raise machine.MachineError(said) from None
+            script.check_gpu(torch.device("cuda", index))
+        except (ValueError, script.UserError) as error:
+            raise MachineError(f"GPU {index}: {error}") from None
+    check_compiler()
     return gpus
 
 
@@ -109,7 +112,7 @@ def counted_memory(script, cfg, ranks: int, fp8: bool) -> tuple[float, float, fl
     """A row of MEMORY for a script on so many GPUs, with the tokens of its forward passes."""
     name, newest = record_of(script), max(MEMORY)
     before = max((key for key in MEMORY if key <= name), default="")
-    if not before or name[:10] > newest[:10]:
+    if not before or name[:10] > newest[:10] or re.search(r"_o\d", name):
         before = min(MEMORY)
     training, validation, state = MEMORY[before if fp8 else NEEDS_FP8.get(before, before)]
     training = state + (training - state) * tokens_of_forward(script, cfg) / COUNTED_TOKENS
@@ -121,34 +124,43 @@ def counted_memory(script, cfg, ranks: int, fp8: bool) -> tuple[float, float, fl
     return training, validation, state
 
 
-def flags_that_fit(script, cfg, memory: int, ranks: int, fp8: bool = True) -> str:
+def flags_that_fit(script, cfg, memory: int, ranks: int, fp8: bool = True) -> list[str]:
     """Flags for GPUs of so many bytes, with FP8 matmuls or without.
 
-    The tokens of a step stay. Raises MachineError.
+    --head_chunks is given in cfg. The tokens of a step stay. Raises MachineError.
     """
     training, validation, state = counted_memory(script, cfg, ranks, fp8)
     room = memory / 2**30 - SPARE - state
-    chunks = cfg.head_chunks or (8 if memory < 32e9 else math.ceil(70e9 / memory))
     if not hasattr(script.schedule(0, cfg), "classes"):  # whose heads are small
-        saved = max(gib for n, gib in SAVED_BY_CHUNKS.items() if n <= chunks)
+        saved = max(gib for n, gib in SAVED_BY_CHUNKS.items() if n <= cfg.head_chunks)
         training -= saved * tokens_of_forward(script, cfg) / COUNTED_TOKENS
     shorter = next((n for n in PARTS if (training - state) / n <= room), None)
     cuts = next((n for n in PARTS if (validation - state) / n <= room), None)
     if not shorter or not cuts:
         fewer = "fewer --ngram_rows, or " if hasattr(cfg, "ngram_rows") else ""
-        raise machine.MachineError(
+        raise MachineError(
             f"a GPU of {memory / 2**30:.1f} GiB is too small for {record_of(script)}, with "
             f"sequences of an eighth, too (docs/gpus.md); take {fewer}--preset pocket, which "
             "trains a small model")
     flags = []
     if shorter > 1 and cfg.sequences_per_forward >= shorter:
         # The first records take the same sequences in more forward passes.
-        flags.append(f"--sequences_per_forward {cfg.sequences_per_forward // shorter}")
+        flags += ["--sequences_per_forward", str(cfg.sequences_per_forward // shorter)]
     elif shorter > 1:
-        flags.append(f"--shorten {shorter}")
+        flags += ["--shorten", str(shorter)]
     if cuts > 1:
-        flags.append(f"--val_seq_len {cfg.val_seq_len // cuts}")
-    return " ".join(flags)
+        flags += ["--val_seq_len", str(cfg.val_seq_len // cuts)]
+    return flags
+
+
+def flags_for_gpus(script, cfg, gpus: int) -> list[str]:
+    """Flags for the smallest of this machine's GPUs. Raises MachineError."""
+    memory = {index: torch.cuda.get_device_properties(index).total_memory for index in range(gpus)}
+    smallest = min(memory, key=memory.get)
+    chunks = cfg.head_chunks or script.default_head_chunks(torch.device("cuda", smallest))
+    fp8 = all(torch.cuda.get_device_capability(index) >= (8, 9) for index in memory)
+    cfg = replace(cfg, head_chunks=chunks)
+    return flags_that_fit(script, cfg, memory[smallest], most_ranks(cfg, gpus), fp8)
 
 
 def compiling_minutes(script, cfg) -> int:
@@ -174,112 +186,11 @@ def count_shards(script, cfg) -> int:
 
 def scripts_of_data(script, cfg) -> list[str]:
     """The scripts that make what the run reads, with their words; none for data of one's own."""
-    if "pocket" in cfg.train_files:
+    if cfg.train_files.startswith("data/pocket/"):
         return ["pocket.py"]
-    if "fineweb" not in cfg.train_files:
+    if not cfg.train_files.startswith("data/fineweb10B/"):
         return []
     repo = Path(__file__).parent.parent
     paths = [getattr(cfg, name, "") for name in ("prefix_file", "canonical_file")]
     scripts = [TABLES[path] for path in paths if path in TABLES and not (repo / path).exists()]
     return [*scripts, f"fineweb.py {max(FEWEST_SHARDS, count_shards(script, cfg))}"]
-
-
-def check_gpus(gpus: int) -> None:
-    """Raise MachineError where this torch is AMD's, or a GPU cannot run the compiled model."""
-    if gpus and torch.version.hip:
-        raise machine.MachineError("torch is built for AMD's GPUs, on which no script here was "
-                                   "tried: --device cpu trains a small model without them")
-    found = [torch.cuda.get_device_capability(index) for index in range(gpus)]
-    if found and min(found) < machine.OLDEST_CAPABILITY and len(set(found)) > 1:
-        raise machine.MachineError(f"GPU {found.index(min(found))} has compute capability "
-                                   f"{'.'.join(map(str, min(found)))}, below 8.0: leave it out by "
-                                   "CUDA_VISIBLE_DEVICES")
-    machine.check_capability(found)
-
-
-# ---- A table for the page ----
-
-CARDS = {  # GPUs, GiB of each that CUDA reports, and whether they have FP8
-    "8 GB": (1, 7.7, True),
-    "12 GB": (1, 11.6, True),
-    "16 GB": (1, 15.6, True),
-    "24 GB, no FP8": (1, 23.5, False),
-    "24 GB": (1, 23.5, True),
-    "32 GB": (1, 31.4, True),
-    "48 GB": (1, 47.4, True),
-    "80 GB, no FP8": (1, 79.1, False),
-    "80 GB": (1, 79.1, True),
-    "8 × 80 GB": (8, 79.1, True),
-}
-
-
-def cell_of(script, cfg, gpus: int, gib: float, fp8: bool) -> str:
-    """How a record fits a card: the part of its sequences, or "–"."""
-    try:
-        flags = flags_that_fit(script, cfg, int(gib * 2**30), gpus, fp8)
-    except machine.MachineError:
-        return "–"
-    shorter = re.search(r"--shorten (\d+)", flags)
-    return f"1/{shorter[1]}" if shorter else "whole"
-
-
-def table(rows: list, cards: dict) -> str:
-    """Records, each with flags, against cards in Markdown, with the shards that each reads."""
-    lines = [["Record", "Shards", *cards], ["---"] * (2 + len(cards))]
-    for record, flags in rows:
-        script = load_script(Path(__file__).parent.parent / "records" / record / "train_gpt.py")
-        cfg = script.parse_args(flags.split())
-        cells = [cell_of(script, cfg, *card) for card in cards.values()]
-        shards = max(FEWEST_SHARDS, count_shards(script, cfg))
-        name = record.partition("_")[2]  # without the date
-        lines.append([f"{name} {flags}".strip(), str(shards), *cells])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def plan(script, argv: list[str]) -> None:
-    """Print the plan. Raises the script's UserError, and MachineError."""
-    cfg = script.parse_args(argv)
-    gpus = count_gpus(cfg.device)
-    check_gpus(gpus)
-    if gpus:
-        machine.check_compiler()
-    most, flags = 1, ""
-    if cfg.preset == "record":
-        most = gpus
-        memory = [torch.cuda.get_device_properties(i).total_memory for i in range(gpus)]
-        if memory and not any(word.startswith(OWN_PLAN) for word in argv):
-            fp8 = all(torch.cuda.get_device_capability(i) >= (8, 9) for i in range(gpus))
-            flags = flags_that_fit(script, cfg, min(memory), most_ranks(cfg, gpus), fp8)
-    cfg = script.shorten(script.parse_args([*flags.split(), *argv]))
-    ranks = most_ranks(cfg, most)
-    machine.check_shared_memory(ranks)
-    if flags:
-        said = "" if "--shorten" not in flags else "; losses of shorter sequences do not compare"
-        print(f"run.sh: {flags}, for this GPU's memory{said} (docs/gpus.md)", file=sys.stderr)
-    if ranks < most:
-        print(f"run.sh: {ranks} of {most} GPUs: a step has {cfg.sequences_per_step} sequences",
-              file=sys.stderr)
-    if gpus and cfg.preset == "record":
-        print(f"run.sh: the first start compiles for about {compiling_minutes(script, cfg)} "
-              "minutes (estimated), later ones for about one", file=sys.stderr)
-    machine.answer(f"{gpus} {ranks} {flags}")
-    for line in scripts_of_data(script, cfg):
-        machine.answer(line)
-
-
-def main(path: str, *argv: str) -> int:
-    if path == "--table":
-        records = sorted(Path(__file__).parent.parent.glob("records/20*/train_gpt.py"))
-        print(table([(path.parent.name, "") for path in records], CARDS))
-        return 0
-    script = load_script(Path(path))
-    try:
-        plan(script, list(argv))
-    except (script.UserError, machine.MachineError) as error:
-        print("run.sh:", *str(error).split(), file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

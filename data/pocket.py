@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
-from shards import DataError, Parser, alone_in, read_header, run, write_shard
+from shards import DataError, Parser, alone_in, is_whole, read_header, run, write_shard
 
 END_OF_TEXT = 256
 VALIDATION_ONE_IN = 20
@@ -58,21 +58,12 @@ def join_documents(documents: list[bytes]) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def hash_shards(paths: list[Path]) -> str | None:
-    """Return the sha256 of the files' bytes one after the other, None if one is not there."""
-    digest = hashlib.sha256()
-    for path in paths:
-        if not path.is_file():
-            return None
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def write_corpus(shards: list[Path]) -> str:
-    """Write the shards of the installed torch; return what to say of it."""
+    """Write the shards that are not whole, of the installed torch; return what to say of it."""
     train, val = read_paragraphs(find_torch())
     for path, documents in zip(shards, (train, val)):
-        write_shard(path, join_documents(documents))
+        if not is_whole(path):
+            write_shard(path, join_documents(documents))
     return f"written, {len(train) + len(val):,} documents"
 
 
@@ -83,18 +74,19 @@ def main() -> None:
     out = parser.parse_args().out
     shards = [out / "pocket_train_000000.bin", out / "pocket_val_000000.bin"]
 
-    made = "found whole"
-    if hash_shards(shards) != REFERENCE_SHA256:
+    made = "found whole"  # and left, whatever made it: a run may need it to go on
+    if not all(map(is_whole, shards)):
         with alone_in(out):
-            if hash_shards(shards) != REFERENCE_SHA256:  # nor has another process made it
+            if not all(map(is_whole, shards)):  # nor has another process made it
                 made = write_corpus(shards)
-    sha256 = hash_shards(shards)
+    sha256 = hashlib.sha256(b"".join(path.read_bytes() for path in shards)).hexdigest()
     num_train, num_val = map(read_header, shards)
     print(f"{out}: {num_train:,} training and {num_val:,} validation tokens, {made}; "
           f"sha256 {sha256}")
     if sha256 != REFERENCE_SHA256:
         print(f"This is not the corpus of torch {REFERENCE_TORCH} (installed: torch "
-              f"{importlib.metadata.version('torch')}): losses on it do not compare with others.")
+              f"{importlib.metadata.version('torch')}): losses on it do not compare with others. "
+              "A corpus that is here stays: move it away for a new one, or name another --out.")
 
 
 if __name__ == "__main__":

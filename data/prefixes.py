@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
-from shards import DataError, Parser, alone_in, run, whole_file
+from shards import Parser, alone_in, run, whole_file
+from text import END_OF_TEXT, load_tokenizer
 
 PATH = Path(__file__).parent / "fineweb10B" / "prefixes.npy"
 NONE = -1  # of a token that no other one begins
@@ -22,16 +23,8 @@ def read_vocabulary() -> list[bytes]:
 
     Raises: DataError where tiktoken cannot get its files.
     """
-    import tiktoken
-
-    try:
-        encoding = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # whatever the HTTP library raises
-        raise DataError(
-            f"tiktoken cannot fetch GPT-2's vocabulary ({type(error).__name__}); run once with a "
-            "network, or set TIKTOKEN_CACHE_DIR to a folder that has its files") from error
-    ids = range(encoding.eot_token)
-    return [*map(encoding.decode_single_token_bytes, ids), b""]
+    _, bytes_of = load_tokenizer("gpt2")
+    return [*map(bytes_of, range(END_OF_TEXT["gpt2"])), b""]
 
 
 def find_prefixes(vocabulary: list[bytes]) -> np.ndarray:

@@ -13,15 +13,17 @@ import codecs
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
+sys.path.append(str(Path(__file__).parents[1] / "records"))
+from ledger.records import record_folders
 from shards import DataError, Parser, load_script, read_source, run
-from text import END_OF_TEXT, load_tokenizer, open_text
+from text import END_OF_TEXT, STDIN, load_tokenizer, open_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MODEL = 10_000_000  # parameters; below it threads wait for each other longer than they work
@@ -31,10 +33,10 @@ BETWEEN_SAMPLES = "\n" + "-" * 20
 def last_checkpoint() -> Path:
     """Return the last step's of the run whose log was written last. Raises: DataError.
 
-    Steps are compared by their names. Between runs only the clock decides, so the choice is said.
+    Other names than step-NNNNNN.pt are a person's. Between runs the clock decides, so it is said.
     """
     last_steps = {}
-    for path in sorted(Path("logs").glob("*/step-*.pt")):  # leading zeros let names sort by step
+    for path in sorted(Path("logs").glob("*/step-" + 6 * "[0-9]" + ".pt")):
         last_steps[path.parent] = path
     if not last_steps:
         raise DataError("no checkpoint under logs/: train with --save_every, or name a checkpoint")
@@ -49,23 +51,15 @@ def last_checkpoint() -> Path:
     return found
 
 
-def other_version(log: Path, script: Path | None = None) -> str:
-    """Return words for the commit that a log of another script names, or nothing."""
-    if not log.is_file() or script and read_source(log).rstrip() == read_source(script).rstrip():
-        return ""
-    text = log.read_text("utf-8", errors="replace")
-    commit = re.search(r"^\W*commit\W+([0-9a-f]{7,40})\b", text, re.MULTILINE)
-    return f" (it is of another version, commit {commit[1]})" if commit else ""
-
-
 def check_known(log: Path) -> None:
     """Raise DataError where the log begins with code that is not of this repository."""
     source = read_source(log).rstrip()
-    for script in (ROOT / "train_gpt.py", *ROOT.glob("records/*/train_gpt.py")):
+    for folder in (ROOT, *record_folders(ROOT / "records")):
+        script = folder / "train_gpt.py"
         if script.is_file() and source == script.read_text("utf-8").rstrip():
             return
-    raise DataError(f"{log}: its source is neither train_gpt.py nor a record's"
-                    f"{other_version(log)}, and would be run; read it, then: --script {log}")
+    raise DataError(f"{log}: its source is neither train_gpt.py nor a record's, and would be run; "
+                    f"read it, then: --script {log}")
 
 
 def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
@@ -95,16 +89,11 @@ def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
             table.load_full_state(state["optimizers"][table.name])
     except Exception as error:  # by what is in the files
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        what = f"{script or log}: no training script"
-        if trainer:
-            what = f"{path}: not of this script{other_version(log, script or log)}"
+        what = f"{path}: not of this script" if trainer else f"{script or log}: no training script"
+        said = f"{what} ({reason})"
         if type(error).__name__ == "UserError":  # the script says it, with a remedy of its flags
             said = str(error).rpartition("; ")[0]
-            if "of another version" not in said:
-                said += other_version(log, script or log)
-            raise DataError(f"{said}; name another checkpoint, or its script by "
-                            "--script") from error
-        raise DataError(f"{what} ({reason}); name its script by --script") from error
+        raise DataError(f"{said}; name another checkpoint, or its script by --script") from error
     try:
         torch.zeros(1, device=device).item()  # which the device `meta` cannot
         return model.to(device).eval()
@@ -113,32 +102,26 @@ def load_model(path: Path, script: Path | None, device: str) -> torch.nn.Module:
         raise DataError(f"--device {device}: {reason}; cpu is always there") from error
 
 
-def find_tokenizer(eot_token: int) -> tuple[Callable, Callable]:
-    """Return the functions from a text to token ids and from one id to its bytes.
-
-    Raises: DataError where no known tokenizer has this end-of-text token.
-    """
-    names = {token: name for name, token in END_OF_TEXT.items()}
-    if eot_token not in names:
-        raise DataError(f"eot_token {eot_token}: of no tokenizer known, {', '.join(END_OF_TEXT)}")
-    name = names[eot_token]
-    encode = load_tokenizer(name)
-    if name == "bytes":
-        return encode, lambda token: bytes([token])
-    import tiktoken
-
-    return encode, tiktoken.get_encoding(name).decode_single_token_bytes
+def find_tokenizer(eot_token: int) -> str:
+    """Return the name of the tokenizer with this end-of-text token. Raises: DataError."""
+    for name, token in END_OF_TEXT.items():
+        if token == eot_token:
+            return name
+    raise DataError(f"eot_token {eot_token}: of no tokenizer known, {', '.join(END_OF_TEXT)}")
 
 
 def read_prompt(text: str, file: str | None) -> str:
     """Return the text, or what is in the file where one is named. Raises: DataError."""
+    given = text.encode(errors="surrogateescape")  # the bytes as given
     if file is not None:
-        with open_text(file) as prompt:
-            return prompt.read()
+        with open_bytes(file) as prompt:
+            given = prompt.read()
     try:
-        return text.encode(errors="surrogateescape").decode()  # the bytes as given
+        return given.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"--prompt: not UTF-8 at byte {error.start}") from None
+        told = {None: "--prompt", STDIN: "standard input"}.get(file, file)
+        raise DataError(f"{told}: not UTF-8 at byte {error.start}; convert it first, as with "
+                        "iconv -t utf-8") from None
 
 
 @torch.no_grad()
@@ -147,14 +130,14 @@ def draw_tokens(model, ids: list[int], tokens: int, temperature: float,
     """Yield up to `tokens` token ids that follow ids, until the document ends.
 
     temperature divides the logits, 0 takes the likeliest; top_k, where it is not 0, leaves only
-    the likeliest.
+    the likeliest. Ids beyond the end-of-text token, the tokenizer's last, are never drawn.
     """
     cfg, device = model.cfg, next(model.parameters()).device
     ids = list(ids)
     for _ in range(tokens):
         seen = ids[-cfg.val_seq_len:]
         inputs = torch.tensor([seen], dtype=torch.int32, device=device)
-        logits = model.logits(model.hidden(inputs)[0, -1])[:cfg.vocab_size]
+        logits = model.logits(model.hidden(inputs)[0, -1])[:cfg.eot_token + 1]
         if top_k:
             least = logits.topk(min(top_k, len(logits))).values[-1]
             logits[logits < least] = -math.inf
@@ -205,10 +188,11 @@ def main() -> None:
     model = load_model(path, args.script, args.device)
     if sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL:
         torch.set_num_threads(1)
-    encode, bytes_of = find_tokenizer(model.cfg.eot_token)
+    encode, bytes_of = load_tokenizer(find_tokenizer(model.cfg.eot_token))
     ids = [model.cfg.eot_token, *map(int, encode(prompt))]
 
-    sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack some letters
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
+        sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack some letters
     torch.manual_seed(args.seed)
     for number in range(args.num_samples):
         if number:

@@ -24,6 +24,7 @@ MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 1024
 TOKEN_DTYPE = np.dtype("<u2")
+LONG_RUN = 1 << 14  # tokens; no text has so many of one kind
 END_OF_SOURCE = "\n" + "=" * 100 + "\n"  # of a script, in the log of its run
 
 
@@ -48,6 +49,20 @@ def read_header(path: Path) -> int:
         raise DataError(f"{path}: {num_tokens} tokens in {path.stat().st_size} bytes; "
                         f"that many need {expected_bytes}")
     return num_tokens
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a shard is there, as long as its header says, and has no long run of one token.
+
+    A download that was only allocated has its full size, and zeros behind what has come.
+    """
+    try:
+        parts = read_header(path) // LONG_RUN
+    except (DataError, FileNotFoundError):
+        return False
+    tokens = np.fromfile(path, TOKEN_DTYPE, offset=HEADER_BYTES)
+    runs = tokens[: parts * LONG_RUN].reshape(parts, LONG_RUN)
+    return len(tokens) > 0 and not any((run == run[0]).all() for run in runs)
 
 
 @contextlib.contextmanager
@@ -149,9 +164,6 @@ class Parser(argparse.ArgumentParser):
 def run(main: Callable[[], None]) -> None:
     """Call main; show what a user can put right as one line on stderr and exit with code 2."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: half-written files go
-    for stream in ("stdout", "stderr"):  # a daemon's are closed, and None here
-        if getattr(sys, stream) is None:
-            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     name = Path(sys.argv[0]).name
     try:
         main()

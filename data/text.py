@@ -7,8 +7,9 @@ A PATH is a UTF-8 text file, source code or Markdown as well, which is one docum
 which all such files are read that are not hidden; or - for the standard input, one document.
 """
 
-import functools
+import contextlib
 import glob
+import hashlib
 import io
 import json
 import os
@@ -18,7 +19,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 import numpy as np
 
@@ -36,28 +37,14 @@ PRESET_VAL_SEQ_LEN = 4096  # in sequences of so many tokens
 MIN_TRAIN_TOKENS = 8 * 384 + 1  # a step of the pocket preset; the last token is a target only
 MIN_VAL_TOKENS = BLOCK_TOKENS + 1
 
-# What is no text by the bytes that it begins with
-CONTAINERS = {
-    b"\x1f\x8b": "compressed by gzip; give it through a pipe: zcat FILE | ... -",
-    b"\xfd7zXZ\0": "compressed by xz; give it through a pipe: xzcat FILE | ... -",
-    b"BZh": "compressed by bzip2; give it through a pipe: bzcat FILE | ... -",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd; give it through a pipe: zstdcat FILE | ... -",
-    b"PK\x03\x04": "a zip archive; unpack it first",
-    b"PAR1": "Parquet; make a .jsonl of it, a document a line in its field \"text\"",
-    b"%PDF-": "PDF; take the text out first, as with pdftotext",
-    b"\xff\xfe": "UTF-16; convert it first: iconv -f utf-16 -t utf-8",
-    b"\xfe\xff": "UTF-16; convert it first: iconv -f utf-16 -t utf-8",
-}
+NO_TEXT = "not UTF-8 text; unpack it first (zcat FILE | ... -), or convert it (iconv -t utf-8)"
 TABLES = (".csv", ".tsv")
-HEAD_BYTES = 4096
-# An array of objects or texts, or a line of an object with a text: what a .jsonl should hold
-JSON_DOCUMENTS = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*(\{\s*"|".*")|\{[^\n]*"text"\s*:\s*")')
 # Quoted, it is talked about, as in source code.
 SEPARATOR = re.compile(r"""(?<!["'`])<\|endoftext\|>(?!["'`])""")
 
-# No GPT-2 token spans a place between a non-space and a space or newline, so that the tokens of
-# the parts are those of the whole. Greedy: the last such place.
-LAST_CUT = re.compile(r"(?s:.*)\S(?=[ \n])")
+# Where a text may be cut, so that the tokens of the parts are those of the whole: no GPT-2 token
+# spans a place between a non-space and a space or newline. Greedy: the last such place.
+LAST_CUT = {"gpt2": re.compile(r"(?s:.*)\S(?=[ \n])"), "bytes": re.compile(r"(?s:.*)\S")}
 
 
 class Text(io.TextIOWrapper):
@@ -72,39 +59,54 @@ class Text(io.TextIOWrapper):
         try:
             block = super().read(size)
         except UnicodeDecodeError:
-            raise DataError(f"{self.name_told}: not UTF-8; convert it first, "
-                            "as with iconv -t utf-8") from None
+            block = "\0"
         if "\0" in block:
-            raise DataError(f"{self.name_told}: binary, with a NUL byte; give it as text")
-        if not self.is_jsonl and SEPARATOR.search(self.end + block):
+            raise DataError(f"{self.name_told}: {NO_TEXT}")
+        if self.is_jsonl:
+            return block
+        if SEPARATOR.search(self.end + block):
             raise DataError(f"{self.name_told}: <|endoftext|> between documents; make a .jsonl of "
                             "them, a document a line (data/README.md)")
+        if not self.end and is_json(block, is_whole=len(block) < size):
+            raise DataError(f"{self.name_told}: JSON documents; as lines they are read from a "
+                            ".jsonl (jq -c '.[]' makes lines)")
         self.end = block[-len("'<|endoftext|>'"):]
         return block
+
+
+def is_json(block: str, is_whole: bool) -> bool:
+    """Whether a text begins as JSON documents do: it parses as lines with a text or as an array."""
+    lines = block.split("\n") if is_whole else block.split("\n")[:-1]
+    with contextlib.suppress(DataError):
+        if list(read_jsonl(lines, "")):
+            return True
+    if not is_whole:  # an array of objects is too long to be parsed here
+        return bool(re.match(r'\s*\[\s*\{\s*"[^"\n]*"\s*:', block))
+    with contextlib.suppress(ValueError, RecursionError):
+        return isinstance(json.loads(block), list)
+    return False
+
+
+def open_bytes(path: str) -> BinaryIO:
+    """Open a file or the standard input. Raises: DataError."""
+    if path != STDIN:
+        return open(path, "rb")
+    if sys.stdin is None:
+        raise DataError("standard input is closed; give it a file or a pipe")
+    return open(sys.stdin.fileno(), "rb", closefd=False)
 
 
 def open_text(path: str) -> Text:
     """Open a file or the standard input, line ends left as they are, without a byte-order mark.
 
-    Raises: DataError where it is no text by its name or its first bytes.
+    Raises: DataError where its name is that of a table.
     """
-    if path == STDIN and sys.stdin is None:
-        raise DataError("standard input is closed; give it a file or a pipe")
-    told = "standard input" if path == STDIN else path
-    source = sys.stdin.fileno() if path == STDIN else path
-    file = open(source, "rb", closefd=path != STDIN)  # noqa: SIM115
-    head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
-    what = next((what for magic, what in CONTAINERS.items() if head.startswith(magic)), "")
-    is_jsonl = path.lower().endswith(JSON_LINES)
     if path.lower().endswith(TABLES):
-        what = "a table; make a .jsonl of it, a document a line in its field \"text\""
-    elif not what and not is_jsonl and JSON_DOCUMENTS.match(head):
-        what = "JSON documents; as lines they are read from a .jsonl (jq -c '.[]' makes lines)"
-    if what:
-        file.close()
-        raise DataError(f"{told}: {what}")
-    text = Text(file, encoding="utf-8-sig", newline="")
-    text.name_told, text.is_jsonl = told, is_jsonl
+        raise DataError(f'{path}: a table; make a .jsonl of it, a document a line in its field '
+                        '"text"')
+    text = Text(open_bytes(path), encoding="utf-8-sig", newline="")
+    text.name_told = "standard input" if path == STDIN else path
+    text.is_jsonl = path.lower().endswith(JSON_LINES)
     return text
 
 
@@ -125,19 +127,26 @@ def list_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     Raises: DataError where there is none whose name ends in one of the suffixes.
     """
     found = []
-    skipped = []
+    skipped = {}  # paths by the reason
     for path in sorted(Path(folder).rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if hidden or not path.name.endswith(suffixes) or not path.is_file():
+        is_other = path.is_file() and not path.name.lower().endswith(suffixes)
+        if hidden or is_other or path.is_dir() and not path.is_symlink():
             continue
-        if why := why_not_read(str(path)):
-            skipped.append(why)
+        why = "a link to a folder; name it as a PATH" if path.is_dir() else "no file"
+        if path.is_file():
+            why = why_not_read(str(path)).removeprefix(f"{path}: ")
+        if why:
+            skipped.setdefault(why, []).append(path)
         else:
             found.append(str(path))
-    if skipped:
-        print(f"{len(skipped):,} file(s) skipped that are not read as text, as {skipped[0]}")
+    for why, paths in skipped.items():
+        print(f"{len(paths):,} file(s) skipped, as {paths[0]}: {why}")
     if not found:
         raise DataError(f"{folder}/*{','.join(suffixes)}: no text file; name other paths")
+    for suffix in suffixes:
+        if not any(path.lower().endswith(suffix) for path in found):
+            print(f"{folder}: no text file ends in {suffix}")
     return found
 
 
@@ -145,11 +154,9 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[str]:
     """Return the files of the paths, each once. Raises: DataError where a path is not there."""
     found = {}
     for path in paths:
-        if path == STDIN:
-            files = [path]
-        elif os.path.isdir(path):
+        if os.path.isdir(path):
             files = list_folder(path, suffixes)
-        elif os.path.exists(path):
+        elif path == STDIN or os.path.exists(path):
             files = [path]
         else:
             raise DataError(f"{path}: no such file or folder")
@@ -159,14 +166,14 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[str]:
 
 
 def read_parts(file: TextIO, tokenizer: str) -> Iterator[str]:
-    """Yield the parts of a text: together they are the text, with the tokens of the text."""
+    """Yield the parts of a text: together they are the text, with the tokens of the text.
+
+    The first one is blank only where the whole text is.
+    """
     waiting = []  # blocks without a place to cut
     last = ""  # character before the block
     while block := file.read(BLOCK_CHARS):
-        if tokenizer == "bytes":  # of which each is a token
-            yield block
-            continue
-        cut = LAST_CUT.match(last + block)
+        cut = LAST_CUT[tokenizer].match(last + block)
         if cut:
             end = cut.end() - len(last)
             yield "".join([*waiting, block[:end]])
@@ -189,32 +196,28 @@ def read_jsonl(file: TextIO, path: str) -> Iterator[str]:
         yield text
 
 
-def in_validation(document: int, val_fraction: float) -> bool:
-    """Return whether the document, counted from 1, is held out: each 20th of a fraction of 0.05."""
-    return int(document * val_fraction) > int((document - 1) * val_fraction)
-
-
 def read_texts(paths: list[str], tokenizer: str) -> Iterator[tuple[str, bool]]:
     """Yield every document of the files, long ones in parts, and whether a text opens a document.
 
     Raises: DataError naming the file.
     """
     for path in paths:
-        is_jsonl = path.lower().endswith(JSON_LINES)
         with open_text(path) as file:
-            texts = read_jsonl(file, path) if is_jsonl else read_parts(file, tokenizer)
+            texts = read_jsonl(file, path) if file.is_jsonl else read_parts(file, tokenizer)
             try:
                 for number, text in enumerate(texts):
-                    yield text, is_jsonl or number == 0
+                    yield text, file.is_jsonl or number == 0
             except UnicodeDecodeError:  # in a line of a .jsonl
-                raise DataError(f"{path}: not UTF-8; convert it first, "
-                                "as with iconv -t utf-8") from None
+                raise DataError(f"{path}: {NO_TEXT}") from None
 
 
-def load_tokenizer(name: str, remedy: str = "") -> Callable[[str], np.ndarray]:
-    """Return the function from a text to its tokens (N,). Raises: DataError, with a remedy."""
+def load_tokenizer(name: str) -> tuple[Callable, Callable]:
+    """Return the functions from a text to its tokens (N,), and from a token to its bytes.
+
+    Raises: DataError where tiktoken cannot get its files.
+    """
     if name == "bytes":
-        return lambda text: np.frombuffer(text.encode(), np.uint8)
+        return lambda text: np.frombuffer(text.encode(), np.uint8), lambda token: bytes([token])
     import tiktoken
 
     try:
@@ -222,30 +225,41 @@ def load_tokenizer(name: str, remedy: str = "") -> Callable[[str], np.ndarray]:
     except Exception as error:  # whatever the HTTP library raises
         raise DataError(
             f"tokenizer {name}: tiktoken cannot fetch its files ({type(error).__name__}); run "
-            "once with a network, or set TIKTOKEN_CACHE_DIR to a folder that has "
-            f"them{remedy}") from error
-    # As encode_ordinary, special tokens being plain text, without a list of Python integers.
-    return functools.partial(encoding.encode_to_numpy, disallowed_special=())
+            "once with a network, or set TIKTOKEN_CACHE_DIR to a folder that has them") from error
+
+    def encode(text):
+        try:  # as encode_ordinary, special tokens being plain text, without a list of integers
+            return encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError:  # a million blanks in a row, too many for its pattern, are cut
+            middle = len(text) // 2
+            return np.concatenate([encode(text[:middle]), encode(text[middle:])])
+
+    return encode, encoding.decode_single_token_bytes
 
 
 def write_tokens(texts: Iterator[tuple[str, bool]], tokenizer: str, val_fraction: float,
-                 folder: Path) -> int:
-    """Write folder/train and folder/val, tokens without a header; return how many documents.
+                 folder: Path) -> tuple[int, int]:
+    """Write folder/train and folder/val, tokens without a header. Raises: DataError.
 
-    Raises: DataError where there is no room.
+    Return how many documents they have, and how many had no text and were left out.
     """
-    encode = load_tokenizer(tokenizer, ", or use --tokenizer bytes")
+    encode, _ = load_tokenizer(tokenizer)
     end_of_text = np.array([END_OF_TEXT[tokenizer]], TOKEN_DTYPE)
-    documents = 0
+    documents = blank = 0
     with (named_errors(folder), open(folder / "train", "wb") as train,
           open(folder / "val", "wb") as val):
         for text, opens_document in texts:
-            documents += opens_document
-            file = val if in_validation(documents, val_fraction) else train
+            if opens_document and not text.strip():
+                blank += 1
+                continue
             if opens_document:
+                documents += 1
+                digest = hashlib.sha256(str(documents).encode()).digest()
+                # By a hash, as what is held out by a period meets data with that period.
+                file = val if int.from_bytes(digest[:8]) < val_fraction * 2**64 else train
                 file.write(end_of_text)
             file.write(encode(text).astype(TOKEN_DTYPE))
-    return documents
+    return documents, blank
 
 
 def split_tokens(folder: Path, val_fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -312,7 +326,7 @@ def write_all(files: list[str], args) -> None:
     staging.mkdir()
     try:
         texts = read_texts(files, args.tokenizer)
-        documents = write_tokens(texts, args.tokenizer, args.val_fraction, staging)
+        documents, blank = write_tokens(texts, args.tokenizer, args.val_fraction, staging)
         train, val = split_tokens(staging, args.val_fraction)
         write_shards(staging, "train", train)
         write_shards(staging, "val", val)
@@ -322,7 +336,7 @@ def write_all(files: list[str], args) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
     print(f"{args.out}: {len(train):,} training and {len(val):,} validation tokens of "
-          f"{documents:,} document(s)")
+          f"{documents:,} document(s); {blank:,} without text left out")
     print("Train the pocket on it (without --preset pocket, the record on GPUs):\n"
           + training_command(args.out, args.tokenizer, len(val)))
 
@@ -341,7 +355,8 @@ def main() -> None:
     if not 0 < args.val_fraction < 1:
         parser.error(f"--val_fraction {args.val_fraction}: must lie between 0 and 1")
 
-    files = find_files(args.paths, tuple(args.suffix.split(",")))
+    suffixes = [suffix.strip().lower() for suffix in args.suffix.split(",")]
+    files = find_files(args.paths, tuple(filter(None, suffixes)) or ("",))
     with alone_in(args.out):
         write_all(files, args)
 

@@ -5,6 +5,7 @@
     python tests/bench.py gpu                           steps, kernels, memory on this GPU
     python tests/bench.py kernels [--script FILE]       steps, kernels, memory, modelled without one
     python tests/bench.py tables [--write]              the tables of docs/gpus.md, or are they so?
+    python tests/bench.py cards                         how all records fit cards of 8 to 80 GB
 
 Any other flag goes to train_gpt.py or FILE. Numbers are medians, with (lowest-highest) beside them.
 
@@ -203,10 +204,15 @@ def tables(args, flags):
         raise RunFailed("docs/gpus.md differs from its numbers; tables --write mends it")
 
 
+def cards(args, flags):
+    """Print the table of all records against cards, by data/plan.py."""
+    say(gpu_tables.all_planned())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    all_commands = turns, gpu, kernels, tables
+    all_commands = turns, gpu, kernels, tables, cards
     commands = {command.__name__: command for command in all_commands}
     parser.add_argument("what", choices=commands)
     parser.add_argument("--seeds", type=int, default=5, help="of turns, from 0 up")

@@ -23,10 +23,11 @@ import host_gpu
 import numpy as np
 import pytest
 import shards
+from ledger.records import record_folders
 
 REPO = Path(__file__).resolve().parent.parent
-SCRIPTS = ["train_gpt.py", *sorted(str(path.relative_to(REPO))
-                                    for path in REPO.glob("records/20*/train_gpt.py"))]
+SCRIPTS = ["train_gpt.py", *(str(path.relative_to(REPO) / "train_gpt.py")
+                             for path in record_folders(REPO / "records"))]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # nohup, for one, starts the tests with these ignored; what the tests start does not ignore them.

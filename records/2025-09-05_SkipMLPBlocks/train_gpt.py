@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, as fast as 8 H100s allow.
 
-    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the record, on 8 GPUs
-    python train_gpt.py                                       # the record, on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2025-09-05_SkipMLPBlocks
 Parent: 2025-09-03_FA3. Change: the first layer has no MLP.

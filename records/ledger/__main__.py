@@ -7,15 +7,16 @@ where input cannot be used or a run fails. records/README.md has the rules.
 
 import argparse
 import importlib.util
+import os
 import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ledger import logs, pages, run, scripts, verify
+from ledger import logs, pages, run, scripts, steps, tune, verify
 from ledger.logs import LedgerError
-from ledger.records import RULES, find_records
+from ledger.records import PRESETS, find_records, ladder_of
 
 RECORDS = run.REPO / "records"
 
@@ -23,8 +24,10 @@ RECORDS = run.REPO / "records"
 def split_folder(name: str):
     """(a folder of records, the one record in it that is meant, or None for all)."""
     folder = Path(name).resolve()
-    is_record = (folder / "record.json").exists()
-    return (folder.parent, folder.name) if is_record else (folder, None)
+    if not (folder / "record.json").exists():
+        return folder, None
+    is_by_steps = ladder_of(folder) == "steps"
+    return folder.parent.parent if is_by_steps else folder.parent, folder.name
 
 
 def tell(lines):
@@ -34,13 +37,21 @@ def tell(lines):
 
 # ---- Verbs: each returns the exit status ----
 def run_verb(args) -> int:
-    has_scipy = importlib.util.find_spec("scipy") is not None
-    if not has_scipy:
+    if importlib.util.find_spec("scipy") is None:
         tell(["scipy is not there, so no p-values: pip install -r requirements-dev.txt"])
+    if args.tune and (args.values < 3 or args.seeds < 2):
+        raise LedgerError("--tune needs --values 3 at least, and --seeds 2 for a standard error")
     args.out = Path(args.out).resolve()
+    args.store = Path(args.store or args.out / "runs.jsonl").resolve()
+    args.rows = run.read_store(args.store)
+    # Small models are the quicker for one thread where other programs take a core.
+    args.threads = os.environ.get("OMP_NUM_THREADS", "1")
     contestants = run.contestants_of(args.operands, args.preset)
-    run.run_all(contestants, args)
-    print(pages.plain(pages.contest(contestants, has_scipy)))
+    if args.tune:
+        contestants, tried = tune.tune(contestants, args.tune.split(","), args)
+        print(pages.plain(tried) + "\n")
+    run.run_all(contestants, range(args.seeds), args)
+    print(pages.plain(pages.contest(contestants, args.target)))
     args.operands = [log.path for one in contestants for log in one.logs]
     return file_verb(args) if args.file else 0
 
@@ -69,12 +80,19 @@ def list_verb(args) -> int:
                 print(f"wrote {path}")
     elif records:
         shown = [record for record in records if only in (None, record.folder.name)]
-        print(pages.plain(pages.runs_table(shown, tuple(RULES))))
+        print(pages.plain(pages.runs_table(shown, PRESETS)))
     else:
-        found = logs.read_folder(folder)  # of other people
-        if not found:
+        found, left_out = logs.read_folder(folder)  # of other people
+        tell(left_out)
+        if all(log.last_step is None for log in found):
             raise LedgerError(f"{folder} has no records and no logs; known are {logs.FORMS}")
         print(pages.plain(pages.others(found, folder, args.target)))
+    return 0
+
+
+def judge_verb(args) -> int:
+    for folder in map(Path, args.folder):
+        print(*steps.judge(folder.resolve(), args.preset, args.target), sep="\n")
     return 0
 
 
@@ -96,11 +114,11 @@ def verify_verb(args) -> int:
     return 1 if faults else 0
 
 
-def book_verb(args) -> int:
-    import book  # it needs a package that no other verb does
+def site_verb(args) -> int:
+    from website.build import write_site  # it needs packages that no other verb does
 
-    written = book.write_book(find_records(Path(args.folder)), Path(args.out), args.source,
-                              args.address)
+    written = write_site(find_records(Path(args.folder)), Path(args.out), args.source,
+                         args.address)
     print(f"wrote {len(written)} pages; open {args.out}/index.html")
     return 0
 
@@ -131,11 +149,15 @@ def make_parser() -> Parser:
     flag = add(run_verb, "train scripts on this machine, interleaved, and compare them")
     flag("operands", nargs="+", metavar="A", help="record folder or script, also with flags: "
          "A:name=value,name=value; a folder of records stands for all of them")
-    flag("--preset", default="pocket", choices=RULES, help="of every run (default: pocket)")
+    flag("--preset", default="pocket", choices=PRESETS, help="of every run (default: pocket)")
     flag("--seeds", type=count, default=10, metavar="N", help="runs of each (default: 10)")
     flag("--jobs", type=count, default=1, metavar="N", help="runs at once, which share the cores")
     flag("--nproc", type=count, default=1, metavar="N", help="processes of a run (default: 1)")
-    flag("--out", default="logs/ledger", help="keeps the runs (default: logs/ledger)")
+    flag("--tune", metavar="NAME,NAME", help="first find each script's best values of settings")
+    flag("--values", type=count, default=5, metavar="N", help="to try of each setting (default: 5)")
+    flag("--target", type=float, help="count the steps to this loss (default: the first one's)")
+    flag("--out", default="logs/ledger", help="keeps the logs (default: logs/ledger)")
+    flag("--store", metavar="FILE", help="of the losses of all runs (default: OUT/runs.jsonl)")
     flag("--file", action="store_true", help="also file the logs, as the verb does")
     flag("--folder", default=RECORDS, help="where --file looks for records (default: records/)")
     flag = add(file_verb, "put finished logs into the folders of the records they are of")
@@ -145,13 +167,17 @@ def make_parser() -> Parser:
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
     flag("--write", action="store_true", help="also make the READMEs' blocks anew")
     flag("--target", type=float, default=3.28, help="of other people's losses (default: 3.28)")
+    flag = add(judge_verb, "the first step at which the mean of all runs is below a loss")
+    flag("folder", nargs="+", help="of logs, or a log, also of others' with many runs")
+    flag("--target", type=float, default=3.28, help="the loss (default: 3.28)")
+    flag("--preset", default="record", choices=PRESETS, help="of our own runs (default: record)")
     flag = add(diff_verb, "what changed between two sources, section by section")
     flag("a", metavar="A", help="folder, script or log")
     flag("b", metavar="B")
     flag = add(verify_verb, "hold every claim to its logs; exit 1 if one fails")
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
     flag("--replay", type=count, metavar="N", help="run N of each record's seeds again")
-    flag = add(book_verb, "a static site with a page for each record")
+    flag = add(site_verb, "a static site with a page for each record")
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
     flag("--out", required=True, metavar="SITE", help="folder to write it to")
     flag("--source", metavar="URL", help="of the repository's files, for links to them")

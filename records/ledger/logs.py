@@ -41,10 +41,12 @@ class Log:
     body: str = ""  # all that follows the source
     header: dict[str, str] = field(default_factory=dict)
     final: dict[str, str] = field(default_factory=dict)
+    runs: list[dict] = field(default_factory=list)  # name of a validation loss: step: loss
     train: dict[int, tuple] = field(default_factory=dict)  # step: (next token's loss, time)
     val: dict[int, tuple] = field(default_factory=dict)  # step: (validation loss, time)
     planned_steps: int | None = None
-    last_step: int = 0
+    last_step: int | None = None  # of a file in which no step can be read
+    diverged_at: int | None = None  # the first of its last validations that gave no number
     finished: bool = False  # validated at its last step and, if it is ours, ended by its results
     val_loss: float = math.nan  # the last one, to all the digits that the log has
     train_time_ms: float | None = None
@@ -98,15 +100,16 @@ def read_log(path: Path, text: str | None = None) -> Log:
     for line in re.findall(r"^step:.*", body, re.M):
         with contextlib.suppress(KeyError, ValueError):  # a line that cannot be read is left out
             read_step(log, dict(pair.partition(":")[::2] for pair in line.split()))
-    if not log.val and not log.train:
+    steps = log.val.keys() | log.train.keys() | {log.diverged_at} - {None}
+    if not steps:
         raise LedgerError(f"{path} has no step that can be read; known are {FORMS}")
-    log.last_step = max(log.val | log.train)
+    log.last_step = max(steps)
     if log.val:
         loss, ms = log.val[max(log.val)]
         log.val_loss = float(log.final.get("val_loss", loss))
         log.train_time_ms = float(log.final.get("train_time_ms", 0)) or ms
         is_ours = "run_id" in log.header
-        log.finished = log.planned_steps in (None, *log.val) and (
+        log.finished = log.planned_steps in (None, *log.val) and log.diverged_at is None and (
             "val_loss" in log.final or not is_ours)
     return log
 
@@ -117,14 +120,23 @@ def read_step(log: Log, found: dict):
     # Of several tokens ahead, the loss of the next
     loss = found.get("next_token_loss", found.get("train_loss"))
     loss = None if loss is None else float(loss)
-    val_loss = float(found.get("val_loss", "nan"))
+    val_loss = found.get("val_loss")
+    val_loss = None if val_loss is None else float(val_loss)
     time = found.get("train_time")
     if time:  # 943ms, or 739.639s in track 3
         time = float(time.rstrip("ms")) * (1 if time.endswith("ms") else 1000)
     log.planned_steps = planned[0] if planned else log.planned_steps
-    if math.isfinite(val_loss):
-        log.val[step] = (val_loss, time)
-    if "val_loss" not in found or loss is not None:
+    if val_loss is not None and math.isfinite(val_loss):
+        log.val[step], log.diverged_at = (val_loss, time), None
+        # Public logs have one run after another.
+        if not log.runs or step <= max(log.runs[-1]["val_loss"]) and "run_id" not in log.header:
+            log.runs.append({})
+        for name in found:  # that of the weights, and those of blends of them
+            if re.fullmatch(r"val_(\w+_)?loss", name):
+                log.runs[-1].setdefault(name, {})[step] = float(found[name])
+    elif val_loss is not None and log.diverged_at is None:
+        log.diverged_at = step
+    if val_loss is None or loss is not None:
         log.train[step] = (loss, time)
 
 
@@ -149,14 +161,35 @@ def read_run(path: Path) -> Log:
     return log
 
 
-def read_folder(folder: Path) -> list:
-    """The logs with a validation below a folder."""
-    logs = []
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in ENDINGS and path.is_file():
-            with contextlib.suppress(LedgerError, ValueError):  # other files are no logs
-                log = read_log(path)
-                log.body = ""  # a thousand of them are large
-                if math.isfinite(log.val_loss):
-                    logs.append(log)
-    return logs
+def why_not_counted(log: Log) -> str:
+    """Why a log counts in no mean, or nothing."""
+    if log.diverged_at is not None:
+        return f"diverged at step {log.diverged_at}"
+    if not log.val:
+        return "has no validation that can be read"
+    return "" if log.finished else f"stopped at step {log.last_step} of {log.planned_steps}"
+
+
+def read_folder(folder: Path) -> tuple[list, list]:
+    """(the logs below a folder, or the one that is meant, a line for all that counts in no mean).
+
+    A file that is called as a log and cannot be read is one, without steps.
+    """
+    logs, left_out, others = [], [], 0
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
+        if path.suffix.lower() not in ENDINGS or not path.is_file():
+            others += path.is_file() or path.is_symlink()
+            continue
+        try:
+            log = read_log(path)
+            log.body = ""  # a thousand of them are large
+            why = why_not_counted(log)
+        except (LedgerError, ValueError) as error:
+            log, why = Log(path), str(error).removeprefix(f"{path}")
+        logs.append(log)
+        if why:
+            left_out.append(f"in no mean: {path} {why.lstrip(': ')}")
+    if others:
+        left_out.append(f"left out: {others} file(s) or linked folders that are not called "
+                        f"*{', *'.join(ENDINGS)}")
+    return logs, left_out

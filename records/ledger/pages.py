@@ -1,31 +1,35 @@
 """What is shown: the generated lines of the READMEs, and the same for a terminal."""
 
 import csv
+import math
 import re
 import statistics
 from pathlib import Path
 
-from ledger.logs import LedgerError, machine_words, read_text
-from ledger.records import RULES, SIGNIFICANCE, Record, by_seed, compare, read_public
+from ledger.logs import LedgerError, machine_words, read_text, why_not_counted
+from ledger.records import PRESETS, SIGNIFICANCE, Record, by_seed, compare, read_public
 from ledger.scripts import count_changes, diff_sources
+from ledger.steps import steps_words
 
 UPSTREAM = "https://github.com/KellerJordan/modded-nanogpt/"
 PULL = f"{UPSTREAM}pull/"
 # Where GitHub leads to this repository's site, in any fork; seen from a record's page
-BOOK = "../../../../deployments/github-pages"
+SITE = "../../../../deployments/github-pages"
 # The public records that the front page keeps, beside our own and the newest
 MILESTONES = (2, 4, 5, 12, 14, 19, 29, 42, 53, 62, 81, 92)
 FRONT = ("Record", "Idea", "Public record (min)", "Changed lines")
 LADDER = (*FRONT[:3], "Published loss (runs)", "Small model, CPU", "Largest difference (float64)",
           "Changed lines")
+BY_STEPS = (*FRONT[:2], "Published steps", *LADDER[3:])
 RUNS = ("Record", "Machine", "Loss ± std (seeds)", "Below target", "Minutes", "From its parent")
 NO_GPU = "**No GPU has run one of our scripts yet.**"
 PUBLIC = ("Record", "Date", "Minutes", "Idea", "By", "Script here")
-CONTEST = ("Contestant", "Loss ± std (seeds)", "Difference", "Shown from", "Time")
+RESULTS = ("Result", "Date", "Steps", "Loss (runs)", "Idea", "By", "Script here")
+CONTEST = ("Contestant", "Loss ± std (seeds)", "Difference ± error", "Time")
 CONTEST_LEGEND = """\
-Difference, Time (the median of the ratios by seed, and the smallest and largest): from the first
-contestant; * where p < 0.01. Shown from: the smallest difference that would have it. Runs that
-waited for other programs, ran beside others or were resumed have no time."""
+Difference (± standard error), Time (the median of the ratios, and the smallest and largest): from
+the first contestant, by seed; * where p < 0.01. Steps: interpolated, ± the interval of 95 %. Runs
+that waited for other programs, ran beside others or were resumed have no time."""
 # A link to where a function is defined: its name, the script, the line
 DEFINED = re.compile(r"\[`([\w.]+)`\]\(([\w./-]+\.py)#L(\d+)\)")
 OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Median minutes (from–to)",
@@ -57,13 +61,16 @@ def plain(text: str) -> str:
 
 def link(record: Record, above: str = "") -> str:
     """The record's name, which leads to its folder; `above` is the way there."""
-    return f"[{record.name}]({above}{record.folder.name})"
+    place = "optimizers/" if record.ladder == "steps" else ""
+    return f"[{record.name}]({above}{place}{record.folder.name})"
 
 
 def place_of(record: Record) -> str:
     """Where a record belongs that retells no public one by itself."""
+    if record.result:
+        return f"{record.published['steps']:,}"
     if record.leads_to:
-        return f"step to #{record.leads_to}"
+        return f"step to {'#' if record.ladder == 'time' else 'o'}{record.leads_to}"
     step = re.match(r"(\d+)[a-z]\d? ", record.name)  # it comes after what it is a part of
     return f"part of #{step[1]}" if step else "own"
 
@@ -75,7 +82,12 @@ def spread(losses: list) -> str:
 
 
 def below(losses: list, target: float) -> str:
-    """The p of the one-sided t-test that the mean lies below a target; nothing without spread."""
+    """The p of the one-sided t-test that the mean lies below a target; nothing without spread.
+
+    A loss that is infinite, of a run that diverged, leaves nothing below.
+    """
+    if math.inf in losses:
+        return "1"
     if len(set(losses)) < 2:
         return ""
     from scipy import stats  # a second, which other verbs do not wait for
@@ -111,13 +123,13 @@ def run_cells(record: Record, setting: tuple) -> list:
     found = compare(logs, record.parent.runs().get(setting, []) if record.parent else [])
     difference = ""
     if found:
-        test = found.test() if is_full else None
-        difference = difference_words(found.difference, test and test[0], found.time)
+        p_value = found.p_value() if is_full else None
+        difference = difference_words(found.difference, p_value, found.time)
     return [spread(losses), p, minutes_of([log.measured_ms for log in logs]), difference]
 
 
 # ---- Parts of pages ----
-def ladder_rows(records: list, pocket: tuple, above: str = "") -> list:
+def ladder_rows(records: list, pocket: tuple, above: str = "", heading: tuple = LADDER) -> list:
     """What is published of each record, and what our script gave, in the setting `pocket`."""
     rows = []
     for record in records:
@@ -133,7 +145,7 @@ def ladder_rows(records: list, pocket: tuple, above: str = "") -> list:
         if pocket in record.runs():
             small = spread(losses_of(record.runs()[pocket]))
         cells = [link(record, above), record.claim["change"], minutes, loss, small, equality, lines]
-        rows.append(dict(zip(LADDER, cells)))
+        rows.append(dict(zip(heading, cells)))
     return rows
 
 
@@ -160,6 +172,25 @@ def public_table(folder: Path, records: list) -> str:
     return table(PUBLIC, rows)
 
 
+def results_table(folder: Path, records: list) -> str:
+    """All public results by steps, of public.csv, and where each is here. Bold: a record then."""
+    path = folder / "optimizers" / "public.csv"
+    if not path.exists():
+        return "public.csv is missing."
+    scripts = {record.result: f"[{record.name}]({record.folder.name})" for record in records
+               if record.result}
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            number, pull = int(row["result"]), row["pull_request"]
+            steps = f"{int(row['steps']):,}"
+            rows.append([
+                f"[#{number}]({PULL}{pull})" if pull else f"#{number}", row["date"],
+                f"**{steps}**" if row["was_record"] else steps, f"{row['loss']} ({row['n']})",
+                row["idea"], row["authors"].replace(" ", ", "), scripts.get(number, "")])
+    return table(RESULTS, rows)
+
+
 def published_logs(folder: Path) -> dict:
     """Number of a public record: (the place of its log, or of a folder of logs; how many)."""
     path = folder / "public_curves.csv"
@@ -175,6 +206,8 @@ def sources(record: Record, records: list, public: dict, logs: dict) -> str:
 
     `logs` are `published_logs`.
     """
+    if record.ladder == "steps":
+        return sources_by_steps(record)
     number = record.number or record.leads_to
     if not number and (step := re.match(r"(\d+)[a-z]", record.name)):  # a part that comes after
         number = int(step[1])
@@ -197,7 +230,18 @@ def sources(record: Record, records: list, public: dict, logs: dict) -> str:
         links.append(f"[{words}]({UPSTREAM}{tree}/master/{log})")
     links.append("[our script](train_gpt.py)")
     if record.parent:
-        links.append(f"[diff, in the book]({BOOK})")
+        links.append(f"[diff, on the site]({SITE})")
+    return " · ".join(links)
+
+
+def sources_by_steps(record: Record) -> str:
+    """The same of a record by steps; a step to a result has no public page of its own."""
+    links = []
+    if place := re.search(r"records/[\w./-]+", record.published.get("source", "")):
+        links.append(f"[public result #{record.result}]({UPSTREAM}tree/master/{place[0]})")
+    links.append("[our script](train_gpt.py)")
+    if record.parent:
+        links.append(f"[its parent](../{record.parent.folder.name})")
     return " · ".join(links)
 
 
@@ -210,23 +254,27 @@ def blocks(folder: Path, records: list) -> dict:
         if "record" in presets:
             on_gpu.append(record)
         words = "" if presets else "No GPU has run this record yet.\n\n"
-        runs = runs_table([record], tuple(RULES), "../") if record.logs else "It has no runs yet."
+        above = "../../" if record.ladder == "steps" else "../"
+        runs = runs_table([record], PRESETS, above) if record.logs else "It has no runs yet."
         found[record.folder / "README.md"] = {"": words + runs}
         if line := sources(record, records, public, logs):
             found[record.folder / "README.md"][" sources"] = line
 
-    settings = [setting for record in records for setting in record.runs()]
-    pockets = [setting for setting in settings if setting[0] == "pocket"]
-    pocket = max(pockets, key=pockets.count, default=())  # in which most records were run
-    machine = machine_words(pocket).removeprefix("Preset pocket on ") or "no machine yet"
-    ladder = table(LADDER, ladder_rows(records, pocket))
-    legend = f"Small model (the preset pocket): on {machine}."
-    parts = [ladder, legend, runs_table(records, ("record",))]
+    by_time = [record for record in records if record.ladder == "time"]
+    pocket, legend = most_common_pocket(by_time)
+    parts = [table(LADDER, ladder_rows(by_time, pocket)), legend, runs_table(by_time, ("record",))]
     found[folder / "README.md"] = {
         "": "\n\n".join(parts), " public": public_table(folder, records)}
+    by_steps = [record for record in records if record.ladder == "steps"]
+    if by_steps:
+        setting, legend = most_common_pocket(by_steps)
+        rows = ladder_rows(by_steps, setting, "../", BY_STEPS)
+        parts = [table(BY_STEPS, rows), legend, runs_table(by_steps, ("record",), "../")]
+        found[folder / "optimizers/README.md"] = {
+            "": "\n\n".join(parts), " public": results_table(folder, by_steps)}
 
-    kept = [record for record in records if record.number in MILESTONES
-            or not (record.number or record.leads_to) or record is records[-1]]
+    kept = [record for record in by_time if record.number in MILESTONES
+            or not (record.number or record.leads_to) or record is by_time[-1]]
     if (folder.parent / "README.md").exists():
         found[folder.parent / "README.md"] = {
             "": table(FRONT, ladder_rows(kept, pocket, f"{folder.name}/")),
@@ -234,6 +282,15 @@ def blocks(folder: Path, records: list) -> dict:
     if (techniques := folder.parent / "docs/techniques.md").exists():
         found[techniques] = {}  # no blocks, but links to functions
     return found
+
+
+def most_common_pocket(records: list) -> tuple:
+    """(the setting of the pocket in which most records were run, a sentence that says which)."""
+    settings = [setting for record in records for setting in record.runs()]
+    pockets = [setting for setting in settings if setting[0] == "pocket"]
+    pocket = max(pockets, key=pockets.count, default=())
+    machine = machine_words(pocket).removeprefix("Preset pocket on ") or "no machine yet"
+    return pocket, f"Small model (the preset pocket): on {machine}."
 
 
 def line_of(script: Path, name: str) -> int:
@@ -270,25 +327,26 @@ def filled(path: Path, parts: dict) -> str:
 
 
 # ---- What a terminal shows ----
-def contest(contestants: list, with_tests: bool) -> str:
-    """What `run` found: each contestant against the first one."""
-    rows = []
+def contest(contestants: list, target: float | None) -> str:
+    """What `run` found: each contestant against the first one, and its steps to a loss."""
+    target = target or max(losses_of(contestants[0].logs))  # which all its runs reach
+    heading, rows = (*CONTEST, f"Steps to {target:.4f}"), []
     for one in contestants:
         name = one.operand.replace(".py", "", 1)
-        difference = shown_from = time = ""
+        difference = time = ""
         found = compare(one.logs, contestants[0].logs) if one is not contestants[0] else None
         if found:
-            difference = f"{found.difference:+.4f}"
-        if found and with_tests and (test := found.test()):
-            p, smallest = test
+            difference = f"{found.difference:+.4f} ± {found.error():.4f}"
+        if found and (p := found.p_value()) is not None:
             is_shown = p < SIGNIFICANCE and abs(found.difference) > 5e-5  # not by rounding
             difference += f" (p {p:.2g})" + "*" * is_shown
-            shown_from = f"{smallest:.2g}"
         if found and found.ratios:
             time = f"×{found.time:.3f} ({min(found.ratios):.3f}–{max(found.ratios):.3f})"
         difference = difference.replace("-", "−")
-        rows.append([name, spread(losses_of(one.logs)), difference, shown_from, time])
-    return f"{table(CONTEST, rows)}\n\n{CONTEST_LEGEND}"
+        steps = steps_words([log.runs[0]["val_loss"] for log in one.logs], target)
+        cells = [name, spread(losses_of(one.logs)), difference, time, steps]
+        rows.append(dict(zip(heading, cells)))
+    return f"{table(heading, rows)}\n\n{CONTEST_LEGEND}"
 
 
 def others(logs: list, folder: Path, target: float) -> str:
@@ -303,10 +361,14 @@ def others(logs: list, folder: Path, target: float) -> str:
         groups |= {log.path: [log] for log in logs}
     rows = []
     for path, some in groups.items():
+        if all(log.last_step is None for log in some):  # none is a log
+            continue
         name = re.sub(r"[|\[\]\x00-\x1f]", "?", path.relative_to(folder).as_posix())
         whole = [log for log in some if log.finished]
-        steps = ", ".join(sorted({f"{log.last_step:,}" for log in whole or some}))
-        losses = [log.val_loss for log in whole or some]
+        steps = {f"{log.last_step:,}" for log in whole} or set(map(why_not_counted, some))
+        diverged = [math.inf for log in some if log.diverged_at is not None]
+        losses = [log.val_loss for log in whole or some if log.diverged_at is None]
+        number = f"{len(whole)} of {len(some)}" if len(whole) < len(some) else f"{len(whole)}"
         times = [log.train_time_ms for log in whole if log.train_time_ms]
         minutes = minutes_of(times)
         if len(times) > 1:
@@ -315,15 +377,21 @@ def others(logs: list, folder: Path, target: float) -> str:
                   and "baseline" in other.name.lower()]
         difference = ""
         if beside and path not in beside:
-            difference = from_baseline(whole, [log for log in groups[beside[0]] if log.finished])
+            difference = from_baseline(some, groups[beside[0]])
         rows.append(dict(zip(OTHERS, [
-            name, str(len(whole)), steps if whole else f"stopped at {steps}", spread(losses),
-            below(losses, target), minutes, difference, sources_differ(some)])))
+            name, number, ", ".join(sorted(steps)), spread(losses) if losses else "nan",
+            below(losses + diverged, target), minutes, difference, sources_differ(some)])))
     return table(OTHERS, rows)
 
 
 def from_baseline(logs: list, baseline: list) -> str:
-    """The difference of public runs, whose seeds differ: by Welch's test, of unequal variances."""
+    """The difference of public runs, whose seeds differ: by Welch's test, of unequal variances.
+
+    Nothing where a run diverged, as their mean is no number then.
+    """
+    if any(log.diverged_at is not None for log in logs + baseline):
+        return ""
+    logs, baseline = ([log for log in some if log.finished] for some in (logs, baseline))
     if min(len(logs), len(baseline)) < 2:
         return ""
     from scipy import stats

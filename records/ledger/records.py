@@ -1,10 +1,14 @@
 """The records: a folder each, with a claim, a script, a page and logs; the rules; what runs show.
 
+There are two ladders: records/ has records by time, records/optimizers/ those by steps.
+
 All runs of a record are in its logs/, from any person and machine: their headers tell the
 setting, and a file's name is made from what is in it.
 """
 
+import contextlib
 import json
+import math
 import re
 import statistics
 import tomllib
@@ -15,22 +19,53 @@ from types import NoneType
 from ledger.logs import LedgerError, Log, read_run, read_text
 
 FOLDER_NAME = re.compile(r"\d{4}-(0\d|1[0-2])-([0-2]\d|3[01])_[A-Za-z0-9_]+")
+LABEL = re.compile(r"_(o\d+[a-z]?|\d+[a-z]\d?)_")  # in the name of a step, and of a result by steps
 SIGNIFICANCE = 0.01  # what a p-value has to stay under
+FULL_SIZE = {"target_loss": "3.28", "val_tokens": "10485760", "val_digest": None,
+             "train_digest": None, "val_files": "data/fineweb10B/fineweb_val_*.bin",
+             "train_files": "data/fineweb10B/fineweb_train_*.bin"}
+SMALL = {"target_loss": "1.78", "val_tokens": "65536", "val_digest": "1407c02db97ab9a7",
+         "train_digest": "30407b9a0e1c536a", "val_files": "data/pocket/pocket_val_*.bin",
+         "train_files": "data/pocket/pocket_train_*.bin"}
 RULES = {  # what the header of every run with a preset has to have; None: what older runs have
-    "record": {"target_loss": "3.28", "val_tokens": "10485760", "val_digest": None,
-               "train_digest": None, "val_files": "data/fineweb10B/fineweb_val_*.bin",
-               "train_files": "data/fineweb10B/fineweb_train_*.bin"},
-    "pocket": {"target_loss": "1.78", "val_tokens": "65536", "val_digest": "1407c02db97ab9a7",
-               "train_digest": "30407b9a0e1c536a", "val_files": "data/pocket/pocket_val_*.bin",
-               "train_files": "data/pocket/pocket_train_*.bin"},
+    "time": {"record": FULL_SIZE, "pocket": SMALL},
+    "steps": {"record": FULL_SIZE, "pocket": SMALL | {
+        "target_loss": "1.75", "val_tokens": "32768", "val_digest": "736533de61cf53fa"}},
 }
-# The keys of record.json, with the types of their values, and those of two of its parts
+PRESETS = tuple(RULES["time"])
+# The keys of record.json, with the types of their values, and those of its parts
 CLAIM = {"change": (str,), "parent": (str, NoneType), "published": (dict, NoneType),
          "equality": (dict, NoneType)}
-PARTS = {
-    "published": {"number": (int,), "minutes": (int, float), "hardware": (str,), "source": (str,),
-                  "val_loss": (int, float, NoneType), "n": (int, NoneType)},
-    "equality": {"largest": (int, float), "of": (str,)}}
+EQUALITY = {"largest": (int, float), "of": (str,)}
+SOURCE = {"hardware": (str, NoneType), "source": (str,), "val_loss": (int, float, NoneType),
+          "n": (int, NoneType)}
+PUBLISHED = {"time": SOURCE | {"number": (int,), "minutes": (int, float)},
+             "steps": SOURCE | {"result": (int,), "steps": (int,)}}
+
+
+def ladder_of(folder: Path) -> str:
+    """The ladder of a record's folder: "time" or "steps", a key of RULES."""
+    return "steps" if folder.resolve().parent.name == "optimizers" else "time"
+
+
+def place_in_ladder(folder: Path) -> tuple:
+    """What folders are sorted by: o20a, o20b, o20, o21; all others by their name."""
+    step = re.search(r"_o(\d+)([a-z]?)_", folder.name)
+    return (int(step[1]), step[2] or "~") if step else (0, folder.name)
+
+
+def record_folders(folder: Path) -> list:
+    """The folders of all records in `folder`, which is records/: those by time, those by steps.
+
+    Oldest first, or by the number of the result, steps to it before it. This is the one list of
+    records that all tools share.
+    """
+    found = []
+    for ladder in (folder, folder / "optimizers"):
+        for home in sorted(ladder.glob("*"), key=place_in_ladder):
+            if FOLDER_NAME.fullmatch(home.name) or (home / "record.json").exists():
+                found.append(home)
+    return found
 
 
 @dataclass
@@ -41,15 +76,19 @@ class Record:
     claim: dict
     parent: "Record | None" = None
     minutes: str = ""  # of the public record that it retells, as public.toml has them
-    leads_to: int | None = None  # the public record to which it is a step
+    leads_to: int | None = None  # the public record, or result, to which it is a step
     logs: list[Log] = field(default_factory=list)
 
     def __post_init__(self):
         self.path = self.folder / "train_gpt.py"
+        self.ladder = ladder_of(self.folder)
         self.published = self.claim["published"] or {}
-        self.number = self.published.get("number")
-        step, name = re.fullmatch(r"[^_]*_?(?:(\d+[a-z]\d?)_)?(.*)", self.folder.name).groups()
-        first = f"#{self.number}" if self.number else step
+        self.number = self.published.get("number")  # of the public record that it is, by time
+        self.result = self.published.get("result")  # of the public result that it is, by steps
+        self.retells = self.number or self.result
+        step = LABEL.search(self.folder.name)
+        first = f"#{self.number}" if self.number else step and step[1]
+        name = self.folder.name[step.end() :] if step else self.folder.name.partition("_")[2]
         self.name = f"{first} {name}" if first else name
 
     @property
@@ -80,9 +119,10 @@ def read_claim(folder: Path) -> dict:
     try:
         claim = json.loads(read_text(folder / "record.json"))
         check(claim, CLAIM)
-        for name, kinds in PARTS.items():
-            if claim.get(name):
-                check(claim[name], kinds)
+        if claim["published"]:
+            check(claim["published"], PUBLISHED[ladder_of(folder)])
+        if claim.get("equality"):
+            check(claim["equality"], EQUALITY)
     except (AttributeError, LedgerError, OSError, RecursionError, ValueError) as error:
         raise LedgerError(f"{folder.name}/record.json: {error}; see records/README.md") from None
     return dict.fromkeys(CLAIM) | claim
@@ -95,23 +135,38 @@ def read_public(folder: Path) -> dict:
     return {row["number"]: row for row in rows}
 
 
+def ancestors(record: Record | None) -> list:
+    """A record, its parent, and so on."""
+    found = []
+    while record:
+        found.append(record)
+        record = record.parent
+    return found
+
+
 def find_records(folder: Path) -> list:
-    """The records of a folder, oldest first, with their logs. Raises LedgerError."""
+    """The records of `record_folders(folder)`, with their logs. Raises LedgerError."""
     found, public = {}, read_public(folder)
-    if not any(folder.glob("*/record.json")):
+    homes = record_folders(folder)
+    if not any((home / "record.json").exists() for home in homes):
         return []  # public folders have such names, too
-    for home in sorted(folder.iterdir()):
-        if not (home / "record.json").exists() and not FOLDER_NAME.fullmatch(home.name):
-            continue
+    for home in homes:
         claim = read_claim(home)
-        found[home.name] = record = Record(home, claim, found.get(claim["parent"]))
+        found[home.name] = record = Record(home, claim)
         record.logs = [read_run(path) for path in sorted(home.glob("logs/*.txt"))]
         if record.number:
             record.minutes = public.get(record.number, {}).get("minutes", "")
-            step = record.parent
-            while step and not step.number and not step.leads_to:
-                step.leads_to = record.number
-                step = step.parent
+    for record in found.values():
+        parent = found.get(record.claim["parent"])
+        if record.ladder == "steps" or parent and parent.folder.name < record.folder.name:
+            record.parent = parent if record not in ancestors(parent) else None
+    for record in found.values():
+        if record.ladder == "steps" and not record.result:
+            record.leads_to = int(re.search(r"_o(\d+)", record.folder.name)[1])
+        for step in ancestors(record.parent):
+            if step.ladder != record.ladder or step.retells or step.leads_to:
+                break
+            step.leads_to = record.retells
     return list(found.values())
 
 
@@ -125,18 +180,19 @@ class Comparison:
     ratios: list[float]  # of times, ours to theirs, by seed
     time: float | None  # the median of the ratios
 
-    def test(self):
-        """(p of the two-sided paired t-test, the smallest difference that would be significant).
+    def p_value(self) -> float | None:
+        """That of the two-sided paired t-test; None without scipy, or where all differ alike."""
+        if len({round(a - b, 9) for a, b in self.losses}) > 1:
+            with contextlib.suppress(ImportError):
+                from scipy import stats  # a second, which what needs no p-value does not wait for
 
-        None where all pairs differ alike.
-        """
-        if len({round(a - b, 9) for a, b in self.losses}) < 2:
-            return None
-        from scipy import stats  # a second, which what needs no p-value does not wait for
+                return float(stats.ttest_rel(*zip(*self.losses)).pvalue)
+        return None
 
-        test = stats.ttest_rel(*zip(*self.losses))
-        low, high = test.confidence_interval(1 - SIGNIFICANCE)
-        return float(test.pvalue), float(high - low) / 2
+    def error(self) -> float:
+        """The standard error of the difference; 0 of a single pair."""
+        gaps = [a - b for a, b in self.losses]
+        return statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
 
 
 def by_seed(logs: list) -> dict:

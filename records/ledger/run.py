@@ -5,6 +5,7 @@ import glob
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import random
 import re
@@ -12,18 +13,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ledger.logs import RULE, LedgerError, Log, machine_words, read_log, read_text
+from ledger.logs import RULE, SETTING, LedgerError, Log, machine_words, read_log, read_text
 from ledger.records import RULES, Record
-from ledger.scripts import meaning
+from ledger.scripts import above, meaning, settings_of
 
 REPO = Path(__file__).resolve().parents[2]
-JUDGE = REPO / "records" / "judge.py"
-# glibc keeps freed memory, as in run.sh: asking for new pages costs 8 % of the pocket's time.
-ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
+JUDGE = REPO / "records" / "ledger" / "judge.py"
+sys.path.append(str(REPO / "data"))
+from launch import torchrun_options  # noqa: E402
+from machine import MALLOC  # noqa: E402
 
 
 # ---- Contestants ----
@@ -31,12 +34,18 @@ ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"
 class Contestant:
     """A script with its flags that `run` measures, and the logs of its runs."""
 
-    operand: str  # as it was given
-    name: str  # of its runs
-    runs: list  # what decides a run: of the source what is no comment, the flags, the data
+    place: str  # of the script, as it was given
     flags: dict[str, str]
+    settings: dict[str, str]  # of its preset, and the flags
+    data: list  # names, sizes and digests of the files
     source: str  # of the script when `run` began: every seed trains it
+    first_seed: int
     logs: list[Log] = field(default_factory=list)
+
+    @property
+    def operand(self) -> str:
+        flags = ",".join(f"{name}={value}" for name, value in self.flags.items())
+        return f"{self.place}:{flags}" if flags else self.place
 
 
 def contestant_of(operand: str, preset: str) -> Contestant:
@@ -48,19 +57,22 @@ def contestant_of(operand: str, preset: str) -> Contestant:
         raise LedgerError(f"{operand}: no script there; give a record folder or a .py file")
     source, flags = read_text(script), {}
     try:  # not in the threads of the runs: in Python 3.11 two threads that parse may fail
-        meant = meaning(source)
+        meaning(source)
     except SyntaxError as error:
         raise LedgerError(f"{operand}: {error}") from None
     for item in filter(None, words.split(",")):
         name, _, value = item.partition("=")
-        if name in ("run_id", "preset", "seed") or not value:
+        if name in ("run_id", "preset") or not value or name == "seed" and not value.isdigit():
             raise LedgerError(f"{operand}: {item!r} is no name=value that can be given here")
         flags[name] = value
-    data = []  # other text of the same names has another size or time
-    for name in ("train_files", "val_files"):
-        for file in sorted(glob.glob(str(REPO / (RULES[preset] | flags)[name]))):
-            data.append([file, os.path.getsize(file), os.path.getmtime(file)])
-    return Contestant(operand, path.stem, [meant, flags, data], flags, source)
+    first_seed, data = int(flags.pop("seed", 0)), []
+    settings = settings_of(source, preset) | flags
+    for name in sorted({"train_files", "val_files"} & settings.keys()):
+        for file in sorted(map(Path, glob.glob(str(REPO / settings[name])))):
+            with file.open("rb") as shard:  # other text has another size or begin
+                digest = hashlib.sha256(shard.read(2**20)).hexdigest()
+            data.append([file.name, file.stat().st_size, digest])
+    return Contestant(place, flags, settings, data, source, first_seed)
 
 
 def contestants_of(operands: list, preset: str) -> list:
@@ -85,12 +97,12 @@ def train(source: str, folder: Path, flags: dict, ranks: int, threads: str) -> L
     command = [sys.executable, str(script)]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     if ranks > 1:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command[1:1] = ["-m", "torch.distributed.run", *torchrun_options(ranks)]
     with contextlib.suppress(FileExistsError):
         (folder / "data").symlink_to(REPO / "data")
     done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, errors="replace",
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": threads})
+                          env={**os.environ, **MALLOC, "OMP_NUM_THREADS": threads})
     if done.returncode:
         last = (done.stdout.strip() or "nothing").splitlines()[-1]
         raise LedgerError(f"exit status {done.returncode}, its last words: {last[:200]}; what ran "
@@ -104,51 +116,112 @@ def train(source: str, folder: Path, flags: dict, ranks: int, threads: str) -> L
     return log
 
 
-def run_one(one: Contestant, seed: int, args) -> Log:
-    """The log of a run, made now unless its RUN_ID, which hashes all it depends on, is there."""
-    # Small models are the quicker for one thread where other programs take a core.
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    what = [one.runs, args.preset, args.nproc, args.jobs, threads,
-            importlib.metadata.version("torch")]
+# ---- Finished runs are kept ----
+SAME = {"val_digest": "validation data", "train_digest": "training data",
+        "planned_tokens": "numbers of tokens", "num_iterations": "numbers of steps"}
+KEPT = *SETTING, *SAME, "seed", "process_time_ms"  # of a header
+
+
+def read_store(path: Path) -> dict:
+    """RUN_ID: the row of a finished run, which `keep` appended as a line of JSON."""
+    rows = {}
+    for line in read_text(path).splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):  # the machine went off while it was written
+            row = json.loads(line)
+            rows[row["run"]] = row
+    return rows
+
+
+def digest_of(source: str) -> str:
+    """A digest of what a script means above its banner."""
+    return hashlib.sha256(meaning(above(source)).encode()).hexdigest()[:16]
+
+
+def keep(path: Path, run_id: str, one: Contestant, log: Log) -> dict:
+    """Append a finished run to the store; its row. Where its last loss is null, it diverged."""
+    found = log.final | log.header
+    row = dict(
+        run=run_id, script=digest_of(one.source), flags=one.flags,
+        header={name: found[name] for name in KEPT if name in found},
+        val=[(step, loss) for step, (loss, _) in log.val.items()],
+        val_loss=log.val_loss, train_time_ms=log.train_time_ms)
+    with path.open("a", encoding="utf-8", newline="") as file:  # one write: others may append, too
+        file.write(json.dumps(row) + "\n")
+    return row
+
+
+def log_of(row: dict, path: Path) -> Log:
+    """What a row tells of the log at `path`."""
+    log = Log(path, header=row["header"], finished=True, train_time_ms=row["train_time_ms"] or 0)
+    log.val_loss = math.inf if row["val_loss"] is None else row["val_loss"]
+    log.runs = [{"val_loss": dict(row["val"])}]
+    log.describe()
+    return log
+
+
+def run_id_of(one: Contestant, seed: int, args) -> str:
+    """The name of a run, which hashes all that it depends on."""
+    what = [meaning(one.source), one.flags, one.data, args.preset, args.nproc, args.jobs,
+            args.threads, importlib.metadata.version("torch")]
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
-    name = re.sub(r"\W", "-", one.name)
-    run_id = f"{name}-{digest[:8]}-seed-{seed}"
+    name = re.sub(r"\W", "-", Path(one.place).resolve().stem)
+    return f"{name}-{digest[:8]}-seed-{seed}"
+
+
+def run_one(one: Contestant, seed: int, args) -> Log:
+    """The log of a run, made now unless the store has it."""
+    run_id = run_id_of(one, seed, args)
     path = args.out / "logs" / run_id / "log.txt"
-    start = f"{RULE}\njobs: {args.jobs}\n" if args.jobs > 1 else f"{RULE}\n"  # of the header
-    with contextlib.suppress(LedgerError, FileNotFoundError):
-        log = read_log(path)
-        if log.finished and log.body.startswith(start):
-            return log
+    if run_id in args.rows:
+        return log_of(args.rows[run_id], path)
     shutil.rmtree(path.parent, ignore_errors=True)  # what is left of a run that was stopped
     flags = {"preset": args.preset, "seed": seed, "run_id": run_id, **one.flags}
-    log = train(one.source, args.out, flags, args.nproc, threads)
+    try:
+        log = train(one.source, args.out, flags, args.nproc, args.threads)
+    except LedgerError as error:
+        if not re.search("loss:-?(nan|inf)", str(error)):
+            raise
+        log = read_log(path)
+        log.val_loss = None
     if args.jobs > 1:
-        text = read_text(path).replace(f"\n{RULE}\n", f"\n{start}", 1)
+        start, log.header["jobs"] = f"\n{RULE}\n", str(args.jobs)
+        text = read_text(path).replace(start, f"{start}jobs: {args.jobs}\n", 1)
         path.write_text(text, encoding="utf-8", newline="")
-    return read_log(path)
+    args.rows[run_id] = keep(args.store, run_id, one, log)
+    return log_of(args.rows[run_id], path)
 
 
-def run_all(contestants: list, args):
+def run_all(contestants: list, seeds, args, may_diverge: bool = False):
     """Every seed of every contestant, A B A B. Raises LedgerError where one fails or is stopped."""
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    turns = [(one, seed) for seed in range(args.seeds) for one in contestants]
-    pool = ThreadPoolExecutor(args.jobs)
-    futures = [pool.submit(run_one, one, seed, args) for one, seed in turns]
-    kept = f"what is done is kept in {args.out}"
+    turns = [(one, seed, run_id_of(one, seed + one.first_seed, args))
+             for seed in seeds for one in contestants]
+    new = {run_id for *_, run_id in turns} - args.rows.keys()
+    pool, futures, began = ThreadPoolExecutor(args.jobs), {}, time.monotonic()
+    kept = f"what is done is kept in {args.store}"
+    for one, seed, run_id in turns:
+        if run_id not in futures:  # a script may stand against itself
+            futures[run_id] = pool.submit(run_one, one, seed + one.first_seed, args)
     try:
-        for number, (one, seed) in enumerate(turns, 1):
-            what = f"[{number}/{len(turns)}] {one.operand} seed {seed}"
-            log = futures[number - 1].result()
-            log.describe()
+        for number, (one, seed, run_id) in enumerate(turns, 1):
+            what = f"[{number}/{len(turns)}] {one.operand} seed {seed + one.first_seed}"
+            log = replace(futures[run_id].result(), seed=seed)
             one.logs.append(log)
             first = contestants[0].logs[0]
-            if log.header.get("val_digest") != first.header.get("val_digest"):
-                raise LedgerError(f"it has other validation data than {first.path}")
+            for name in SAME if args.tune else ["val_digest"]:
+                if log.header.get(name) != first.header.get(name):
+                    raise LedgerError(f"it has other {SAME[name]} than {first.path}")
             if log.setting != first.setting:
                 raise LedgerError(f"it is of {machine_words(log.setting)}; {first.path} is of "
                                   f"{machine_words(first.setting)}; give another --out")
-            time = f" in {log.measured_ms / 1000:.2f} s" if log.measured_ms else ""
-            print(f"{what}: {log.val_loss:.4f}{time}", file=sys.stderr, flush=True)
+            if math.isinf(log.val_loss) and not may_diverge:
+                raise LedgerError("it diverged; lower its learning rates")
+            time_words = f" in {log.measured_ms / 1000:.2f} s" if log.measured_ms else ""
+            left = new - args.rows.keys()
+            if len(left) < len(new):
+                seconds = (time.monotonic() - began) / (len(new) - len(left)) * len(left)
+                time_words += f", {seconds / 60:.1f} min left" * bool(left)
+            print(f"{what}: {log.val_loss:.4f}{time_words}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         raise LedgerError(f"stopped; the same command goes on; {kept}") from None
     except LedgerError as error:
@@ -183,7 +256,7 @@ def replay(record: Record, old: Log) -> list:
     print(f"{name} run again: {new.val_loss - old.val_loss:+.6f} from its val_loss, "
           f"{machine_words(new.setting)}", file=sys.stderr)
 
-    digest, loss = RULES[preset]["val_digest"], found["loss"]
+    digest, loss = RULES[record.ladder][preset]["val_digest"], found["loss"]
     reasons = [
         (new.header["planned_tokens"] != old.header.get("planned_tokens"),
          f"plans {new.header['planned_tokens']} tokens when it is run again"),

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import difflib
 import functools
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -77,28 +78,40 @@ def settings_of(source: str, preset: str) -> dict:
 
 # ---- What git knows ----
 @functools.cache
-def git(folder: Path, *words) -> str:
-    """What git says in a folder; nothing where it knows nothing."""
+def ask_git(folder: Path, *words) -> str:
+    """What git says in a folder; nothing where it knows nothing.
+
+    Variables by which git is sent elsewhere are left out. In a worktree's hook git sets them.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        return subprocess.run(["git", "-C", str(folder), *words], text=True, check=True,
+        return subprocess.run(["git", "-C", str(folder), *words], env=own, text=True, check=True,
                               capture_output=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
 
 
-def has_history(script: Path) -> bool:
-    """Whether git has all that a script has been."""
-    return git(script.parent, "rev-parse", "--is-shallow-repository") == "false\n"
+def git(home: Path, *words) -> str:
+    """What git says of the repository with this root; nothing where it is a part of another."""
+    is_root = ask_git(home, "rev-parse", "--show-prefix") == "\n"
+    return ask_git(home, *words) if is_root else ""
 
 
-def versions(script: Path, harness: str):
+def history_reaches(commit: str | None, home: Path) -> bool:
+    """Whether git has the whole history of the repository at `home`, and this commit in it."""
+    if git(home, "rev-parse", "--is-shallow-repository") != "false\n":
+        return False
+    return commit is None or git(home, "merge-base", commit, "HEAD").strip() == commit
+
+
+def versions(script: Path, home: Path, harness: str):
     """Yield what a script was when it had this harness, newest first, as far as git knows.
 
     Of a merge the branch that was merged does not count: there a cheat may come and go.
     """
-    commits = git(script.parent, "log", "--first-parent", "--format=%H", "--", script.name)
-    for commit in commits.split():
-        version = git(script.parent, "show", f"{commit}:./{script.name}")
+    name = script.relative_to(home).as_posix()
+    for commit in git(home, "log", "--first-parent", "--format=%H", "--", name).split():
+        version = git(home, "show", f"{commit}:{name}")
         if harness and below(version) == harness:
             yield version
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ledger import pages
 from ledger.logs import SETTING, LedgerError, Log, machine_words, read_run, read_text
-from ledger.records import CLAIM, FOLDER_NAME, RULES, Record, find_records
-from ledger.scripts import above, below, has_history, is_same, meaning, settings_of, versions
+from ledger.records import CLAIM, FOLDER_NAME, PRESETS, RULES, Record, find_records
+from ledger.scripts import above, below, history_reaches, is_same, meaning, settings_of, versions
 
 # What a run may have other than its preset says: what changes no loss but by rounding, and what
 # the script finds out itself.
@@ -30,14 +30,16 @@ def folder_faults(record: Record, root: Path, seen: dict):
     if not FOLDER_NAME.fullmatch(folder.name):
         yield "the folder's name is not a date and a name, YYYY-MM-DD_Name"
     if parent and not record.parent:
-        yield f"its parent {parent}/record.json is missing or not older"
+        yield f"its parent {parent}/record.json is missing, not older, or comes from this one"
     for key in record.claim.keys() - CLAIM:
         yield f"record.json has {key}; known are {', '.join(CLAIM)}"
-    same = seen.setdefault(record.number or folder, folder)
+    same = seen.setdefault((record.ladder, record.retells or folder), folder)
     if same != folder:
         yield f"its public number is that of {same.name}"
     if record.number and float(record.minutes or 0) != record.published["minutes"]:
         yield f"claims #{record.number}, {record.published['minutes']} min; public.toml does not"
+    if record.result and f"_o{record.result}_" not in folder.name:
+        yield f"its name is not that of result {record.result}, o{record.result}"
     if not read_text(folder / "README.md").startswith(f"# {folder.name}\n"):
         yield f"README.md's title is not '# {folder.name}'"
     for path in (folder, *sorted(folder.glob("*")), *sorted(folder.glob("logs/*"))):
@@ -56,7 +58,8 @@ def folder_faults(record: Record, root: Path, seen: dict):
     if re.findall(r"^Record: ([\w-]*)", above(script), re.M) != [folder.name]:
         yield f"train_gpt.py's docstring does not say `Record: {folder.name}` in one place"
     if below(script) != below(read_text(root)):
-        yield "train_gpt.py is not the root's from its banner on; run records/share_harness.py"
+        yield ("train_gpt.py is not the root's from its banner on; "
+               "run records/ledger/share_harness.py")
 
 
 def is_foreign(log: Log, record: Record, root: Path) -> bool:
@@ -69,14 +72,15 @@ def is_foreign(log: Log, record: Record, root: Path) -> bool:
     source = log.source or ""
     harness = below(source)
     if not is_same(source, record.script):
-        return not any(is_same(source, old) for old in versions(record.path, harness))
-    return harness != below(read_text(root)) and not any(versions(root, harness))
+        known = versions(record.path, root.parent, harness)
+        return not any(is_same(source, old) for old in known)
+    return harness != below(read_text(root)) and not any(versions(root, root.parent, harness))
 
 
 def log_faults(log: Log, record: Record):
     """Faults of one finished log by itself, and against its preset and the rules."""
     header, final, preset = log.header, log.final, log.header["preset"]
-    if preset not in RULES:
+    if preset not in PRESETS:
         yield f"has preset {preset}"
         return
     loss, ms = log.val[log.last_step]
@@ -102,7 +106,7 @@ def log_faults(log: Log, record: Record):
     if header["device"].startswith("host standing in for"):
         yield f"was made on a {header['device']}, which measures nothing"
     for wanted, words in ((settings_of(record.script, preset), "its preset has"),
-                          (RULES[preset], "by the rules it is")):
+                          (RULES[record.ladder][preset], "by the rules it is")):
         for name in sorted(wanted.keys() - FREE):
             if wanted[name] not in (None, header.get(name)):
                 yield f"has {name} {header.get(name)}, {words} {wanted[name]}"
@@ -114,7 +118,8 @@ def logs_faults(record: Record, root: Path, seen: dict):
         preset, digest = log.header["preset"], log.header["val_digest"]
         wrong = list(log_faults(log, record))
         if is_foreign(log, record, root):
-            wrong = [FOREIGN] if has_history(root) else []
+            reached = history_reaches(log.header.get("commit"), root.parent)
+            wrong = [FOREIGN] if reached else []  # else it is a doubt, one of the remarks
         if log.path.name != file_name(log):
             wrong.append(f"is not called {file_name(log)}, which is made from what is in it")
         # Two records may compute the same. Then their times differ.
@@ -140,19 +145,23 @@ def seeds_left_out(record: Record):
 
 def remarks_on(known: list, root: Path):
     """(why not all is verified, what else a reader of the tables should know): lines of each."""
-    doubts, notes, earlier = [], [], 0
+    doubts, notes, earlier, unknown = [], [], 0, 0
     for record in known:
         notes += seeds_left_out(record)
         if not record.logs:
             doubts.append(f"{record.folder.name} has no logs: its runs are not verified")
         for log in record.logs:
             with contextlib.suppress(*UNREADABLE):  # which is a fault, and told as one
-                earlier += not is_same(log.source or "", record.script)
-    if earlier and has_history(root):
+                if is_foreign(log, record, root):
+                    unknown += not history_reaches(log.header.get("commit"), root.parent)
+                else:
+                    earlier += not is_same(log.source or "", record.script)
+    if earlier:
         notes.append(f"{earlier} log(s) were written by earlier versions of their scripts")
-    elif earlier:
-        doubts.append(f"{earlier} log(s) are not verified: they have another source than their "
-                      "record's, and git's whole history is not here: git fetch --unshallow")
+    if unknown:
+        doubts.append(f"{unknown} log(s) are not verified: another version of their script wrote "
+                      "them, and git's history here does not reach the commit that they name: git "
+                      "fetch --unshallow, or a whole clone, has it")
     return doubts, notes
 
 
@@ -194,7 +203,7 @@ def file_log(path: Path, folder: Path, known: list) -> str:
     names = re.findall(r"^Record: ([\w-]*)", above(log.source or ""), re.M)
     record = next((one for one in known if [one.folder.name] == names), None)
     if record is None or is_foreign(log, record, root):
-        raise LedgerError(f"{path}: its source is no record's, now or earlier in git's history; "
+        raise LedgerError(f"{path}: its source is no record's, now or earlier in the history here; "
                           "make it one (records/README.md)")
     if wrong := list(log_faults(log, record)):
         raise LedgerError(f"{path}: {'; '.join(wrong)}")

@@ -3,12 +3,14 @@
 import contextlib
 import hashlib
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import fineweb as fineweb_tool
 import huggingface_hub
+import numpy as np
 import pytest
 
 VAL = "fineweb_val_000000.bin"
@@ -93,17 +95,75 @@ def test_shards_that_are_cut_or_no_shards_are_fetched_again_and_only_they(hub, f
     assert all((folder / name).read_bytes() == hub.files[name] for name in TRAIN[:3])
 
 
+def spoil(path):
+    """Change a token."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+
+
+def test_the_content_of_a_shard_is_read_once_and_held_to_the_hubs_sha256(
+    hub, fineweb, folder, monkeypatch
+):
+    """A copy is another file, and is read again."""
+    fineweb(1)
+    [sha256, file] = (folder / TRAIN[0]).with_suffix(".sha256").read_text().split(" ", 1)
+    assert sha256 == hashlib.sha256(hub.files[TRAIN[0]]).hexdigest()
+    with monkeypatch.context() as patch:
+        patch.setattr(fineweb_tool, "is_whole", None)  # nothing is read
+        assert "2 shards whole" in fineweb(1, online=False)[0]
+    spoil(folder / TRAIN[0])
+    printed, fetched = fineweb(1)
+    assert fetched == [TRAIN[0]] and f"{TRAIN[0]}: not whole, or not of the published" in printed
+    copy = folder.rename(folder.parent / "copy")
+    shutil.copytree(copy, folder, copy_function=shutil.copyfile)  # at another time
+    assert f"{TRAIN[0]}: read once, and whole" in fineweb(1, online=False)[0]
+    assert "read once" not in fineweb(1, online=False)[0]
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder, copy_function=shutil.copyfile)
+    spoil(folder / TRAIN[0])
+    fineweb(1, online=False, refused=["ConnectionError"])
+    assert fineweb(1)[1] == [TRAIN[0]]
+
+
+@pytest.mark.parametrize("has_note", [False, True])
+def test_a_download_that_was_only_allocated_is_not_whole(hub, fineweb, folder, write_shard,
+                                                         has_note):
+    """It has its size, and zeros behind what has come."""
+    tokens = np.random.default_rng(0).integers(0, 50_257, 100_000)
+    whole = write_shard(folder.parent / "whole", tokens).read_bytes()
+    hub.files[TRAIN[0]] = whole
+    fineweb(1)
+    path = folder / TRAIN[0]
+    if not has_note:
+        path.with_suffix(".sha256").unlink()
+    with open(path, "wb") as file:
+        file.write(whole[:50_000])
+        file.truncate(len(whole))
+    fineweb(1, online=False, refused=["ConnectionError"])
+    printed, fetched = fineweb(1)
+    assert fetched == [TRAIN[0]] and f"{path}: not whole" in printed and path.read_bytes() == whole
+
+
+def test_a_folder_that_can_only_be_read_is_taken(hub, fineweb, folder, monkeypatch):
+    fineweb(1)
+    for note in folder.glob("*.sha256"):
+        note.unlink()
+        note.symlink_to("/nowhere/at/all")  # which cannot be written
+    assert "2 shards whole" in fineweb(1, online=False)[0]
+
+
 def test_a_download_that_is_not_what_was_published_is_not_kept_and_the_rest_is(
     hub, fineweb, folder
 ):
     hub.damaged = TRAIN[0]
-    fineweb(3, refused=[TRAIN[0], "sha256"])
+    fineweb(3, refused=[TRAIN[0], "did not send it as published; run this again"])
     hub.damaged = ""
     assert fineweb(1)[1] == [TRAIN[0]]  # a bad download that stayed would be refused again
     assert sorted(path.name for path in folder.glob("*.bin")) == [TRAIN[0], VAL]
     assert (folder / ".incoming" / TRAIN[2]).exists()  # of the larger download
     fineweb(3)
-    assert sorted(path.name for path in folder.iterdir()) == [*TRAIN[:3], VAL]
+    assert sorted(path.name for path in folder.glob("[!f]*")) == []  # .incoming is gone
+    assert sorted(path.name for path in folder.glob("*.bin")) == [*TRAIN[:3], VAL]
 
 
 def test_a_larger_download_that_was_cut_short_is_kept_for_the_call_that_goes_on(fineweb, folder):
@@ -125,7 +185,7 @@ def test_another_hub_may_tell_no_sums_or_know_fewer_shards(hub, fineweb, folder)
     printed, fetched = fineweb(3)
     assert fetched == TRAIN[1:3] and f"{TRAIN[2]}: " in printed and "gives no sha256" in printed
     hub.sends = 1
-    fineweb(5, refused=[f"{TRAIN[4]}: ", "did not send it", "HF_ENDPOINT"])
+    fineweb(5, refused=[f"{TRAIN[4]}: ", "did not send it as published", "HF_ENDPOINT"])
     assert (folder / TRAIN[3]).read_bytes() == hub.files[TRAIN[3]]
     hub.has_sums, hub.damaged = False, TRAIN[4]
     hub.files[TRAIN[4]] += b"?"

@@ -1,7 +1,6 @@
 """data/launch.py: a script that is interrupted; two ranks that fail, or wait for a signal."""
 
 import contextlib
-import io
 import os
 import re
 import signal
@@ -22,29 +21,17 @@ if "--pass" in sys.argv: sys.exit()
 os.write(1, f"a rank waits {os.getpid()}\\n".encode())
 time.sleep(600)
 """
-# A signal comes when the first rank is started and torchrun has not noted it yet.
-SIGNAL_WHILE_STARTING = """
-import os, signal, subprocess, sys
-if "--standalone" in sys.argv:
-    start = subprocess.Popen.__init__
-    def start_and_signal(self, args, **options):
-        start(self, args, **options)
-        if options.get("start_new_session"):
-            os.kill(os.getpid(), signal.SIGTERM)
-    subprocess.Popen.__init__ = start_and_signal
-"""
-TWO_RANKS = ["--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]
 for_ranks = pytest.mark.skipif(sys.platform != "linux", reason="torchrun's ranks are for CUDA")
 
 
 @pytest.fixture
 def launch(tmp_path):
-    """`launch(options, *flags)` starts a script with flags, by options of torchrun."""
+    """`launch(ranks, *flags)` starts a script with flags."""
     (tmp_path / "rank.py").write_text(RANK)
 
-    def start(options, *flags, start=()):
-        launcher = [*start, sys.executable, REPO / "data" / "launch.py"]
-        return subprocess.Popen([*launcher, *options, tmp_path / "rank.py", *flags], text=True,
+    def start(ranks, *flags, start=()):
+        launcher = [*start, sys.executable, REPO / "data" / "launch.py", str(ranks)]
+        return subprocess.Popen([*launcher, tmp_path / "rank.py", *flags], text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                 env=os.environ | dict(PYTHONPATH=str(tmp_path)))
 
@@ -60,8 +47,8 @@ def check_end(run, code, lines=8):
 
 def test_a_script_by_itself_is_interrupted_in_one_line(launch):
     """As while it imports torch, before it catches anything itself."""
-    check_end(launch([], "--fail"), 3, lines=0)
-    run = launch([])
+    check_end(launch(1, "--fail"), 3, lines=0)
+    run = launch(1)
     assert run.stdout.readline().startswith("a rank waits")
     run.send_signal(signal.SIGINT)
     check_end(run, 130, lines=1)
@@ -69,8 +56,8 @@ def test_a_script_by_itself_is_interrupted_in_one_line(launch):
 
 def test_a_run_that_ends_well_is_followed_by_what_to_type_next(launch, monkeypatch):
     monkeypatch.setenv("RUN_SH_NEXT", "Next: type this.")
-    assert launch([], "--pass").communicate(timeout=60)[0] == "Next: type this.\n"
-    assert launch([], "--fail").communicate(timeout=60)[0] == ""
+    assert launch(1, "--pass").communicate(timeout=60)[0] == "Next: type this.\n"
+    assert launch(1, "--fail").communicate(timeout=60)[0] == ""
 
 
 @pytest.fixture
@@ -78,7 +65,6 @@ def torchrun(monkeypatch):
     """`torchrun(run)` puts `run` in its place, which is called with its arguments."""
     from torch.distributed import run as torchrun
 
-    monkeypatch.setenv("RUN_SH_LAUNCHER", "")
     with contextlib.ExitStack() as after:
         for number in signal.SIGUSR1, signal.SIGXCPU:
             after.callback(signal.signal, number, signal.getsignal(number))
@@ -103,38 +89,34 @@ def test_the_exit_code_is_the_first_failures_and_who_was_killed_is_told(
 
     def run(args):
         assert args.training_script == launch_tool.__file__
+        assert args.training_script_args == ["1", "rank.py", *words.split()]
+        assert args.nproc_per_node == "2" and args.local_addr == "127.0.0.1"
         raise failed
 
     torchrun(run)
     with pytest.raises(SystemExit) as end:
-        launch_tool.main([*TWO_RANKS, "rank.py", *words.split()])
+        launch_tool.main(2, ["rank.py", *words.split()])
     assert end.value.code == code
     assert re.fullmatch(said, capsys.readouterr().err)
 
 
-def test_signals_reach_torchrun_and_the_ranks_that_it_has_not_noted(torchrun, monkeypatch):
+def test_signals_reach_torchrun(torchrun, monkeypatch):
     """Those by which a scheduler announces an end are taken for SIGTERM."""
     from torch.distributed.elastic.multiprocessing import api
 
     sent = []
     monkeypatch.setattr(os, "kill", lambda process, number: sent.append((process, number)))
-    children = {"/proc/thread-self/children": "12 34 "}
-    monkeypatch.setattr(launch_tool, "open", lambda name: io.StringIO(children[name]),
-                        raising=False)
 
     def run(args):
-        assert os.environ["RUN_SH_LAUNCHER"] == str(os.getpid())
         for number in signal.SIGUSR1, signal.SIGXCPU:
             signal.raise_signal(number)
-        assert sent == 2 * [(os.getpid(), signal.SIGTERM)]
-        sent.clear()
         raise api.SignalException("told", signal.SIGTERM)
 
     torchrun(run)
     with pytest.raises(SystemExit) as end:
-        launch_tool.main([*TWO_RANKS, "rank.py"])
+        launch_tool.main(2, ["rank.py"])
     assert end.value.code == 128 + signal.SIGTERM
-    assert sent == [(12, signal.SIGTERM), (34, signal.SIGTERM)]
+    assert sent == 2 * [(os.getpid(), signal.SIGTERM)]
 
 
 @pytest.mark.parametrize(("on_hangup", "handled"), [
@@ -145,38 +127,14 @@ def test_under_nohup_torchrun_leaves_a_hangup_alone(torchrun, monkeypatch, on_ha
     signal.signal(signal.SIGHUP, on_hangup)
     seen = []
     torchrun(lambda args: seen.append(os.environ.get("PET_SIGNALS_TO_HANDLE")))
-    launch_tool.main([*TWO_RANKS, "rank.py"])
+    launch_tool.main(2, ["rank.py"])
     assert seen == [handled]
-
-
-def test_a_rank_asks_for_a_signal_when_its_launcher_ends_and_ends_if_it_has(monkeypatch):
-    asked = []
-    libc = SimpleNamespace(prctl=lambda *words: asked.append(words))
-    monkeypatch.setattr(launch_tool.ctypes, "CDLL", lambda name: libc)
-    monkeypatch.setenv("RUN_SH_LAUNCHER", str(os.getppid()))
-    launch_tool.end_with_parent()
-    assert asked == [(1, signal.SIGTERM)] * (sys.platform == "linux")  # 1: PR_SET_PDEATHSIG
-    assert "RUN_SH_LAUNCHER" not in os.environ  # a script that it starts is no rank
-    launch_tool.end_with_parent()
-    monkeypatch.setenv("RUN_SH_LAUNCHER", str(os.getpid()))
-    with pytest.raises(SystemExit) as end:
-        launch_tool.end_with_parent()
-    assert end.value.code == 128 + signal.SIGTERM
-
-
-@for_ranks
-@pytest.mark.slow
-def test_ranks_do_not_outlive_their_launcher(launch):
-    run = launch(TWO_RANKS)
-    assert all(run.stdout.readline().startswith("a rank waits") for _ in range(2))
-    run.kill()
-    run.communicate(timeout=60)  # ends when no rank is left, which would hold the pipes open
 
 
 @for_ranks
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_told(launch):
-    run = launch(TWO_RANKS)
+    run = launch(2)
     os.kill(int(run.stdout.readline().split()[-1]), signal.SIGKILL)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 1
@@ -187,7 +145,7 @@ def test_a_rank_that_is_killed_is_told(launch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("flag", "code"), [("--fail", 3), ("--die", 1)])
 def test_the_exit_code_is_that_of_the_ranks(launch, flag, code):
-    check_end(launch(TWO_RANKS, flag), code)
+    check_end(launch(2, flag), code)
 
 
 @for_ranks
@@ -196,7 +154,7 @@ def test_the_exit_code_is_that_of_the_ranks(launch, flag, code):
                                                ([], signal.SIGUSR1), ([], signal.SIGXCPU)])
 def test_ranks_are_interrupted_without_a_traceback(launch, start, number):
     """Under nohup a closed terminal does not end them."""
-    run = launch(TWO_RANKS, start=start)
+    run = launch(2, start=start)
     try:
         assert all(run.stdout.readline().startswith("a rank waits") for _ in range(2))
         if start:
@@ -208,10 +166,3 @@ def test_ranks_are_interrupted_without_a_traceback(launch, start, number):
         check_end(run, 128 + (signal.SIGTERM if announced else number))
     finally:
         run.kill()
-
-
-@for_ranks
-@pytest.mark.slow
-def test_a_signal_that_meets_torchrun_while_it_starts_leaves_no_rank(launch, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(SIGNAL_WHILE_STARTING)
-    check_end(launch(TWO_RANKS), 128 + signal.SIGTERM)

@@ -2,104 +2,141 @@
 
 import json
 import re
+import sys
 from types import SimpleNamespace
 
 import machine
 import plan as plan_tool
 import pytest
 from conftest import REPO, script_module
+from gpu_tables import flags_that_fit
 
 GIB = 2**30
 
 
-@pytest.fixture
-def plan(monkeypatch, capsys):
-    """`plan(gib, flags)` is what is printed and said for GPUs of such sizes, and the root. `oldest`
-    is the compute capability of the last one."""
-    monkeypatch.setattr(machine, "check_compiler", lambda: None)
-    monkeypatch.setattr(machine, "check_shared_memory", lambda ranks: None)
+def plan_for(script, flags, gib, gpus=1, fp8=True):
+    """Flags for GPUs of such a size, as one text."""
+    return " ".join(flags_that_fit(script, script.parse_args(flags.split()), int(gib * GIB), gpus,
+                                   fp8))
 
-    def run(gib, flags, record="train_gpt.py", oldest=(9, 0)):
-        gpus = [SimpleNamespace(total_memory=int(float(size) * GIB)) for size in gib.split()]
-        capabilities = [*[(9, 0)] * (len(gpus) - 1), oldest]
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capabilities[index])
-        monkeypatch.setattr(plan_tool, "count_gpus", lambda device: len(gpus))
-        monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpus[index])
-        plan_tool.plan(script_module(record), flags.split())
-        printed, said = capsys.readouterr()
-        answers = [line for line in printed.splitlines() if line]
-        assert all(line.startswith("answer: ") for line in answers)
-        return "".join(line.removeprefix("answer: ") + "\n" for line in answers), said
+
+@pytest.mark.parametrize(("gpus", "flags", "ranks"), [
+    (3, "", 2), (8, "", 8), (8, "--sequences_per_step 12", 6), (1, "", 1)])
+def test_as_many_ranks_as_divide_the_sequences_of_a_step(gpus, flags, ranks):
+    script = script_module("train_gpt.py")
+    assert plan_tool.most_ranks(script.parse_args(flags.split()), gpus) == ranks
+
+
+@pytest.mark.parametrize(("sizes", "oldest", "flags"), [
+    ([22.0], (9, 0), []),
+    ([79.1, 15.6, 79.1], (9, 0), ["--shorten", "2"]),  # by the smallest
+    ([7.7], (9, 0), ["--shorten", "8", "--val_seq_len", "131072"])])
+def test_flags_are_for_the_smallest_gpu(monkeypatch, sizes, oldest, flags):
+    show_gpus(monkeypatch, sizes, oldest)
+    script = script_module("train_gpt.py")
+    assert plan_tool.flags_for_gpus(script, script.parse_args([]), len(sizes)) == flags
+
+
+def test_one_gpu_without_fp8_needs_the_memory_of_all_without_it(monkeypatch):
+    """Sequences have one length on all of them."""
+    script = script_module("records/2026-08-30_92h_Fp8Products/train_gpt.py")
+    cfg = script.parse_args([])
+    show_gpus(monkeypatch, 8 * [42.0], (9, 0))
+    assert plan_tool.flags_for_gpus(script, cfg, 8) == []
+    show_gpus(monkeypatch, 8 * [42.0], (8, 6))
+    assert plan_tool.flags_for_gpus(script, cfg, 8) == ["--shorten", "2"]
+
+
+def show_gpus(monkeypatch, sizes, oldest):
+    """GPUs of so many GiB; `oldest` is the compute capability of the last one."""
+    def properties(device):
+        index = device if isinstance(device, int) else device.index
+        return SimpleNamespace(total_memory=int(sizes[index] * GIB))
+
+    capabilities = [*[(9, 0)] * (len(sizes) - 1), oldest]
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capabilities[index])
+
+
+def test_a_gpu_that_is_too_small_is_told():
+    with pytest.raises(machine.MachineError, match="5.8 GiB is too small for 2025-12-22_Multi.*"
+                                                   "--preset pocket"):
+        plan_for(script_module("train_gpt.py"), "", 5.8)
+
+
+# ---- Which GPUs there are ----
+
+
+@pytest.fixture
+def count(monkeypatch, tmp_path):
+    """`count(gpus, cuda, fault, device)` counts the GPUs that torch says it has, of a script that
+    refuses some, on a machine with NVIDIA's driver."""
+    monkeypatch.setattr(machine, "SYSTEM", tmp_path)
+    monkeypatch.setattr(plan_tool, "check_compiler", lambda: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
+
+    def run(gpus, cuda="13.0", fault="", device="auto", check_gpu=lambda device: None):
+        def init():
+            if fault:
+                raise RuntimeError(fault)
+
+        monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+        monkeypatch.setattr("torch.cuda.init", init)
+        monkeypatch.setattr("torch.version.cuda", cuda)
+        monkeypatch.setattr("torch.version.hip", None)
+        script = SimpleNamespace(check_gpu=check_gpu, UserError=KeyError)
+        return plan_tool.count_gpus(script, device)
 
     return run
 
 
-@pytest.mark.parametrize(("gib", "flags", "planned"), [
-    # GPUs and processes; these divide the sequences of a step
-    (3 * "80 ", "--seed 1", "3 2 \nfineweb.py 8\n"),
-    (8 * "80 ", "--sequences_per_step 12", "8 6 \nfineweb.py 11\n"),
-    (4 * "80 ", "--preset pocket", "4 1 \npocket.py\n"),
-    ("80", "--train_files mine/*.bin", "1 1 \n"),
-    # The smallest GPU sets the length of the sequences, unless flags do.
-    ("22.0", "", "1 1 \nfineweb.py 8\n"),
-    ("79.1 15.6 79.1", "", "3 2 --shorten 2\nfineweb.py 8\n"),
-    ("7.7", "", "1 1 --shorten 8 --val_seq_len 131072\nfineweb.py 8\n"),
-    ("7.7", "--shorten=2", "1 1 \nfineweb.py 8\n")])
-def test_the_root_is_planned_for_the_gpus_that_there_are(plan, gib, flags, planned):
-    printed, said = plan(gib, flags)
-    assert printed == planned
-    ranks = re.search(r"(\d+) of (\d+) GPUs", said)
-    gpus, processes = planned.split()[:2]
-    assert bool(ranks) == (gpus != processes and "pocket" not in planned)
-    assert ("first start compiles for about 5 minutes" in said) == ("pocket" not in planned)
-    assert ("--shorten" in planned) == ("losses of shorter sequences do not compare" in said)
+def test_a_torch_without_cuda_is_told_where_there_is_a_gpu(count, monkeypatch, tmp_path):
+    """It would train the pocket on the CPU without a word."""
+    said = rf"torch \S+ of {re.escape(sys.executable)} has no CUDA.*--device cpu does without"
+    for shown in None, "0", "0,1", "GPU-5f2":
+        if shown:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        with pytest.raises(machine.MachineError, match=said):
+            count(0, cuda=None)
+    assert count(0, cuda=None, device="cpu") == 0
+    for hidden in "", "-1", "NoDevFiles":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert count(0, cuda=None) == 0
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (tmp_path / "dev" / "nvidiactl").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert count(0, cuda=None) == 0  # no driver
+    smi = tmp_path / "nvidia-smi"
+    for code in 9, 0:  # it is there without a GPU, and, as under Windows, with one
+        smi.write_text(f"#!/bin/sh\nexit {code}\n")
+        smi.chmod(0o755)
+        if code:
+            assert count(0, cuda=None) == 0
+    with pytest.raises(machine.MachineError, match=said):
+        count(0, cuda=None)
 
 
-def test_one_gpu_without_fp8_needs_the_memory_of_all_without_it(plan):
-    """Sequences have one length on all of them."""
-    record = "records/2026-08-30_92h_Fp8Products/train_gpt.py"
-    assert plan(8 * "42 ", "", record)[0].startswith("8 8 \n")
-    assert plan(8 * "42 ", "", record, oldest=(8, 6))[0].startswith("8 8 --shorten 2\n")
+def test_cuda_that_does_not_start_is_told(count):
+    fault = "system has unsupported display driver"
+    for gpus in 0, 2:
+        with pytest.raises(machine.MachineError, match=f"{fault}; --device cpu"):
+            count(gpus, fault=fault)
+    assert count(2) == 2 and count(2, device="cpu") == 0
 
 
-def test_what_a_run_on_gpus_needs_of_the_machine_is_looked_for(plan, monkeypatch):
-    asked = []
-    monkeypatch.setattr(machine, "check_compiler", lambda: asked.append("compiler"))
-    monkeypatch.setattr(machine, "check_shared_memory", lambda ranks: asked.append(ranks))
-    plan("80 80 80", "")
-    plan("", "--preset pocket")
-    assert asked == ["compiler", 2, 1]  # of two ranks, and of one on the CPU
+def test_a_gpu_that_the_script_refuses_is_named(count):
+    def check_gpu(device):
+        if device.index == 1:
+            raise ValueError("it is old; use --device cpu")
+
+    assert count(1, check_gpu=check_gpu) == 1
+    with pytest.raises(machine.MachineError, match="GPU 1: it is old; use --device cpu"):
+        count(2, check_gpu=check_gpu)
 
 
-def test_a_gpu_that_is_too_small_is_told(plan):
-    with pytest.raises(machine.MachineError, match="5.8 GiB is too small for 2025-12-22_Multi.*"
-                                                   "--preset pocket"):
-        plan("79.1 5.8", "")
-
-
-def test_wrong_flags_are_one_line(capsys):
-    assert plan_tool.main(str(REPO / "train_gpt.py"), "--sede", "3") == 2
-    said = capsys.readouterr().err
-    assert said.startswith("run.sh: ") and "--sede 3" in said and said.count("\n") == 1
-
-
-def test_cuda_that_does_not_start_is_told(monkeypatch, tmp_path):
-    def refuse():
-        raise RuntimeError("system has unsupported display driver")
-
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("torch.cuda.init", refuse)
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr(machine, "SYSTEM", tmp_path)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert plan_tool.count_gpus("auto") == 0
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "nvidiactl").touch()
-    assert plan_tool.count_gpus("cpu") == 0
-    with pytest.raises(machine.MachineError, match="unsupported display driver; --device cpu"):
-        plan_tool.count_gpus("auto")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert plan_tool.count_gpus("auto") == 0
+# ---- What is counted ----
 
 
 def test_memory_is_what_the_model_found():
@@ -126,17 +163,6 @@ def tokens_of(script, cfg):
             for step in range(cfg.num_iterations)]
 
 
-@pytest.mark.parametrize(("capabilities", "hip", "said"), [
-    ([(7, 5)], None, "capability 7.5, and .*--device cpu"),
-    ([(9, 0), (7, 0)], None, "GPU 1 has compute capability 7.0.*CUDA_VISIBLE_DEVICES"),
-    ([(9, 4)], "6.4", "AMD's GPUs, on which no script here was tried: --device cpu")])
-def test_gpus_that_cannot_train_are_told(monkeypatch, capabilities, hip, said):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capabilities[index])
-    monkeypatch.setattr("torch.version.hip", hip)
-    with pytest.raises(machine.MachineError, match=said):
-        plan_tool.check_gpus(len(capabilities))
-
-
 @pytest.mark.parametrize(("record", "gib", "fp8", "flags"), [
     ("2024-11-19_FlexAttention", 23.5, True, "--shorten 2"),  # 65,536 tokens a forward
     ("2025-01-26_BatchSize", 23.5, True, ""),  # 49,152
@@ -144,8 +170,7 @@ def test_gpus_that_cannot_train_are_told(monkeypatch, capabilities, hip, said):
     ("2026-08-30_92h_Fp8Products", 42.0, False, "--shorten 2")])  # 4 GiB more
 def test_memory_follows_the_tokens_of_a_forward_pass_and_fp8(record, gib, fp8, flags):
     script = script_module(f"records/{record}/train_gpt.py")
-    cfg = script.parse_args([])
-    assert plan_tool.flags_that_fit(script, cfg, int(gib * GIB), 8, fp8) == flags
+    assert plan_for(script, "", gib, 8, fp8) == flags
 
 
 @pytest.mark.parametrize(("record", "shards"), [
@@ -155,18 +180,6 @@ def test_shards_suffice_where_documents_are_cut(record, shards):
     """Nine were enough for the published #30, and are not by the share that is counted on."""
     script = script_module(f"records/{record}/train_gpt.py")
     assert plan_tool.count_shards(script, script.parse_args([])) == shards
-
-
-def test_the_table_has_a_row_for_each_record(monkeypatch, capsys):
-    names = ["2025-12-22_MultiTokenPrediction", "2026-08-30_92h_Fp8Products"]
-    paths = [REPO / "records" / name / "train_gpt.py" for name in names]
-    monkeypatch.setattr(plan_tool.Path, "glob", lambda self, pattern: paths)
-    assert plan_tool.main("--table") == 0
-    first, _, *rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2 and first.count("|") == rows[0].count("|") == rows[1].count("|")
-    assert rows[0].startswith("| MultiTokenPrediction | 8 | 1/8 |")
-    assert rows[0].endswith("| whole |")
-    assert "| – | whole |" in rows[1]  # its whole table needs eight GPUs
 
 
 @pytest.mark.parametrize(("record", "gib", "flags", "data"), [  # at least eight shards
@@ -180,7 +193,7 @@ def test_records_are_planned_with_their_data_and_memory(monkeypatch, tmp_path, r
     """The tokens of their steps stay what they were."""
     script = script_module(f"records/{record}/train_gpt.py")
     cfg = script.parse_args([])
-    assert plan_tool.flags_that_fit(script, cfg, int(gib * GIB), 8) == flags
+    assert plan_for(script, "", gib, 8) == flags
     small = script.shorten(script.parse_args(flags.split()))
     assert tokens_of(script, small) == tokens_of(script, cfg)
     monkeypatch.setattr(plan_tool, "__file__", f"{tmp_path}/data/plan.py")
@@ -194,11 +207,15 @@ def test_records_are_planned_with_their_data_and_memory(monkeypatch, tmp_path, r
 def test_a_table_in_parts_needs_enough_gpus_or_fewer_rows():
     script = script_module("records/2026-08-30_92h_Fp8Products/train_gpt.py")
 
-    def flags_that_fit(flags, ranks, gib=79.1):
-        cfg = script.parse_args(flags.split())
-        return plan_tool.flags_that_fit(script, cfg, int(gib * GIB), ranks)
-
-    assert flags_that_fit("", 8) == flags_that_fit("--ngram_rows 21150720", 1) == ""
-    assert flags_that_fit("--ngram_rows 377280", 1, gib=23.5) == "--shorten 2"
+    assert plan_for(script, "", 79.1, 8) == plan_for(script, "--ngram_rows 21150720", 79.1) == ""
+    assert plan_for(script, "--ngram_rows 377280", 23.5) == "--shorten 2"
     with pytest.raises(machine.MachineError, match="92h_Fp8.*fewer --ngram_rows"):
-        flags_that_fit("", 1)
+        plan_for(script, "", 79.1)
+
+
+@pytest.mark.parametrize(("flags", "data"), [
+    ("--preset pocket", ["pocket.py"]), ("", ["fineweb.py 8"]),
+    ("--train_files mine/fineweb_*.bin", []), ("--train_files my_pocket/*.bin", [])])
+def test_data_of_ones_own_are_not_made(flags, data):
+    script = script_module("train_gpt.py")
+    assert plan_tool.scripts_of_data(script, script.parse_args(flags.split())) == data

@@ -44,16 +44,36 @@ def test_paragraphs_are_documents_and_another_torch_is_said_not_to_compare(run_p
     assert "not the corpus of torch 2.13.0" in printed and "compare" in printed
 
 
-def test_a_whole_corpus_is_kept_and_a_damaged_one_made_anew(run_pocket, shards, monkeypatch):
+def contents(paths):
+    return [path.read_bytes() for path in paths]
+
+
+def test_a_whole_corpus_is_kept_and_one_that_was_cut_made_anew(run_pocket, shards, monkeypatch):
     run_pocket()
-    monkeypatch.setattr(pocket, "REFERENCE_SHA256", pocket.hash_shards(shards))
-    val = shards[1]
-    whole, written = val.read_bytes(), val.stat().st_mtime_ns
+    whole, written = contents(shards), shards[1].stat().st_mtime_ns
+    monkeypatch.setattr(pocket, "REFERENCE_SHA256", hashlib.sha256(b"".join(whole)).hexdigest())
     printed = run_pocket()
     assert "found whole" in printed and "compare" not in printed
-    assert val.stat().st_mtime_ns == written
-    val.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert "written" in run_pocket() and val.read_bytes() == whole
+    assert shards[1].stat().st_mtime_ns == written
+    for damaged in whole[1][:-2], b"", None:
+        shards[1].unlink()
+        if damaged is not None:
+            shards[1].write_bytes(damaged)
+        assert "written" in run_pocket() and contents(shards) == whole
+
+
+def test_a_corpus_of_another_torch_is_never_overwritten(run_pocket, shards):
+    """A run that was trained on it cannot go on with another one."""
+    run_pocket()
+    whole = contents(shards)
+    for path in (shards[0].parent.parent / "torch").glob("*.py"):  # an upgrade
+        path.write_text("z = 4\n")
+    printed = run_pocket()
+    assert contents(shards) == whole
+    assert "found whole" in printed and "A corpus that is here stays: move it away" in printed
+    shards[1].write_bytes(b"cut")
+    run_pocket()
+    assert shards[0].read_bytes() == whole[0] and shards[1].read_bytes() != b"cut"
 
 
 @pytest.mark.slow

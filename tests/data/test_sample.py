@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import re
 import shutil
 import sys
 from dataclasses import asdict
@@ -54,7 +53,8 @@ def test_temperature_and_top_k_shape_what_is_drawn_from(monkeypatch, temperature
         return torch.zeros(1).long()
 
     monkeypatch.setattr(torch, "multinomial", note)
-    model = model_of(lambda x: torch.tensor(logits), vocab_size=5, eot_token=4)
+    # The tokenizer's last id is end-of-text; a vocabulary that is larger is never drawn from.
+    model = model_of(lambda x: torch.tensor(logits), vocab_size=6, eot_token=4)
     next(sample_tool.draw_tokens(model, [4], 1, temperature, top_k))
     kept = sorted(logits[:5])[-(top_k or 5) :]
     weights = [math.exp((x - 2.0) / (temperature or 1e-3)) * (x in kept) for x in logits[:5]]
@@ -98,6 +98,8 @@ def test_without_a_checkpoint_it_is_the_last_step_of_the_run_that_wrote_last(
     mine = shutil.copytree(runs.oldest.parent, tmp_path / "logs" / "mine")
     earlier = mine / "step-000001.pt"
     earlier.write_text("no checkpoint")
+    for name in ("step-000002-best.pt", "step-000009.keep.pt", "step-best.pt", "step-9.pt"):
+        (mine / name).write_text("a person's copy, which is never chosen")
     os.utime(earlier, (2e9, 2e9))
     assert run(tmp_path, *LIKELIEST) == text
     other = shutil.copytree(mine, tmp_path / "logs" / "other")
@@ -128,9 +130,7 @@ def test_the_script_is_that_of_the_runs_log_or_the_one_named(runs, run, tmp_path
     assert run(tmp_path, *named, "--seed", 1) != logged
     log = tmp_path / "log.txt"
     log.write_text("open('trap', 'w')\n" + runs.oldest.with_name("log.txt").read_text())
-    commit = re.search(r"commit\W+([0-9a-f]{40})", log.read_text())
-    version = f" (it is of another version, commit {commit[1]})" if commit else ""
-    told = f"{log}: its source is neither train_gpt.py nor a record's{version}, and would be run; "
+    told = f"{log}: its source is neither train_gpt.py nor a record's, and would be run; "
     run(tmp_path, model, refused=["sample.py: ", f"{told}read it, then: --script {log}"])
     assert not (tmp_path / "trap").exists()
     assert run(tmp_path, model, "--script", log, "--tokens", 20) == logged
@@ -175,6 +175,24 @@ def test_letters_come_whole_and_a_standard_input_that_is_closed_is_told(runs, ru
         sample_tool.read_prompt("", "-")
 
 
+@pytest.mark.parametrize("prompt", [
+    "The <|endoftext|> token", '[{"a": 1}, ', '{"text": "hi', "PAR1 is", "BZhang", "a\0b"])
+def test_a_prompt_may_be_any_text(tmp_path, prompt):
+    for name in "a.txt", "a.csv", "a.json":
+        (tmp_path / name).write_text(prompt)
+        assert sample_tool.read_prompt("", str(tmp_path / name)) == prompt
+
+
+def test_an_output_that_cannot_be_reconfigured_is_written_to(runs, run, monkeypatch):
+    """As that of a notebook."""
+    written = []
+    output = SimpleNamespace(write=written.append, flush=lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        run(runs.folder, runs.oldest, "--prompt", "xy", "--tokens", 1)
+    assert "".join(written).startswith("xy")
+
+
 @pytest.mark.parametrize(("args", "part"), [
     ([], "no checkpoint under logs/: train with --save_every"),
     (["gone.pt"], "gone.pt: there is no such file; name a checkpoint"),
@@ -189,8 +207,8 @@ def test_letters_come_whole_and_a_standard_input_that_is_closed_is_told(runs, ru
     (["OLDEST", "--prompt", "-x"], "one that begins with - is given as --flag=VALUE"),
     (["OLDEST", "--tokens", "-1"], "argument --tokens: '-1': give a whole number from 0 on"),
     (["LOG"], "name another checkpoint, or its script by --script"),
-    (["OLDEST", "--prompt_file", "zipped.gz"], "zipped.gz: compressed by gzip"),
-    (["OLDEST", "--prompt_file", "-"], "standard input: not UTF-8; convert"),
+    (["OLDEST", "--prompt_file", "zipped.gz"], "zipped.gz: not UTF-8 at byte 1; convert"),
+    (["OLDEST", "--prompt_file", "-"], "standard input: not UTF-8 at byte 0; convert"),
     (["OLDEST", "--prompt_file", "gone.txt"], "gone.txt")])
 def test_bad_input_is_one_line(runs, run, tmp_path, args, part):
     (tmp_path / "text.pt").write_text("some words of text")

@@ -27,6 +27,18 @@ def test_a_failed_write_leaves_the_earlier_shard(tmp_path, monkeypatch, write_sh
     assert path.read_bytes() == earlier and list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(("count", "hole", "is_whole"), [
+    (100_000, slice(0, 0), True), (100_000, slice(60_000, 100_000), False),
+    (100_000, slice(10_000, 50_000), False), (100, slice(0, 100), True), (0, slice(0, 0), False)])
+def test_a_shard_with_a_hole_is_not_whole(tmp_path, write_shard, count, hole, is_whole):
+    """Nor is one without tokens, or that is not there; a short text may be one token."""
+    tokens = np.random.default_rng(0).integers(0, 257, count)
+    tokens[hole] = 0
+    assert shards.is_whole(write_shard(tmp_path / "a.bin", tokens)) == is_whole
+    assert not shards.is_whole(write_shard(tmp_path / "b.bin", tokens, count=count + 1))
+    assert not shards.is_whole(tmp_path / "c.bin")
+
+
 def test_who_stops_reading_ends_a_script_without_a_word():
     code = "import shards; shards.run(lambda: print(10**6 * 'many words '))"
     with subprocess.Popen([sys.executable, "-c", code], cwd=REPO / "data", stdout=subprocess.PIPE,
@@ -92,15 +104,12 @@ def test_messages_name_flags_that_the_program_has(name):
     assert set(re.findall(r"--[a-z_]+", source)) <= has | shell
 
 
-def test_run_sh_names_flags_that_there_are():
-    source = (REPO / "run.sh").read_text()
-    said = "\n".join(re.findall(r'(?:say|die) ((?:.*\\\n)*.*)', source))
-    assert set(re.findall(r"--[a-z_]+", said)) <= {"--record", "--help"}
+def test_the_start_names_flags_that_there_are():
     fields = set(re.findall(r"^    (\w+): ", (REPO / "train_gpt.py").read_text(), re.MULTILINE))
-    for name in "machine", "plan", "launch":
-        source = (REPO / "data" / f"{name}.py").read_text()
-        named = set(re.findall(r"--([a-z_]+)", source))
-        assert named <= fields | {"table", "shm", "query", "format", "ngram_rows"}
+    known = fields | {"record", "help", "ngram_rows", "maxprocesses", "prompt"}
+    for name in "plan", "start":
+        named = re.findall(r"--([a-z_]+)", (REPO / "data" / f"{name}.py").read_text())
+        assert set(named) <= known
 
 
 def test_a_folder_is_held_by_one_process_at_a_time(tmp_path, capsys):

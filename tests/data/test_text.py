@@ -66,7 +66,7 @@ def test_tokens_of_the_parts_are_those_of_the_whole(gpt2, tmp_path, monkeypatch,
     parts = list(text.read_parts(io.StringIO(string, newline=""), "gpt2"))
     assert "".join(parts) == string and len(parts) > 99
     texts = ((part, number == 0) for number, part in enumerate(parts))
-    assert text.write_tokens(texts, "gpt2", 1e-9, tmp_path) == 1
+    assert text.write_tokens(texts, "gpt2", 1e-9, tmp_path) == (1, 0)
     tokens = np.fromfile(tmp_path / "train", "<u2").tolist()
     assert tokens == [50256, *gpt2.encode_ordinary(string)]
     assert (tmp_path / "val").stat().st_size == 0
@@ -74,22 +74,23 @@ def test_tokens_of_the_parts_are_those_of_the_whole(gpt2, tmp_path, monkeypatch,
 
 def test_a_text_without_spaces_is_looked_through_once(monkeypatch):
     looked_at = []
-    pattern = text.LAST_CUT
+    pattern = text.LAST_CUT["gpt2"]
     search = SimpleNamespace(match=lambda part: looked_at.append(len(part)) or pattern.match(part))
-    monkeypatch.setattr(text, "LAST_CUT", search)
+    monkeypatch.setitem(text.LAST_CUT, "gpt2", search)
     monkeypatch.setattr(text, "BLOCK_CHARS", 10)
     string = "x" * 10_000 + " y"
-    assert "".join(text.read_parts(io.StringIO(string), "bytes")) == string and not looked_at
     assert "".join(text.read_parts(io.StringIO(string), "gpt2")) == string
     assert sum(looked_at) <= 2 * len(string)
+    parts = list(text.read_parts(io.StringIO(string), "bytes"))  # none waits for others
+    assert "".join(parts) == string and max(map(len, parts)) <= 10
 
 
 def test_every_kind_of_path_becomes_documents_in_order(run_text, tmp_path):
     """A folder's in sorted order, then the others; the file that is named twice is read once."""
-    documents = ["", "".join(FRAGMENTS), "a\nb"]
+    documents = ["é", "".join(FRAGMENTS), "a\nb"]
     filler = "a word " * 1000  # whose end is held out, as no document is
     write(tmp_path, {  # in another order than they are read
-        "my texts/z.txt": b"",
+        "my texts/z.txt": b"z",
         "my texts/b/c.NDJSON": b"\xef\xbb\xbf" + to_jsonl(documents[2:]),
         "my texts/a.JSONL": b"\n" + to_jsonl(documents[:2]),
         "notes.md": b"\xef\xbb\xbfline ends\r\nare kept\r\xef\xbb\xbf"})
@@ -97,9 +98,9 @@ def test_every_kind_of_path_becomes_documents_in_order(run_text, tmp_path):
                        tmp_path / "my texts" / "z.txt", stdin=filler.encode())
     train, val = read_splits(tmp_path / "out")
     assert read_documents(np.concatenate([train, val])) == [
-        *documents, "", "line ends\r\nare kept\r\ufeff", filler]
+        *documents, "z", "line ends\r\nare kept\r\ufeff", filler]
     assert f"{len(train):,} training and {len(val):,} validation" in printed
-    assert "6 document(s)" in printed
+    assert "6 document(s); 0 without text" in printed
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "text_train_000000.bin", "text_val_000000.bin"]
 
@@ -108,15 +109,48 @@ def test_text_of_a_folder_is_read_and_the_rest_counted(capsys, tmp_path):
     """Suffixes choose files of a folder, and not those that are named. A NUL is no text."""
     write(tmp_path, {
         "LICENSE": b"no suffix",
-        "docs/a.md": b"# \xc3\x9c\n",
+        "docs/a.MD": b"# \xc3\x9c\n",
         "late.py": LATE,
         "utf16.txt": "ascii".encode("utf-16-le"),
         "docs/.cache/a.md": b"hidden"})
-    named = [f"{tmp_path}/LICENSE", f"{tmp_path}/docs/a.md"]
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "docs" / "linked").symlink_to(tmp_path / "beside")
+    (tmp_path / "docs" / "to_nothing.md").symlink_to("/nowhere/at/all")
+    named = [f"{tmp_path}/LICENSE", f"{tmp_path}/docs/a.MD"]
     assert text.find_files([str(tmp_path)], ("",)) == named
-    assert capsys.readouterr().out.startswith("2 file(s) skipped")
+    assert capsys.readouterr().out.splitlines() == [
+        f"1 file(s) skipped, as {tmp_path}/docs/linked: a link to a folder; name it as a PATH",
+        f"1 file(s) skipped, as {tmp_path}/docs/to_nothing.md: no file",
+        f"2 file(s) skipped, as {tmp_path}/late.py: {text.NO_TEXT}"]
     assert text.find_files([named[0], str(tmp_path)], (".md", ".json")) == named
-    assert not capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[2:] == [f"{tmp_path}: no text file ends in .json"]
+
+
+@pytest.mark.parametrize("suffix", [".py, .md", ".MD,.py", ".py,.md,", ",.py,.md"])
+def test_a_list_of_suffixes_may_have_spaces_and_commas(run_text, tmp_path, suffix):
+    write(tmp_path, {"in/a.py": b"a " * 1000, "in/b.md": b"b " * 1000, "in/c.txt": b"c " * 1000})
+    assert "2 document(s)" in run_text("--suffix", suffix, "in")
+
+
+@pytest.mark.parametrize(("content", "is_json"), [
+    ('PAR1 is a receptor', False), ("BZhang wrote it", False), ("%PDF-1.4 begins a PDF", False),
+    ('["Attention is all you need"](https://arxiv.org)', False), ('["tool"]\nname = 1', False),
+    ('{"text": "hello"} is what a request has', False), ('{"text": "a"}\n\nis one', False),
+    ("[1, 2] and more", False), ('{"name": "a.package"}', False), ("\n \n", False),
+    ('{"text": "a"}', True), ('{"text": "a\u2028b"}\n{"text": "c"}\n', True),
+    ('["a", "b"]\n', True), ('[{"text": "a"},\n {"text": "b"}]', True),
+    ('[{"text": "a"},\n' + 200_000 * '{"text": "b"},\n', True),  # longer than a block
+    (200_000 * '{"text": "b"}\n', True), (200_000 * '["tool"]\nname = 1\n', False)])
+def test_json_is_what_parses(tmp_path, content, is_json):
+    """Texts may begin as files of other kinds do."""
+    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
+    assert ("JSON documents" in text.why_not_read(f"{tmp_path}/a.txt")) == is_json
+
+
+def test_a_million_blanks_in_a_row_are_tokenized(gpt2):
+    string = "x\n" + " " * 1_000_000 + "\ny"
+    encode, bytes_of = text.load_tokenizer("gpt2")
+    assert b"".join(map(bytes_of, encode(string).tolist())).decode() == string
 
 
 def test_a_separator_is_found_across_blocks_unless_it_is_quoted(monkeypatch, tmp_path):
@@ -135,12 +169,20 @@ def test_too_little_memory_is_one_line():
     assert done.returncode == 2 and "out of memory" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_documents_held_out_are_spread(run_text, tmp_path):
-    documents = [f"document {index} {'of many words ' * 30}" for index in range(200)]
-    write(tmp_path, {"a.jsonl": to_jsonl(documents)})
-    run_text("--val_fraction", 0.1, "a.jsonl")
-    train, val = map(read_documents, read_splits(tmp_path / "out"))
-    assert val == documents[9::10] and sorted(train + val) == sorted(documents)
+def test_the_documents_held_out_have_no_period(run_text, tmp_path):
+    """Of texts of two kinds in turn, both are held out; documents without text do not count."""
+    documents = [f"{'EN' if index % 2 else 'FR'} {index} {30 * 'words '}" for index in range(2000)]
+    blank = [documents[index // 2] if index % 2 == 0 else " \n" for index in range(4000)]
+    write(tmp_path, {"a.jsonl": to_jsonl(documents), "b.jsonl": to_jsonl(blank)})
+    printed = run_text("b.jsonl", "--out", "from_b")
+    assert "2,000 document(s); 2,000 without text left out" in printed
+    run_text("a.jsonl")
+    found = [list(map(read_documents, read_splits(tmp_path / out))) for out in ("out", "from_b")]
+    assert found[0] == found[1]
+    train, val = found[0]
+    assert sorted(train + val) == sorted(documents)
+    held_out = [document[:2] for document in val]
+    assert abs(len(val) - 100) < 30 and abs(held_out.count("EN") - held_out.count("FR")) < 30
 
 
 @pytest.mark.parametrize(("fraction", "length", "held_out"), [
@@ -215,11 +257,10 @@ def test_what_cannot_be_written_is_named(start_text, tmp_path):
 
 @pytest.mark.parametrize(("args", "part"), [
     ("missing.txt", "missing.txt: no such file"),
-    ("late.txt", "late.txt: not UTF-8; convert it first, as with iconv"),
-    ("text.gz", "text.gz: compressed by gzip; give it through a pipe: zcat"),
-    ("table.parquet", "table.parquet: Parquet; make a .jsonl of it"),
-    ("utf16.txt", "utf16.txt: UTF-16; convert it first: iconv -f utf-16"),
-    ("binary.txt", "binary.txt: binary, with a NUL byte"),
+    ("late.txt", "late.txt: not UTF-8 text; unpack it first (zcat FILE | ... -), or convert it"),
+    ("text.gz", "text.gz: not UTF-8 text"),
+    ("utf16.txt", "utf16.txt: not UTF-8 text"),
+    ("binary.txt", "binary.txt: not UTF-8 text"),
     ("table.csv", "table.csv: a table; make a .jsonl"),
     ("array.json", "array.json: JSON documents; as lines they are read from a .jsonl"),
     ("texts.json", "texts.json: JSON documents"),
@@ -243,12 +284,11 @@ def test_bad_input_is_one_line_and_nothing_is_left(run_text, tmp_path, monkeypat
         "a.txt": b"text " * 1000,
         "late.txt": LATE,
         "text.gz": gzip.compress(b"text " * 1000),
-        "table.parquet": b"PAR1" + b"text " * 1000,
         "utf16.txt": ("text " * 1000).encode("utf-16"),
         "binary.txt": b"text " * 1000 + b"\0",
         "table.csv": b"id,text\n" + b"1,some words\n" * 1000,
-        "array.json": b'\xef\xbb\xbf[{"text": "a"},\n' + b'{"text": "some words"},\n' * 999,
-        "texts.json": b'["text",\n' + b'"some words",\n' * 999,
+        "array.json": b'\xef\xbb\xbf[' + b'{"text": "some words"},\n' * 999 + b"{}]",
+        "texts.json": b'["text",\n' + b'"some words",\n' * 999 + b'""]',
         "lines.txt": b'{"id": 1, "text": "some words"}\n' * 999,
         "stories.txt": b"some words\n" * 30_000 + b"<|endoftext|>\n" + b"some words\n" * 999,
         "earlier/text_train_000000.bin": b"a shard",

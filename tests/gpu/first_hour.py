@@ -26,6 +26,7 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "data"), str(REPO / "tests" / "gpu")]
 from host_gpu.cost import group_of_name  # noqa: E402
 from host_gpu.trace import document_starts  # noqa: E402
+from launch import torchrun_options  # noqa: E402
 from shards import load_script, write_shard  # noqa: E402
 
 VALIDATION = r"^step:\d+/\d+ val_loss:[\d.]+ train_time:(\d+)ms"
@@ -55,8 +56,8 @@ def parts_of(gpus: int) -> dict:
     ranks = max(n for n in (1, 2, 4, 8) if n <= gpus)
     if ranks == 1:
         return PARTS
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                "--local-addr=127.0.0.1", f"--nproc_per_node={ranks}", __file__, "kernels"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *torchrun_options(ranks), __file__,
+                "kernels"]
     return PARTS | {
         f"exchange of {ranks} GPUs": (420, [*torchrun, ROOT]),
         f"exchange of {ranks} GPUs, the newest record": (600, [*torchrun, *NEWEST])}

@@ -5,9 +5,14 @@ A table stands between `<!-- bench: begin NAME -->` and `<!-- bench: end NAME --
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
+import machine
 import plan
+import torch
 from shards import load_script
 
 REPO = Path(__file__).resolve().parents[2]
@@ -27,6 +32,18 @@ ABLATIONS = (  # seconds of a run by #92's author, and the scripts without and w
 CARDS = (  # GB, an example of the card, its name in RATES
     (8, "RTX 4060", "rtx4060"), (12, "RTX 4070", "rtx4070"), (16, "RTX 4060 Ti", "rtx4060ti"),
     (24, "RTX 4090", "rtx4090"), (40, "A100", "a100"), (80, "H100", "h100"))
+GPUS = {  # what `planned` has: how many, GiB of each that CUDA reports, and whether they have FP8
+    "8 GB": (1, 7.7, True),
+    "12 GB": (1, 11.6, True),
+    "16 GB": (1, 15.6, True),
+    "24 GB, no FP8": (1, 23.5, False),
+    "24 GB": (1, 23.5, True),
+    "32 GB": (1, 31.4, True),
+    "48 GB": (1, 47.4, True),
+    "80 GB, no FP8": (1, 79.1, False),
+    "80 GB": (1, 79.1, True),
+    "8 × 80 GB": (8, 79.1, True),
+}
 # Records whose memory differs much
 PLANNED = (
     ("2025-12-22_MultiTokenPrediction", ""), ("2026-01-19_BigramTable", ""),
@@ -101,7 +118,7 @@ def cards(kept) -> str:
     rows = []
     for gigabytes, example, card in CARDS:
         free = int(0.98 * gigabytes * 2**30)  # programs get a little less than a card has
-        flags = plan.flags_that_fit(script, script.parse_args([]), free, 1)
+        flags = " ".join(flags_that_fit(script, script.parse_args([]), free, 1))
         minutes = of_flags.get(flags, kept["53"])["minutes"][f"1 {card}"]
         time = f"{minutes / 60:.1f} hours" if minutes > 90 else f"{minutes:.0f} minutes"
         rows.append([f"{gigabytes} GB", example, f"`{flags}`" if flags else "none",
@@ -109,10 +126,45 @@ def cards(kept) -> str:
     return table(["Card", "For example", "Flags of `train_gpt.py`", "Time, modelled"], rows)
 
 
+def flags_that_fit(script, cfg, memory: int, gpus: int, fp8: bool = True) -> list[str]:
+    """Flags of data/plan.py for GPUs that are not there."""
+    of_memory = mock.Mock(return_value=SimpleNamespace(total_memory=memory))
+    with mock.patch("torch.cuda.get_device_properties", of_memory):
+        chunks = cfg.head_chunks or script.default_head_chunks(torch.device("cuda"))
+    return plan.flags_that_fit(script, replace(cfg, head_chunks=chunks), memory, gpus, fp8)
+
+
+def cell_of(script, cfg, gpus: int, gib: float, fp8: bool) -> str:
+    """How a record fits a card: the part of its sequences, or "–"."""
+    try:
+        flags = flags_that_fit(script, cfg, int(gib * 2**30), gpus, fp8)
+    except machine.MachineError:
+        return "–"
+    return f"1/{flags[flags.index('--shorten') + 1]}" if "--shorten" in flags else "whole"
+
+
+def fits(rows, gpus: dict) -> str:
+    """Records, each with flags, against GPUs, with the shards that each reads."""
+    cells = []
+    for record, flags in rows:
+        script = load_script(REPO / "records" / record / "train_gpt.py")
+        cfg = script.parse_args(flags.split())
+        shards = max(plan.FEWEST_SHARDS, plan.count_shards(script, cfg))
+        name = record.partition("_")[2]  # without the date
+        cells.append([f"{name} {flags}".strip(), shards,
+                      *(cell_of(script, cfg, *each) for each in gpus.values())])
+    return table(["Record", "Shards", *gpus], cells)
+
+
 def planned(kept) -> str:
-    """How records whose memory differs much fit cards, by data/plan.py."""
-    with_fp8 = {name: card for name, card in plan.CARDS.items() if card[2]}
-    return plan.table(PLANNED, with_fp8)
+    """How records whose memory differs much fit cards."""
+    return fits(PLANNED, {name: each for name, each in GPUS.items() if each[2]})
+
+
+def all_planned() -> str:
+    """How all records fit cards."""
+    records = sorted(path.parent.name for path in REPO.glob("records/20*/train_gpt.py"))
+    return fits([(record, "") for record in records], GPUS)
 
 
 def memory(kept) -> str:

@@ -1,7 +1,6 @@
 """The first hour of bench.py gpu: its order and its one file, and what it measures, on a CPU."""
 
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -98,13 +97,3 @@ def test_the_newest_record_needs_no_files_and_one_gpu():
     assert {stages.count(stage) for stage in range(len(cfg.stages))} == {first_hour.STAGE_STEPS}
     classes = min(row.classes for row in cfg.stages if row.classes)
     assert classes > cfg.eot_token // first_hour.NOISE_SHARE
-
-
-@pytest.mark.parametrize("record", ["2026-08-30_92g_NgramTable", "2026-08-30_92h_Fp8Products"])
-def test_a_script_that_plans_its_steps_ahead_takes_no_turns(record):
-    command = [sys.executable, "tests/bench.py", "turns", "--script",
-               f"records/{record}/train_gpt.py"]
-    done = subprocess.run(command, cwd=first_hour.REPO, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "plans each step beside the one before" in done.stderr
-    assert len(done.stderr.splitlines()) == 1

@@ -141,6 +141,7 @@ def test_gradients_of_the_table_wait_for_all_passes_until_its_step(tracer):
     assert tracer.notes.peak == held[0]
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_of_the_kept_numbers():
     page = gpu_tables.PAGE.read_text()
     assert gpu_tables.filled(page) == page

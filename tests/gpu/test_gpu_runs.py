@@ -1,19 +1,15 @@
 """Runs of the script on a GPU, or on the host in its place: steps, validations, checkpoints."""
 
-import dataclasses
 import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from conftest import REPO
-from golden import load, tokens_of
+from golden import tokens_of
 from host_gpu.trace import Notes
 from shards import write_shard
 from test_gpu import on_the_host, rows_of
-from test_waits import AtOnce
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -170,27 +166,3 @@ def test_nothing_is_allocated_for_the_first_time_after_the_warm_up(whole):
     *_, allocations = whole
     allocations.assert_no_size_is_new()
     allocations.assert_no_higher_peak()
-
-
-@pytest.mark.cards  # six minutes
-@on_the_host
-def test_nor_in_the_newest_record(tmp_path, monkeypatch):
-    """Tied and untied steps, of tables and averages. All steps read the same documents, since the
-    number of rows that a step reads is that of its n-grams. Its peak may be higher in the run."""
-    script = load(REPO / "records" / "2026-08-30_92h_Fp8Products")
-    document = tokens_of("train", 64)
-    for name, size in dict(train=200, val=5).items():
-        write_shard(tmp_path / f"{name}.bin", np.tile(document, size))
-    rows = rows_of(128, script, long_window=128, short_window=128, classes=160)
-    first, *others = rows["stages"]  # only the first has steps
-    rows["stages"] = first, *(dataclasses.replace(row, share=1e-6) for row in others)
-    allocations = Allocations()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(script, "POCKET", script.POCKET | rows)
-    monkeypatch.setattr(script, "ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr(script, "train", allocations.of_training(script, script.train))
-    sizes = """--model_dim 64 --mlp_dim 96 --num_iterations 8 --extension_steps 4
-        --warmup_steps 4 --save_every 0"""
-    with allocations:
-        run_on("cuda", "newest", *sizes.split(), script=script)
-    allocations.assert_no_size_is_new()

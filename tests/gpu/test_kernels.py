@@ -13,8 +13,8 @@ from pathlib import Path
 import host_gpu
 import pytest
 import torch
-from conftest import REPO
 from host_gpu.trace import Trace, few_layers_of, trace
+from record_folders import LADDERS
 
 import train_gpt
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(host_gpu.obstacle() is not None, reason=str(host
 
 ROOT = Path(train_gpt.SCRIPT)
 SCRIPTS = {"root": ROOT}
-for path in sorted(REPO.glob("records/*/train_gpt.py")):
-    if path.parent.name > "2025-12-22_MultiTokenPrediction":
-        SCRIPTS[path.parent.name] = path
+for record in LADDERS["time"]:
+    if record.name > "2025-12-22_MultiTokenPrediction":
+        SCRIPTS[record.name] = record / "train_gpt.py"
 EACH_ON_EACH_CARD = []
 for name, script in SCRIPTS.items():
     for card in host_gpu.CARDS:
@@ -39,25 +39,16 @@ def first_stage(script: Path, card: str) -> Trace:
                  few_layers=True)
 
 
-def assert_one_graph_a_phase_fits(found: Trace, card: str):
+@pytest.mark.parametrize("script, card", EACH_ON_EACH_CARD)
+def test_a_script_compiles_for_a_card_and_fits_it(script, card):
+    """A graph a phase, of kernels whose blocks the card's shared memory holds."""
+    found = first_stage(script, card)
     assert found.breaks == []
     passes = [name for name in found.graphs if name.startswith(("pass", "validation"))]
     assert len(passes) > 1 and {found.graphs[name] for name in passes} == {1}
     launched = {x["name"] for x in found.launches if x["kind"] == "triton"}
     assert launched and launched <= found.shared.keys()
     assert max(found.shared.values()) <= host_gpu.CARDS[card].shared_memory_per_block
-
-
-@pytest.mark.parametrize("script, card", EACH_ON_EACH_CARD)
-def test_a_script_compiles_for_a_card_and_fits_it(script, card):
-    assert_one_graph_a_phase_fits(first_stage(script, card), card)
-
-
-@pytest.mark.cards
-@pytest.mark.parametrize("card", host_gpu.CARDS)
-def test_the_records_eleven_layers_and_its_optimizers(card):
-    found = trace(ROOT, card=card, validation=True, ranks=[1], binaries=True)
-    assert_one_graph_a_phase_fits(found, card)
 
 
 @pytest.mark.slow

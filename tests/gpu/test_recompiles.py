@@ -7,13 +7,12 @@ as on a GPU, in the pocket on a CPU, and torch's own operators run what it has t
 
 import pytest
 import torch
-from conftest import REPO
 from golden import load
+from record_folders import NEWEST, RECORDS, having
 
-RECORDS = sorted(REPO.glob("records/20*/"))
 EACH = []
 for path in RECORDS:
-    mark = pytest.mark.slow if path == RECORDS[-1] else pytest.mark.cards
+    mark = pytest.mark.slow if path == NEWEST else pytest.mark.cards
     EACH.append(pytest.param(path, id=path.name, marks=mark))
 FLAGS = """--preset pocket --device cpu --num_iterations 20 --warmup_steps 4
     --sequences_per_step 1 --sequences_per_forward 1 --val_tokens 256 --val_seq_len 256""".split()
@@ -65,19 +64,18 @@ def test_nothing_is_compiled_after_the_warm_up(path, pocket_data, tmp_path, monk
     assert trained
 
 
-NEWEST = RECORDS[-1]
 KINDS = {  # what may happen for the first time, and whose it is
     "step_tied": "script", "step_optimizers": "script", "validate": "script",
     "average": "optimizer", "write_averages": "optimizer", "ask_ahead": "optimizer",
     "update": "optimizer"}
 
 
-@pytest.mark.parametrize("path", [REPO, NEWEST], ids=["root", "newest"])
-def test_the_warm_up_meets_every_kind_of_step(path, pocket_data, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_the_warm_up_meets_every_kind_of_step(pocket_data, tmp_path, monkeypatch):
     """Tied and untied steps, averages as they come due, rows asked for ahead, steps of tables, and
     validation with the mask and without: what a run calls, its warm-up has called before.
     """
-    script = load(path)
+    script = load(having("write_averages")[-1])
     called = {"warm-up": set(), "run": set()}
     now_in = ["warm-up"]
 

@@ -6,13 +6,12 @@ import re
 import subprocess
 import sys
 
-import judge
 import numpy as np
 import pytest
 import torch
 from conftest import REPO
 from fake_records import NEWEST, PARENT, edit, rename
-from ledger import run
+from ledger import judge, run
 from ledger.__main__ import main
 
 pytest_plugins = ["record_fixtures"]
@@ -60,7 +59,8 @@ def test_the_judge_takes_the_logits_alone(old, new, leaks, tmp_path, monkeypatch
     weights = np.random.default_rng(1).normal(size=(16, 16)).astype("f4")
     (tmp_path / "val.bin").write_bytes(bytes(1024) + tokens.tobytes() + bytes(100))
     monkeypatch.setattr(judge, "RECORDS", tmp_path / "records")
-    monkeypatch.setitem(judge.RULES, "pocket", {"val_files": "val.bin", "val_tokens": "1024"})
+    rules = {"val_files": "val.bin", "val_tokens": "1024"}
+    monkeypatch.setitem(judge.RULES["time"], "pocket", rules)
     (tmp_path / "record.py").write_text(SCRIPT)
     edit(tmp_path / "record.py", old, new)
     torch.save({"settings": {}, "model": {"table": torch.tensor(weights)}}, tmp_path / "a.pt")

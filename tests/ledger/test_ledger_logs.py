@@ -67,10 +67,12 @@ def test_public_folders_are_listed_by_folder(tmp_path, capsys):
     spread = f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f} (3)"
     rows = out.splitlines()[2:]
     assert [re.split(" {2,}", row) for row in rows] == [
-        [name, "3", "20", spread, f"{p:.2g}", "0.016 (0.016–0.016)"] for name in names]
+        [name, number, "20", spread, f"{p:.2g}", "0.016 (0.016–0.016)"]
+        for name, number in zip(names, ("3", "3 of 5"))]
     assert main(["list", str(tmp_path / names[1]), "--target", "3.2"]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert len(rows) == 5 and f"{spread}  1 " in rows[0] and "stopped at 12" in rows[4]
+    assert len(rows) == 5 and f"{spread}  1 " in rows[0]
+    assert "stopped at step 12 of 20" in rows[4]
     assert main(["list", str(tmp_path / names[0])]) == 0
     (tmp_path / "empty").mkdir()
     assert main(["list", str(tmp_path / "empty")]) == 2
@@ -94,6 +96,53 @@ def test_a_pull_request_is_compared_with_the_baseline_beside_it(tmp_path, capsys
     words = f"{difference:+.4f} (p {p:.2g}), ×{940 / 1005:.3f}".replace("-", "−")
     assert re.split(" {2,}", ours)[5:] == ["0.016 (0.015–0.017)", words, "2 (+1 −1)"]
     assert theirs.endswith("  0.017 (0.017–0.018)") and "From the baseline" in heading
+
+
+@pytest.mark.parametrize("name, old, new, words", [
+    ("d.txt", "step:20/20 val_loss:3.2808", "step:20/20 val_loss:nan", "diverged at step 20"),
+    ("d.txt", "step:20/20 val_loss:3.2808", "step:20/20 val_loss:inf", "diverged at step 20"),
+    ("d.txt", "val_loss:10.8258|val_loss:3.2808", "val_loss:nan", "diverged at step 0"),
+    ("D.TXT", "step:20/20 val_loss:3.2808", "step:20/20 val_loss:nan", "diverged at step 20"),
+    ("d.txt", "step:20/20 val_loss", "step:12/20 val_loss", "stopped at step 12 of 20"),
+    ("d.txt", "^", "\udcff", "byte 0 is not text; give a log or script"),
+    ("d.txt", "step:", "loss at ", "has no step that can be read"),
+    ("d.txt", "val_loss", "train_loss", "has no validation that can be read")])
+def test_no_log_is_left_out_of_a_mean_without_a_word(name, old, new, words, tmp_path, capsys):
+    """A run that diverged counts as not below the target, and the folder has no difference."""
+    for folder in "pull", "baseline":
+        (tmp_path / folder).mkdir()
+        for seed in range(3):
+            text = FORMS["printed"].replace("3.2808", f"3.27{seed}")
+            (tmp_path / folder / f"{seed}.txt").write_text(text)
+    bad = tmp_path / "pull" / name
+    bad.write_bytes(re.sub(old, new, FORMS["printed"], flags=re.M).encode(errors="surrogateescape"))
+    assert main(["list", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    *_, row = out.splitlines()
+    cells = re.split(" {2,}", row)
+    assert cells[1:4] == ["3 of 4", "20", "3.2710 ± 0.0010 (3)"]
+    assert err.startswith(f"ledger: in no mean: {bad} {words}") and err.count("\n") == 1
+    if words.startswith("diverged"):
+        assert cells[4] == "1" and len(cells) == 6  # without a difference
+    else:
+        assert cells[4] != "1" and cells[6].startswith("+0.0000 (p 1)")
+    assert main(["list", str(tmp_path / "pull")]) == 0
+    assert capsys.readouterr().err == err
+
+
+def test_files_that_are_not_called_as_logs_are_counted(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(FORMS["console"])
+    (tmp_path / "b.txt.gz").write_bytes(b"")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "d").symlink_to(tmp_path / "c")
+    assert main(["list", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == (
+        "ledger: left out: 2 file(s) or linked folders that are not called *.txt, *.log, *.out, "
+        "*.stdout\n")
+    (tmp_path / "a.txt").write_text("no log\n")
+    assert main(["list", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "a.txt has no step that can be read" in err and "has no records and no logs" in err
 
 
 @pytest.fixture
@@ -157,15 +206,14 @@ def test_runs_are_compared_in_pairs_of_seeds_each_of_which_counts_once():
     ours, theirs = runs(b, 9), runs(a, 12)
     found = records.compare([*ours, *runs([9.9], seeds=[77])], theirs[::-1])
     assert found.difference == pytest.approx(b.mean() - a.mean())
-    p, smallest = found.test()
-    assert p == pytest.approx(scipy.stats.ttest_rel(b, a).pvalue)
+    assert found.p_value() == pytest.approx(scipy.stats.ttest_rel(b, a).pvalue)
+    # The mean is as many standard errors from 0 as the test's statistic says.
+    statistic = scipy.stats.ttest_rel(b, a).statistic
+    assert found.difference / found.error() == pytest.approx(statistic)
     assert (found.time, found.ratios) == (0.75, 10 * [0.75])
-    # A difference as large as the smallest that is shown has p = 0.01.
-    moved = records.compare(runs(b - found.difference + smallest), theirs)
-    assert moved.test()[0] == pytest.approx(0.01)
     assert records.compare(ours, runs([1.0], seeds=[77])) is None
-    assert records.compare(runs([3.0]), runs([3.1])).test() is None
-    assert records.compare(runs(a + 0.1), runs(a)).test() is None  # alike, but for rounding
+    assert records.compare(runs([3.0]), runs([3.1])).p_value() is None
+    assert records.compare(runs(a + 0.1), runs(a)).p_value() is None  # alike, but for rounding
     many = runs([3.1, 3.3, 3.0], seeds=[0, 0, 1])
     assert records.by_seed(many) == {0: (pytest.approx(3.2), 10), 1: (3.0, 10)}
     assert pages.spread(pages.losses_of(many)) == "3.1000 ± 0.1414 (2)"

@@ -10,7 +10,7 @@ from fake_records import CHILD, NEWEST, PARENT, edit, log_of, make_records, rena
 from ledger import records as ledger_records
 from ledger.__main__ import main
 from ledger.logs import RULE
-from ledger.scripts import git as git_of
+from ledger.scripts import ask_git
 
 pytest_plugins = ["record_fixtures"]
 
@@ -229,19 +229,85 @@ def test_links_hidden_files_and_others_are_found(records, tmp_path, capsys):
         assert f"{NEWEST}: its folder has {name}, a link or what no record needs" in found
 
 
-def test_git_knows_old_harnesses(measured, records, tmp_path, capsys):
-    def git(*words):
-        identity = ["-c", "user.name=a", "-c", "user.email=b"]
-        subprocess.run(["git", *identity, *words], check=True, cwd=tmp_path)
+def git(folder, *words):
+    identity = ["-c", "user.name=a", "-c", "user.email=b"]
+    done = subprocess.run(["git", *identity, *words], check=True, cwd=folder, text=True,
+                          stdout=subprocess.PIPE)
+    return done.stdout.strip()
 
-    git("init", "-q", "-b", "trunk")
+
+def commit_all(folder):
+    """Commit what is in a folder; the commit. It becomes a repository where it is none."""
+    git(folder, "init", "-q", "-b", "trunk")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "all", "--allow-empty")
+    ask_git.cache_clear()
+    return git(folder, "rev-parse", "HEAD")
+
+
+@pytest.fixture
+def of_old(records):
+    """Records with a log of another source; `of_old(commit)` lets it name a commit."""
+    log = log_in(records, 1)
+    edit(log, "0.8**step", "0.7**step")
+
+    def name(commit):
+        path = log_in(records, 1)
+        path.write_text(re.sub("\n(commit: .*\n)?run_id: ", f"\ncommit: {commit}\nrun_id: ",
+                               path.read_text(), count=1))
+        rename(records / LOGS)
+
+    return name
+
+
+@pytest.mark.parametrize("commit", [None, "fatal: not a git repository"])
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_copy_in_another_repository_accuses_nobody(
+        of_old, commit, is_committed, records, tmp_path_factory, capsys):
+    if commit:
+        of_old(commit)
+    outer = tmp_path_factory.mktemp("outer")
+    commit_all(outer)
+    shutil.copytree(records.parent, outer / "copy")
+    if is_committed:
+        commit_all(outer)
+    assert main(["verify", str(outer / "copy/records")]) == 0
+    assert capsys.readouterr().out.startswith("1 log(s) are not verified: another version of")
+
+
+def test_a_fresh_history_accuses_only_what_it_reaches(of_old, records, capsys):
+    """As that of a repository made from a template, which is one commit of all files."""
+    first = commit_all(records.parent)
+    of_old("0" * 40)
+    commit_all(records.parent)
+    assert main(["verify", str(records)]) == 0
+    assert capsys.readouterr().out.startswith("1 log(s) are not verified")
+    of_old(first)
+    assert main(["verify", str(records)]) == 1
+    assert "was not written by this train_gpt.py, nor by an earlier" in capsys.readouterr().out
+
+
+def test_variables_of_git_lead_nowhere_else(records, tmp_path_factory, monkeypatch, capsys):
+    """In a worktree's hook git sets them."""
+    commit_all(records.parent)
+    root = records.parent / "train_gpt.py"
+    for path in (*records.glob("*/train_gpt.py"), root):
+        edit(path, "return loss", "return 1 * loss")
+    other = tmp_path_factory.mktemp("other")
+    commit_all(other)
+    for name in "GIT_DIR", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY":
+        monkeypatch.setenv(name, str(other / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(other))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(other / "none"))
+    assert findings_anew(records, capsys) == []
+
+
+def test_git_knows_old_harnesses(measured, records, tmp_path, capsys):
     for step in range(2):  # the harness is maintained; logs of the old one stay
-        git("add", ".")
-        git("commit", "-qm", f"{step}")
+        commit_all(tmp_path)
         for path in (*records.glob("*/train_gpt.py"), records.parent / "train_gpt.py"):
             text = path.read_text().replace("return loss", f"return {step + 1} * loss")
             path.write_text(text.replace("import os\n", "import os.path as os_path, os\n"))
-    git_of.cache_clear()
     assert findings_anew(records, capsys) == []
     assert main(["verify", str(records)]) == 0 and capsys.readouterr().err == ""
     for old, new in ("import random", "import evil"), ("0.8**step", "0.7**step"):

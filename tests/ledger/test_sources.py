@@ -51,7 +51,7 @@ def test_a_record_links_its_published_logs_and_its_diff(tmp_path):
     assert line == (
         f"[public record #92]({folder}/2026-08-30_Two)"
         f" · [published log]({HOME}/blob/master/records/track_1_short/2026-08-30_Two/runs/a.txt)"
-        f" · [our script](train_gpt.py) · [diff, in the book]({pages.BOOK})")
+        f" · [our script](train_gpt.py) · [diff, on the site]({pages.SITE})")
     many = f"[20 published logs]({folder}/2026-05-27-Many)"
     assert many in pages.sources(parent, [parent, step], {}, logs)
     assert pages.published_logs(tmp_path / "none") == {}

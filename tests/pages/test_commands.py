@@ -29,8 +29,6 @@ SMALLER = {  # patterns of commands, and the flags that are added where they run
     "python records/ledger run *": "--seeds 2",
     "python tests/bench.py turns *": f"{FEW} --seeds 1",
     "python records/*": "", "python data/*": "", "xzcat dump.xz | python data/*": ""}
-SLOW = ("./run.sh", "python records/ledger run", "python records/ledger book",
-        "python records/share", "python tests/bench.py")
 
 
 def form_that_runs(command):
@@ -52,9 +50,7 @@ def to_run(language):
             if block.language == language and block.is_run:
                 blocks[re.sub(r"records/20\S+", "RECORD", block.text)] = block
     for block in blocks.values():
-        slow = any(line.startswith(SLOW) for line in block.commands())
-        yield pytest.param(block, id=f"{block.page}: {block.text.strip()[:60]}",
-                           marks=[pytest.mark.slow] * slow)
+        yield pytest.param(block, id=f"{block.page}: {block.text.strip()[:60]}")
 
 
 def run(command, capfd):
@@ -101,6 +97,15 @@ def project(tmp_path, checkpoint, monkeypatch):
     return copy
 
 
+def test_commands_can_be_pasted_into_zsh():
+    """Where one types, it takes no # for the beginning of a comment."""
+    for page in PAGES:
+        for block in blocks_of(page):
+            for command in block.commands():
+                assert not re.search(r"(^|\s)#", command), f"{page}: {command}"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [*to_run("sh")])
 def test_commands_run(block, project, capfd):
     for command in block.commands():

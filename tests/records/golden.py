@@ -45,10 +45,11 @@ import numpy as np
 import torch
 
 REPO = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPO / "data"))
+sys.path[:0] = [str(REPO / "data"), str(REPO / "records")]
 import shards  # noqa: E402
+from ledger.records import record_folders  # noqa: E402
 
-RECORDS = sorted(path.parent.name for path in REPO.glob("records/20*/train_gpt.py"))
+RECORDS = {path.name: path for path in record_folders(REPO / "records")}
 FILE = Path(__file__).with_suffix(".toml")
 TOLERANCE = 1e-9  # of a number's size
 RENAMED = {}  # a number's name in today's scripts: in the file, by which weights are made, too
@@ -487,14 +488,15 @@ def last_commit() -> str:
 def parse_args(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="*", help="folders in records/; none: all")
+    parser.add_argument("records", nargs="*", help="names of their folders; none: all")
     parser.add_argument("--write", action="store_true", help="add the numbers of these records")
     parser.add_argument("--why", default="", help="what was wrong, to write known ones anew")
     args = parser.parse_args(argv)
     args.records = args.records or RECORDS
     for record in args.records:
         if record not in RECORDS:
-            parser.error(f"{record}: no such record; they are the folders of records/")
+            parser.error(f"{record}: no such record; they are the folders of records/ and of "
+                         "records/optimizers/")
         if args.write and record in read_file() and not args.why:
             parser.error(f"{record}: has its numbers; if they were wrong: --why REASON")
     return args
@@ -507,7 +509,7 @@ def main(argv=None) -> int:
     entries = read_file()
     status = 0
     for record in args.records:
-        numbers = measure(REPO / "records" / record)
+        numbers = measure(RECORDS[record])
         old = entries.get(record, {})
         if args.write:
             entries[record] = dict(commit=last_commit())

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import golden
 import pytest
 import torch
-from conftest import REPO
-from record_folders import claim, for_each, having, load
+from record_folders import for_each, having, load, parent_of
 from test_ranks import Exchange, RankRun
 
 STEPS = [*having("ValueReading")[:1], *having("read_share")[:1]]  # 92i and 92j
@@ -64,11 +63,11 @@ def assert_near(state, expected):
 
 
 @for_each(STEPS)
-@pytest.mark.parametrize("num_ranks", [
-    pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_a_run_ends_as_its_parents(record, num_ranks, tmp_path):
     golden.write_tables(tmp_path)
-    parent = REPO / "records" / claim(record)["parent"]
+    parent = parent_of(record)
     with golden.in_float64():
         expected = runs_of(parent, tmp_path, num_ranks)
         found = runs_of(record, tmp_path, num_ranks)
@@ -168,7 +167,7 @@ def test_all_of_muons_weights_are_bf16_on_a_gpu(record, tmp_path):
     golden.write_tables(tmp_path)
     model = golden.make_model(script, golden.tiny(script, tmp_path))
     bf16 = {name for name, param in model.named_parameters() if param.bf16}
-    parent = load(REPO / "records" / claim(record)["parent"])
+    parent = load(parent_of(record))
     of_parent = golden.make_model(parent, golden.tiny(parent, tmp_path))
     already = {name for name, param in of_parent.named_parameters() if param.bf16}
     of_muon = {name for name, param in model.named_parameters()

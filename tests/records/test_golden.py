@@ -2,16 +2,18 @@
 
 import golden
 import pytest
+from record_folders import RECORDS, for_each_slowly, one_of_each_kind
 
 ENTRIES = golden.read_file()
-KNOWN, NEW = golden.RECORDS[:2]
+KNOWN, NEW = [*golden.RECORDS][:2]
+KINDS = one_of_each_kind(RECORDS, "train", "cut_rows", "build_optimizers")
 
 
-@pytest.mark.parametrize("record", golden.RECORDS)
+@for_each_slowly(RECORDS, quick=KINDS)
 def test_a_record_computes_its_golden_numbers(record):
-    assert record in ENTRIES, f"python tests/records/golden.py --write {record}"
-    numbers = golden.measure(golden.REPO / "records" / record)
-    assert golden.differences(numbers, golden.numbers_of(ENTRIES[record])) == []
+    assert record.name in ENTRIES, f"python tests/records/golden.py --write {record.name}"
+    numbers = golden.measure(record)
+    assert golden.differences(numbers, golden.numbers_of(ENTRIES[record.name])) == []
 
 
 def test_the_file_has_no_other_records():

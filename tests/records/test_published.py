@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from record_folders import RECORDS, claim, load
+from record_folders import LADDERS, claim, load
 
 FIGURES, latest = {}, {}  # by number
 for number, own in tomllib.loads(Path(__file__).with_name("published.toml").read_text()).items():
@@ -21,7 +21,7 @@ def number_of(record):
     return published and published["number"]
 
 
-NUMBERS = {number_of(record): record for record in RECORDS}
+NUMBERS = {number_of(record): record for record in LADDERS["time"]}
 
 
 def settings(record):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from golden import TinyRun, in_float64, load, shrink_blocks, tiny, write_tables
-from record_folders import RECORDS, for_each_slowly, one_of_each_kind
+from record_folders import NEWEST, RECORDS, for_each_slowly, one_of_each_kind
 
 EXACT = 1e-9  # of a tensor, relative: float64 through some steps
 # What knows of ranks. The harness does, too, and all records share it.
@@ -129,7 +129,7 @@ class RankRun(TinyRun):
 @for_each_slowly(KINDS)
 def test_ranks_compute_what_one_does(record, tmp_path):
     """On two of them; of the newest record on three, which do not divide its matrices and rows."""
-    count = 3 if record == RECORDS[-1] else 2
+    count = 3 if record == NEWEST else 2
     write_tables(tmp_path)
     exchange = Exchange(count)
 

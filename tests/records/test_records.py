@@ -10,15 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import REPO
+from ledger.records import ladder_of
 from record_folders import (
+    LADDERS,
     RECORDS,
-    claim,
+    first_of_its_kind,
     for_each,
     for_each_slowly,
     having,
     is_retold,
     load,
     one_of_each_kind,
+    parent_of,
     source,
 )
 
@@ -45,8 +48,8 @@ def test_what_a_page_names_of_its_change_is_in_the_scripts(record):
     """Under "See the change": in the record's, or in its parent's where it is gone."""
     page = (record / "README.md").read_text()
     told = page.partition("## See the change")[2].partition("<details>")[0]
-    parent = claim(record)["parent"]
-    scripts = source(record) + (source(REPO / "records" / parent) if parent else "")
+    parent = parent_of(record)
+    scripts = source(record) + (source(parent) if parent else "")
     for name in re.findall(r"`([A-Za-z_][\w.]*)`", told):
         assert name.rpartition(".")[2] in scripts, name
 
@@ -62,14 +65,15 @@ def test_lines_and_functions_fit_a_screen(record):
 
 
 @for_each(RECORDS)
-def test_the_pockets_have_one_width_depth_and_target(script):
+def test_the_pockets_of_a_ladder_have_one_width_depth_and_target(record, script):
     """And sequences for up to eight ranks, as the records."""
-    cfg, root = (x.parse_args(["--preset", "pocket"]) for x in (script, load(REPO)))
-    layers = cfg.layers if hasattr(cfg, "layers") else range(cfg.num_layers)
-    assert len(layers) == len(root.layers)
+    newest = load(LADDERS[ladder_of(record)][-1])
+    cfg, other = (x.parse_args(["--preset", "pocket"]) for x in (script, newest))
+    depth, depth_of_other = (len(getattr(x, "layers", "")) or x.num_layers for x in (cfg, other))
+    assert depth == depth_of_other
     same = """model_dim head_dim vocab_size eot_token val_tokens val_files train_files target_loss
         num_iterations""".split()
-    assert [getattr(cfg, x) for x in same] == [getattr(root, x) for x in same]
+    assert [getattr(cfg, x) for x in same] == [getattr(other, x) for x in same]
     record = script.Hyperparameters()
     assert cfg.sequences_per_step % 8 == record.sequences_per_step % 8 == 0
 
@@ -92,19 +96,20 @@ def test_the_pockets_of_one_table_of_stages_train_on_as_many_tokens():
     assert len({tokens_of_pocket(x) for x in in_stages if x not in three}) == 1
 
 
-@for_each(one_of_each_kind(RECORDS, "norm"))
+@for_each(one_of_each_kind(LADDERS["time"], "norm"))
 def test_the_norm_adds_the_epsilon_of_its_day(record, script):
     """To the mean square of bf16 2^-7, of fp32 2^-23; since #21 always that. #2 and #4: 1e-6."""
+    day = first_of_its_kind(record, "norm").name
     generator = torch.Generator().manual_seed(0)
     # Rows of all sizes: in the smallest, the epsilon is nearly all there is.
     x = torch.randn(200, 64, generator=generator)
     x *= torch.logspace(-5, 1, 200)[:, None]
-    is_fixed = record.name >= "2025-01-26_BatchSize"
+    is_fixed = day >= "2025-01-26_BatchSize"
     for dtype, eps in ((torch.bfloat16, 2.0**-7), (torch.float32, FP32_EPS)):
         given = x.to(dtype)
         exact = given.double()
         mean_square = exact.square().mean(-1, keepdim=True)
-        if record.name < "2024-10-14":
+        if day < "2024-10-14":
             eps = 1e-6
         exact /= (mean_square + (FP32_EPS if is_fixed else eps)).sqrt()
         found = script.norm(given)

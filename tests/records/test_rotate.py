@@ -4,9 +4,9 @@ import inspect
 
 import pytest
 import torch
-from record_folders import for_each, having, load, one_of_each_kind
+from record_folders import LADDERS, for_each, load, one_of_each_kind
 
-WITH_ROTATE = one_of_each_kind(having("rotate"), "rotate")
+WITH_ROTATE = one_of_each_kind(LADDERS["time"], "rotate")
 
 
 def reference(x, cos, sin, first_cast):

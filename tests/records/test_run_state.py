@@ -67,7 +67,7 @@ def test_the_signs_that_were_drawn_are_saved(record, tmp_path):
     assert signs.unique().tolist() == [-1, 1] and getattr(again, name).equal(signs)
 
 
-@for_each(one_of_each_kind(having("candidates"), "candidates", "cut_rows"))
+@for_each_slowly(one_of_each_kind(having("candidates"), "candidates", "cut_rows"))
 def test_more_targets_than_classes_end_a_run(record, script, capsys, monkeypatch):
     rows = [dataclasses.replace(row, classes=16) for row in script.POCKET["stages"]]
     monkeypatch.setitem(script.POCKET, "stages", tuple(rows))

@@ -15,7 +15,7 @@ WHOLE = 2 * golden.LENGTH  # tokens: a window that reaches back over a whole seq
 def train(tmp_path, monkeypatch):
     """Train a record's tiny run in float64. Returns its losses, and its weights by their names."""
     def run(name, change, **settings):
-        script = golden.load(golden.REPO / "records" / name)
+        script = golden.load(golden.RECORDS[name])
         golden.shrink_blocks(script)
         change(script)
         cfg = golden.tiny(script, tmp_path, num_iterations=STEPS, **settings)
@@ -54,6 +54,7 @@ def with_open_gates(script):
     script.CastedLinear = OpenGate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step, following, change", [
     ("2025-07-18_TritonMuon", "2025-08-23_28a_ScaledRotary", nothing),
     ("2025-08-23_28a_ScaledRotary", "2025-08-23_SparseAttnGate", with_open_gates),

@@ -17,11 +17,12 @@ import golden
 import pytest
 import torch
 from host_gpu.trace import few_layers_of
-from record_folders import RECORDS, for_each_slowly
+from record_folders import for_each_slowly, having
 from shards import write_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-FIRST = "2025-12-22"  # the date of #53
+SINCE_53 = having("num_targets")
+NEWEST = SINCE_53[-1]
 STEPS = 4
 META = torch.device("meta")
 WORLD_SIZE = 2
@@ -119,7 +120,7 @@ def waits_of(record, folder):
     return waits.found
 
 
-@for_each_slowly([record for record in RECORDS if record.name >= FIRST])
+@for_each_slowly(SINCE_53)
 def test_no_step_waits(record, tmp_path):
     assert waits_of(record, Path(tmp_path)) == []
 
@@ -128,7 +129,7 @@ def test_no_step_waits(record, tmp_path):
     "item", "unique", pytest.param("copy", marks=pytest.mark.slow)])
 def test_a_step_that_waits_is_found(wait, tmp_path, monkeypatch):
     """Planted into the newest record, behind its backward pass."""
-    script = golden.load(RECORDS[-1])
+    script = golden.load(NEWEST)
     accumulate_gradients = script.accumulate_gradients
 
     def and_wait(*args):
@@ -142,7 +143,7 @@ def test_a_step_that_waits_is_found(wait, tmp_path, monkeypatch):
     script.accumulate_gradients = and_wait
     monkeypatch.setattr(golden, "load", lambda record: script)
     try:
-        found = waits_of(RECORDS[-1], Path(tmp_path))
+        found = waits_of(NEWEST, Path(tmp_path))
     except (RuntimeError, NotImplementedError):
         return
     assert len(found) > 1
@@ -158,7 +159,7 @@ def test_a_step_may_skip_several_shards(tmp_path, pocket_data):
     flags = """--preset pocket --device cpu --num_iterations 12 --extension_steps 1 --warmup_steps 0
         --val_tokens 256 --val_seq_len 256 --repeat_data true --train_files train_*.bin""".split()
     flags.append(f"--val_files={pocket_data}/pocket_val_*.bin")
-    script = [sys.executable, RECORDS[-1] / "train_gpt.py"]
+    script = [sys.executable, NEWEST / "train_gpt.py"]
     done = subprocess.run(
         [*script, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import test_survival
 import torch
+from launch import torchrun_options
 from rank_processes import Run, at_each_step, start_run
 from test_survival import MODEL, STEPS, assert_goes_on, whole  # noqa: F401 (a fixture)
 from tiny_runs import run_main, to_argv
@@ -159,9 +160,8 @@ def test_torchrun_restarts_after_a_killed_worker(tmp_path, files):
         "    time.sleep(3)\n")
     flags = MODEL | files | dict(num_iterations=200, save_every=10, run_id="x")
     variables = {"PYTHONPATH": str(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               "--local-addr=127.0.0.1", "--nproc_per_node=2", "--max-restarts=2",
-               train_gpt.SCRIPT, *to_argv(flags)]
+    command = [sys.executable, "-m", "torch.distributed.run", *torchrun_options(2),
+               "--max-restarts=2", train_gpt.SCRIPT, *to_argv(flags)]
     process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL,
                                env=os.environ | variables)
     run, log = Run(tmp_path), tmp_path / "logs" / "x" / "log.txt"

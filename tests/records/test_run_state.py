@@ -36,7 +36,7 @@ def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path, capsys):
         found = {(part, name): x for part, of in parts.items() for name, x in of.items()}
         log = (tmp_path / "logs" / run_id / "log.txt").read_text()
         found["loss"] = re.findall("^val_loss: (.*)", log, re.M)[-1]
-        return found, state["loader"]
+        return found, state["place"]
 
     cold, place = final_state("cold", "--warmup_steps=0")
     others = [
@@ -93,15 +93,6 @@ def expect_refusal(script, flag, capsys):
     assert script.main([*FLAGS, flag]) == 2
     error = capsys.readouterr().err
     assert flag[2:].partition("=")[0] in error and " must " in error and error.count("\n") == 1
-
-
-@TABLES
-def test_a_longer_run_that_was_resumed_can_be_resumed_again(record):
-    """Where it was back in an earlier stage, it began as one with --init does."""
-    script = load(record)
-    longer = dataclasses.replace(script.parse_args(FLAGS), resume="a.pt", init="a.pt")
-    cfg = script.hyperparameters(dict(resume="b.pt"), dataclasses.asdict(longer))
-    assert (cfg.resume, cfg.init) == ("b.pt", "a.pt")
 
 
 # ---- The table of n-grams, which is no parameter

@@ -132,12 +132,16 @@ def read_store(path: Path) -> dict:
     return rows
 
 
+def digest_of(source: str) -> str:
+    """A digest of what a script means above its banner."""
+    return hashlib.sha256(meaning(above(source)).encode()).hexdigest()[:16]
+
+
 def keep(path: Path, run_id: str, one: Contestant, log: Log) -> dict:
     """Append a finished run to the store; its row. Where its last loss is null, it diverged."""
     found = log.final | log.header
-    digest = hashlib.sha256(meaning(above(one.source)).encode()).hexdigest()
     row = dict(
-        run=run_id, script=digest[:16], flags=one.flags,
+        run=run_id, script=digest_of(one.source), flags=one.flags,
         header={name: found[name] for name in KEPT if name in found},
         val=[(step, loss) for step, (loss, _) in log.val.items()],
         val_loss=log.val_loss, train_time_ms=log.train_time_ms)

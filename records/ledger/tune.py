@@ -1,8 +1,9 @@
 """Tuning: scripts are compared at the best values of their settings, all after as many tries."""
 
+import math
 import re
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ledger.logs import LedgerError
 from ledger.pages import table
@@ -13,6 +14,17 @@ MOST = 8  # values that are added while somebody's best one is at an end
 TUNED = ("Contestant", "Setting", "Best", "Mean loss by value")
 
 
+@dataclass
+class Search:
+    """A contestant at its best values so far, and the loss at each value of a setting."""
+
+    one: Contestant
+    tried: dict[str, dict[float, float]]
+
+    def at(self, name: str, value: float) -> Contestant:
+        return replace(self.one, flags=self.one.flags | {name: f"{value:g}"}, logs=[])
+
+
 def best_of(tried: dict) -> float:
     return min(tried, key=tried.get)
 
@@ -21,17 +33,23 @@ def is_at_end(tried: dict) -> bool:
     return best_of(tried) in (min(tried), max(tried))
 
 
-def more_values(tried: dict, own: float, count: int) -> list:
-    """Values to try next: half the least or twice the largest, whichever is nearer to the best."""
-    values, best = list(tried) or [own], best_of(tried) if tried else own
-    while len(values) < len(tried) + count:
-        low, high = min(values), max(values)
-        values.append(low / 2 if best / low <= high / best else high * 2)
-    return values[len(tried):]
+def next_value(tried: dict, own: float) -> float:
+    """Half the least value or twice the largest one, whichever is nearer to the best."""
+    if not tried:
+        return own
+    best, low, high = best_of(tried), min(tried), max(tried)
+    return low / 2 if best / low <= high / best else high * 2
 
 
-def with_value(one: Contestant, name: str, value: float) -> Contestant:
-    return replace(one, flags=one.flags | {name: f"{value:g}"}, logs=[])
+def search_of(one: Contestant, names: list) -> Search:
+    """What can be tuned of a contestant. Raises LedgerError where nothing can."""
+    own = [name for name in names if name in one.settings]
+    if not own:
+        raise LedgerError(f"{one.operand} has none of the settings {', '.join(names)}")
+    for name in own:
+        if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", one.settings[name]):
+            raise LedgerError(f"{one.operand}: {name} is {one.settings[name]!r}, no number")
+    return Search(one, {name: {} for name in own})
 
 
 def tune(contestants: list, names: list, args) -> tuple:
@@ -39,36 +57,33 @@ def tune(contestants: list, names: list, args) -> tuple:
 
     Settings are tuned one after another. Who has fewer of them tries more values of the last one.
     """
-    all_tried = [{name: {} for name in names if name in one.settings} for one in contestants]
+    searches = [search_of(one, names) for one in contestants]
     for name in names:
-        if not any(name in tried for tried in all_tried):
+        if not any(name in search.tried for search in searches):
             raise LedgerError(f"--tune {name}: no script has this setting")
-    for one, tried in zip(contestants, all_tried):
-        if not tried:
-            raise LedgerError(f"{one.operand} has none of the settings {', '.join(names)}")
-        for name in tried:
-            if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", one.settings[name]):
-                raise LedgerError(f"{one.operand}: {name} is {one.settings[name]!r}, no number")
-    for turn in range(max(map(len, all_tried))):
-        now = [list(tried)[: turn + 1][-1] for tried in all_tried]
+    for place in range(max(len(search.tried) for search in searches)):
+        now = [(search, list(search.tried)[: place + 1][-1]) for search in searches]
         count = args.values
         for _ in range(MOST + 1):
-            values = [more_values(tried[name], float(one.settings[name]), count)
-                      for one, name, tried in zip(contestants, now, all_tried)]
-            tries = [(tried[name], value, with_value(one, name, value)) for turn in zip(*values)
-                     for one, name, tried, value in zip(contestants, now, all_tried, turn)]
+            tries = []
+            for _ in range(count):
+                for search, name in now:
+                    tried = search.tried[name]
+                    value = next_value(tried, float(search.one.settings[name]))
+                    tried[value] = math.inf  # until it has run
+                    tries.append((tried, value, search.at(name, value)))
             run_all([one for *_, one in tries], SEEDS, args, may_diverge=True)
             for tried, value, one in tries:
                 tried[value] = statistics.fmean(log.val_loss for log in one.logs)
-            count = 1  # more, for all
-            if not any(is_at_end(tried) for tried, *_ in tries):
+            if not any(is_at_end(search.tried[name]) for search, name in now):
                 break
-        contestants = [with_value(one, name, best_of(tried[name]))
-                       for one, name, tried in zip(contestants, now, all_tried)]
+            count = 1
+        for search, name in now:
+            search.one = search.at(name, best_of(search.tried[name]))
     rows = []
-    for one, settings in zip(contestants, all_tried):
-        for name, tried in settings.items():
+    for search in searches:
+        for name, tried in search.tried.items():
             words = [f"{value:g}: {tried[value]:.4f}" for value in sorted(tried)]
             best = f"{best_of(tried):g}" + " (at an end)" * is_at_end(tried)
-            rows.append([one.place, name, best, ", ".join(words)])
-    return contestants, table(TUNED, rows)
+            rows.append([search.one.place, name, best, ", ".join(words)])
+    return [search.one for search in searches], table(TUNED, rows)

@@ -16,8 +16,9 @@ PARENTS = {FIRST: PARENT, STEP: FIRST, LAST: STEP}  # the first one's is of the 
 
 
 @pytest.fixture
-def both(records):
-    """The records by time, and three by steps without runs."""
+def both(records, monkeypatch):
+    """The records by time, and three by steps without runs, whose pocket is the same here."""
+    monkeypatch.setitem(ledger_records.RULES, "steps", ledger_records.RULES["time"])
     for number, (name, parent) in enumerate(PARENTS.items()):
         folder = records / "optimizers" / name
         shutil.copytree(records / NEWEST, folder, ignore=shutil.ignore_patterns("logs"))

@@ -1,11 +1,13 @@
 """Scripts are tuned with as many tries, and compared on other seeds; what ran is kept in a file."""
 
 import json
+import math
 import re
 import runpy
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import scipy
 from fake_records import SCRIPT, edit
@@ -132,13 +134,19 @@ def test_a_script_against_itself_with_other_seeds_differs_by_chance(script, tmp_
     assert sorted(losses) == [0, 1, 2, 3, 100, 101, 102, 103]
     ours, theirs = [[losses[first + seed] for seed in range(4)] for first in (100, 0)]
     p = scipy.stats.ttest_rel(ours, theirs).pvalue
-    assert f"(p {p:.2g})" in capsys.readouterr().out and p > 0.01
+    out = capsys.readouterr().out
+    assert f"(p {p:.2g})" in out and p > 0.01
+    # Steps are counted to a loss that all runs of the first one reach.
+    curves = [np.array(row["val"]) for row in rows if int(row["header"]["seed"]) < 100]
+    target = max(curve[-1, 1] for curve in curves)
+    steps = [np.interp(target, curve[::-1, 1], curve[::-1, 0]) for curve in curves]
+    assert f"Steps to {target:.4f}\n" in out and f" {np.mean(steps):.1f} ± " in out
 
 
 @pytest.mark.parametrize("words, message", [
     ("a.py b.py --tune muon_lr", "b.py:muon_lr=0.1 seed 1000: it has other numbers of steps than"),
     ("a.py c.py --tune muon_lr", "c.py:muon_lr=0.1 seed 1000: it has other training data than"),
-    ("a.py --tune rate", "--tune rate: no script has this setting"),
+    ("a.py --tune muon_lr,rate", "--tune rate: no script has this setting"),
     ("a.py d.py --tune muon_lr", "d.py has none of the settings muon_lr"),
     ("a.py --tune muon_lr --values 2", "--tune needs --values 3 at least"),
     ("a.py --tune muon_lr --seeds 1", "--seeds 2 for a standard error"),
@@ -153,8 +161,9 @@ def test_what_cannot_be_compared_is_refused_in_a_line(words, message, script, tm
 
 
 def test_values_are_added_where_the_best_is_near():
-    assert tune.more_values({}, 0.1, 5) == pytest.approx([0.1, 0.05, 0.2, 0.025, 0.4])
-    tried = {0.05: 3, 0.1: 2, 0.2: 1}
-    assert tune.more_values(tried, 0.1, 2) == [0.4, 0.8]
-    assert tune.more_values({0.05: 1, 0.1: 2, 0.2: 3}, 0.1, 1) == [0.025]
-    assert run.read_store(run.REPO / "none") == {}
+    tried = {}
+    for _ in range(5):
+        tried[tune.next_value(tried, 0.1)] = math.inf
+    assert list(tried) == [0.1, 0.05, 0.2, 0.025, 0.4]
+    assert tune.next_value({0.05: 3, 0.1: 2, 0.2: 1}, 0.1) == 0.4
+    assert tune.next_value({0.05: 1, 0.1: 2, 0.2: 3}, 0.1) == 0.025

@@ -15,7 +15,7 @@ from fake_records import NEWEST, PARENT, edit, make_records
 from ledger import records
 from ledger.__main__ import main
 from ledger.scripts import above, sections
-from website.build import NAME, PACKAGES, ladder_picture, with_row_ids
+from website.build import DOCS, NAME, PACKAGES, ladder_picture, with_row_ids
 from website.code import Notes, Side, change_table, scripts_data, techniques_of
 from website.ideas import read_ideas
 from website.model import ROW, STARTS, TOKENS, TOP, model_html, model_of
@@ -111,10 +111,12 @@ def some(tmp_path_factory, ladder):
 @pytest.mark.slow
 def test_each_page_has_neighbours_a_title_and_a_way_home(some):
     out, pages, known = some
-    docs = {path.stem for path in (REPO / "docs").glob("*.md")} - {"story"}
+    files = {file for _, file, _ in DOCS} | {"docs/story.md", "docs/techniques.md"}
+    assert {f"docs/{path.name}" for path in (REPO / "docs").glob("*.md")} <= files
     ideas = read_ideas(REPO / "docs/techniques.md", REPO / "records/website/ideas.toml")
-    assert pages.keys() == {*known, *docs, *(idea.page for idea in ideas), "index", "ideas",
-                            "ladder", "optimizers", "run-it", "compare", "contributing", "data"}
+    assert pages.keys() == {*known, *(name for name, *_ in DOCS), *(idea.page for idea in ideas),
+                            "index", "ladder", "optimizers", "ideas", "techniques", "run-it",
+                            "compare"}
     by_time = [name for name, one in known.items() if one.ladder == "time"]
     by_steps = [name for name in known if name not in by_time]
     for page, names in ("ladder", by_time), ("optimizers", by_steps):

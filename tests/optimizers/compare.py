@@ -119,6 +119,9 @@ class Harness:
             self.take_over_first_bases()
         if self.update is branches.psgd:
             self.reference.draw = self.drawn
+        average = self.reference.result.average
+        if average and first_step >= average.first:
+            self.begin_average()
 
     def train(self):
         """Run the script's own loop, and compare in the end, too."""
@@ -141,6 +144,14 @@ class Harness:
         for name, optimizer, place in self.places():
             for side in ("left_basis", "right_basis"):
                 self.reference.states[name][side] = optimizer.state[side][place].clone()
+
+    def begin_average(self):
+        """Let the average of weights begin with the weights, in both."""
+        kept = {name: weight for name, weight in self.reference.weights.items() if name != "embed"}
+        self.reference.around["average"] = kept
+        for optimizer in self.optimizers:
+            if "average" in optimizer.state:
+                optimizer.state["average"].copy_(optimizer.share)
 
     def drawn(self, name, what, shape, step):
         """A probe of result 33, as the script draws it."""
@@ -174,7 +185,9 @@ class Harness:
     # -- what `train` calls --
 
     def validate_and_save(self, step, can_save):
+        self.model.eval()
         self.note("validated", relative(weights_of(self.model), self.reference.read()))
+        self.model.train()
         return step == self.last_step
 
     def next_step(self, now):

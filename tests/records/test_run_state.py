@@ -24,8 +24,8 @@ def script(record, tmp_path, monkeypatch, pocket_data):
     return load(record)
 
 
-@for_each_slowly(
-    one_of_each_kind(having("averages"), "ShardedOptimizer", "NgramTable", "Place"))
+@pytest.mark.slow
+@for_each(one_of_each_kind(having("averages"), "ShardedOptimizer", "NgramTable", "Place"))
 def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path, capsys):
     """Runs end with the same weights, averages, sweeps and rows, to the bit. One that is resumed
     where it has ended validates the same weights: averages are written once."""

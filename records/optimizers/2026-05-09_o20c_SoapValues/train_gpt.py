@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-05-09_o20c_SoapValues
 Parent: 2026-05-09_o20b_SchattenNorms. Change: SOAP for values, with a twentieth of the momentum,
@@ -729,7 +729,6 @@ class ContraMuon(MatrixOptimizer):
         update = even_rows(update, self.state["square"])
         update = raise_to_floor(update, weight, self.group.floor)
         weight.sub_(self.lr * update.type_as(weight))
-
 
     def precondition(self, momentum):
         """What is orthogonalized."""

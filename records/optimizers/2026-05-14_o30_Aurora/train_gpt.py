@@ -621,6 +621,8 @@ class ShardedOptimizer:
         share = self.my_units * unit
         self.mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
         first = params[0].detach()
+        if any(param.dtype != first.dtype for param in params):
+            raise TypeError(f"group {name!r}: its parameters have several types")
         self.weights = first.new_zeros(share * ranks.world_size)
         self.grads = torch.zeros_like(self.weights)
         start = 0

@@ -68,6 +68,6 @@ def test_boundaries(label):
                                    if label in ("o20", "o30", "o41", "o44", "o46")])
 def test_whole_runs(label):
     """All steps, at the smallest size. Each begins with the script's weights."""
-    sizes = dict(num_layers=1, model_dim=16, head_dim=8, seq_len=16, val_seq_len=16, sequences_per_step=4,
+    sizes = dict(num_layers=1, model_dim=16, seq_len=16, val_seq_len=16, sequences_per_step=4,
                  sequences_per_forward=4)
     held(label, steps=RESULTS[label].steps, own_init=True, share_weights=True, sizes=sizes)

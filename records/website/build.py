@@ -218,7 +218,7 @@ def pages_of(site: Site) -> dict:
 
 def front_page(site: Site) -> Page:
     """What this is and how it came about; the race, the ladder as a picture, the story."""
-    text = FRONT.format(count=len(site.records))
+    text = FRONT.format(count=len(site.by_time))
     body = [site.renderer.html(text, site.folder)]
     if race := picture(site.root / "docs/race.svg"):
         body.append(f'<h2 id="race">The race</h2>\n{race}')

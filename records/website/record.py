@@ -87,10 +87,8 @@ def with_evidence(record: Record, html: str) -> str:
     if equality:
         words = (f"Our script computes what was published: the largest difference is "
                  f"{equality['largest']:.0e}, of {escape(equality['of'])}. {how}.")
-    elif record.published or record.leads_to:
-        words = f"For this step alone no largest difference is kept. {how}."
     else:
-        return html
+        words = f"No largest difference is kept for this script alone. {how}."
     added = f"<p><strong>Equality.</strong> {words}</p>\n"
     start = html.find("<h2") if "<h2" in html else len(html)
     return html[:start] + added + html[start:]

@@ -53,7 +53,7 @@ def test_rates_and_momentum_at_all_steps(label):
     assert compare.hold_rates(compare.load(FOLDERS[label]), RESULTS[label]) < ROUNDING
 
 
-@pytest.mark.slow
+@pytest.mark.cards
 @pytest.mark.parametrize("label", FOLDERS)
 def test_boundaries(label):
     """A few steps around each step at which something changes, from weights unlike zero."""
@@ -63,7 +63,7 @@ def test_boundaries(label):
         held(label, first_step=first, steps=min(5, last - first))
 
 
-@pytest.mark.slow
+@pytest.mark.cards
 @pytest.mark.parametrize("label", [label for label in FOLDERS
                                    if label in ("o20", "o30", "o41", "o44", "o46")])
 def test_whole_runs(label):

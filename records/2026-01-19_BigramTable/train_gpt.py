@@ -1598,7 +1598,7 @@ def longest_sequence(cfg) -> int:
 def is_validated(step, cfg) -> bool:
     """Whether a run is validated before this step. Some records do so more often near its end."""
     every = cfg.val_every
-    if step >= 0.9 * cfg.num_iterations:
+    if every and step >= 0.9 * cfg.num_iterations:
         every = getattr(cfg, "val_every_late", 0) or every
     return every > 0 and step % every == 0
 

@@ -1,8 +1,8 @@
 """The ledger of records: measure, file, list, compare and verify them, and read others' logs.
 
 A and B are record folders, scripts or logs, of this project or of the public speedrun. P-values
-need scipy (requirements-dev.txt). Exit status: 1 where a claim fails, 2
-where input cannot be used or a run fails. records/README.md has the rules.
+need scipy (requirements-dev.txt). Exit status: 1 where a claim fails, 2 where input cannot be used
+or a run fails. records/README.md has the rules.
 """
 
 import argparse

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import date
 from html import escape
 from pathlib import Path
-from urllib.parse import urljoin
 
 from ledger import pages
 from ledger.logs import LedgerError, read_text
@@ -34,7 +33,6 @@ PAGE = """<!DOCTYPE html>
 <meta property="og:title" content="{title}">
 <meta property="og:description" content="{description}">
 <meta property="og:type" content="website">
-{preview}
 <link rel="icon" href="icon.svg">
 <link rel="stylesheet" href="style.css">
 <script src="site.js" defer></script>
@@ -148,14 +146,8 @@ class Site:
 
 
 # ---- The site ----
-def write_site(
-    records: list, out: Path, source: str | None = None, address_of_site: str | None = None
-) -> list:
-    """Write the site to a folder, and return its pages.
-
-    Other files are read at `source`. The site itself is read at `address_of_site`: previews of
-    links need it.
-    """
+def write_site(records: list, out: Path, source: str | None = None) -> list:
+    """Write the site to a folder, and return its pages. Other files are read at `source`."""
     for package in PACKAGES:  # before half a minute of work
         if not importlib.util.find_spec(package):
             raise ImportError(f"No module named {package!r}")
@@ -171,15 +163,10 @@ def write_site(
     (out / "icon.svg").write_text(ICON, encoding="utf-8")
     data = scripts_data({record.folder.name: record.script for record in records})
     (out / "scripts.js").write_text(data, encoding="utf-8")
-    preview = ""
-    if (race := site.root / "docs/race.svg").exists():
-        (out / "race.svg").write_text(read_text(race), encoding="utf-8")
-        picture = urljoin(f"{(address_of_site or '').rstrip('/')}/", "race.svg").lstrip("/")
-        preview = f'<meta property="og:image" content="{escape(picture)}">'
     footer = footer_of(site)
     for name, page in written.items():
         title = f"{page.title} · {NAME}" if page.title else NAME
-        html = PAGE.format(title=escape(title), description=escape(page.about), preview=preview,
+        html = PAGE.format(title=escape(title), description=escape(page.about),
                            header=header_of(site, name), links="\n".join(page.links),
                            body=page.body, footer=footer)
         (out / f"{name}.html").write_text(html, encoding="utf-8")

@@ -11,6 +11,8 @@ import pytest
 from conftest import REPO
 from ledger.scripts import above
 from test_site import copy_some, write
+from website.build import PAGE
+from website.ideas import chart_html, read_ideas, trace_all
 from whole_ladder import find_ladder
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -48,13 +50,17 @@ def built(tmp_path_factory):
         long = {name: name * 80 for name in ("head", "word", "code", "cell")}
         file.write("\n## {head}\n\n{word} `{code}`\n\n| {cell} |\n|---|\n".format(**long))
     write(folder / "site", str(folder / "records"))
+    whole = read_ideas(REPO / "docs/techniques.md", REPO / "records/website/ideas.toml")
+    trace_all(whole, ladder)
+    (folder / "site/chart.html").write_text(PAGE.format(
+        title="", description="", header="", links="", footer="", body=chart_html(whole, ladder)))
     return folder / "site", names
 
 
 def kinds_of(names):
     """A page of each kind."""
     kinds = ["index", "ladder", "optimizers", "run-it", "gpus", "ideas", "idea-smear", "techniques",
-             "glossary", "compare", "2026-06-11_o36_MuonTuned", names[1], names[-1]]
+             "glossary", "compare", "chart", "2026-06-11_o36_MuonTuned", names[1], names[-1]]
     return [f"{kind}.html" for kind in kinds]
 
 
@@ -74,9 +80,9 @@ def test_a_browser_shows_the_site(built):
     site, names = built
     first, second, third = names[0], names[1], names[-1]
     pages = kinds_of(names)
-    found = try_in_browser(site, first=first, third=third, widths=[320, 375, 1280], pages=pages,
-                           contrast=[])
-    assert len(found["wider"]) == 3 * len(pages)
+    widths = [320, 375, 1024, 1280]
+    found = try_in_browser(site, first=first, third=third, widths=widths, pages=pages, contrast=[])
+    assert len(found["wider"]) == len(widths) * len(pages)
     assert {page: wider for page, wider in found["wider"].items() if wider > 0} == {}
     for page, tabs in found["tabs"].items():
         assert tabs["first"] == "Skip to the text" and tabs["before"] < 15, page

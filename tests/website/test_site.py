@@ -257,7 +257,6 @@ def test_the_front_page_has_the_story_and_the_race_where_they_are(tmp_path):
     front = pages["index"]
     assert {"story", "1-go"} <= set(front.ids) and "Fast & faster" in front.text
     assert front.tags.count("svg") == 2 and front.links.count(f"{PARENT}.html") > 1
-    assert (tmp_path / "site/race.svg").exists()
 
 
 def test_a_change_shows_old_lines_then_new_ones_with_numbers_and_marked_words():

@@ -165,7 +165,7 @@ def train(words: list[str]) -> None:
         say(f"using torch {version} of {sys.executable}; the project pins {pinned}")
     try:
         choice = choose(script, words)
-    except script.UserError as error:
+    except (script.UserError, OSError) as error:  # the second names the file
         raise MachineError(error) from None
     for command in choice.commands:
         make(command)

@@ -934,6 +934,14 @@ def longest_sequence(cfg) -> int:
     return max(schedule(step, cfg).seq_len for step in range(cfg.num_iterations))
 
 
+def is_validated(step, cfg) -> bool:
+    """Whether a run is validated before this step. Some records do so more often near its end."""
+    every = cfg.val_every
+    if every and step >= 0.9 * cfg.num_iterations:
+        every = getattr(cfg, "val_every_late", 0) or every
+    return every > 0 and step % every == 0
+
+
 @torch.no_grad()
 def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
     """Mean loss over the validation tokens. Ranks share the sequences."""
@@ -1415,7 +1423,7 @@ class Run:
         is_last = step == cfg.num_iterations
         can_save = can_save or is_last
         ends = is_last or (self.stop and (can_save or not every))
-        validates = is_last or (cfg.val_every and step % cfg.val_every == 0 and not ends)
+        validates = is_last or (is_validated(step, cfg) and not ends)
         # A multiple of save_every that could not be saved is made up for.
         is_due = every and step // every > self.saved_step // every
         saves = can_save and every and step > self.saved_step and (is_due or ends)

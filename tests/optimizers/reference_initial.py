@@ -72,7 +72,7 @@ def _law(initial, name, shapes):
         return Law("constant", 0.0)
     if initial != "old" and kind == "mlp.fc":
         layer = int(name.split(".")[1])
-        depth = layer / (count_layers(shapes) - 1)
+        depth = layer / max(1, count_layers(shapes) - 1)
         return Law("uniform", (1 - DEPTH_DROP * depth) / fan_in ** 0.5)
     return Law("uniform", 1 / fan_in ** 0.5)
 

@@ -37,8 +37,8 @@ def marked(labels):
 
 @pytest.mark.parametrize("label", marked(FOLDERS))
 def test_first_steps(label):
-    """From the script's own first weights, whose zeros hold gradients back."""
-    held(label, steps=12, own_init=True)
+    """From the script's own first weights, whose zeros hold gradients back; resumed on the way."""
+    held(label, steps=12, own_init=True, resumed=7)
 
 
 @pytest.mark.parametrize("label", marked(FOLDERS))
@@ -53,7 +53,7 @@ def test_rates_and_momentum_at_all_steps(label):
     assert compare.hold_rates(compare.load(FOLDERS[label]), RESULTS[label]) < ROUNDING
 
 
-@pytest.mark.slow
+@pytest.mark.cards
 @pytest.mark.parametrize("label", FOLDERS)
 def test_boundaries(label):
     """A few steps around each step at which something changes, from weights unlike zero."""
@@ -63,11 +63,11 @@ def test_boundaries(label):
         held(label, first_step=first, steps=min(5, last - first))
 
 
-@pytest.mark.slow
+@pytest.mark.cards
 @pytest.mark.parametrize("label", [label for label in FOLDERS
                                    if label in ("o20", "o30", "o41", "o44", "o46")])
 def test_whole_runs(label):
-    """All steps, at the smallest size."""
-    sizes = dict(model_dim=16, head_dim=8, seq_len=16, val_seq_len=16, sequences_per_step=4,
+    """All steps, at the smallest size. Each begins with the script's weights."""
+    sizes = dict(num_layers=1, model_dim=16, seq_len=16, val_seq_len=16, sequences_per_step=4,
                  sequences_per_forward=4)
-    held(label, steps=RESULTS[label].steps, own_init=True, sizes=sizes)
+    held(label, steps=RESULTS[label].steps, own_init=True, share_weights=True, sizes=sizes)

@@ -31,11 +31,11 @@ def drawn(name, law, shape):
     return 2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1
 
 
-def first_of(label):
+def first_of(label, layers=2):
     """The weights of a small model that a result begins with."""
-    signs = [normal(16, seed=layer).sign() for layer in range(2)]
+    signs = [normal(16, seed=layer).sign() for layer in range(layers)]
     return first_weights.initial_weights(
-        reference.RESULTS[label].initial, SMALL, drawn, signs)
+        reference.RESULTS[label].initial, shapes(layers, 16, 37), drawn, signs)
 
 
 def batches(count):
@@ -461,7 +461,7 @@ def test_zero_projections_hold_gradients_back():
 def test_every_result_learns(label):
     """A few steps on one batch lower its loss, and no weight becomes NaN."""
     batch = batches(1)
-    found = reference.run(label, first_of(label), 4 * batch, 4, HEAD_DIM, draw=draw)
+    found = reference.run(label, first_of(label, layers=1), 4 * batch, 4, HEAD_DIM, draw=draw)
     assert found.losses[-1] < found.losses[0]
     for weight in found.weights[-1].values():
         assert weight.isfinite().all()

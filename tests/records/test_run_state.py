@@ -64,7 +64,7 @@ def test_a_run_that_plans_ahead_saves_all_steps_that_had_data(
     """The planner meets the end of the data a step early. With more of them the run goes on."""
     draw = np.random.default_rng(0)
     for index in range(2):
-        tokens = draw.integers(0, 50, 7000)  # few, as the head draws few classes
+        tokens = draw.integers(0, 50, 2500)  # few, as the head draws few classes
         tokens[::150] = 256
         write_shard(tmp_path / f"some_{index}.bin", tokens)
     flags = [*FLAGS, "--run_id=x", "--warmup_steps=0", "--save_every=100", "--resume=auto"]

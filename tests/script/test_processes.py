@@ -92,14 +92,14 @@ def other_flags(words, rank):
 
 
 def test_two_ranks_stop_together_and_go_on_as_one(start, whole, files):  # noqa: F811
-    """A signal to one of them stops both. Their losses, and what is saved, are one rank's."""
+    """A signal to one of them stops both. Their losses are one rank's, but for rounding."""
     two = start(2, signalled(6, signal.SIGTERM, rank=1), save_every=100)
     assert two.wait() == [1, 1], two.err()
     assert two.saved() == [8] and two.out(0) and not two.out(1)
     one = run_main(Path.cwd(), to_argv(MODEL | files | dict(save_every=100)))
     assert one.code == 0 and "\nresumed at step:8 from " in one.log
-    for name, weight in two.state(STEPS)["model"].items():
-        torch.testing.assert_close(weight, whole["model"][name], rtol=1e-5, atol=1e-5)
+    losses = [minimised for minimised, _ in whole.losses]
+    assert two.losses() == pytest.approx(losses, abs=1.1e-4)  # of four decimals, in one log
 
 
 @pytest.mark.slow

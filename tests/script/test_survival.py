@@ -50,11 +50,12 @@ def start(files, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(files, tmp_path_factory):
-    """The last checkpoint of the run without any fault."""
+    """The run without any fault, and its last checkpoint."""
     folder = tmp_path_factory.mktemp("whole")
     run = run_main(folder, to_argv(MODEL | files | dict(save_every=2)))
     assert run.code == 0, run.err
-    return state_at(STEPS, run.folder)
+    run.state = state_at(STEPS, run.folder)
+    return run
 
 
 def state_at(step, folder=Path("logs/x")):
@@ -67,9 +68,9 @@ def assert_goes_on(run, whole, step):
     assert run.code == 0, run.err
     assert f"\nresumed at step:{step} from " in run.log
     state = state_at(STEPS)
-    assert state.keys() == whole.keys()
+    assert state.keys() == whole.state.keys()
     for key in state.keys() - {"settings", "train_time_ms", "process_time_ms"}:
-        assert equal(state[key], whole[key]), key
+        assert equal(state[key], whole.state[key]), key
 
 
 # ---- Faults

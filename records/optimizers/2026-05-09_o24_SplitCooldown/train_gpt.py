@@ -58,6 +58,7 @@ class Hyperparameters:
     model_dim: int = 768  # width of the residual stream
     head_dim: int = 128  # width of an attention head
     num_layers: int = 12  # of attention and an MLP each
+    attention_scale: float = 0.12  # of products of queries and keys
     rope_base: int = 1024  # inverse of the lowest rotary frequency
     seed: int = 0  # seed of the initial weights
     # Optimizers
@@ -104,21 +105,22 @@ POCKET = dict(
     model_dim=64,
     head_dim=16,
     num_layers=2,
+    attention_scale=0.5,
     rope_base=32,
-    matrix_lr=0.08,
-    embed_lr=0.5,
+    matrix_lr=0.043,
+    embed_lr=0.3,
     head_lr=0.03,
     vector_lr=0.02,
     num_iterations=200,
     seq_len=256,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
-    sequences_per_step=16,
-    sequences_per_forward=16,
+    sequences_per_step=8,
+    sequences_per_forward=8,
     val_seq_len=256,
-    val_tokens=65_536,
+    val_tokens=32_768,
     val_every=25,
-    target_loss=1.78,
+    target_loss=1.75,
     warmup_steps=1,
 )
 
@@ -242,7 +244,6 @@ class Norm(nn.Module):
 # ---- Model ------------------------------------------------------------------
 # In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary.
 # The residual stream x has the shape (B, T, D).
-ATTENTION_SCALE = 0.12  # of products of queries and keys
 SOFTCAP = 15.0  # logits lie between plus and minus this
 
 
@@ -274,6 +275,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
+        self.scale = cfg.attention_scale
         init = uniform(dim**-0.5)
         self.c_q = CastedLinear(dim, dim, group="query", init=init)
         self.c_k = CastedLinear(dim, dim, group="key", init=init)
@@ -291,7 +293,7 @@ class CausalSelfAttention(nn.Module):
         q = rotate(F.rms_norm(q, q.shape[-1:]), *rotary)
         k = rotate(F.rms_norm(k, k.shape[-1:]), *rotary)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, K)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=ATTENTION_SCALE)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -449,10 +451,7 @@ def even_rows(update: Tensor, square: Tensor) -> Tensor:
 
 
 def raise_to_floor(update: Tensor, weight: Tensor, floor: float) -> Tensor:
-    """Lengthen an update that is shorter than `floor` times its weights.
-
-    Skylight: @kumarkrishna, #9.
-    """
+    """Lengthen an update that is shorter than `floor` times its weights: @kumarkrishna, #9."""
     least = floor * norms(weight).clamp_min(1e-8)
     factor = least / norms(update.type_as(weight)).clamp_min(1e-8)
     return update * factor.clamp_min(1).type_as(update)
@@ -636,10 +635,9 @@ class Adam(ShardedOptimizer):
 class MatrixOptimizer(ShardedOptimizer):
     """An optimizer of matrices of one shape. Each rank has B whole ones, (B, M, N).
 
-    To try another, replace the class below. A class says in `new_state` what it keeps of each
-    matrix, by name, and in `step` how weights follow from gradients. It finds its rate in
-    `self.lr`, and in `self.scheduled` the numbers of the schedule that it names: tensors, so that
-    the step is compiled once.
+    To try another, replace the class below. `new_state` returns what it keeps of each matrix, by
+    name; `step` updates the weights by the gradients. `self.lr` is the rate, `self.scheduled` has
+    the numbers of the schedule that it names: tensors, so that the step is compiled once.
     """
 
     numbers = ()  # names of the schedule's numbers that a step needs
@@ -1048,6 +1046,14 @@ def store_masks():
 def longest_sequence(cfg) -> int:
     """Tokens of the longest training sequence of a run."""
     return max(schedule(step, cfg).seq_len for step in range(cfg.num_iterations))
+
+
+def is_validated(step, cfg) -> bool:
+    """Whether a run is validated before this step. Some records do so more often near its end."""
+    every = cfg.val_every
+    if every and step >= 0.9 * cfg.num_iterations:
+        every = getattr(cfg, "val_every_late", 0) or every
+    return every > 0 and step % every == 0
 
 
 @torch.no_grad()
@@ -1531,7 +1537,7 @@ class Run:
         is_last = step == cfg.num_iterations
         can_save = can_save or is_last
         ends = is_last or (self.stop and (can_save or not every))
-        validates = is_last or (cfg.val_every and step % cfg.val_every == 0 and not ends)
+        validates = is_last or (is_validated(step, cfg) and not ends)
         # A multiple of save_every that could not be saved is made up for.
         is_due = every and step // every > self.saved_step // every
         saves = can_save and every and step > self.saved_step and (is_due or ends)

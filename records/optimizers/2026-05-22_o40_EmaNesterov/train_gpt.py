@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-05-22_o40_EmaNesterov
 Parent: 2026-05-14_o30_Aurora. Change: before each forward pass all weights move on along the mean
@@ -62,6 +62,7 @@ class Hyperparameters:
     model_dim: int = 768  # width of the residual stream
     head_dim: int = 128  # width of an attention head
     num_layers: int = 12  # of attention and an MLP each
+    attention_scale: float = 0.12  # of products of queries and keys
     rope_base: int = 1024  # inverse of the lowest rotary frequency
     seed: int = 0  # seed of the initial weights
     # Optimizers
@@ -107,21 +108,22 @@ POCKET = dict(
     model_dim=64,
     head_dim=16,
     num_layers=2,
+    attention_scale=0.5,
     rope_base=32,
-    matrix_lr=0.08,
-    embed_lr=0.5,
+    matrix_lr=0.043,
+    embed_lr=0.3,
     head_lr=0.03,
     vector_lr=0.02,
     num_iterations=200,
     seq_len=256,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
-    sequences_per_step=16,
-    sequences_per_forward=16,
+    sequences_per_step=8,
+    sequences_per_forward=8,
     val_seq_len=256,
-    val_tokens=65_536,
+    val_tokens=32_768,
     val_every=25,
-    target_loss=1.78,
+    target_loss=1.75,
     warmup_steps=1,
 )
 
@@ -267,7 +269,6 @@ class Norm(nn.Module):
 # ---- Model ------------------------------------------------------------------
 # In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary.
 # The residual stream x has the shape (B, T, D).
-ATTENTION_SCALE = 0.12  # of products of queries and keys
 SOFTCAP = 15.0  # logits lie between plus and minus this
 
 
@@ -299,6 +300,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
+        self.scale = cfg.attention_scale
         init = uniform(dim**-0.5)
         self.c_q = CastedLinear(dim, dim, group="query", init=init)
         self.c_k = CastedLinear(dim, dim, group="key", init=init)
@@ -316,7 +318,7 @@ class CausalSelfAttention(nn.Module):
         q = rotate(F.rms_norm(q, q.shape[-1:]), *rotary)
         k = rotate(F.rms_norm(k, k.shape[-1:]), *rotary)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, K)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=ATTENTION_SCALE)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -474,30 +476,21 @@ def contra(update: Tensor, momentum: Tensor, strength: Tensor) -> Tensor:
 
 
 def brake(update: Tensor, weight: Tensor) -> Tensor:
-    """Halve the part of an update along its weights, where that makes them longer.
-
-    @nilin, #29.
-    """
+    """Halve the part of an update along its weights where it makes them longer: @nilin, #29."""
     along = inner(update, weight) / inner(weight, weight).clamp_min(1e-12)
     outward = along.clamp_max(0) * weight  # an update is subtracted
     return (update - 0.5 * outward).type_as(update)
 
 
 def raise_to_floor(update: Tensor, weight: Tensor, floor: float) -> Tensor:
-    """Lengthen an update that is shorter than `floor` times its weights.
-
-    Skylight: @kumarkrishna, #9.
-    """
+    """Lengthen an update that is shorter than `floor` times its weights: @kumarkrishna, #9."""
     least = floor * norms(weight).clamp_min(1e-8)
     factor = least / norms(update.type_as(weight)).clamp_min(1e-8)
     return update * factor.clamp_min(1).type_as(update)
 
 
 def move(weight: Tensor, step: Tensor):
-    """Subtract a step from weights, in place, and only its part along them changes their norm.
-
-    @nilin, #29.
-    """
+    """Subtract a step from weights, in place. Only its part along them changes their norm."""
     before = norms(weight).clamp_min(1e-8)
     radius = (before - inner(step, weight) / before).clamp_min(1e-8)
     weight.sub_(step)
@@ -638,6 +631,8 @@ class ShardedOptimizer:
         share = self.my_units * unit
         self.mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
         first = params[0].detach()
+        if any(param.dtype != first.dtype for param in params):
+            raise TypeError(f"group {name!r}: its parameters have several types")
         self.weights = first.new_zeros(share * ranks.world_size)
         self.grads = torch.zeros_like(self.weights)
         start = 0
@@ -652,7 +647,8 @@ class ShardedOptimizer:
             self.my_grad = torch.empty_like(self.grads[self.mine])
         self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
         # Tensors by name; this rank's part, or a number
-        self.state = {"move": torch.zeros_like(self.weights[self.mine])}
+        self.share = self.weights[self.mine]
+        self.state = {"move": torch.zeros_like(self.share)}
 
     def tensors(self):
         """What a step changes: the warm-up steps on them and restores them."""
@@ -669,29 +665,24 @@ class ShardedOptimizer:
             self.handle = dist.reduce_scatter_tensor(mine, self.grads, async_op=True)
 
     def look_ahead(self, now):
-        """Move the weights on along the mean of their moves, and begin to gather all parts.
-
-        EMA-Nesterov: @OscarYau525, #39.
-        """
-        share = self.weights[self.mine]
-        self.before = share.clone()
+        """Move the weights on along the mean of their moves: EMA-Nesterov, @OscarYau525, #39."""
+        self.before = self.share.clone()
         if now.look_ahead:
-            share.add_(self.state["move"], alpha=now.look_ahead)
-            self.gather(share)
+            self.share.add_(self.state["move"], alpha=now.look_ahead)
+            self.gather()
 
     def update(self, now):
         """Update this rank's part, then begin to gather all parts."""
         self.wait()
-        share = self.weights[self.mine]
-        self.update_share(share, now)
+        self.update_share(self.share, now)
         # What a step looks ahead is never undone, and is part of its move.
-        self.state["move"].lerp_(share - self.before, now.move_weight)
-        self.gather(share)
+        self.state["move"].lerp_(self.share - self.before, now.move_weight)
+        self.gather()
 
-    def gather(self, share):
-        """Begin to gather all ranks' parts."""
+    def gather(self):
+        """Begin to gather all parts."""
         if self.ranks.world_size > 1:
-            self.handle = dist.all_gather_into_tensor(self.weights, share, async_op=True)
+            self.handle = dist.all_gather_into_tensor(self.weights, self.share, async_op=True)
 
     def wait(self):
         """End what was begun."""
@@ -749,10 +740,9 @@ class Adam(ShardedOptimizer):
 class MatrixOptimizer(ShardedOptimizer):
     """An optimizer of matrices of one shape. Each rank has B whole ones, (B, M, N).
 
-    To try another, replace the class below. A class says in `new_state` what it keeps of each
-    matrix, by name, and in `step` how weights follow from gradients. It finds its rate in
-    `self.lr`, and in `self.scheduled` the numbers of the schedule that it names: tensors, so that
-    the step is compiled once.
+    To try another, replace the class below. `new_state` returns what it keeps of each matrix, by
+    name; `step` updates the weights by the gradients. `self.lr` is the rate, `self.scheduled` has
+    the numbers of the schedule that it names: tensors, so that the step is compiled once.
     """
 
     numbers = ()  # names of the schedule's numbers that a step needs
@@ -1225,6 +1215,14 @@ def store_masks():
 def longest_sequence(cfg) -> int:
     """Tokens of the longest training sequence of a run."""
     return max(schedule(step, cfg).seq_len for step in range(cfg.num_iterations))
+
+
+def is_validated(step, cfg) -> bool:
+    """Whether a run is validated before this step. Some records do so more often near its end."""
+    every = cfg.val_every
+    if every and step >= 0.9 * cfg.num_iterations:
+        every = getattr(cfg, "val_every_late", 0) or every
+    return every > 0 and step % every == 0
 
 
 @torch.no_grad()
@@ -1708,7 +1706,7 @@ class Run:
         is_last = step == cfg.num_iterations
         can_save = can_save or is_last
         ends = is_last or (self.stop and (can_save or not every))
-        validates = is_last or (cfg.val_every and step % cfg.val_every == 0 and not ends)
+        validates = is_last or (is_validated(step, cfg) and not ends)
         # A multiple of save_every that could not be saved is made up for.
         is_due = every and step // every > self.saved_step // every
         saves = can_save and every and step > self.saved_step and (is_due or ends)

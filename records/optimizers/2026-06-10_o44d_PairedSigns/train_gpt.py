@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Train a GPT of GPT-2 small's class to 3.28 validation loss on FineWeb, in the fewest steps.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py    # on 8 GPUs
-    python train_gpt.py                                                            # on one GPU
-    python train_gpt.py --preset pocket                       # a small model, on a CPU too
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py
+    python train_gpt.py
+    python train_gpt.py --preset pocket
 
 Record: 2026-06-10_o44d_PairedSigns
 Parent: 2026-06-10_o44c_VectorAdam. Change: the signs of gains are paired in the later half of the
@@ -61,6 +61,7 @@ class Hyperparameters:
     model_dim: int = 768  # width of the residual stream
     head_dim: int = 128  # width of an attention head
     num_layers: int = 12  # of attention and an MLP each
+    attention_scale: float = 0.12  # of products of queries and keys
     rope_base: int = 1024  # inverse of the lowest rotary frequency
     seed: int = 0  # seed of the initial weights
     # Optimizers
@@ -104,21 +105,22 @@ POCKET = dict(
     model_dim=64,
     head_dim=16,
     num_layers=2,
+    attention_scale=0.5,
     rope_base=32,
-    matrix_lr=0.08,
-    embed_lr=0.5,
+    matrix_lr=0.043,
+    embed_lr=0.3,
     head_lr=0.03,
     vector_lr=0.02,
     num_iterations=200,
     seq_len=256,
     train_files="data/pocket/pocket_train_*.bin",
     val_files="data/pocket/pocket_val_*.bin",
-    sequences_per_step=16,
-    sequences_per_forward=16,
+    sequences_per_step=8,
+    sequences_per_forward=8,
     val_seq_len=256,
-    val_tokens=65_536,
+    val_tokens=32_768,
     val_every=25,
-    target_loss=1.78,
+    target_loss=1.75,
     warmup_steps=1,
 )
 
@@ -265,7 +267,6 @@ class Norm(nn.Module):
 # ---- Model ------------------------------------------------------------------
 # In names: B sequences, T tokens, S = B·T, D model_dim, H heads, K head_dim, V padded vocabulary.
 # The residual stream x has the shape (B, T, D).
-ATTENTION_SCALE = 0.12  # of products of queries and keys
 SOFTCAP = 15.0  # logits lie between plus and minus this
 
 
@@ -297,14 +298,13 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         dim = cfg.model_dim
         self.num_heads = dim // cfg.head_dim
+        self.scale = cfg.attention_scale
         init = uniform(dim**-0.5)
         self.c_q = CastedLinear(dim, dim, group="query", init=init)
         self.c_k = CastedLinear(dim, dim, group="key", init=init)
         self.c_v = CastedLinear(dim, dim, group="value", init=init)
         # Zero-initialised projections: @Grad62304977
-        self.c_proj = CastedLinear(
-            dim, dim, group="attention out", bias_group="attention out biases"
-        )
+        self.c_proj = CastedLinear(dim, dim, group="attention out", bias_group="attention biases")
 
     def forward(self, x, rotary):
         # Queries, keys and values
@@ -316,7 +316,7 @@ class CausalSelfAttention(nn.Module):
         q = rotate(F.rms_norm(q, q.shape[-1:]), *rotary)
         k = rotate(F.rms_norm(k, k.shape[-1:]), *rotary)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, K)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=ATTENTION_SCALE)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -428,32 +428,22 @@ class GPT(nn.Module):
         return loss
 
 
-def gain_signs(cfg, generator) -> list:
-    """Random signs of the channels, (D,), a vector for each layer; later ones are in pairs."""
-    first_pair = cfg.num_layers // 4 * 2
-    signs = []
-    for _ in range(first_pair):
-        signs.append(2 * torch.randint(2, (cfg.model_dim,), generator=generator) - 1)
-    while len(signs) < cfg.num_layers:
-        signs += paired_signs(cfg, generator)
-    return signs[: cfg.num_layers]
+def gain_signs(cfg, generator) -> Tensor:
+    """Random signs of each layer's channels, (L, D). Later layers are in pairs.
 
-
-def paired_signs(cfg, generator):
-    """Two vectors of signs whose sums cancel in each slice as wide as a head.
-
-    Each sum is half of what random signs had.
+    In each slice as wide as a head the sums of a pair cancel, and are half of what they were.
     """
+    signs = 2 * torch.randint(2, (cfg.num_layers, cfg.model_dim), generator=generator) - 1
     width = cfg.head_dim
-    first, second = [], []
-    for _ in range(cfg.model_dim // width):
-        ones = torch.randint(2, (width,), generator=generator).sum().item()
-        ones = round((ones + width / 2) / 2)  # half-way to the middle, to even numbers
-        for vector, count in ((first, ones), (second, width - ones)):
-            signs = torch.ones(width)
-            signs[count:] = -1
-            vector.append(signs[torch.randperm(width, generator=generator)])
-    return torch.cat(first), torch.cat(second)
+    slices = signs.unflatten(1, (-1, width))  # views
+    for layer in range(cfg.num_layers // 4 * 2, cfg.num_layers - 1, 2):
+        for first, second in zip(slices[layer], slices[layer + 1]):
+            ones = (first > 0).sum().item()
+            ones = round((ones + width / 2) / 2)  # half-way to the middle; to even numbers
+            for vector, count in ((first, ones), (second, width - ones)):
+                vector.fill_(-1)
+                vector[torch.randperm(width, generator=generator)[:count]] = 1
+    return signs
 
 
 # ---- Optimizers -------------------------------------------------------------
@@ -504,34 +494,27 @@ def orthogonalize(grad_BMN: Tensor, dtype: torch.dtype) -> Tensor:
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=-1.5, alpha=0.5)  # -1.5 A + 0.5 A²
         X = torch.baddbmm(X, B, X, beta=2)  # 2 X + B X
-    return X.mT if is_tall else X
+    if is_tall:  # it has more outputs than inputs: a larger update
+        X = X.mT * (X.size(-1) / X.size(-2)) ** 0.5
+    return X
 
 
 def brake(update: Tensor, weight: Tensor) -> Tensor:
-    """Halve the part of an update along its weights, where that makes them longer.
-
-    @nilin, #29.
-    """
+    """Halve the part of an update along its weights where it makes them longer: @nilin, #29."""
     along = inner(update, weight) / inner(weight, weight).clamp_min(1e-12)
     outward = along.clamp_max(0) * weight  # an update is subtracted
     return (update - 0.5 * outward).type_as(update)
 
 
 def raise_to_floor(update: Tensor, weight: Tensor, floor: float) -> Tensor:
-    """Lengthen an update that is shorter than `floor` times its weights.
-
-    Skylight: @kumarkrishna, #9.
-    """
+    """Lengthen an update that is shorter than `floor` times its weights: @kumarkrishna, #9."""
     least = floor * norms(weight).clamp_min(1e-8)
     factor = least / norms(update.type_as(weight)).clamp_min(1e-8)
     return update * factor.clamp_min(1).type_as(update)
 
 
 def move(weight: Tensor, step: Tensor):
-    """Subtract a step from weights, in place, and only its part along them changes their norm.
-
-    @nilin, #29.
-    """
+    """Subtract a step from weights, in place. Only its part along them changes their norm."""
     before = norms(weight).clamp_min(1e-8)
     radius = (before - inner(step, weight) / before).clamp_min(1e-8)
     weight.sub_(step)
@@ -584,27 +567,6 @@ def refresh_basis(gram: Tensor, basis: Tensor) -> Tensor:
     return order
 
 
-def adam_update(weight, grad, mean, square, count, *, lr, betas, decay, is_corrected):
-    """A step of AdamW, https://arxiv.org/abs/1711.05101, in fp32 and in place.
-
-    count: steps taken, a tensor. is_corrected: whether means are made larger in the first steps.
-    """
-    count += 1
-    beta1, beta2 = betas
-    grad = grad.float()
-    new_mean = mean.float().lerp(grad, 1 - beta1)
-    new_square = beta2 * square.float() + (1 - beta2) * grad.square()
-    step_size = lr
-    size = new_square.sqrt()
-    if is_corrected:  # as both means begin at zero
-        step_size = step_size / (1 - beta1**count)
-        size = size / (1 - beta2**count).sqrt()
-    decayed = weight.float() * (1 - lr * decay)
-    weight.copy_(decayed - step_size * new_mean / (size + 1e-10))
-    mean.copy_(new_mean)
-    square.copy_(new_square)
-
-
 @dataclass(frozen=True)
 class AdamGroup:
     """A row of the table: how Adam updates the parameters of a group."""
@@ -612,7 +574,6 @@ class AdamGroup:
     lr: float  # about how much a weight changes in a step
     betas: tuple = (0.8, 0.99)  # decay of the means of gradients and of their squares
     is_corrected: bool = True  # whether these means are made larger in the first steps
-    decay: float = 0.0  # of weights in a step, in units of the rate
 
 
 @dataclass(frozen=True)
@@ -639,7 +600,7 @@ def parameter_groups(cfg) -> dict:
         "embed": AdamGroup(cfg.embed_lr),
         "head": AdamGroup(cfg.head_lr),
         "gains": vectors,
-        "attention out biases": replace(vectors, betas=(0.8, 0.9965)),
+        "attention biases": replace(vectors, betas=(0.8, 0.9965)),
         "biases": replace(vectors, betas=(0.8, 0.997)),  # all others, the head's too
     }
 
@@ -664,6 +625,8 @@ class ShardedOptimizer:
         share = self.my_units * unit
         self.mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
         first = params[0].detach()
+        if any(param.dtype != first.dtype for param in params):
+            raise TypeError(f"group {name!r}: its parameters have several types")
         self.weights = first.new_zeros(share * ranks.world_size)
         self.grads = torch.zeros_like(self.weights)
         start = 0
@@ -678,7 +641,8 @@ class ShardedOptimizer:
             self.my_grad = torch.empty_like(self.grads[self.mine])
         self.lr = torch.zeros((), device=self.grads.device)  # a tensor: compiled once
         # Tensors by name; this rank's part, or a number
-        self.state = {"move": torch.zeros_like(self.weights[self.mine])}
+        self.share = self.weights[self.mine]
+        self.state = {"move": torch.zeros_like(self.share)}
 
     def tensors(self):
         """What a step changes: the warm-up steps on them and restores them."""
@@ -695,29 +659,24 @@ class ShardedOptimizer:
             self.handle = dist.reduce_scatter_tensor(mine, self.grads, async_op=True)
 
     def look_ahead(self, now):
-        """Move the weights on along the mean of their moves, and begin to gather all parts.
-
-        EMA-Nesterov: @OscarYau525, #39.
-        """
-        share = self.weights[self.mine]
-        self.before = share.clone()
+        """Move the weights on along the mean of their moves: EMA-Nesterov, @OscarYau525, #39."""
+        self.before = self.share.clone()
         if now.look_ahead:
-            share.add_(self.state["move"], alpha=now.look_ahead)
-            self.gather(share)
+            self.share.add_(self.state["move"], alpha=now.look_ahead)
+            self.gather()
 
     def update(self, now):
         """Update this rank's part, then begin to gather all parts."""
         self.wait()
-        share = self.weights[self.mine]
-        self.update_share(share, now)
+        self.update_share(self.share, now)
         # What a step looks ahead is never undone, and is part of its move.
-        self.state["move"].lerp_(share - self.before, now.move_weight)
-        self.gather(share)
+        self.state["move"].lerp_(self.share - self.before, now.move_weight)
+        self.gather()
 
-    def gather(self, share):
-        """Begin to gather all ranks' parts."""
+    def gather(self):
+        """Begin to gather all parts."""
         if self.ranks.world_size > 1:
-            self.handle = dist.all_gather_into_tensor(self.weights, share, async_op=True)
+            self.handle = dist.all_gather_into_tensor(self.weights, self.share, async_op=True)
 
     def wait(self):
         """End what was begun."""
@@ -758,28 +717,36 @@ class Adam(ShardedOptimizer):
         self.state["mean"] = torch.zeros_like(self.my_grad)
         self.state["square"] = torch.zeros_like(self.my_grad)
         self.state["count"] = torch.zeros_like(self.lr)
-        self.step_fn = compile_on_gpu(adam_update, self.lr.device)
+        self.step_fn = compile_on_gpu(self.step, self.lr.device)
+
+    def step(self, weight, grad):
+        """A step of Adam, https://arxiv.org/abs/1412.6980, in fp32 and in place."""
+        mean, square, count = (self.state[name] for name in ("mean", "square", "count"))
+        count += 1
+        beta1, beta2 = self.group.betas
+        grad = grad.float()
+        new_mean = mean.float().lerp(grad, 1 - beta1)
+        new_square = beta2 * square.float() + (1 - beta2) * grad.square()
+        step_size = self.lr
+        size = new_square.sqrt()
+        if self.group.is_corrected:  # as both means begin at zero
+            step_size = step_size / (1 - beta1**count)
+            size = size / (1 - beta2**count).sqrt()
+        weight.copy_(weight.float() - step_size * new_mean / (size + 1e-10))
+        mean.copy_(new_mean)
+        square.copy_(new_square)
 
     def update_share(self, weight, now):
         self.lr.fill_(self.group.lr * now.adam_lr_factor)
-        self.step_fn(
-            weight,
-            self.my_grad,
-            *(self.state[name] for name in ("mean", "square", "count")),
-            lr=self.lr,
-            betas=self.group.betas,
-            decay=self.group.decay,
-            is_corrected=self.group.is_corrected,
-        )
+        self.step_fn(weight, self.my_grad)
 
 
 class MatrixOptimizer(ShardedOptimizer):
     """An optimizer of matrices of one shape. Each rank has B whole ones, (B, M, N).
 
-    To try another, replace the class below. A class says in `new_state` what it keeps of each
-    matrix, by name, and in `step` how weights follow from gradients. It finds its rate in
-    `self.lr`, and in `self.scheduled` the numbers of the schedule that it names: tensors, so that
-    the step is compiled once.
+    To try another, replace the class below. `new_state` returns what it keeps of each matrix, by
+    name; `step` updates the weights by the gradients. `self.lr` is the rate, `self.scheduled` has
+    the numbers of the schedule that it names: tensors, so that the step is compiled once.
     """
 
     numbers = ()  # names of the schedule's numbers that a step needs
@@ -828,7 +795,7 @@ class SoapMuon(MatrixOptimizer):
             bounds = self.scheduled["least_trust"], self.scheduled["most_trust"]
             blend = momentum.lerp(scaled, trust(scaled, momentum, grad, *bounds))
             scaled = at_norm_of(momentum, blend, least=1e-8)
-        update = tall_factor(grad) * orthogonalize(scaled, self.dtype)
+        update = orthogonalize(scaled, self.dtype)
         update = brake(update, weight)
         update = raise_to_floor(update, weight, self.group.floor)
         move(weight, self.lr * update.type_as(weight))
@@ -849,12 +816,6 @@ class SoapMuon(MatrixOptimizer):
             square.copy_(square.take_along_dim(order[:, :, None], dim=-2))
             order = refresh_basis(state["column_gram"], state["column_basis"])
             square.copy_(square.take_along_dim(order[:, None, :], dim=-1))
-
-
-def tall_factor(matrices) -> float:
-    """How much larger the update of a tall matrix is, which has more outputs than inputs."""
-    rows, columns = matrices.shape[-2:]
-    return max(1, rows / columns) ** 0.5
 
 
 def compile_on_gpu(step_fn: Callable, device: torch.device) -> Callable:
@@ -1226,6 +1187,14 @@ def store_masks():
 def longest_sequence(cfg) -> int:
     """Tokens of the longest training sequence of a run."""
     return max(schedule(step, cfg).seq_len for step in range(cfg.num_iterations))
+
+
+def is_validated(step, cfg) -> bool:
+    """Whether a run is validated before this step. Some records do so more often near its end."""
+    every = cfg.val_every
+    if every and step >= 0.9 * cfg.num_iterations:
+        every = getattr(cfg, "val_every_late", 0) or every
+    return every > 0 and step % every == 0
 
 
 @torch.no_grad()
@@ -1709,7 +1678,7 @@ class Run:
         is_last = step == cfg.num_iterations
         can_save = can_save or is_last
         ends = is_last or (self.stop and (can_save or not every))
-        validates = is_last or (cfg.val_every and step % cfg.val_every == 0 and not ends)
+        validates = is_last or (is_validated(step, cfg) and not ends)
         # A multiple of save_every that could not be saved is made up for.
         is_due = every and step // every > self.saved_step // every
         saves = can_save and every and step > self.saved_step and (is_due or ends)

@@ -43,7 +43,7 @@ def test_one_file_for_both_data_and_a_folder_that_cannot_be_made(run, data_flags
 
 def test_a_run_says_what_its_length_and_its_data_do_not_allow(run, data_flags, tiny_shards):
     """What is counted in steps does not shrink; up to a step of each shard is skipped."""
-    done = run(num_iterations=4, extension_steps=4, freeze_steps=3)
+    done = run(num_iterations=4, extension_steps=4, momentum_cooldown=3)
     assert f"\nthe training data begin again: {data_flags['train_files']}\n" in done.log
     said = re.findall("^--.* does not shrink .*$", done.log, re.M)
     assert said == ["--extension_steps 4 does not shrink with --num_iterations 4"]

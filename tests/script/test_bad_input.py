@@ -164,7 +164,7 @@ def test_init_takes_weights_trains_on_other_data_and_can_be_resumed(run, tiny_sh
     line = one_error(run(run_id="tuned", init=WEIGHTS, model_dim=64))
     assert f"{WEIGHTS}: does not fit" in line and "size mismatch for embed.weight: " in line
     assert not Path("logs/tuned").exists()
-    assert "No such file" in one_error(run(run_id="tuned", init="none.pt"))
+    assert "none.pt: no whole checkpoint" in one_error(run(run_id="tuned", init="none.pt"))
     line = one_error(run(["--resume", "auto", "--run_id", "x", "--init", WEIGHTS]))
     assert f"--init {WEIGHTS}: not as in the checkpoint; a resumed run may change" in line
     theirs = train_gpt.load_checkpoint(Path(WEIGHTS))["model"]

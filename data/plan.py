@@ -56,7 +56,8 @@ NEEDS_FP8 = {"2026-08-30_92h_": "2026-08-30_92g_", "2026-08-30_92i_": "2026-08-3
 TABLE_IN_PARTS = "2026-08-30_92g4"  # from here on a rank has its part; an eighth was counted
 SAVED_BY_CHUNKS = {1: 0.0, 2: 4.4, 4: 6.5, 8: 7.4}  # GiB of training's, by pieces of the head
 # GiB of the ladder by steps, whose records have one model: of a pass, and of each 1,024 tokens of
-# it. An update needs, beside the state, so many times the largest tensor of the state.
+# it. An update needs, beside the state, so many times the largest tensor of the state. A head in
+# pieces takes no less: Inductor sums the gradients of its bias over all pieces in one kernel.
 OF_PASS, OF_ROW = 0.5, 0.414
 OF_UPDATE = 5.5
 SPARE = 2.0  # GiB for CUDA, gaps between tensors and a screen
@@ -167,18 +168,21 @@ def flags_that_fit(script, cfg, memory: int, ranks: int, fp8: bool = True) -> li
 
 
 def passes_that_fit(script, cfg, memory: int, ranks: int) -> list[str]:
-    """Flags for a record by steps: passes of fewer sequences, which keep their length.
+    """Flags for a record by steps: passes of fewer sequences, which keep their length, and the
+    head in one piece.
 
     Raises MachineError.
     """
     state, update = optimizer_memory(script, cfg, ranks)
     room = memory / 2**30 - SPARE - state
+    flags = ["--head_chunks", "1"] if cfg.head_chunks > 1 else []
     sequences = cfg.sequences_per_forward
     while update <= room and sequences:
         rows = sequences * cfg.seq_len / 1024
         if OF_PASS + rows * OF_ROW <= room:
-            is_less = sequences < cfg.sequences_per_forward
-            return ["--sequences_per_forward", str(sequences)] if is_less else []
+            if sequences < cfg.sequences_per_forward:
+                flags += ["--sequences_per_forward", str(sequences)]
+            return flags
         sequences //= 2
     raise MachineError(
         f"a GPU of {memory / 2**30:.1f} GiB is too small for {record_of(script)} (docs/gpus.md); "

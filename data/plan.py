@@ -92,7 +92,7 @@ def count_gpus(script, device: str) -> int:
     for index in range(gpus):
         try:
             script.check_gpu(torch.device("cuda", index))
-        except (ValueError, script.UserError) as error:
+        except script.UserError as error:
             raise MachineError(f"GPU {index}: {error}") from None
     check_compiler()
     return gpus

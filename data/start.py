@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
 sys.path.append(str(Path(__file__).parent.parent / "records"))
@@ -67,19 +68,18 @@ def make(command: str) -> None:
         sys.exit(done.returncode)
 
 
-def has_data(script, cfg) -> bool:
-    """Whether the files are there that a run was trained on."""
-    try:
-        return bool(script.find_shards(cfg.train_files) and script.find_shards(cfg.val_files))
-    except script.UserError:
-        return False
+class Choice(NamedTuple):
+    """What is run, by the words, the machine, and the checkpoint that it goes on from."""
+
+    cfg: object  # the run's settings
+    words: list[str]  # flags of the script
+    gpus: int
+    ranks: int
+    commands: list[str]  # that make the data
 
 
-def prepare(script, words: list[str]):
-    """Make what a run reads that is not there: the run's settings, GPUs, ranks, and its flags.
-
-    Raises MachineError, and the script's UserError.
-    """
+def choose(script, words: list[str]) -> Choice:
+    """Raises MachineError, and the script's UserError."""
     import plan  # which imports torch
 
     given = script.parse_flags(words)
@@ -102,7 +102,6 @@ def prepare(script, words: list[str]):
             what = "; losses of shorter sequences do not compare" if "--shorten" in flags else ""
             say(f"{' '.join(flags)}, for this GPU's memory{what} (docs/gpus.md)")
     cfg = script.shorten(cfg)
-
     ranks = 1
     if gpus and cfg.preset == "record":
         ranks = plan.most_ranks(cfg, gpus)
@@ -111,17 +110,20 @@ def prepare(script, words: list[str]):
             say(f"{ranks} of {gpus} GPUs: a step has {cfg.sequences_per_step} sequences")
         say(f"the first start compiles for about {plan.compiling_minutes(script, cfg)} minutes "
             "(estimated), later ones for about one")
-
+    commands = []
     # What a checkpoint was trained on is there, and is made again only where it is gone.
-    is_own = "train_files" in given or (found and has_data(script, cfg))
-    if not is_own and (gpus or cfg.preset == "pocket"):
-        for command in plan.scripts_of_data(script, cfg):
-            make(command)
-    if not gpus and not os.environ.get("OMP_NUM_THREADS"):
-        threads = machine.count_threads()
-        if threads:
-            plan.torch.set_num_threads(threads)
-    return cfg, gpus, ranks, [*flags, *words]
+    is_there = "train_files" in given or (found and has_data(script, cfg))
+    if not is_there and (gpus or cfg.preset == "pocket"):
+        commands = plan.scripts_of_data(script, cfg)
+    return Choice(cfg, [*flags, *words], gpus, ranks, commands)
+
+
+def has_data(script, cfg) -> bool:
+    """Whether the files are there that a run was trained on."""
+    try:
+        return bool(script.find_shards(cfg.train_files) and script.find_shards(cfg.val_files))
+    except script.UserError:
+        return False
 
 
 def keep_kernels() -> None:
@@ -162,20 +164,26 @@ def train(words: list[str]) -> None:
     if machine.numbers(version) != machine.numbers(pinned):
         say(f"using torch {version} of {sys.executable}; the project pins {pinned}")
     try:
-        cfg, gpus, ranks, words = prepare(script, words)
-    except script.UserError as error:
+        choice = choose(script, words)
+    except (script.UserError, OSError) as error:  # the second names the file
         raise MachineError(error) from None
-    keep_kernels()
+    for command in choice.commands:
+        make(command)
     run_sh = shlex.quote(os.path.relpath(REPO / "run.sh"))
     run_sh = run_sh if "/" in run_sh else f"./{run_sh}"
     next_words = f"{run_sh} --help lists what can be set; README.md has a first experiment."
-    if cfg.save_every:
+    if choice.cfg.save_every:
         next_words = f"{run_sh} sample --prompt 'def ' prints what the model writes."
     os.environ["RUN_SH_NEXT"] = f"Next: {next_words}"  # launch says it when the run has ended
-    say(f"training: {shlex.join([str(path.relative_to(REPO)), *words])}")
-    words = [str(path), *words]
-    if gpus:  # in a process that has no memory of a GPU yet
-        os.execv(sys.executable, [sys.executable, launch.__file__, str(ranks), *words])
+    say(f"training: {shlex.join([str(path.relative_to(REPO)), *choice.words])}")
+    words = [str(path), *choice.words]
+    if choice.gpus:  # in a process that has no memory of a GPU yet
+        keep_kernels()
+        os.execv(sys.executable, [sys.executable, launch.__file__, str(choice.ranks), *words])
+    if not os.environ.get("OMP_NUM_THREADS"):
+        threads = machine.count_threads()
+        if threads:
+            script.torch.set_num_threads(threads)
     launch.main(1, words)
 
 

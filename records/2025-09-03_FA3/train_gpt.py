@@ -159,7 +159,7 @@ POCKET = dict(
     embed_lr=0.5,
     head_lr=0.03,
     muon_lr=0.08,
-    muon_momentum=0.85,
+    muon_momentum=0.85,  # also the lowest, so momentum stays as it is
     num_iterations=120,
     stages=(
         replace(Hyperparameters.stages[0], seq_len=256, long_window=64, short_window=32),
@@ -843,6 +843,8 @@ class ShardedOptimizer:
         share = self.my_units * unit
         self.mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
         first = params[0].detach()
+        if any(param.dtype != first.dtype for param in params):
+            raise TypeError(f"group {name!r}: its parameters have several types")
         self.weights = first.new_zeros(share * ranks.world_size)
         self.grads = torch.zeros_like(self.weights)
         start = 0
@@ -938,6 +940,8 @@ class Muon(ShardedOptimizer):
 
     def __init__(self, name, group, params, ranks):
         shape = params[0].shape[-2:]
+        if any(param.shape[-2:] != shape for param in params):
+            raise ValueError(f"group {name!r}: its matrices have several shapes")
         super().__init__(name, group, params, ranks, unit=shape.numel())
         self.my_grad = self.my_grad.view(-1, *shape)
         self.state["mean"] = torch.zeros_like(self.my_grad)
@@ -1119,6 +1123,7 @@ def train(run, cfg):
 
 # ==== Harness: below this line every record has the same bytes ===============
 # What it asks of a record:
+#   SCRIPT, SOURCE                       its path, and its bytes as they were when it started
 #   Hyperparameters, POCKET              settings, a field each; what differs in the preset pocket
 #   check(cfg, require), shorten(cfg)    their rules; the settings that --shorten makes
 #   schedule(step, cfg)                  what holds in a step; it has at least stage and seq_len
@@ -1129,12 +1134,14 @@ def train(run, cfg):
 #   cut_rows(tokens, documents, place, now, cfg)          a step's Rows and the next Place, or None
 #   Rows, to_batch(rows, device)         sequences (N, T + 1) on the host, and as a Batch
 #   losses_of(model, batch, now)         summed losses: what is minimised, the next token's
-#   train(run, cfg)                      the loop, for the run as for its warm-up
-# What a record may use of it: SCRIPT, SOURCE, UserError, find_shards, validate, ThreadPoolExecutor
+#   train(run, cfg)                      the loop, for the run as for its warm-up. Until a step's
+#                                        exchange_losses it changes nothing that a checkpoint has
+# What a record may use of it: UserError, find_shards, validate, ThreadPoolExecutor
 # and of `run`: first_step, model, optimizers, loader, ranks, val_tokens, log, validate_and_save,
 # exchange_losses, log_step.
 import argparse
 import contextlib
+import errno
 import fcntl
 import functools
 import gc
@@ -1143,8 +1150,6 @@ import hashlib
 import os
 import platform
 import re
-import resource
-import shlex
 import signal
 import sys
 import time
@@ -1156,46 +1161,51 @@ from datetime import datetime, timedelta
 
 from torch.utils import collect_env
 
-# SLURM announces the end of a job by SIGUSR1, a limit of CPU time by SIGXCPU.
-STOP_SIGNALS = (
-    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU,
-)
-OUT_OF_MEMORY = (
-    "out of memory; raise --head_chunks or --shorten, or lower --sequences_per_forward"
-)
-
 
 class UserError(Exception):
-    """An error that a user can mend, the same on all ranks. It ends the run in one line."""
+    """An error that a user can mend. It ends the run in one line.
+
+    Every function below may raise it: files and flags are checked where they are used.
+    """
 
 
-class DataEnd(UserError):
-    """The training data have no more steps."""
+class DataError(UserError):
+    """The training data have no next step, on any rank."""
 
 
-def speaks_for_machine() -> bool:
-    """Whether this rank says what all would say: one of each machine is enough."""
-    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    return is_alone or os.environ.get("LOCAL_RANK", "0") == "0"
+def explain(error: BaseException) -> str:
+    """What a user is told of an error. It is empty for a fault of the script."""
+    text = " ".join(str(error).split())
+    if isinstance(error, KeyboardInterrupt):  # signals are caught from the first step on
+        return "interrupted"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in text:
+        return "out of memory; raise --head_chunks or --shorten, or lower --sequences_per_forward"
+    if isinstance(error, RuntimeError) and "third_party/gloo/" in text:
+        return f"another rank has ended, and says why unless it was killed ({text})"
+    if isinstance(error, UserError | OSError | dist.DistError):
+        return text
+    return ""
 
 
 # ---- Data -------------------------------------------------------------------
 HEADER_BYTES = 1024  # of a shard: int32, the first three of which are used; tokens follow
 MAGIC = 20240520  # of llm.c's shards
 VERSION = 1
+SAMPLES = 64  # parts of a shard that its digest is made of
+SAMPLE_BYTES = 4096
+MORE_DATA = "add shards (data/README.md), or give --repeat_data true"
 
 
 def find_shards(pattern: str) -> list[Path]:
-    """Files that match the glob, here or else in a folder above the script. Raises UserError."""
+    """Files that match the glob, here or else in a folder above the script, sorted."""
     for folder in (Path(), *SCRIPT.parents):  # a record finds the data of the repository
-        paths = [folder / name for name in glob.glob(pattern, root_dir=folder)]
-        if files := sorted(filter(Path.is_file, paths)):  # no folder and no pipe
-            return files
+        if names := glob.glob(pattern, root_dir=folder):
+            return sorted(folder / name for name in names)
     raise UserError(f"no file matches {pattern!r}; make the data first: data/README.md")
 
 
 def shard_size(path: Path) -> int:
-    """Number of tokens in a shard. Raises UserError where header and file size disagree."""
+    """Number of tokens in a shard, which its header and its file size tell."""
     size = (path.stat().st_size - HEADER_BYTES) / 2
     header = np.fromfile(path, "<i4", 3).tolist()
     if header != [MAGIC, VERSION, size]:  # also of a download that was cut short
@@ -1203,8 +1213,20 @@ def shard_size(path: Path) -> int:
     return header[2]
 
 
+def sample_shard(path: Path) -> bytes:
+    """Parts of a shard from all over the file, which tell other data apart."""
+    content = np.memmap(path, "u1", "r")
+    samples = []
+    for start in np.linspace(0, max(0, len(content) - SAMPLE_BYTES), SAMPLES, dtype=int):
+        sample = content[start : start + SAMPLE_BYTES]
+        if len(sample) == SAMPLE_BYTES and not sample.any():  # of a download that left holes
+            raise UserError(f"{path}: only zeros from byte {start} on; make or fetch it again")
+        samples.append(sample)
+    return np.concatenate(samples).tobytes()
+
+
 def read_shard(path: Path, vocab_size: int) -> np.ndarray:
-    """The shard's tokens, uint16. Raises UserError where one is not in the vocabulary."""
+    """The shard's tokens, uint16, all of which are in the vocabulary."""
     tokens = np.fromfile(path, "<u2", shard_size(path), offset=HEADER_BYTES)
     if (largest := tokens.max(initial=0)) >= vocab_size:
         raise UserError(f"{path}: has token {largest}, not below --vocab_size {vocab_size}")
@@ -1212,7 +1234,7 @@ def read_shard(path: Path, vocab_size: int) -> np.ndarray:
 
 
 class TokenLoader:
-    """Gives rank r the r-th part of each step's sequences. Raises UserError.
+    """Gives rank r the r-th part of each step's sequences.
 
     A step is cut from one shard. Tokens at its end that do not fill a step are skipped. A thread
     reads the next shard ahead.
@@ -1226,27 +1248,24 @@ class TokenLoader:
         self.sequences, rest = divmod(cfg.sequences_per_step, ranks.world_size)
         if rest:
             raise UserError(f"--sequences_per_step must be a multiple of {ranks.world_size} ranks")
-        # All forward passes of a step have as many.
-        self.per_forward = math.gcd(self.sequences, cfg.sequences_per_forward)
+        self.per_forward = min(cfg.sequences_per_forward, self.sequences)
+        while self.sequences % self.per_forward:  # all forward passes of a step have as many
+            self.per_forward -= 1
         self.passes = self.sequences // self.per_forward
         self.files = find_shards(cfg.train_files)  # in the order of reading
         self.sizes = [shard_size(path) for path in self.files]
-        self.digest = self.digest_of(len(self.files))  # tells other training data apart
+        self.digests = []  # of all files up to each one
+        digest = hashlib.sha256()
+        for path, size in zip(self.files, self.sizes):
+            digest.update(f"{path.name} {size}".encode() + sample_shard(path))
+            self.digests.append(digest.hexdigest()[:16])
         self.reader = ThreadPoolExecutor(1)  # reads ahead while the model trains
         self.ahead = self.reader.submit(self.read, place.shard)  # a future
         self.begin_shard(place)
 
-    def digest_of(self, num_files):
-        """A digest of the first files: of each one's name, size and first MiB."""
-        digest = hashlib.sha256()
-        for path, size in zip(self.files[:num_files], self.sizes):
-            digest.update(f"{path.name} {size}".encode())
-            digest.update(np.fromfile(path, "u1", 2**20))
-        return digest.hexdigest()[:16]
-
-    def digest_before(self, place):
-        """A digest of the files that were read up to this place. More may have come since."""
-        return self.digest_of(place.shard + 1)
+    def digest_at(self, place) -> str:
+        """A digest of the files up to this place. More may come before the run is resumed."""
+        return self.digests[min(place.shard, len(self.files) - 1)]
 
     def read(self, shard):
         """A shard's tokens and where its documents begin. Shards are counted through all epochs."""
@@ -1255,34 +1274,42 @@ class TokenLoader:
 
     def begin_shard(self, place):
         """Take the shard that was read ahead, and begin to read the next one."""
+        try:
+            self.tokens, self.documents = self.ahead.result()
+        except (UserError, OSError) as error:
+            raise DataError(error) from None
         self.place = place  # the same on any number of ranks
-        self.tokens, self.documents = self.ahead.result()
         self.ahead = self.reader.submit(self.read, place.shard + 1)
 
     def next_step(self, now) -> list:
         """This rank's batch for each forward pass of a step."""
+        rows = self.next_rows(now)
+        self.tokens_given += rows.tokens[:, 1:].size
+        begin = self.ranks.rank * self.sequences
+        end = begin + self.passes * self.per_forward
+        batches = []
+        for first in range(begin, end, self.per_forward):
+            part = [array[first : first + self.per_forward] for array in rows]
+            batches.append(to_batch(Rows(*part), self.ranks.device))
+        return batches
+
+    def next_rows(self, now):
+        """The step's rows of all ranks. Each rank cuts the same."""
+        files = f"--train_files {self.cfg.train_files}"
         for _ in range(len(self.files) + 1):  # the rest of this shard, then each shard once
             if step := cut_rows(self.tokens, self.documents, self.place, now, self.cfg):
                 rows, self.place = step
-                self.tokens_given += rows.tokens[:, 1:].size
-                # All ranks cut the same rows. Each takes its part.
-                begin = self.ranks.rank * self.sequences
-                end = begin + self.passes * self.per_forward
-                firsts = range(begin, end, self.per_forward)
-                parts = [[x[i : i + self.per_forward] for x in rows] for i in firsts]
-                return [to_batch(Rows(*part), self.ranks.device) for part in parts]
+                return rows
             shard = self.place.shard + 1  # after the last one the first again
-            if shard % len(self.files) == 0 and not self.cfg.repeat_data:
-                raise DataEnd(f"--train_files {self.cfg.train_files}: the data end before the run; "
-                              + more_data(self.cfg, self.sizes))
+            is_again = shard % len(self.files) == 0
+            if is_again and not self.cfg.repeat_data:
+                raise DataError(f"{files}: the data end before the run; {MORE_DATA}")
             self.begin_shard(self.place._replace(shard=shard, position=0))
-            if shard % len(self.files) == 0:
+            if is_again:
                 self.log(f"the training data begin again: {self.cfg.train_files}")
-        files = f"--train_files {self.cfg.train_files}"
-        if not len(self.documents):
-            raise UserError(f"{files}: no document begins; --eot_token {self.cfg.eot_token} must "
-                            "be the end-of-text token that the data were made with")
-        raise UserError(f"{files}: no shard has a step's documents; lower --sequences_per_step")
+        raise DataError(f"{files}: no shard has the documents of a step; lower "
+                        f"--sequences_per_step, or see whether --eot_token {self.cfg.eot_token} "
+                        "opens the documents")
 
 
 @functools.cache
@@ -1295,19 +1322,10 @@ def planned_tokens(cfg) -> list[int]:
     return tokens
 
 
-def more_data(cfg, sizes) -> str:
-    """What helps where shards of these sizes are too few."""
-    if cfg.preset != "record":
-        return "--repeat_data true, or fewer --num_iterations"
-    # Where documents are cut and packed, a run reads more than it trains on.
-    shards = max(len(sizes) + 1, planned_tokens(cfg)[-1] // 10**8 + 1)
-    return f"--repeat_data true, or fetch more: python data/fineweb.py {shards}"
-
-
-def check_data(cfg, loader, state):
-    """Raise UserError where training data are not the checkpoint's, held out, or too few."""
+def check_data(cfg, loader, saved):
+    """Refuse training data that are not the checkpoint's, that are held out, or too few."""
     files = f"--train_files {cfg.train_files}"
-    if state["data"] and state["data"] != loader.digest_before(loader.place):
+    if saved["data_digest"] and saved["data_digest"] != loader.digest_at(loader.place):
         raise UserError(f"{files}: not the data of {cfg.resume}; name those that it was trained on")
     held_out = {path.resolve() for path in find_shards(cfg.val_files)}
     if held_out & {path.resolve() for path in loader.files}:
@@ -1315,30 +1333,32 @@ def check_data(cfg, loader, state):
     planned, found = planned_tokens(cfg)[-1], sum(loader.sizes)
     if planned > found and not cfg.repeat_data:
         raise UserError(f"{files}: the run trains on {planned} tokens, and these are {found}; "
-                        + more_data(cfg, loader.sizes))
+                        f"{MORE_DATA}")
 
 
 # ---- Validation -------------------------------------------------------------
 def read_val_tokens(cfg) -> np.ndarray:
-    """The first val_tokens + 1 validation tokens, uint16. Raises UserError."""
+    """The first val_tokens + 1 validation tokens, uint16."""
     # One after another, as if they were one file
     shards = [read_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files)]
     tokens = np.concatenate(shards)
     if len(tokens) <= cfg.val_tokens:
         raise UserError(f"--val_tokens must be below the {len(tokens)} of {cfg.val_files}")
-    return tokens[: cfg.val_tokens + 1]
+    return tokens[: cfg.val_tokens + 1].copy()  # a view would keep all of them in memory
 
 
 @contextlib.contextmanager
 def store_masks():
     """Where a model is compiled without a backward pass, store what FlexAttention's mask reads."""
-    from torch._inductor import config, ir  # take a second, and a CPU needs none
+    from torch._inductor import config, ir  # this import takes a second
 
     # Where the reach is a constant, its reads need a layout that is not decided yet.
     ir.FlexibleLayout.allow_indexing = True
-    with config.patch(realize_reads_threshold=1):
-        yield
-    ir.FlexibleLayout.allow_indexing = False
+    try:
+        with config.patch(realize_reads_threshold=1):
+            yield
+    finally:
+        ir.FlexibleLayout.allow_indexing = False
 
 
 @functools.cache
@@ -1347,39 +1367,49 @@ def longest_sequence(cfg) -> int:
     return max(schedule(step, cfg).seq_len for step in range(cfg.num_iterations))
 
 
+def is_validated(step, cfg) -> bool:
+    """Whether a run is validated before this step. Some records do so more often near its end."""
+    every = cfg.val_every
+    if every and step >= 0.9 * cfg.num_iterations:
+        every = getattr(cfg, "val_every_late", 0) or every
+    return every > 0 and step % every == 0
+
+
 @torch.no_grad()
 def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
     """Mean loss over the validation tokens. Ranks share the sequences."""
     model.eval()  # no FP8, and the loss of the next token alone
     total = torch.zeros(1, dtype=torch.float64, device=ranks.device)
-    count = len(tokens) - 1  # the first token has no prediction
-    length = cfg.val_seq_len
+    num_targets = len(tokens) - 1  # the first token has no prediction
+    sequence = cfg.val_seq_len
     # As many sequences at once as a training pass has tokens for, at least one
-    size = length * max(1, cfg.sequences_per_forward * longest_sequence(cfg) // length)
+    at_once = max(1, cfg.sequences_per_forward * longest_sequence(cfg) // sequence)
+    pass_tokens = sequence * at_once
     # All ranks have as many passes, and the last ones are as large as the others.
-    tokens = np.pad(tokens, (0, ranks.world_size * size))
-    for first in range(0, count, ranks.world_size * size):
-        start = first + ranks.rank * size
-        part = tokens[start : start + size + 1]
+    tokens = np.pad(tokens, (0, ranks.world_size * pass_tokens))
+    for first in range(0, num_targets, ranks.world_size * pass_tokens):
+        start = first + ranks.rank * pass_tokens
+        part = tokens[start : start + pass_tokens + 1]
         # (sequences, length + 1): the last token of a row is the first of the next row.
-        rows = np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length]
+        rows = np.lib.stride_tricks.sliding_window_view(part, sequence + 1)[::sequence]
         batch = to_batch(Rows(rows), ranks.device)
-        batch.targets.view(-1)[max(0, count - start) :] = -1  # padding is not counted
+        batch.targets.view(-1)[max(0, num_targets - start) :] = -1  # padding is not counted
         with store_masks() if total.is_cuda else contextlib.nullcontext():
             total += losses_of(model, batch, now)[-1]
     model.train()
     # Each rank has the sum of its own sequences.
-    return ranks.all_gather(total).sum().item() / count
+    return ranks.all_gather(total).sum().item() / num_targets
 
 
 # ---- Checkpoints ------------------------------------------------------------
+# What a checkpoint has, here of a run that begins. Other keys are of another version of the script.
 NEW_RUN = dict(
     step=0,
-    settings=None,
-    script="",  # digest of the source
-    loader=(),  # a Place
-    data=None,  # digest of the training data that were read
-    tokens=0,  # trained on
+    settings=None,  # before --shorten
+    script_digest="",
+    place=(),  # the values of a Place
+    data_digest=None,  # of the training data up to this place
+    tokens_trained=0,
     threads=None,
     train_time_ms=0.0,
     process_time_ms=0.0,
@@ -1392,9 +1422,14 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}.pt"  # leading zeros let names sort by step
 
 
+def checkpoints_of(folder: Path) -> list[Path]:
+    """A run's checkpoints by step. Files with other names are a person's own."""
+    return sorted(folder.glob("step-" + 6 * "[0-9]" + ".pt"))
+
+
 def write_checkpoint(path: Path, state: dict):
-    """Write the state, whole or not at all. It and the two before it stay. Raises UserError."""
-    temporary = path.with_suffix(".tmp")  # no checkpoint yet
+    """Write the state, whole or not at all. It and the two before it stay."""
+    temporary = path.with_name("unfinished-step.tmp")  # what a killed save left is overwritten
     try:
         with temporary.open("wb") as file:
             torch.save(state, file)
@@ -1405,79 +1440,68 @@ def write_checkpoint(path: Path, state: dict):
         temporary.unlink(missing_ok=True)
         cause = error.__context__ or error
         raise UserError(f"{path}: not written ({cause}); make room, --resume auto") from None
-    # Names sort by step. By time, a clock that went back would cost the newest.
-    saved = sorted(path.parent.glob("step-*.pt"))
+    # By step, not by time: a clock that went back would cost the newest.
+    saved = checkpoints_of(path.parent)
     for old in saved[: max(0, saved.index(path) - 2)]:
         old.unlink()
 
 
-def load_checkpoint(path: Path, weights_only=False) -> dict:
-    """The state at `path`, with the settings before `shorten`, and a checksum of all of it.
-
-    weights_only: what else it has is not looked at. Raises UserError where it is damaged, or of
-    another version.
-    """
+def load_checkpoint(path: Path) -> dict:
+    """What is in the file at `path`, and a checksum of all of it."""
     try:
         with zipfile.ZipFile(path) as file:  # as torch.save writes it, with checksums
             if damaged := file.testzip():
                 raise ValueError(f"{damaged} is damaged")
             checksums = [entry.CRC for entry in file.infolist()]
         # Weights alone: a pickle that runs code is refused.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        weights = [state["model"]]
-        if not weights_only:
-            check_version(path, state)
-            weights += state["optimizers"].values()
-        # A run resumed from NaN would fail at the same step for ever.
-        for tensors in weights:
-            for name, tensor in tensors.items():
-                if tensor.is_floating_point() and not tensor.isfinite().all():
-                    raise ValueError(f"{name} is not finite")
-    except UserError:
-        raise
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        saved["checksum"] = hashlib.sha256(str(checksums).encode()).hexdigest()[:16]
     except Exception as error:  # zipfile and torch raise nearly any for a damaged file
+        is_unread = isinstance(error, OSError) and error.errno != errno.EINVAL  # a damaged offset
+        if is_unread or isinstance(error, MemoryError):
+            raise
         cause = str(error).partition(". ")[0]  # without torch's advice
         raise UserError(f"{path}: no whole checkpoint ({type(error).__name__}: {cause}); name "
                         "another") from None
-    state["checksum"] = hashlib.sha256(str(checksums).encode()).hexdigest()[:16]
-    return state
+    return saved
 
 
-def check_version(path: Path, state: dict):
-    """Raise UserError where a checkpoint is of a script with other settings or another state."""
+def load_run(path: Path) -> dict:
+    """A checkpoint that a run can go on from."""
+    saved = load_checkpoint(path)
     # What is missing would silently be the default of the preset record.
-    odd = NEW_RUN.keys() ^ state.keys()
+    odd = NEW_RUN.keys() ^ (saved.keys() - {"checksum"})
     if not odd:
-        odd = vars(Hyperparameters()).keys() ^ state["settings"].keys()
+        odd = vars(Hyperparameters()).keys() ^ saved["settings"].keys()
     if odd:
-        log = path.with_name("log.txt")
-        text = log.read_text("utf-8", "replace") if log.exists() else ""
-        found = re.search("^commit: (.+)$", text, re.M)
-        commit = f", of commit {found[1]}" if found else ""
         some = ", ".join(sorted(odd)[:3])
-        raise UserError(f"{path}: of another version of the script{commit}; it differs in {some}; "
+        raise UserError(f"{path}: of another version of the script, which differs in {some}; "
                         "resume it with that version")
+    return saved
 
 
 def find_checkpoint(resume: str, run_id: str):
-    """Path and state of what --resume names, or those of a new run. Raises UserError."""
+    """Path and content of what --resume names, or of a new run."""
     folder = Path("logs", run_id)
-    if resume == "auto" and run_id:
-        saved = sorted(folder.glob("step-*.pt"), reverse=True)  # names sort by step
-        for path in saved:
+    in_folder = checkpoints_of(folder) if run_id else []
+    if resume == "auto":
+        if not run_id:
+            raise UserError("--resume auto: which run is told by --run_id")
+        for path in reversed(in_folder):
             try:
-                return str(path), load_checkpoint(path)
+                return str(path), load_run(path)
             except UserError as error:
-                if speaks_for_machine():
-                    print(f"skipped {error}", file=sys.stderr)
-        if saved:
+                print(f"skipped {error}", file=sys.stderr)
+        if in_folder:
             raise UserError(f"--resume auto: {folder} has no other; name another --run_id")
-    elif resume:
-        state = load_checkpoint(Path(resume))
-        if run_id and Path(resume).resolve().parent != folder.resolve():
-            raise UserError(f"--resume {resume}: not of --run_id {run_id}; leave --run_id out")
-        return resume, state
-    return "", NEW_RUN
+        return "", NEW_RUN
+    saved = load_run(Path(resume)) if resume else NEW_RUN
+    if resume and run_id and Path(resume).resolve().parent != folder.resolve():
+        raise UserError(f"--resume {resume}: not of --run_id {run_id}; leave --run_id out")
+    if in_folder and in_folder[-1].name > checkpoint_name(saved["step"]):
+        raise UserError(f"--run_id {run_id}: {in_folder[-1]} is there already; go on from it by "
+                        "--resume auto, or begin another branch with another --run_id")
+    return resume, saved
 
 
 # ---- The machine ------------------------------------------------------------
@@ -1496,13 +1520,10 @@ def machine_facts(device: torch.device) -> dict:
     info = Path("/proc/cpuinfo")  # where Linux has its maker's name for it
     if info.exists() and (found := re.search(r"model name\s*: (.+)", info.read_text())):
         cpu = " ".join(found[1].split())
-    folder = shlex.quote(str(SCRIPT.parent))
-    _, commit, refusal = collect_env.run(f"git -C {folder} rev-parse HEAD")
     facts = dict(
         device=f"{cpu} ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})",
         torch=torch.__version__,
         threads=torch.get_num_threads(),  # OMP_NUM_THREADS, or the number of cores
-        commit=commit or refusal.partition("\n")[0],
     )
     if device.type == "cuda":
         facts |= dict(
@@ -1513,46 +1534,31 @@ def machine_facts(device: torch.device) -> dict:
     return facts
 
 
-def peak_memory_mib(device: torch.device) -> int:
-    """The most that the process has held: of its GPU since the warm-up, or of the CPU's memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) // 2**20
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage's may be the peak of the process that started this one
-        return int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1]) // 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**20  # macOS has bytes
-
-
 def check_gpu(device: torch.device):
-    """Raise ValueError for a GPU on which nothing of this was ever made to run."""
+    """Refuse a GPU for which nothing here was written."""
     if torch.version.hip:
-        raise ValueError("ROCm is untried; use --device cpu")
+        raise UserError("ROCm is untried; use --device cpu")
     if torch.cuda.get_device_capability(device) < (8, 0):  # torch compiles no bf16 there
         name = torch.cuda.get_device_name(device)
-        raise ValueError(f"{name} has a compute capability below 8.0; use --device cpu")
+        raise UserError(f"{name} has a compute capability below 8.0; use --device cpu")
 
 
 # ---- Ranks and log ----------------------------------------------------------
 class Ranks:
-    """This process's rank and device, and what ranks exchange. Raises UserError, OSError."""
+    """This process's rank and device, and what ranks exchange."""
 
     def __init__(self, cfg):
-        try:  # torchrun sets these
-            self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-            self.rank = int(os.environ.get("RANK", 0))
-            local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
-        except ValueError as error:
-            raise UserError(f"WORLD_SIZE, RANK or LOCAL_RANK: {error}; unset them") from None
+        # torchrun sets these three.
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among those of this machine
         # How many srun, mpirun or mpiexec started, which set no WORLD_SIZE
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if "WORLD_SIZE" not in os.environ and os.environ.get(name, "") not in ("", "1"):
                 raise UserError(f"{name}: each task would train alone; let one start torchrun")
-        if not 0 <= self.rank < self.world_size or local_rank < 0:
-            raise UserError(f"RANK {self.rank}, LOCAL_RANK {local_rank}: with WORLD_SIZE "
-                            f"{self.world_size} there is none such; unset all three")
         gpus = torch.cuda.device_count() if cfg.device != "cpu" else 0
         if local_rank >= gpus and (gpus or cfg.device == "cuda"):
-            raise OSError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
+            raise UserError(f"--device {cfg.device}: no GPU {local_rank}; use --device cpu")
         self.device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         try:
             if gpus:
@@ -1564,14 +1570,14 @@ class Ranks:
                 # Ranks compile at different speeds, and wait for the slowest.
                 patience = timedelta(minutes=30)
                 dist.init_process_group(timeout=patience, device_id=self.device if gpus else None)
-        except (RuntimeError, ValueError) as error:  # of a driver, a variable, a network interface
-            raise OSError(f"{self.world_size} rank(s) cannot start: {error}") from None
+        except (RuntimeError, ValueError) as error:  # a driver, a variable or a network is wrong
+            raise UserError(f"{self.world_size} rank(s) cannot start: {error}") from None
 
     def __enter__(self):
         return self
 
     def __exit__(self, failure, *_):
-        """End the process group, whose threads must not outlive Python: it would abort them."""
+        """End the process group. Its threads would abort Python when that ends before them."""
         if self.world_size > 1:
             if failure and self.device.type == "cuda":
                 dist.group.WORLD.abort()  # without waiting for ranks that may have failed, too
@@ -1585,7 +1591,7 @@ class Ranks:
         return of_ranks
 
     def agree(self, facts: dict):
-        """Raise UserError where a fact, text by name, is not the same on all ranks."""
+        """Refuse to start where a fact, text by name, is not the same on all ranks."""
         if self.world_size == 1:
             return
         of_ranks = [None] * self.world_size
@@ -1602,69 +1608,58 @@ class Log:
 
     def __init__(self, ranks):
         self.enabled = ranks.rank == 0
+        self.folder = None
         self.file = None
+        self.is_mine = False  # whether the file is this run's, and of no other process
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        """Close the log. Its last line is what ended the run."""
+        if error and self.is_mine:
+            with contextlib.suppress(OSError):  # the disk may be full
+                self.file.write(f"error: {explain(error) or repr(error)}\n".encode())
+        if self.file:
+            self.file.close()
 
     def open(self, cfg, may_exist, header):
-        """Open the log for this process alone, and begin a new one. Raises UserError."""
+        """Open the log for this process alone, and begin a new one."""
         # Two runs may begin in one second.
         self.folder = Path("logs", cfg.run_id or f"{datetime.now():%Y%m%d-%H%M%S-%f}")
         if not self.enabled:
             return
-        self.path = self.folder / "log.txt"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=bool(cfg.run_id))
-            self.file = self.path.open("ab", buffering=0)  # nothing is left to write after an error
-        except FileExistsError as error:
-            raise UserError(f"{error.filename}: a file, or a link to nowhere; remove it") from None
-        except OSError as error:
-            raise UserError(f"{error.filename}: cannot be written ({error.strerror}); start it in "
-                            "another folder") from None
+        path = self.folder / "log.txt"
+        self.folder.mkdir(parents=True, exist_ok=bool(cfg.run_id))
+        self.file = path.open("ab", buffering=0)  # nothing waits to be written
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         except BlockingIOError:
             raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
-        except OSError as error:  # as on some network file systems
-            print(f"{self.path}: no lock ({error}); start no other run there", file=sys.stderr)
-        written = self.path.read_bytes()
-        if written and not cfg.resume:
-            if not may_exist or b"\n---\n" in written:  # of a run that has ended
-                remedy = "name another --run_id"
-                if any(self.folder.glob("step-*.pt")):
-                    remedy += ", or go on with its run by --resume auto"
-                raise UserError(f"--run_id {cfg.run_id}: {self.path} is there already; {remedy}")
-            # --resume auto, of a run that ended before it saved: it starts over, the log is kept.
-            kept = self.path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
-            kept.write_bytes(written)
-            self.file.truncate(0)
-            self(header, console=False)
-            self(f"nothing was saved, so the run starts over; its log is now {kept}")
-        elif not written:
-            self(header, console=False)
-        elif not written.endswith(b"\n"):  # as of a full disk
-            self("", console=False)
-
-    def close(self):
-        if self.file:
-            self.file.close()
-            self.file = None
-
-    def leave_later(self, step):
-        """Rename checkpoints of later steps: the run that goes on is another branch."""
-        if not self.enabled:
+        except OSError as error:  # some network file systems have no locks
+            print(f"{path}: no lock ({error}); start no other run there", file=sys.stderr)
+        written = path.read_bytes()
+        if written and not cfg.resume and (not may_exist or b"\n---\n" in written):
+            raise UserError(f"--run_id {cfg.run_id}: {path} is there already; name another, or go "
+                            "on by --resume auto")
+        self.is_mine = True
+        if cfg.resume and written:
             return
-        for path in sorted(self.folder.glob("step-*.pt")):  # names sort by step
-            if path.name > checkpoint_name(step):
-                left = path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-{path.name}")
-                path.rename(left)
-                self(f"{path.name} is later than step {step}: it is now {left}")
+        if written:  # --resume auto, where nothing was saved: the run starts over
+            old = path.with_name(f"left-{datetime.now():%Y%m%d-%H%M%S-%f}-log.txt")
+            old.write_bytes(written)
+            self.file.truncate(0)
+        self(header, console=False)
+        if written:
+            self(f"nothing was saved, so the run starts over; its log is now {old}")
 
     def __call__(self, text, more="", console=True):
-        """Write the text to the log; print it to the console, with more. Raises UserError."""
+        """Write the text to the log; print it to the console, with more."""
         try:
             if self.file:
                 self.file.write(f"{text}\n".encode())
         except OSError as error:
-            raise UserError(f"{self.path}: not written ({error}); make room") from None
+            raise UserError(f"{self.file.name}: not written ({error}); make room") from None
         try:
             if self.enabled and console:
                 print(text + more, flush=True)
@@ -1674,104 +1669,106 @@ class Log:
 
 # ---- The run ----------------------------------------------------------------
 def build(cfg, ranks):
-    """Model and optimizers of a new run. Raises UserError where --init does not fit."""
-    if ranks.device.type == "cuda":
-        # The tuner copies arguments on the GPU as long as these do not raise the peak of memory.
-        # Beyond it they would go through the host's memory, and be timed with it.
-        free, _ = torch.cuda.mem_get_info(ranks.device)
-        with contextlib.suppress(torch.OutOfMemoryError):  # where it may not take so much
-            torch.empty(free * 9 // 10, dtype=torch.uint8, device=ranks.device)
-        torch.cuda.empty_cache()
+    """Model and optimizers of a new run."""
     # Drawn on the CPU, so that a seed means the same weights on every device
     model = GPT(cfg)
     model.init_weights(torch.Generator().manual_seed(cfg.seed))
     if cfg.init and not cfg.resume:
-        state = load_checkpoint(Path(cfg.init), weights_only=True)
-        load_state(model, [], state, cfg.init)
+        load_state(model, [], load_checkpoint(Path(cfg.init)), cfg.init)
     model.to(ranks.device)
     prepare(model, cfg, ranks.device)
     return model, build_optimizers(model, cfg, ranks)
 
 
-def load_state(model, optimizers, state, path):
-    """Load weights and optimizer state. Raises UserError where they do not fit."""
+def load_state(model, optimizers, saved, path):
+    """Put the weights and the optimizer state of a checkpoint where they belong."""
     try:
-        model.load_state_dict(state["model"])
+        model.load_state_dict(saved["model"])
         for optimizer in optimizers:
-            optimizer.load_full_state(state["optimizers"][optimizer.name])
+            optimizer.load_full_state(saved["optimizers"][optimizer.name])
     except (KeyError, RuntimeError) as error:
-        cause = " ".join(str(error).split("\n")[:2])  # of all that does not fit the first
+        cause = " ".join(str(error).split("\n")[:2])  # torch lists all that does not fit
         raise UserError(f"{path}: does not fit ({cause}); name another checkpoint") from None
 
 
 class Run:
-    """All that the training loop works with. Logs and checkpoints keep the settings."""
+    """All that the training loop works with: `start` it, `train` it, `finish` it."""
 
-    def __init__(self, settings, ranks, log, state, may_exist):
-        self.settings = settings
-        self.cfg = cfg = shorten(settings)
+    def __init__(self, cfg, ranks, log, saved):
+        self.unshortened = cfg  # what logs and checkpoints keep
+        self.cfg = cfg = shorten(cfg)
         self.ranks = ranks
         self.log = log
-        self.last = cfg.num_iterations  # this step only validates
-        self.first_step = self.saved_step = state["step"]
-        self.train_time_ms = state["train_time_ms"]  # up to when the clock was stopped
-        self.process_time_ms = state["process_time_ms"]  # of all threads; waiting does not count
+        self.saved = saved  # what it begins with: a checkpoint, or NEW_RUN
+        self.first_step = self.saved_step = saved["step"]
+        self.here = None  # step and place, as long as they can be saved
+        self.pending = []  # losses not read yet: step, those of all ranks, CUDA event
+        self.signalled = False  # whether a signal told this rank to stop
+        self.stop = False  # whether any rank was told to
+        self.stopped = False  # whether it has ended there
+        self.val_loss = math.nan
+        self.train_time_ms = saved["train_time_ms"]  # up to when the clock was stopped
+        self.process_time_ms = saved["process_time_ms"]  # of all threads; waiting does not count
         # Tokens trained on before each step. A run that was made longer had another plan.
         planned = planned_tokens(cfg)
-        earlier = state["tokens"] - planned[self.first_step]
+        earlier = saved["tokens_trained"] - planned[self.first_step]
         self.tokens_before = [earlier + tokens for tokens in planned]
         # Data are checked before the model is built.
         self.val_tokens = read_val_tokens(cfg)
         self.loader = None  # evaluation needs no training data
-        if self.first_step < self.last:
-            self.loader = TokenLoader(cfg, ranks, Place(*state["loader"]), self.log)
-            check_data(cfg, self.loader, state)
-        self.script = hashlib.sha256(SOURCE).hexdigest()
+        if self.first_step < cfg.num_iterations:
+            self.loader = TokenLoader(cfg, ranks, Place(*saved["place"]), log)
+            check_data(cfg, self.loader, saved)
+        self.train_digest = self.loader.digests[-1] if self.loader else ""
         self.val_digest = hashlib.sha256(self.val_tokens.astype("<u2")).hexdigest()[:16]
-        self.check_ranks(state)
+        self.script_digest = hashlib.sha256(SOURCE).hexdigest()
+        self.check_ranks()
         self.model, self.optimizers = build(cfg, ranks)
-        self.open_log(may_exist)
-        if self.loader:
-            self.warm_up()
-        if ranks.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(ranks.device)  # without the tuner's
-        if cfg.resume:  # after the warm-up, which leaves no trace
-            load_state(self.model, self.optimizers, state, cfg.resume)
-            other = "" if state["script"] == self.script else ", which another script wrote"
-            self.log(f"resumed at step:{self.first_step} from {cfg.resume}{other}")
-            self.log.leave_later(self.first_step)
-        self.pending = []  # losses not read yet: step, those of all ranks, CUDA event
-        self.signalled_at = None  # when a signal told this rank to stop
-        self.stop = False  # whether any rank was told to
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-                signal.signal(number, self.on_signal)
-        self.start_clock()
+        # What the log begins and ends with
+        self.facts = machine_facts(ranks.device) | dict(
+            seed=cfg.seed,
+            world_size=ranks.world_size,
+            parameters=sum(optimizer.numel for optimizer in self.optimizers),
+            val_digest=self.val_digest,
+        )
 
-    def check_ranks(self, state):
-        """Raise UserError where ranks would train different runs together."""
-        facts = {"script": self.script[:16]}
-        for name, value in vars(self.settings).items():
-            if isinstance(value, int | float | str):
+    def check_ranks(self):
+        """Refuse to start where ranks would train different runs together."""
+        facts = {"script": self.script_digest[:16]}
+        for name, value in vars(self.unshortened).items():
+            if isinstance(value, int | float | str) and name != "head_chunks":  # each card's own
                 facts[f"--{name}"] = str(value)
-        facts["the checkpoint's step"] = str(state["step"])
-        facts["the checkpoint"] = state.get("checksum", "")
-        facts["the training data"] = self.loader.digest if self.loader else ""
+        facts["the checkpoint's step"] = str(self.first_step)
+        facts["the checkpoint"] = self.saved.get("checksum", "")
+        if self.cfg.init and not self.cfg.resume:
+            facts["the weights of --init"] = load_checkpoint(Path(self.cfg.init))["checksum"]
+        facts["the training data"] = self.train_digest
         facts["the validation data"] = self.val_digest
         facts["torch"] = torch.__version__
         self.ranks.agree(facts)
 
+    def start(self, may_exist):
+        """Open the log, warm up, load the checkpoint, start the clock."""
+        self.open_log(may_exist)
+        if self.loader:
+            self.log_odd_settings()
+            self.warm_up()
+        if self.ranks.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.ranks.device)  # without the tuner's
+        if self.cfg.resume:  # after the warm-up, which leaves no trace
+            load_state(self.model, self.optimizers, self.saved, self.cfg.resume)
+            self.log_resumed()
+        self.saved = None  # frees the memory of a checkpoint
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # SIGHUP is ignored under nohup
+                signal.signal(number, self.on_signal)
+        self.start_clock()
+
     def open_log(self, may_exist):
         """Begin the log with the script, all settings and what machine it is."""
-        self.facts = machine_facts(self.ranks.device) | dict(
-            seed=self.cfg.seed,
-            world_size=self.ranks.world_size,
-            parameters=sum(optimizer.numel for optimizer in self.optimizers),
-            val_digest=self.val_digest,
-        )
-        values = vars(self.settings) | self.facts
+        values = vars(self.unshortened) | self.facts
         values["planned_tokens"] = planned_tokens(self.cfg)[-1]
-        values["train_digest"] = self.loader.digest if self.loader else ""
+        values["train_digest"] = self.train_digest
         rule = "=" * 100  # the end of the source
         lines = [f"{key}: {value}" for key, value in values.items()]
         header = "\n".join([SOURCE.decode(), rule, *lines, rule])
@@ -1779,22 +1776,45 @@ class Run:
         self.log("{device}, {threads} thread(s), {world_size} rank(s), {parameters:,} parameters, "
                  "head in {head_chunks} chunk(s), ".format(**values) + str(self.log.folder))
 
+    def log_odd_settings(self):
+        """Tell what does not fit a run as short as this one, or data as few."""
+        preset = POCKET if self.cfg.preset == "pocket" else {}
+        usual_steps = Hyperparameters(**preset).num_iterations
+        steps = self.cfg.num_iterations
+        for name, value in vars(self.cfg).items():
+            in_steps = re.search("_(steps|warmup|cooldown|iters|from)$", name)
+            if in_steps and name != "warmup_steps" and steps <= value < usual_steps:
+                self.log(f"--{name} {value} does not shrink with --num_iterations {steps}")
+        skipped = self.cfg.sequences_per_step * longest_sequence(self.cfg) * len(self.loader.files)
+        share = skipped / sum(self.loader.sizes)
+        if share > 0.1:
+            self.log(f"up to {min(share, 1):.0%} of --train_files may be skipped, as no step goes "
+                     "on in another shard; make larger ones, or lower --sequences_per_step")
+
+    def log_resumed(self):
+        """Tell where a run goes on, and by which other settings."""
+        same_script = self.saved["script_digest"] == self.script_digest
+        other = "" if same_script else ", which another script wrote"
+        self.log(f"resumed at step:{self.first_step} from {self.cfg.resume}{other}")
+        for name in MAY_CHANGE:
+            old, new = self.saved["settings"][name], getattr(self.unshortened, name)
+            if new != old and name not in ("run_id", "resume", "device"):
+                self.log(f"{name}: {new}, before {old}")
+
     def on_signal(self, number, frame):
-        """Stop all ranks after this step. A second signal ends the process."""
-        now = time.perf_counter()
-        if self.signalled_at is None:
-            self.signalled_at = now
-        # SLURM and systemd tell each process, and torchrun tells its own once more.
-        elif number == signal.SIGINT or now - self.signalled_at > 1:
+        """Stop all ranks after this step. A second Ctrl-C ends the process."""
+        if self.signalled and number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+            os._exit(130)  # the first process of a container outlives its signals
+        self.signalled = True
 
     def warm_up(self):
         """Run every kernel, then restore weights, optimizer state and the place in the data.
 
         The record's own loop runs, on some steps of each stage and on the last ones.
         """
-        on_gpu = self.ranks.device.type == "cuda"
+        cfg = self.cfg
         loader_before = vars(self.loader).copy()
         model_before = vars(self.model).copy()
         groups = [optimizer.group for optimizer in self.optimizers]
@@ -1804,18 +1824,16 @@ class Run:
             optimizer.group = replace(optimizer.group, lr=0.0)
         self.loader.log = lambda text: None
         self.loader.passes = 1
-        self.loader.cfg = replace(self.cfg, repeat_data=True)
+        self.loader.cfg = replace(cfg, repeat_data=True)
 
-        stages = [schedule(step, self.cfg).stage for step in range(self.last)]
+        stages = [schedule(step, cfg).stage for step in range(cfg.num_iterations)]
         firsts = [stages.index(stage) for stage in dict.fromkeys(stages[self.first_step :])]
-        for index, first in enumerate(firsts):  # shapes differ between stages
-            if on_gpu:
-                self.log(f"warming up: stage {index + 1} of {len(firsts)}; the first start "
-                         f"compiles for {len(firsts)} to {2 * len(firsts)} minutes in all")
-            WarmUp(self, first, first + self.cfg.warmup_steps).run()
-        if on_gpu:
-            self.log("warming up: the last steps and the validation")
-        WarmUp(self, max(0, self.last - self.cfg.warmup_steps), self.last).run()
+        parts = [(first, first + cfg.warmup_steps) for first in firsts]  # their shapes differ
+        parts.append((max(0, cfg.num_iterations - cfg.warmup_steps), cfg.num_iterations))
+        for index, (first, end) in enumerate(parts, 1):
+            if self.ranks.device.type == "cuda":
+                self.log(f"warming up: {index} of {len(parts)}")
+            train(WarmUp(self, first, end), cfg)
 
         vars(self.loader).update(loader_before)
         vars(self.model).update(model_before)
@@ -1824,48 +1842,87 @@ class Run:
             optimizer.clear()
         for tensor, value in zip(tensors, before):
             tensor.copy_(value)  # in place, since kernels and views keep their addresses
-        # No search among all that the compiler has left, which takes a second, in the steps.
+        # Else Python would search all that the compiler has left for cycles, a second in the steps.
         gc.collect()
         gc.freeze()
 
     def validate_and_save(self, step, can_save) -> bool:
-        """Validate and save before a step, where that is due. Returns whether the run ends here.
+        """Before a step, validate and save where that is due. Returns whether the run ends here.
 
         can_save: no gradients are waiting for the next step, so nothing is lost by a save.
         """
-        every = self.cfg.save_every
-        is_last = step == self.last
-        stops = self.stop and not is_last
-        validates = is_last or (self.cfg.val_every and step % self.cfg.val_every == 0)
-        # Whether a multiple of save_every lies between, as not every step can be saved
-        passed = every and step // every > self.saved_step // every
-        self.unsaved = None  # step and place in the data, where there is something to save
-        if every and step > self.saved_step and (can_save or is_last):
-            self.unsaved = step, self.loader.place
-        saves = self.unsaved and (is_last or passed or stops)
-        self.stopped = stops and (saves or not every)
-        if validates or saves or self.stopped:
+        cfg = self.cfg
+        every = cfg.save_every
+        is_last = step == cfg.num_iterations
+        can_save = can_save or is_last
+        ends = is_last or (self.stop and (can_save or not every))
+        validates = is_last or (is_validated(step, cfg) and not ends)
+        # A multiple of save_every that could not be saved is made up for.
+        is_due = every and step // every > self.saved_step // every
+        saves = can_save and every and step > self.saved_step and (is_due or ends)
+        if ends or validates or saves:
             self.stop_clock(step)
-            if saves:  # first, as a validation takes long enough to be stopped
-                self.save_checkpoint()
-            if validates:
-                now = schedule(step, self.cfg)
-                self.val_loss = validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
-                self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
-            self.start_clock()
-        return is_last or self.stopped
-
-    def save_unsaved(self):
-        """Save what was trained on, where the run can go no further."""
-        if self.unsaved:
-            self.stop_clock(self.unsaved[0])
+        self.here = step, self.loader and self.loader.place
+        if saves:  # first, as a validation takes long enough to be stopped
             self.save_checkpoint()
+        if validates:
+            now = schedule(step, cfg)
+            self.val_loss = validate(self.model, self.val_tokens, now, cfg, self.ranks)
+            self.log_losses(step, self.train_time_ms, val_loss=self.val_loss)
+        if ends or validates or saves:
+            self.start_clock()
+        self.stopped = ends and not is_last
+        return ends
+
+    def exchange_losses(self, step, losses):
+        """Exchange a step's losses, and whether a signal came. `log_step` reads them."""
+        self.here = None  # weights change from here on
+        stop = torch.full_like(losses[:1], self.signalled)
+        of_ranks = self.ranks.all_gather(torch.cat([losses, stop]).float())
+        of_ranks = of_ranks.to("cpu", non_blocking=True)
+        # Recorded after the copy above
+        event = torch.cuda.current_stream().record_event() if losses.is_cuda else None
+        self.pending.append((step + 1, of_ranks, event))
+
+    def log_step(self, step):
+        """Log a step; on CUDA the one before it, so that the host need not wait for the GPU."""
+        self.read_losses(step - 1 if self.ranks.device.type == "cuda" else step)
+
+    def read_losses(self, step):
+        """Log the losses up to a step, and note whether a rank was told to stop."""
+        while self.pending and self.pending[0][0] <= step:
+            done, of_ranks, event = self.pending.pop(0)
+            if event:
+                event.synchronize()
+            *losses, stop = of_ranks.mean(0).tolist()  # all ranks have as many tokens
+            self.stop = self.stop or stop > 0
+            # What is minimised and, where a record has it, the next token's
+            names = dict(zip(("train_loss", "next_token_loss"), losses))
+            self.log_losses(done, self.elapsed_ms(), **names)
+
+    def log_losses(self, step, ms, **losses):
+        """Log a step's losses. The console shows each tenth of the run, and the time left."""
+        last = self.cfg.num_iterations
+        text = f"step:{step}/{last}"
+        for name, loss in losses.items():
+            text += f" {name}:{loss:.4f}"
+            if not math.isfinite(loss):
+                raise UserError(f"{text}; lower the learning rates")
+        tokens = self.tokens_before[step]
+        text += f" train_time:{ms:.0f}ms step_avg:{ms / max(1, step):.2f}ms"
+        text += f" tokens_per_s:{1000 * tokens / max(1, ms):.0f}"
+        # By tokens, as later steps may have more of them
+        seconds_left = ms / 1000 * (self.tokens_before[-1] - tokens) / max(1, tokens)
+        # The first step with another tenth of the run behind it
+        is_tenth = step * 10 % last < 10
+        shown = is_tenth or "val_loss" in losses
+        self.log(text, f" left:{seconds_left:.0f}s", console=shown)
 
     def stop_clock(self, step):
         """Log the steps before this one, and count the time up to now."""
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()  # the GPU finishes what it was given
-        self.log_step(step, wait=True)
+        self.read_losses(step)
         # The clock stands until it is started again.
         self.train_time_ms = self.elapsed_ms()
         self.process_time_ms += 1000 * (time.process_time() - self.process_started)
@@ -1878,56 +1935,17 @@ class Run:
         """Time spent on training: what was counted before, and since the clock started."""
         return self.train_time_ms + 1000 * (time.perf_counter() - self.started)
 
-    def exchange_losses(self, step, losses):
-        """Exchange a step's losses, and whether a signal came. `log_step` reads them."""
-        stop = torch.full_like(losses[:1], self.signalled_at is not None)
-        of_ranks = self.ranks.all_gather(torch.cat([losses, stop]).float())
-        of_ranks = of_ranks.to("cpu", non_blocking=True)
-        # Recorded after the copy above
-        event = torch.cuda.current_stream().record_event() if losses.is_cuda else None
-        self.pending.append((step + 1, of_ranks, event))
-
-    def log_step(self, step, wait=False):
-        """Log a step; on CUDA the one before it, so that the host need not wait for the GPU."""
-        if self.ranks.device.type == "cuda" and not wait:
-            step -= 1
-        while self.pending and self.pending[0][0] <= step:
-            done, of_ranks, event = self.pending.pop(0)
-            if event:
-                event.synchronize()
-            *losses, stop = of_ranks.mean(0).tolist()  # all ranks have as many tokens
-            self.stop = stop > 0
-            # What is minimised and, where a record has it, the next token's
-            names = dict(zip(("train_loss", "next_token_loss"), losses))
-            self.log_losses(done, self.elapsed_ms(), **names)
-
-    def log_losses(self, step, ms, **losses):
-        """Log a step's losses. The console shows each tenth of the run, and the time left."""
-        average = ms / max(1, step)
-        text = f"step:{step}/{self.last}"
-        for name, loss in losses.items():
-            text += f" {name}:{loss:.4f}"
-            if not math.isfinite(loss):
-                raise UserError(f"{text}; lower the learning rates")
-        text += f" train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
-        text += f" tokens_per_s:{1000 * self.tokens_before[step] / max(1, ms):.0f}"
-        left = f" left:{average * (self.last - step) / 1000:.0f}s"
-        # The first step with another tenth of the run behind it
-        is_tenth = step * 10 % self.last < 10
-        self.log(text, left, console=is_tenth or "val_loss" in losses)
-
     def save_checkpoint(self):
-        """Save all that a resumed run needs: on a CPU it is equal to the bit. Raises UserError."""
-        step, place = self.unsaved
+        """Save all that a resumed run needs: on a CPU it is equal to the bit."""
+        step, place = self.here
         self.saved_step = step
-        self.unsaved = None
         state = dict(
             step=step,
-            settings=asdict(self.settings),
-            script=self.script,
-            data=self.loader.digest_before(place),
-            loader=tuple(place),
-            tokens=self.tokens_before[step],
+            settings=asdict(self.unshortened),
+            script_digest=self.script_digest,
+            place=tuple(place),
+            data_digest=self.loader.digest_at(place),
+            tokens_trained=self.tokens_before[step],
             threads=torch.get_num_threads(),
             train_time_ms=self.train_time_ms,
             process_time_ms=self.process_time_ms,
@@ -1937,8 +1955,24 @@ class Run:
         if self.ranks.rank == 0:
             write_checkpoint(self.log.folder / checkpoint_name(step), state)
 
-    def finish(self):
-        """Log the results."""
+    def save_after(self, error):
+        """After an error, save the run as it was before the step in which it came."""
+        # Other ranks take part only if they have the error, too.
+        is_alone = self.ranks.world_size == 1 and not isinstance(error, UserError)
+        can_save = self.here and self.cfg.save_every and (is_alone or isinstance(error, DataError))
+        if can_save and self.here[0] > self.saved_step:
+            self.stop_clock(self.here[0])
+            self.save_checkpoint()
+            self.log(f"saved at step:{self.saved_step}; gradients that wait for Adam are left out")
+
+    def finish(self) -> int:
+        """Log how the run has ended. Returns the exit code."""
+        if self.stopped:
+            how = f"go on by --run_id {self.log.folder.name} --resume auto"
+            if not self.cfg.save_every:
+                how = "nothing was saved, as --save_every is 0"
+            self.log(f"stopped by a signal; {how}")
+            return 1
         target = self.cfg.target_loss
         reached = "reached" if self.val_loss <= target else "not reached"
         self.log(f"validation loss {self.val_loss:.4f}: the target, {target}, is {reached}")
@@ -1947,42 +1981,53 @@ class Run:
             val_loss=f"{self.val_loss:.6f}",
             train_time_ms=f"{self.train_time_ms:.0f}",
             process_time_ms=f"{self.process_time_ms:.0f}",
-            steps=self.last,
+            steps=self.cfg.num_iterations,
             tokens=self.tokens_before[self.first_step] + given,
-            peak_memory_mib=peak_memory_mib(self.ranks.device),  # of rank 0
-            **self.facts)
+            **self.facts,
+        )
+        if self.ranks.device.type == "cuda":  # of rank 0, since the warm-up
+            results["peak_memory_mib"] = torch.cuda.max_memory_allocated() // 2**20
         self.log("---", console=False)  # programs read what follows
         for key, value in results.items():
             self.log(f"{key}: {value}", console=False)
+        return 0
 
 
-class WarmUp(Run):
-    """Some steps of a run before it begins: `train` takes it in the run's place. Nothing stays."""
+class WarmUp:
+    """Some steps before a run begins. `train` takes it in the run's place. Nothing of it stays."""
 
     def __init__(self, run, first_step, end):
-        vars(self).update(vars(run))
+        self.cfg = run.cfg
+        self.ranks = run.ranks
+        self.model = run.model
+        self.optimizers = run.optimizers
+        self.loader = run.loader
         self.first_step = first_step
-        self.end = min(end, self.last)
-        self.pending = []
-        self.signalled_at = None
-        self.log = lambda text: None
+        self.end = min(end, run.cfg.num_iterations)
         # A validation sequence for each rank
         self.val_tokens = np.zeros(self.ranks.world_size * self.cfg.val_seq_len + 1, int)
 
-    def run(self):
-        train(self, self.cfg)
-
     def validate_and_save(self, step, can_save):
-        if step == self.last:
+        if step == self.cfg.num_iterations:
             now = schedule(step, self.cfg)
             validate(self.model, self.val_tokens, now, self.cfg, self.ranks)
         return step >= self.end
 
+    def exchange_losses(self, step, losses):
+        self.ranks.all_gather(losses)
+
     def log_step(self, step):
-        self.pending.clear()
+        pass
+
+    def log(self, text):
+        pass
 
 
 # ---- Command line -----------------------------------------------------------
+# SLURM announces the end of a job by SIGUSR1, a limit of CPU time by SIGXCPU.
+STOP_SIGNALS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU,
+)
 # Flags that may differ from the checkpoint of a resumed run
 MAY_CHANGE = """num_iterations train_files repeat_data val_files val_tokens val_every device
     sequences_per_forward head_chunks run_id save_every resume""".split()
@@ -1998,9 +2043,10 @@ def true_or_false(text: str) -> bool:
 
 
 def parse_flags(argv) -> dict:
-    """The flags among these words, or those of the command line, as values. Raises UserError."""
+    """The flags among these words, or those of the command line, by name."""
     def error(message):
-        raise UserError(f"{message}; --help lists the flags")
+        remedy = "start it by torchrun" if "--local-rank" in message else "--help lists the flags"
+        raise UserError(f"{message}; {remedy}")
 
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -2021,12 +2067,12 @@ def parse_flags(argv) -> dict:
 
 
 def parse_args(argv) -> Hyperparameters:
-    """The settings of a new run. Raises UserError."""
+    """The settings of a new run, for programs that use this script."""
     return hyperparameters(parse_flags(argv))
 
 
 def hyperparameters(given, saved=None) -> Hyperparameters:
-    """The flags given, over those of their preset or of a checkpoint. Raises UserError."""
+    """The flags given, over the defaults of their preset or over a checkpoint's settings."""
     flags = given
     if saved:
         flags = {name: x for name, x in saved.items() if not isinstance(x, tuple | dict)}
@@ -2063,81 +2109,56 @@ def hyperparameters(given, saved=None) -> Hyperparameters:
     return cfg
 
 
-def run_script(argv) -> int:
-    """Train or resume by the flags. Returns the exit code. Raises UserError."""
-    given = parse_flags(argv)
-    path, state = find_checkpoint(given.get("resume", ""), given.get("run_id", ""))
-    cfg = hyperparameters(given | dict(resume=path), state["settings"])
-    step = state["step"]
+def check_length(cfg, saved):
+    """Refuse a length by which a resumed run would go back."""
+    step = saved["step"]
     if step > cfg.num_iterations:
-        raise UserError(f"--num_iterations {cfg.num_iterations}: {path} is of a later step")
+        raise UserError(f"--num_iterations {cfg.num_iterations}: {cfg.resume} is of a later step")
+    before = replace(cfg, num_iterations=saved["settings"]["num_iterations"])
+    if schedule(step, cfg).stage < schedule(step, before).stage:
+        raise UserError(f"--num_iterations {cfg.num_iterations}: {cfg.resume} is of a later stage; "
+                        "a new run can begin with its weights, by --init")
+
+
+def run_script(argv) -> int:
+    """Train or resume by the flags. Returns the exit code."""
+    given = parse_flags(argv)
+    path, saved = find_checkpoint(given.get("resume", ""), given.get("run_id", ""))
+    cfg = hyperparameters(given | dict(resume=path), saved["settings"])
     if path:
-        torch.set_num_threads(state["threads"])  # so that the run goes on to the bit
-        # A longer run may be back in an earlier stage. Weights that were tied there stay apart.
-        before = replace(cfg, num_iterations=state["settings"]["num_iterations"])
-        if schedule(step, cfg).stage < schedule(step, before).stage:
-            cfg = replace(cfg, init=path)
-    with Ranks(cfg) as ranks, contextlib.closing(Log(ranks)) as log:
+        check_length(cfg, saved)
+    with Ranks(cfg) as ranks, Log(ranks) as log:
         # A finished record can be evaluated without a GPU.
-        if cfg.preset == "record" and ranks.device.type != "cuda" and step < cfg.num_iterations:
+        is_whole = saved["step"] == cfg.num_iterations
+        if cfg.preset == "record" and ranks.device.type != "cuda" and not is_whole:
             raise UserError("--preset record: there is no CUDA device; use --preset pocket")
         cfg = replace(cfg, head_chunks=cfg.head_chunks or default_head_chunks(ranks.device))
-        run = Run(cfg, ranks, log, state, may_exist=bool(given.get("resume")))
+        if path and ranks.device.type == "cpu":  # goes on to the bit with as many threads
+            torch.set_num_threads(min(saved["threads"], os.cpu_count()))
+        run = Run(cfg, ranks, log, saved)
+        run.start(may_exist=bool(given.get("resume")))
         try:
             train(run, run.cfg)
-        except DataEnd:
-            run.save_unsaved()
+        except Exception as error:
+            run.save_after(error)
             raise
-        if not run.stopped:
-            run.finish()
-            return 0
-        how = f"go on by --run_id {run.log.folder.name} --resume auto"
-        if not cfg.save_every:
-            how = "nothing was saved, as --save_every is 0"
-        run.log(f"stopped by a signal; {how}")
-        return 1
+        return run.finish()
 
 
 def main(argv=None) -> int:
     """Run the script and return its exit code: 2 after an error that a user can mend."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    for name in ("stdin", "stdout", "stderr"):  # closed ones, as those of a daemon, are None
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
-    sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack some letters
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    code = 2
-    is_mine = True  # whether the other ranks may have another error, or none
     try:
         return run_script(argv)
-    except UserError as error:
-        message = str(error)
-        is_mine = False
-    except KeyboardInterrupt:  # before the first step; from then on signals are caught
-        message = "interrupted"
-        is_mine = False
-        code = 130
-    except (OSError, dist.DistError) as error:
-        message = str(error)  # names the file or the flag
-    except (MemoryError, torch.OutOfMemoryError):
-        message = OUT_OF_MEMORY
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" in str(error):
-            message = OUT_OF_MEMORY
-        elif "gloo" in str(error):
-            message = (f"another rank has ended, and says why unless it was killed ({error}); "
-                       "--resume auto goes on from what was saved")
-        else:
+    except (Exception, KeyboardInterrupt) as error:
+        message = explain(error)
+        if not message:
             raise
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print(f"{SCRIPT.name}: error: {rank}{message}", file=sys.stderr)
+        return 130 if isinstance(error, KeyboardInterrupt) else 2
     finally:
         gc.unfreeze()  # else libraries that look for leaks find some
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if is_mine and os.environ.get("WORLD_SIZE", "1") != "1":
-        message = f"rank {os.environ.get('RANK', 0)}: {message}"
-    if is_mine or speaks_for_machine():
-        print(f"{SCRIPT.name}: error: {' '.join(message.split())}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

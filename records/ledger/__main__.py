@@ -1,8 +1,8 @@
 """The ledger of records: measure, file, list, compare and verify them, and read others' logs.
 
 A and B are record folders, scripts or logs, of this project or of the public speedrun. P-values
-need scipy and pictures matplotlib (requirements-dev.txt). Exit status: 1 where a claim fails, 2
-where input cannot be used or a run fails. records/README.md has the rules.
+need scipy (requirements-dev.txt). Exit status: 1 where a claim fails, 2 where input cannot be used
+or a run fails. records/README.md has the rules.
 """
 
 import argparse
@@ -117,8 +117,7 @@ def verify_verb(args) -> int:
 def site_verb(args) -> int:
     from website.build import write_site  # it needs packages that no other verb does
 
-    written = write_site(find_records(Path(args.folder)), Path(args.out), args.source,
-                         args.address)
+    written = write_site(find_records(Path(args.folder)), Path(args.out), args.source)
     print(f"wrote {len(written)} pages; open {args.out}/index.html")
     return 0
 
@@ -181,7 +180,6 @@ def make_parser() -> Parser:
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
     flag("--out", required=True, metavar="SITE", help="folder to write it to")
     flag("--source", metavar="URL", help="of the repository's files, for links to them")
-    flag("--address", metavar="URL", help="of the site, for previews of links to it")
     return parser
 
 

@@ -187,7 +187,7 @@ def results_table(folder: Path, records: list) -> str:
             rows.append([
                 f"[#{number}]({PULL}{pull})" if pull else f"#{number}", row["date"],
                 f"**{steps}**" if row["was_record"] else steps, f"{row['loss']} ({row['n']})",
-                row["idea"], row["authors"].replace(" ", ", "), scripts.get(number, "")])
+                row["idea"], row["authors"], scripts.get(number, "")])
     return table(RESULTS, rows)
 
 
@@ -329,9 +329,10 @@ def filled(path: Path, parts: dict) -> str:
 # ---- What a terminal shows ----
 def contest(contestants: list, target: float | None) -> str:
     """What `run` found: each contestant against the first one, and its steps to a loss."""
-    target = target or max(losses_of(contestants[0].logs))  # which all its runs reach
+    curves = [[log.runs[0]["val_loss"] for log in one.logs] for one in contestants]
+    target = target or max(min(curve.values()) for curve in curves[0])  # which all of them reach
     heading, rows = (*CONTEST, f"Steps to {target:.4f}"), []
-    for one in contestants:
+    for one, curve in zip(contestants, curves):
         name = one.operand.replace(".py", "", 1)
         difference = time = ""
         found = compare(one.logs, contestants[0].logs) if one is not contestants[0] else None
@@ -343,8 +344,7 @@ def contest(contestants: list, target: float | None) -> str:
         if found and found.ratios:
             time = f"×{found.time:.3f} ({min(found.ratios):.3f}–{max(found.ratios):.3f})"
         difference = difference.replace("-", "−")
-        steps = steps_words([log.runs[0]["val_loss"] for log in one.logs], target)
-        cells = [name, spread(losses_of(one.logs)), difference, time, steps]
+        cells = [name, spread(losses_of(one.logs)), difference, time, steps_words(curve, target)]
         rows.append(dict(zip(heading, cells)))
     return f"{table(heading, rows)}\n\n{CONTEST_LEGEND}"
 

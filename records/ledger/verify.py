@@ -108,8 +108,9 @@ def log_faults(log: Log, record: Record):
     for wanted, words in ((settings_of(record.script, preset), "its preset has"),
                           (RULES[record.ladder][preset], "by the rules it is")):
         for name in sorted(wanted.keys() - FREE):
-            if wanted[name] not in (None, header.get(name)):
-                yield f"has {name} {header.get(name)}, {words} {wanted[name]}"
+            allowed = wanted[name] if isinstance(wanted[name], tuple) else (wanted[name],)
+            if header.get(name) not in allowed and allowed != (None,):
+                yield f"has {name} {header.get(name)}, {words} {' or '.join(allowed)}"
 
 
 def logs_faults(record: Record, root: Path, seen: dict):

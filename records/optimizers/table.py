@@ -25,19 +25,21 @@ from ledger.steps import steps_words
 from ledger.tune import SEEDS
 
 FOLDER = Path(__file__).resolve().parent
-BASELINE = 36  # the result to whose last loss all steps are counted: Muon, tuned
+BASELINE = 36  # the result to whose loss all steps are counted: Muon, tuned
 HEADING = ("Result", "Rate", "Rates tried", "Loss ± std (seeds)", "Steps", "Published steps")
 
 
 def spearman(xs: list, ys: list) -> tuple:
     """(ρ, low, high): the rank correlation of at least 4 pairs, and its interval of 95 %.
 
-    By Fisher's transform, with the standard error of Bonett and Wright (2000).
+    By Fisher's transform, with the standard error of Bonett and Wright (2000). It gives no
+    interval, but nan, where ρ is 1 or −1.
     """
     rho = statistics.correlation(stats.rankdata(xs), stats.rankdata(ys))
+    if abs(rho) > 1 - 1e-9:
+        return rho, math.nan, math.nan
     half = 1.96 * math.sqrt((1 + rho**2 / 2) / (len(xs) - 3))
-    center = math.atanh(max(-1 + 1e-9, min(rho, 1 - 1e-9)))
-    return rho, math.tanh(center - half), math.tanh(center + half)
+    return rho, math.tanh(math.atanh(rho) - half), math.tanh(math.atanh(rho) + half)
 
 
 def runs_of(record: Record, rows: list) -> tuple:
@@ -65,9 +67,9 @@ def measured(records: list, rows: list) -> list:
 
 
 def target_of(found: list) -> float:
-    """The mean last loss of the baseline."""
+    """The loss that all runs of the baseline reach."""
     (runs,) = [runs for record, runs, _ in found if record.result == BASELINE]
-    return statistics.fmean(row["val_loss"] for row in runs)
+    return max(min(curve.values()) for curve in curves_of(runs))
 
 
 def text_of(found: list) -> str:
@@ -78,7 +80,8 @@ def text_of(found: list) -> str:
         losses = [row["val_loss"] for row in runs]
         rows.append([record.name, runs[0]["flags"]["matrix_lr"], str(tries), pages.spread(losses),
                      steps, f"{record.published.get('steps', '')}"])
-    parts = [pages.table(HEADING, rows), f"Steps: to {target:.4f}, where o{BASELINE} ends."]
+    steps = f"Steps: to {target:.4f}, which all runs of o{BASELINE} reach."
+    parts = [pages.table(HEADING, rows), steps]
     known = [(statistics.fmean(row["val_loss"] for row in runs), record.published["steps"])
              for record, runs, _ in found if record.published]
     if len(known) > 3:

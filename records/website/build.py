@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import date
 from html import escape
 from pathlib import Path
-from urllib.parse import urljoin
 
 from ledger import pages
 from ledger.logs import LedgerError, read_text
@@ -19,7 +18,6 @@ from website.code import scripts_data
 from website.front import FRONT
 from website.ideas import chart_html, idea_html, read_ideas, trace_all
 from website.markdown import Renderer, slug
-from website.optimizers import results_html
 from website.record import record_html
 
 HERE = Path(__file__).parent
@@ -35,7 +33,6 @@ PAGE = """<!DOCTYPE html>
 <meta property="og:title" content="{title}">
 <meta property="og:description" content="{description}">
 <meta property="og:type" content="website">
-{preview}
 <link rel="icon" href="icon.svg">
 <link rel="stylesheet" href="style.css">
 <script src="site.js" defer></script>
@@ -72,6 +69,7 @@ COMPARE = """<h1>Two scripts side by side</h1>
 DOCS = (("gpus", "docs/gpus.md", "GPUs"), ("resume", "docs/resume.md", "Save and resume"),
         ("deviations", "docs/deviations.md", "Deviations"),
         ("after-53", "docs/after-53.md", "After #53"),
+        ("own-optimizer", "docs/optimizers.md", "An optimizer of your own"),
         ("data", "data/README.md", "Your own text"),
         ("contributing", "CONTRIBUTING.md", "Contributing"),
         ("glossary", "docs/glossary.md", "Glossary"))
@@ -148,14 +146,8 @@ class Site:
 
 
 # ---- The site ----
-def write_site(
-    records: list, out: Path, source: str | None = None, address_of_site: str | None = None
-) -> list:
-    """Write the site to a folder, and return its pages.
-
-    Other files are read at `source`. The site itself is read at `address_of_site`: previews of
-    links need it.
-    """
+def write_site(records: list, out: Path, source: str | None = None) -> list:
+    """Write the site to a folder, and return its pages. Other files are read at `source`."""
     for package in PACKAGES:  # before half a minute of work
         if not importlib.util.find_spec(package):
             raise ImportError(f"No module named {package!r}")
@@ -171,15 +163,10 @@ def write_site(
     (out / "icon.svg").write_text(ICON, encoding="utf-8")
     data = scripts_data({record.folder.name: record.script for record in records})
     (out / "scripts.js").write_text(data, encoding="utf-8")
-    preview = ""
-    if (race := site.root / "docs/race.svg").exists():
-        (out / "race.svg").write_text(read_text(race), encoding="utf-8")
-        picture = urljoin(f"{(address_of_site or '').rstrip('/')}/", "race.svg").lstrip("/")
-        preview = f'<meta property="og:image" content="{escape(picture)}">'
     footer = footer_of(site)
     for name, page in written.items():
         title = f"{page.title} · {NAME}" if page.title else NAME
-        html = PAGE.format(title=escape(title), description=escape(page.about), preview=preview,
+        html = PAGE.format(title=escape(title), description=escape(page.about),
                            header=header_of(site, name), links="\n".join(page.links),
                            body=page.body, footer=footer)
         (out / f"{name}.html").write_text(html, encoding="utf-8")
@@ -191,9 +178,10 @@ def pages_of(site: Site) -> dict:
     found = {"index": front_page(site)}
     blocks = pages.blocks(site.folder, site.records)
     if site.by_time:
-        found["ladder"] = ladder_page(site, blocks)
+        found["ladder"] = ladder_page(site, blocks, site.by_time, "", "The ladder")
     if site.by_steps:
-        found["optimizers"] = optimizers_page(site)
+        race = picture(site.root / "docs/race-steps.svg")
+        found["optimizers"] = ladder_page(site, blocks, site.by_steps, race, "Optimizers")
     if "run-it" in site.renderer.pages:
         found["run-it"] = run_page(site)
     for name, path in site.docs.items():
@@ -217,10 +205,10 @@ def pages_of(site: Site) -> dict:
 
 def front_page(site: Site) -> Page:
     """What this is and how it came about; the race, the ladder as a picture, the story."""
-    text = FRONT.format(count=len(site.records))
+    text = FRONT.format(count=len(site.by_time))
     body = [site.renderer.html(text, site.folder)]
-    if (race := site.root / "docs/race.svg").exists():
-        body.append(f'<h2 id="race">The race</h2>\n<div class="wide">{read_text(race)}</div>')
+    if race := picture(site.root / "docs/race.svg"):
+        body.append(f'<h2 id="race">The race</h2>\n{race}')
     if site.by_time:
         body.append('<h2 id="ladder">The ladder</h2>\n<p>Each dot is a public record; blue ones '
                     'have a script here. <a href="ladder.html">The table</a> has the same.</p>'
@@ -254,34 +242,22 @@ def ladder_picture(folder: Path, records: list) -> str:
     return ladder_svg([*points.values()], named) if points else ""
 
 
-def ladder_page(site: Site, blocks: dict) -> Page:
-    """All records by time, what the columns mean, and all public records."""
-    path = site.folder / "README.md"
-    parts = blocks[path]
-    text = f"# Records\n\n{parts['']}\n\n## All public records\n\n{parts[' public']}\n"
+def ladder_page(site: Site, blocks: dict, records: list, race: str, title: str) -> Page:
+    """A ladder's README: its records, what the columns mean, and all that is public."""
+    path = records[0].folder.resolve().parent / "README.md"
+    parts = blocks.get(path) or {"": "", " public": ""}
+    text = f"# {title}\n\n{parts['']}\n\n## All public records\n\n{parts[' public']}\n"
     if path.exists():
         text = pages.filled(path, parts)
-    html = site.renderer.html(text, site.folder)
-    html = as_cards(with_row_ids(html), "cards long").replace("<table", '<table id="ladder"', 1)
-    links = ['<a href="#all-public-records">All public records</a>',
-             link_to(site.by_time[0], "First", "next")]
-    return Page("The ladder", f"{len(site.by_time)} scripts, a row each", links,
-                with_contents(html))
+    html = as_cards(with_row_ids(site.renderer.html(text, path.parent)), "cards long")
+    html = html.replace("<table", '<table id="ladder"', 1).replace("</h1>", f"</h1>\n{race}", 1)
+    links = [link_to(records[0], "First", "next")]
+    return Page(title, f"{len(records)} scripts, a row each", links, with_contents(html))
 
 
-def optimizers_page(site: Site) -> Page:
-    """The second ladder: its race, its records and all public results."""
-    folder = site.folder / "optimizers"
-    intro = "# Optimizers, by steps\n"
-    if (path := folder / "README.md").exists():
-        intro = read_text(path)
-    race = site.root / "docs/race-steps.svg"
-    race = f'<div class="wide">{read_text(race)}</div>' if race.exists() else ""
-    html = site.renderer.html(intro, folder)
-    html = html.replace("</h1>", f"</h1>\n{race}", 1)
-    html += as_cards(results_html(folder, site.by_steps, site.renderer), "cards long")
-    return Page("Optimizers", "The fewest steps to the same loss, by any optimizer",
-                [link_to(site.by_steps[0], "First", "next")], with_contents(html))
+def picture(path: Path) -> str:
+    """A picture of docs/ as a part of a page, or nothing."""
+    return f'<div class="wide">{read_text(path)}</div>' if path.exists() else ""
 
 
 def run_page(site: Site) -> Page:

@@ -77,19 +77,19 @@ def plot(title: str, curves: list, steps: int, low: float = 0, top: float = 0) -
             f'<text class="left" x="{LEFT - 4}" y="{TOP + 8}">{highest}</text>'
             f'<text class="left" x="{LEFT - 4}" y="{base}">{low:g}</text>'
             f'<text x="{LEFT}" y="{HEIGHT - 5}">0</text>'
-            f'<text class="left" x="{WIDTH - 6}" y="{HEIGHT - 5}">{steps:,} steps</text>'
+            f'<text class="left" x="{WIDTH - 6}" y="{HEIGHT - 5}">{steps:,.0f} steps</text>'
             f'<path class="axis" d="M{LEFT} {TOP}V{base}H{WIDTH - 6}"></path>'
             f'{"".join(lines)}</svg>')
 
 
-def losses_plot(ours: list, theirs: list, name: str | None) -> str:
+def losses_plot(ours: list, theirs: list, name: str | None, source: str) -> str:
     """HTML of published losses by step, and those of an earlier record of this name."""
     steps = max(step for step, _ in [*ours, *theirs])
     curves = [("theirs", theirs)] * bool(theirs) + [("ours", ours)]
     words = f" Those of {escape(name)} are dashed." if theirs else ""
-    drawn = plot("validation loss", curves, steps, low=3.2, top=4.6)
-    return (f'<h2 id="losses">Published losses</h2>\n<p>Of the numbers that stand below, under '
-            f'“Published losses by step”.{words}</p>\n<div class="plots large">{drawn}</div>\n')
+    drawn = plot("validation loss", curves, steps, low=3.25, top=4.0)
+    return (f'<h2 id="losses">Published losses</h2>\n<p>Of {source}.{words}</p>\n'
+            f'<div class="plots large">{drawn}</div>\n')
 
 
 def schedule_plots(source: str, parent: str | None) -> str:

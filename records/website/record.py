@@ -1,11 +1,14 @@
 """A record's page: what its README tells, its model, schedule, change and techniques."""
 
+import functools
 import re
 from html import escape
+from pathlib import Path
 
 from ledger import pages
 from ledger.logs import read_text
 from ledger.records import LABEL, Record
+from website.chart import read_curves
 from website.code import Notes, change_table, side_of, techniques_of
 from website.ideas import ideas_of, name_links
 from website.markdown import Renderer, slug
@@ -84,19 +87,26 @@ def with_evidence(record: Record, html: str) -> str:
     if equality:
         words = (f"Our script computes what was published: the largest difference is "
                  f"{equality['largest']:.0e}, of {escape(equality['of'])}. {how}.")
-    elif record.published or record.leads_to:
-        words = f"For this step alone no largest difference is kept. {how}."
     else:
-        return html
+        words = f"No largest difference is kept for this script alone. {how}."
     added = f"<p><strong>Equality.</strong> {words}</p>\n"
     start = html.find("<h2") if "<h2" in html else len(html)
     return html[:start] + added + html[start:]
 
 
+@functools.cache
+def curves_by_step(path: Path) -> dict:
+    """{public result: [(step, loss), ...]}, means over the runs of the published logs."""
+    return read_curves(path, "result", "step")
+
+
 def losses_of(record: Record | None) -> list:
-    """(step, loss) that the record's page has under its published losses."""
+    """(step, loss) by time: as the record's page lists them; by steps: of the public logs."""
     if not record:
         return []
+    curves = record.folder.parent / "public_curves.csv"
+    if record.ladder == "steps":
+        return curves_by_step(curves).get(record.result, []) if curves.exists() else []
     part = page_of(record).partition("<summary>Published losses by step</summary>")[2]
     part = part.partition("</details>")[0]
     points = [(int(step), float(loss)) for step, loss in
@@ -112,7 +122,10 @@ def losses_html(record: Record) -> str:
         return ""
     while before and not losses_of(before):
         before = before.parent
-    return losses_plot(ours, losses_of(before), before and before.name)
+    source = "the numbers below, under “Published losses by step”"
+    if record.ladder == "steps":
+        source = "the public logs, means over their runs"
+    return losses_plot(ours, losses_of(before), before and before.name, source)
 
 
 def contents_of(html: str) -> str:

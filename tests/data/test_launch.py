@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import launch as launch_tool
 import pytest
-from conftest import REPO
+from conftest import REPO, project_files
 
 # A rank ends as its flag says, or waits.
 RANK = """import os, sys, time
@@ -58,6 +58,15 @@ def test_a_run_that_ends_well_is_followed_by_what_to_type_next(launch, monkeypat
     monkeypatch.setenv("RUN_SH_NEXT", "Next: type this.")
     assert launch(1, "--pass").communicate(timeout=60)[0] == "Next: type this.\n"
     assert launch(1, "--fail").communicate(timeout=60)[0] == ""
+
+
+def test_all_that_starts_torchrun_takes_its_options_from_one_function():
+    """Without the address it hangs for minutes where the machine's name is not to be resolved."""
+    programs = [REPO / name for name in project_files() if name.endswith(".py")]
+    starts = {path.name for path in programs if "\"--standalone\"" in path.read_text()}
+    assert starts == {"launch.py"}
+    options = launch_tool.torchrun_options(3)
+    assert "--local-addr=127.0.0.1" in options and "--nproc_per_node=3" in options
 
 
 @pytest.fixture

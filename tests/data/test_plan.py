@@ -86,7 +86,7 @@ def count(monkeypatch, tmp_path):
         monkeypatch.setattr("torch.cuda.init", init)
         monkeypatch.setattr("torch.version.cuda", cuda)
         monkeypatch.setattr("torch.version.hip", None)
-        script = SimpleNamespace(check_gpu=check_gpu, UserError=KeyError)
+        script = SimpleNamespace(check_gpu=check_gpu, UserError=LookupError)
         return plan_tool.count_gpus(script, device)
 
     return run
@@ -129,7 +129,7 @@ def test_cuda_that_does_not_start_is_told(count):
 def test_a_gpu_that_the_script_refuses_is_named(count):
     def check_gpu(device):
         if device.index == 1:
-            raise ValueError("it is old; use --device cpu")
+            raise LookupError("it is old; use --device cpu")
 
     assert count(1, check_gpu=check_gpu) == 1
     with pytest.raises(machine.MachineError, match="GPU 1: it is old; use --device cpu"):

@@ -84,16 +84,3 @@ def test_the_first_hour_has_the_models_times_beside_its_own():
             assert sum(of_eight.values()) == pytest.approx(
                 expected["stages"][stage]["step_ms"], abs=0.01)
         assert first_hour.expected_ms(expected, 0, ranks=4) == {}
-
-
-def test_the_newest_record_needs_no_files_and_one_gpu():
-    """Its noise has fewer ids than a softmax samples."""
-    path, *flags = first_hour.NEWEST
-    script = first_hour.load_with_equal_stages(path)
-    cfg = script.parse_args(first_hour.short_flags(script, flags))
-    assert [name for name, value in vars(cfg).items() if str(value).startswith("data/")] == [
-        "train_files", "val_files"]  # those are noise
-    stages = [script.schedule(step, cfg).stage for step in range(cfg.num_iterations)]
-    assert {stages.count(stage) for stage in range(len(cfg.stages))} == {first_hour.STAGE_STEPS}
-    classes = min(row.classes for row in cfg.stages if row.classes)
-    assert classes > cfg.eot_token // first_hour.NOISE_SHARE

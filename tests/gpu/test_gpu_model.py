@@ -1,7 +1,6 @@
 """What the model of a GPU's time counts: kernels whose bytes and times are known."""
 
 import json
-import types
 
 import bench
 import gpu_tables
@@ -9,10 +8,9 @@ import pytest
 import torch
 from conftest import REPO
 from host_gpu import cost
-from host_gpu.trace import EXACT_SUMS, KernelStandIn, Notes, Recorder, Trace, Tracer
+from host_gpu.trace import EXACT_SUMS, KernelStandIn, Notes, Recorder, Trace
 from shards import load_script
 
-NEWEST = REPO / "records" / "2026-08-30_92h_Fp8Products" / "train_gpt.py"
 KERNEL = """
 # 'kernel_num_gb': {gigabytes}
 def fused({arguments}, xnumel, XBLOCK : tl.constexpr):
@@ -49,28 +47,21 @@ def test_what_inductor_counts_is_taken_where_it_is_less():
     assert bytes_of(body, ["in_ptr0", "out_ptr0"], 1.0, table, out) == table.nbytes + out.nbytes
 
 
-def test_rows_that_are_gathered_count_and_not_their_table():
-    notes = Notes()
-    notes.phase = "pass of 0"
-    table, ids = torch.zeros(1000, 4), torch.zeros(5, dtype=torch.int64)
-    with Recorder(notes):
-        table[ids]
-    assert [x["bytes"] for x in notes.launches] == [ids.nbytes + 2 * 5 * 4 * 4]
-
-
-def test_rows_that_are_put_into_a_table_count_and_not_the_table():
-    """Those that it has are read and written, as large as the new ones."""
+def test_rows_of_a_table_count_and_not_the_table():
+    """Where rows are put into it, those that it has are read and written, as large as new ones."""
     notes = Notes()
     notes.phase = "update of 0 on 1"
     table, ids, rows = torch.zeros(1000, 4), torch.arange(5), torch.ones(5, 4)
     few, places = torch.zeros(2, 4), torch.tensor([0, 1, 0, 1, 0])
     with Recorder(notes):
+        table[ids]
         table[ids] = rows
         table.index_add_(0, ids, rows)
         few.index_add_(0, places, rows)  # here all of it is less
     of_rows = ids.nbytes + 3 * rows.nbytes
     of_few = ids.nbytes + rows.nbytes + 2 * few.nbytes
-    assert [x["bytes"] for x in notes.launches] == [of_rows, of_rows, of_few]
+    gathered = ids.nbytes + 2 * rows.nbytes
+    assert [x["bytes"] for x in notes.launches] == [gathered, of_rows, of_rows, of_few]
 
 
 def launch(phase="pass of 0", kind="aten", name="aten.mm.out", num_bytes=0.0, flop=0.0):
@@ -111,37 +102,6 @@ def test_memory_is_the_peak_of_all_stages():
     assert found["gib"] == dict(training=9, validation=4, state=1)
 
 
-@pytest.fixture
-def tracer():
-    """Of the newest record, without its model: on the host, where tensors are real."""
-    script = load_script(NEWEST)
-    found = object.__new__(Tracer)
-    found.script, found.cfg, found.notes = script, script.parse_args([]), Notes()
-    found.device, found.period = torch.device("cpu"), 4
-    found.stages = [[0], [1]]
-    return found
-
-
-def test_a_batch_has_the_candidates_of_its_stage(tracer):
-    assert tracer.batch(2, 128, classes=48).classes.shape == (2, 48)
-    assert tracer.batch(2, 128).classes is None
-
-
-def test_gradients_of_the_table_wait_for_all_passes_until_its_step(tracer):
-    """One GPU has 8 passes a step, and the table steps at one of four."""
-    held = []
-    rows = torch.zeros(1, 4, dtype=torch.bfloat16)
-    tracer.table = types.SimpleNamespace(state=dict(rows=rows), waiting=[])
-    tracer.table.clear = lambda: held.append(tracer.table.waiting[0].nbytes)
-    tracer.model = types.SimpleNamespace(set_stage=lambda now: None)
-    tokens = 1000
-    tracer.facts_of = lambda stage: dict(tokens=tokens, step_tokens=8 * tokens, classes=0)
-    tracer.note = lambda phase, function: None
-    tracer.train(0)
-    assert held == [31 * int(0.8 * 2 * tokens) * 4 * 2]
-    assert tracer.notes.peak == held[0]
-
-
 @pytest.mark.slow
 def test_the_page_has_the_tables_of_the_kept_numbers():
     page = gpu_tables.PAGE.read_text()
@@ -154,5 +114,3 @@ def test_each_kept_run_has_all_of_its_stages():
         script = load_script(REPO / found["script"])
         cfg = script.parse_args(found["flags"])
         assert sum(each["steps"] for each in found["stages"]) == cfg.num_iterations, name
-
-

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import scipy
 from fake_records import SCRIPT, edit
@@ -133,7 +134,13 @@ def test_a_script_against_itself_with_other_seeds_differs_by_chance(script, tmp_
     assert sorted(losses) == [0, 1, 2, 3, 100, 101, 102, 103]
     ours, theirs = [[losses[first + seed] for seed in range(4)] for first in (100, 0)]
     p = scipy.stats.ttest_rel(ours, theirs).pvalue
-    assert f"(p {p:.2g})" in capsys.readouterr().out and p > 0.01
+    out = capsys.readouterr().out
+    assert f"(p {p:.2g})" in out and p > 0.01
+    # Steps are counted to a loss that all runs of the first one reach.
+    curves = [np.array(row["val"]) for row in rows if int(row["header"]["seed"]) < 100]
+    target = max(curve[-1, 1] for curve in curves)
+    steps = [np.interp(target, curve[::-1, 1], curve[::-1, 0]) for curve in curves]
+    assert f"Steps to {target:.4f}\n" in out and f" {np.mean(steps):.1f} ± " in out
 
 
 @pytest.mark.parametrize("words, message", [

@@ -95,21 +95,22 @@ def relative(found, expected):
 class Harness:
     """The harness's side of a script's `train`, which runs the reference beside it."""
 
-    def __init__(self, script, cfg, label, steps, first_step, own_init, shared, seed, around):
+    def __init__(self, script, cfg, label, steps, first_step, own_init, shared, follows, seed,
+                 resumed, around):
         self.cfg = cfg
         self.script = script
         self.first_step = first_step
         self.last_step = first_step + steps
         self.shared = shared
+        self.follows = follows
+        self.resumed = resumed
         self.loader = self
         self.ranks = script.Ranks(cfg)
         self.model = script.GPT(cfg)
         self.model.init_weights(torch.Generator().manual_seed(seed))
         if not own_init:
             make_generic(self.model, seed)
-        self.optimizers = script.build_optimizers(self.model, cfg, self.ranks)
-        for optimizer in self.optimizers:
-            optimizer.dtype = torch.float64
+        self.build_optimizers()
         self.generator = torch.Generator().manual_seed(seed + 1)
         self.reference = reference.Run(label, weights_of(self.model), cfg.head_dim, first_step,
                                        rotary_base=cfg.rope_base, **around)
@@ -119,6 +120,24 @@ class Harness:
             self.take_over_first_bases()
         if self.update is branches.psgd:
             self.reference.draw = self.drawn
+        average = self.reference.result.average
+        if average and first_step >= average.first:
+            self.begin_average()
+
+    def build_optimizers(self):
+        """As the script does, for the model that there is."""
+        self.optimizers = self.script.build_optimizers(self.model, self.cfg, self.ranks)
+        for optimizer in self.optimizers:
+            optimizer.dtype = torch.float64
+
+    def resume(self):
+        """Go on with a new model and new optimizers, from what a checkpoint keeps."""
+        weights = {name: weight.clone() for name, weight in self.model.state_dict().items()}
+        kept = {optimizer.name: optimizer.full_state() for optimizer in self.optimizers}
+        self.model = self.script.GPT(self.cfg)
+        self.build_optimizers()
+        state = dict(model=weights, optimizers=kept)
+        self.script.load_state(self.model, self.optimizers, state, "a checkpoint")
 
     def train(self):
         """Run the script's own loop, and compare in the end, too."""
@@ -141,6 +160,14 @@ class Harness:
         for name, optimizer, place in self.places():
             for side in ("left_basis", "right_basis"):
                 self.reference.states[name][side] = optimizer.state[side][place].clone()
+
+    def begin_average(self):
+        """Let the average of weights begin with the weights, in both."""
+        kept = {name: weight for name, weight in self.reference.weights.items() if name != "embed"}
+        self.reference.around["average"] = kept
+        for optimizer in self.optimizers:
+            if "average" in optimizer.state:
+                optimizer.state["average"].copy_(optimizer.share)
 
     def drawn(self, name, what, shape, step):
         """A probe of result 33, as the script draws it."""
@@ -174,7 +201,11 @@ class Harness:
     # -- what `train` calls --
 
     def validate_and_save(self, step, can_save):
+        if step == self.resumed:
+            self.resume()
+        self.model.eval()
         self.note("validated", relative(weights_of(self.model), self.reference.read()))
+        self.model.train()
         return step == self.last_step
 
     def next_step(self, now):
@@ -190,7 +221,10 @@ class Harness:
         if self.update is branches.kl_soap:
             self.take_over_bases()
         self.reference.move_ahead()
-        self.note("weights", relative(weights_of(self.model), self.reference.weights))
+        weights = weights_of(self.model)
+        self.note("weights", relative(weights, self.reference.weights))
+        if self.follows:
+            self.reference.weights = weights
         loss, expected = self.reference.gradients_of(self.batch)
         self.note("losses", abs(losses[0].item() - loss) / abs(loss))
         found = gradients_of(self.model)
@@ -206,8 +240,8 @@ class Harness:
         pass
 
 
-def hold(script, label, steps=10, first_step=0, own_init=False, share_gradients=True, seed=0,
-         sizes=None, change=None, **around):
+def hold(script, label, steps=10, first_step=0, own_init=False, share_gradients=True,
+         share_weights=False, seed=0, resumed=None, sizes=None, change=None, **around):
     """Run a script's small model and the reference side by side. Returns a Difference.
 
     first_step: the step with which both begin, their states empty.
@@ -215,13 +249,16 @@ def hold(script, label, steps=10, first_step=0, own_init=False, share_gradients=
     share_gradients: the reference takes its steps by the script's gradients, which it only
     compares with its own. Bases of matrices of less than full rank need that: they hang on the
     last bit. Without it, both run freely.
+    share_weights: each step of the reference begins with the script's weights, once compared, and
+        with states of its own. Over hundreds of steps rounding grows in weights, not in states.
+    resumed: the step before which the script's side is saved and built anew.
     sizes: settings beside SIZES. change(harness): what is to be done before the first step.
     around: settings of reference.Run: calls_before, draw, states.
     """
     with golden.in_float64():
         cfg = replace(script.Hyperparameters(), **SIZES | (sizes or {}))
-        harness = Harness(script, cfg, label, steps, first_step, own_init, share_gradients, seed,
-                          around)
+        harness = Harness(script, cfg, label, steps, first_step, own_init, share_gradients,
+                          share_weights, seed, resumed, around)
         if change:
             change(harness)
         return harness.train()

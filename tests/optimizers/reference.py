@@ -69,8 +69,8 @@ class TailAverage:
     first: int  # number of updates at which the mean begins
     end: int  # and before which it ends
     tau: float  # its time constant, in steps
-    share: float  # of the mean, in the weights that are validated
-    read_from: int  # number of updates from which on the mixture is validated
+    share: float  # of the mean, in the mixture
+    written: bool = False  # whether the mixture is the last weights, or only what is validated
 
 
 @dataclass(frozen=True)
@@ -279,10 +279,10 @@ RESULTS = {
                    momentum=momentum_schedule(2900, 200), look_ahead=LINE_LOOK_AHEAD),
     "o45": of_line(2720, 2900, line.soap_everywhere, "line44", aux=SPLIT_AUX,
                    momentum=momentum_schedule(2900, 200), look_ahead=LINE_LOOK_AHEAD,
-                   average=TailAverage(2000, 2721, tau=150, share=0.6, read_from=2720)),
+                   average=TailAverage(2000, 2721, tau=150, share=0.6, written=True)),
     "o46": of_line(2900, 2900, line.row_floor, "line44", aux=SPLIT_AUX,
                    momentum=momentum_schedule(2900, 200), look_ahead=LINE_LOOK_AHEAD,
-                   average=TailAverage(2400, 2900, tau=150, share=0.6, read_from=2400)),
+                   average=TailAverage(2400, 2900, tau=150, share=0.6)),
 }
 
 
@@ -480,17 +480,24 @@ class Run:
             kept = {name: torch.lerp(self.around["average"][name], weight, 1 / tail.tau)
                     for name, weight in kept.items()}
         self.around["average"] = kept
+        if tail.written and self.step == self.result.steps:
+            self.weights = self.mixed()
+
+    def mixed(self):
+        """The weights, but for the embedding a share of them in their mean."""
+        share = self.result.average.share
+        mixed = {name: torch.lerp(self.weights[name], mean, share)
+                 for name, mean in self.around["average"].items()}
+        return self.weights | mixed
 
     # -- what others see --
 
     def read(self):
         """The weights that are validated now."""
         tail = self.result.average
-        if not tail or "average" not in self.around or self.step < tail.read_from:
+        if not tail or tail.written or "average" not in self.around:
             return self.weights
-        mixed = {name: torch.lerp(self.weights[name], mean, tail.share)
-                 for name, mean in self.around["average"].items()}
-        return self.weights | mixed
+        return self.mixed()
 
 
 def run(label, weights, batches, steps, head_dim, first_step=0, **settings):

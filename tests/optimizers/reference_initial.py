@@ -8,7 +8,7 @@ draw uniform on ±1, or all of them `scale`. Gain signs are drawn apart from the
 - `hyperball`: torch's defaults with factors; the projections' weights begin unlike zero.
 - `hyperball_normal`: of result 37; also the head is drawn.
 - `psgd`: of result 33; head and all biases keep torch's defaults.
-- `line30`, `line44`: `old`, with fc by depth, and gains 1 ∓ α·signs.
+- `depth`: `old`, with fc by depth. `line30`, `line44`: the same, and gains 1 ∓ α·signs.
 """
 
 from typing import NamedTuple
@@ -67,12 +67,12 @@ def _law(initial, name, shapes):
             return Law("uniform", 1 / fan_in ** 0.5)
         return Law("normal", factor / (3 * fan_in) ** 0.5)
 
-    assert initial in ("old", "line30", "line44"), initial
+    assert initial in ("old", "depth", "line30", "line44"), initial
     if projection:
         return Law("constant", 0.0)
     if initial != "old" and kind == "mlp.fc":
         layer = int(name.split(".")[1])
-        depth = layer / (count_layers(shapes) - 1)
+        depth = layer / max(1, count_layers(shapes) - 1)
         return Law("uniform", (1 - DEPTH_DROP * depth) / fan_in ** 0.5)
     return Law("uniform", 1 / fan_in ** 0.5)
 

@@ -145,7 +145,7 @@ def soap_trusted(state, weight, gradient, hyper, step):
     return weight
 
 
-def _soap_on_values(state, gradient, hyper):
+def soap_on_values(state, gradient, hyper):
     """Momentum, and SOAP on MLPs and values, of results 20 to 41."""
     u = momentum(state, gradient, hyper.mu)
     if hyper.kind in MLP:
@@ -155,7 +155,7 @@ def _soap_on_values(state, gradient, hyper):
     return u
 
 
-def _contra_schatten(u, found, share):
+def contra_schatten(u, found, share):
     """The polar factor with a (negative) share of the normed momentum, at its own norm."""
     norm = schatten4(found)
     mixed = found + share * u / schatten4(u)
@@ -180,11 +180,11 @@ def soft_polar(u):
     return found.T if tall(u) else found
 
 
-def _soft_contra_direction(state, u, step):
+def soft_contra_direction(state, u, step):
     """Of results 20 and 29: contra that fades, then a soft share, then NorMuon-lite."""
     found = polar_schatten(u)
     norm = schatten4(found)
-    mixed = _contra_schatten(u, found, contra_share(step, end=2000))
+    mixed = contra_schatten(u, found, contra_share(step, end=2000))
     soft = soft_polar(u)
     soft = soft * norm / schatten4(soft)
     direction = mixed + soft_share(step) * (soft - mixed)
@@ -197,8 +197,8 @@ TARGET = 0.3825  # of the u/w floor from result 20 on
 
 def soft_muon(state, weight, gradient, hyper, step):
     """Result 20."""
-    u = _soap_on_values(state, gradient, hyper)
-    direction = floored(_soft_contra_direction(state, u, step), weight, TARGET)
+    u = soap_on_values(state, gradient, hyper)
+    direction = floored(soft_contra_direction(state, u, step), weight, TARGET)
     weight = weight - hyper.lr * direction
     if hyper.kind in (*MLP, "attn.v"):
         soap_statistics(state, gradient, step, every=10)
@@ -207,8 +207,8 @@ def soft_muon(state, weight, gradient, hyper, step):
 
 def radial_brake(state, weight, gradient, hyper, step):
     """Result 29: the brake before the floor, and the radius after the step."""
-    u = _soap_on_values(state, gradient, hyper)
-    direction = floored(brake(_soft_contra_direction(state, u, step), weight), weight, TARGET)
+    u = soap_on_values(state, gradient, hyper)
+    direction = floored(brake(soft_contra_direction(state, u, step), weight), weight, TARGET)
     weight = step_and_radius(weight, direction, hyper.lr)
     if hyper.kind in (*MLP, "attn.v"):
         soap_statistics(state, gradient, step, every=10)
@@ -217,12 +217,12 @@ def radial_brake(state, weight, gradient, hyper, step):
 
 def _aurora_direction(state, gradient, hyper, step):
     """Of results 30 to 41, with the aspect factor, before the brake."""
-    u = _soap_on_values(state, gradient, hyper)
+    u = soap_on_values(state, gradient, hyper)
     if hyper.kind == "mlp.proj":
         found = even_rows_polar(u, polar_schatten, 3, 0.25)
     else:
         found = polar_schatten(u)
-    return aspect(u) * _contra_schatten(u, found, contra_share(step, end=2500))
+    return aspect(u) * contra_schatten(u, found, contra_share(step, end=2500))
 
 
 def _aurora_finish(state, weight, direction, gradient, hyper, step):
@@ -241,9 +241,14 @@ def aurora_proj(state, weight, gradient, hyper, step):
 
 def circuit_pair(states, weights, gradients, hypers, step):
     """Result 41, of attn.v and attn.proj of one block, in this order; the rest as result 40."""
+    return circuit_steps(circuit, states, weights, gradients, hypers, step)
+
+
+def circuit_steps(couple, states, weights, gradients, hypers, step):
+    """Both directions, then what `couple` makes of them, then both steps."""
     directions = [_aurora_direction(state, gradient, hyper, step)
                   for state, gradient, hyper in zip(states, gradients, hypers)]
-    directions = circuit(*weights, *directions, hypers[0].head_dim)
+    directions = couple(*weights, *directions, hypers[0].head_dim)
     return [_aurora_finish(*parts, step)
             for parts in zip(states, weights, directions, gradients, hypers)]
 
@@ -251,26 +256,33 @@ def circuit_pair(states, weights, gradients, hypers, step):
 CIRCUIT_DAMPING = 1e-3  # λ
 
 
-def circuit(value, proj, value_direction, proj_direction, head_dim):
-    """Circuit-Muon: each head's directions over the size of its partner; then its gauge term.
+def heads_of(value, head_dim):
+    """A head has head_dim rows of the values' weight, and the same columns of the projection's."""
+    return [slice(start, start + head_dim) for start in range(0, len(value), head_dim)]
 
-    A head has head_dim rows of the values' weight, and the same columns of the projection's.
-    """
+
+def circuit_scaled(value, proj, value_direction, proj_direction, head_dim):
+    """Each head's directions over the size of its partner, at each matrix's norm."""
     norms = value_direction.norm(), proj_direction.norm()
-    heads = [slice(start, start + head_dim) for start in range(0, len(value), head_dim)]
     value_direction, proj_direction = value_direction.clone(), proj_direction.clone()
 
     def over_size(part):
         mean_square = part.norm() ** 2 / head_dim
         return (mean_square + CIRCUIT_DAMPING).clamp(min=1e-12) ** -0.5
 
-    for head in heads:
+    for head in heads_of(value, head_dim):
         value_direction[head] *= over_size(proj[:, head])
         proj_direction[:, head] *= over_size(value[head])
     value_direction *= norms[0] / value_direction.norm().clamp(min=1e-12)
     proj_direction *= norms[1] / proj_direction.norm().clamp(min=1e-12)
+    return value_direction, proj_direction
 
-    for head in heads:
+
+def circuit(value, proj, value_direction, proj_direction, head_dim):
+    """The same, and then the gauge term: a head's two matrices do not drift apart in size."""
+    value_direction, proj_direction = circuit_scaled(
+        value, proj, value_direction, proj_direction, head_dim)
+    for head in heads_of(value, head_dim):
         ours, theirs = value[head], proj[:, head]
         sizes = ours.norm() ** 2 + theirs.norm() ** 2 + 2 * head_dim * CIRCUIT_DAMPING
         difference = (inner(ours, value_direction[head])
@@ -284,7 +296,7 @@ def circuit(value, proj, value_direction, proj_direction, head_dim):
 # ---- SOAP on everything ----
 
 
-def _soap_everywhere(state, gradient, hyper, step):
+def soap_everywhere_direction(state, gradient, hyper, step):
     """Momentum, SOAP, gate and polar factor of results 44 to 46."""
     u = momentum(state, gradient, hyper.mu)
     found = soap_direction(state, u)
@@ -299,7 +311,7 @@ def _soap_everywhere(state, gradient, hyper, step):
 
 def soap_everywhere(state, weight, gradient, hyper, step):
     """Results 44 and 45."""
-    direction = brake(_soap_everywhere(state, gradient, hyper, step), weight)
+    direction = brake(soap_everywhere_direction(state, gradient, hyper, step), weight)
     weight = step_and_radius(weight, floored(direction, weight, TARGET), hyper.lr)
     soap_statistics(state, gradient, step, every=1)
     return weight
@@ -310,7 +322,7 @@ CAUTIOUS_DECAY = 0.025
 
 def row_floor(state, weight, gradient, hyper, step):
     """Result 46: a floor for each row, and decay where the step shrinks the weight."""
-    direction = brake(_soap_everywhere(state, gradient, hyper, step), weight)
+    direction = brake(soap_everywhere_direction(state, gradient, hyper, step), weight)
     direction = floored_rows(direction, weight, TARGET)
     shrinks = (direction * weight > 0).double()
     weight = step_and_radius(weight, direction, hyper.lr)

@@ -1,18 +1,15 @@
 """Each script of the second ladder computes what the reference does, in float64, to rounding."""
 
-import re
-
 import compare
 import golden
 import pytest
 import reference
 import torch
+from reference_steps import STEPS
 
-FOLDERS = {}  # label → folder, of those that have a public result's number
-for path in sorted(golden.REPO.glob("records/optimizers/20*/train_gpt.py")):
-    label = path.parent.name.split("_")[1]
-    if re.fullmatch(r"o\d+", label) and label in reference.RESULTS:
-        FOLDERS[label] = path.parent.name
+RESULTS = reference.RESULTS | STEPS
+FOLDERS = {path.parent.name.split("_")[1]: path.parent.name  # by label
+           for path in sorted(golden.REPO.glob("records/optimizers/20*/train_gpt.py"))}
 
 ROUNDING = 1e-12  # of the largest entry of a tensor
 NO_QUICK = [label for label in FOLDERS if label not in ("o12", "o46")]
@@ -28,7 +25,7 @@ def one_thread():
 
 
 def held(label, **settings):
-    found = compare.hold(compare.load(FOLDERS[label]), label, **settings)
+    found = compare.hold(compare.load(FOLDERS[label]), RESULTS[label], **settings)
     assert max(found) < ROUNDING, (settings, found)
 
 
@@ -40,37 +37,37 @@ def marked(labels):
 
 @pytest.mark.parametrize("label", marked(FOLDERS))
 def test_first_steps(label):
-    """From the script's own first weights, whose zeros hold gradients back."""
-    held(label, steps=12, own_init=True)
+    """From the script's own first weights, whose zeros hold gradients back; resumed on the way."""
+    held(label, steps=12, own_init=True, resumed=7)
 
 
 @pytest.mark.parametrize("label", marked(FOLDERS))
 def test_first_weights(label):
     """The law of each parameter, and the signs of gains."""
-    assert compare.hold_first_weights(compare.load(FOLDERS[label]), label) < ROUNDING
+    assert compare.hold_first_weights(compare.load(FOLDERS[label]), RESULTS[label]) < ROUNDING
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("label", FOLDERS)
 def test_rates_and_momentum_at_all_steps(label):
-    assert compare.hold_rates(compare.load(FOLDERS[label]), label) < ROUNDING
+    assert compare.hold_rates(compare.load(FOLDERS[label]), RESULTS[label]) < ROUNDING
 
 
-@pytest.mark.slow
+@pytest.mark.cards
 @pytest.mark.parametrize("label", FOLDERS)
 def test_boundaries(label):
     """A few steps around each step at which something changes, from weights unlike zero."""
-    for step in compare.boundaries(label):
-        last = reference.RESULTS[label].steps
+    for step in compare.boundaries(RESULTS[label]):
+        last = RESULTS[label].steps
         first = max(0, step - 2)
         held(label, first_step=first, steps=min(5, last - first))
 
 
-@pytest.mark.slow
+@pytest.mark.cards
 @pytest.mark.parametrize("label", [label for label in FOLDERS
                                    if label in ("o20", "o30", "o41", "o44", "o46")])
 def test_whole_runs(label):
-    """All steps, at the smallest size."""
-    sizes = dict(model_dim=16, head_dim=8, seq_len=16, val_seq_len=16, sequences_per_step=4,
+    """All steps, at the smallest size. Each begins with the script's weights."""
+    sizes = dict(num_layers=1, model_dim=16, seq_len=16, val_seq_len=16, sequences_per_step=4,
                  sequences_per_forward=4)
-    held(label, steps=reference.RESULTS[label].steps, own_init=True, sizes=sizes)
+    held(label, steps=RESULTS[label].steps, own_init=True, share_weights=True, sizes=sizes)

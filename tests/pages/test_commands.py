@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import copy_project
+from conftest import REPO, SCRIPTS, copy_project
 from page_text import PAGES, blocks_of
 
 import train_gpt
@@ -99,13 +99,18 @@ def project(tmp_path, checkpoint, monkeypatch):
 
 def test_commands_can_be_pasted_into_zsh():
     """Where one types, it takes no # for the beginning of a comment."""
-    for page in PAGES:
-        for block in blocks_of(page):
-            for command in block.commands():
-                assert not re.search(r"(^|\s)#", command), f"{page}: {command}"
+    commands = {command: page for page in PAGES for block in blocks_of(page)
+                for command in block.commands()}
+    for script in SCRIPTS:
+        docstring = (REPO / script).read_text().split('"""')[1]
+        for command in re.findall(r"^    (?=\S*(?:python|torchrun) )(.*)", docstring, re.MULTILINE):
+            commands[command] = script
+    assert commands
+    for command, where in commands.items():
+        assert not re.search(r"(^|\s)#", command), f"{where}: {command}"
+        assert "torchrun --standalone" not in command or "--local-addr=127.0.0.1" in command, where
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", [*to_run("sh")])
 def test_commands_run(block, project, capfd):
     for command in block.commands():
@@ -114,6 +119,7 @@ def test_commands_run(block, project, capfd):
             assert " val_loss:" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [*to_run("python")])
 def test_python_runs(block, project):
     exec(block.text, {})

@@ -17,12 +17,12 @@ leaves all numbers as they are, but for the name of a parameter, which costs a l
 
 A run crosses all stages, with the extension and the last validation. It is the record's own loop
 in float64, on one rank of a CPU, with its own rates, decays and layers; sizes, lengths and numbers
-of steps are small. Weights and tokens come from a formula (`hashed`). Compared are the losses of
-each step, those of each validation, and of each parameter in the end two sums: of its entries, and
-of its entries times cos(0), cos(1), ... Each may be off by 1e-9 of its size, which is the sum of
-magnitudes. What is smaller than in the record is held beside them at its full size: the numbers of
-tokens, steps and channels, the number of parameters, and the same two sums of what the schedule has
-for each step.
+of steps are small. Weights and tokens come from a formula (`hashed`), and so does what `regular`
+adds to matrices before they are split. Compared are the losses of each step, those of each
+validation, and of each parameter in the end two sums: of its entries, and of its entries times
+cos(0), cos(1), ... Each may be off by 1e-9 of its size, which is the sum of magnitudes. What is
+smaller than in the record is held beside them at its full size: the numbers of tokens, steps and
+channels, the number of parameters, and the same two sums of what the schedule has for each step.
 """
 
 import argparse
@@ -108,6 +108,7 @@ SIZES = dict(
     max_document_tokens=56, seq_len=LENGTH, val_seq_len=LENGTH, val_tokens=2 * LENGTH,
     sequences_per_step=2, sequences_per_forward=2, head_chunks=2, device="cpu",
     momentum_warmup=3, momentum_cooldown=3, freeze_steps=2, blend_from=4, period_from=4,
+    refresh_every=3, outer_every=3,
 )
 LAST_STEPS = {298: 14, 250: 10}  # of averages; the first ones are 0 modulo 4, as in the records
 # Of a machine, or seen in the schedule
@@ -218,6 +219,8 @@ def steps_of(cfg):
         return 10, 4  # the last step is 1 modulo 4, as in the records
     if hasattr(cfg, "freeze_steps"):
         return 10, 2
+    if hasattr(cfg, "matrix_lr"):  # by steps, some of which refresh what an optimizer keeps
+        return 8, 0
     if hasattr(cfg, "extension_steps"):  # a third is a whole number of steps, or not, as there
         has_thirds = (cfg.num_iterations - cfg.extension_steps) % 3 == 0
         return 6 if has_thirds else 7, 2
@@ -367,16 +370,33 @@ def first_sizes():
         yield
 
 
+def regular(split):
+    """The function, which is given matrices whose diagonals are a formula larger.
+
+    A tiny run's gradients have few ranks. Where eigenvalues are zero, or alike, nothing but
+    rounding would choose among the vectors.
+    """
+    def split_regular(matrices):
+        size = matrices.size(-1)
+        diagonal = torch.from_numpy(1 + hashed("diagonal", size)).diag()
+        largest = matrices.abs().amax((-2, -1), keepdim=True)
+        return split(matrices + size * largest * diagonal)
+
+    return split_regular
+
+
 @contextlib.contextmanager
 def in_float64():
-    """New tensors are float64, and not cast to fp32 or bf16."""
+    """New tensors are float64, and not cast to fp32 or bf16. Matrices are split by `regular`."""
     def uncast(self):
         return self
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    splits = dict(eigh=regular(torch.linalg.eigh), qr=regular(torch.linalg.qr))
     try:
-        with mock.patch.multiple(torch.Tensor, float=uncast, bfloat16=uncast):
+        with mock.patch.multiple(torch.Tensor, float=uncast, bfloat16=uncast), \
+                mock.patch.multiple(torch.linalg, **splits):
             yield
     finally:
         torch.set_default_dtype(before)

@@ -6,7 +6,7 @@ from record_folders import RECORDS, for_each_slowly, one_of_each_kind
 
 ENTRIES = golden.read_file()
 KNOWN, NEW = [*golden.RECORDS][:2]
-KINDS = one_of_each_kind(RECORDS, "train", "cut_rows", "build_optimizers")
+KINDS = one_of_each_kind(RECORDS, "train", "cut_rows")
 
 
 @for_each_slowly(RECORDS, quick=KINDS)

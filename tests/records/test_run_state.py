@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 
 import golden
+import numpy as np
 import pytest
 import torch
 from record_folders import for_each, for_each_slowly, having, load, one_of_each_kind
@@ -23,8 +24,8 @@ def script(record, tmp_path, monkeypatch, pocket_data):
     return load(record)
 
 
-@for_each_slowly(
-    one_of_each_kind(having("averages"), "ShardedOptimizer", "NgramTable", "Place"))
+@pytest.mark.slow
+@for_each(one_of_each_kind(having("averages"), "ShardedOptimizer", "NgramTable", "Place"))
 def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path, capsys):
     """Runs end with the same weights, averages, sweeps and rows, to the bit. One that is resumed
     where it has ended validates the same weights: averages are written once."""
@@ -36,11 +37,13 @@ def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path, capsys):
         found = {(part, name): x for part, of in parts.items() for name, x in of.items()}
         log = (tmp_path / "logs" / run_id / "log.txt").read_text()
         found["loss"] = re.findall("^val_loss: (.*)", log, re.M)[-1]
-        return found, state["loader"]
+        return found, state["place"]
 
     cold, place = final_state("cold", "--warmup_steps=0")
+    whole = final_state("warm", "--warmup_steps=1")
+    (tmp_path / "logs" / "warm" / "step-000006.pt").unlink()  # a run does not go back beside it
     others = [
-        final_state("warm", "--warmup_steps=1"),
+        whole,
         final_state("warm", "--warmup_steps=1", "--resume=logs/warm/step-000004.pt"),
         final_state("cold", "--warmup_steps=0", "--resume=logs/cold/step-000006.pt"),
     ]
@@ -52,6 +55,28 @@ def test_warm_up_and_resuming_leave_no_trace(record, script, tmp_path, capsys):
     if hasattr(script, "first_sweeps"):  # they go on from step to step
         sweeps = script.Place(*place).sweeps
         assert len(sweeps) == 2 and sweeps != tuple(script.first_sweeps(272, 2))
+
+
+@for_each(one_of_each_kind(having("next_batches"), "train")[-1:])
+def test_a_run_that_plans_ahead_saves_all_steps_that_had_data(
+    record, script, tmp_path, write_shard, capsys, monkeypatch
+):
+    """The planner meets the end of the data a step early. With more of them the run goes on."""
+    draw = np.random.default_rng(0)
+    for index in range(2):
+        tokens = draw.integers(0, 50, 2500)  # few, as the head draws few classes
+        tokens[::150] = 256
+        write_shard(tmp_path / f"some_{index}.bin", tokens)
+    flags = [*FLAGS, "--run_id=x", "--warmup_steps=0", "--save_every=100", "--resume=auto"]
+    with monkeypatch.context() as patch:  # they are not refused at once
+        patch.setattr(script, "check_data", lambda *args: None)
+        assert script.main([*flags, f"--train_files={tmp_path}/some_0.bin"]) == 2
+    assert "the data end before the run" in capsys.readouterr().err
+    log = (tmp_path / "logs" / "x" / "log.txt").read_text()
+    trained = re.findall(r"^step:(\d+)/\d+ train_loss", log, re.M)
+    (saved,) = (tmp_path / "logs" / "x").glob("step-*.pt")
+    assert saved.name == f"step-{int(trained[-1]):06d}.pt" and len(trained) == int(trained[-1]) > 1
+    assert script.main([*flags, f"--train_files={tmp_path}/some_*.bin"]) == 0
 
 
 @for_each(one_of_each_kind(having("sign_rows"), "hash_signs"))
@@ -93,15 +118,6 @@ def expect_refusal(script, flag, capsys):
     assert script.main([*FLAGS, flag]) == 2
     error = capsys.readouterr().err
     assert flag[2:].partition("=")[0] in error and " must " in error and error.count("\n") == 1
-
-
-@TABLES
-def test_a_longer_run_that_was_resumed_can_be_resumed_again(record):
-    """Where it was back in an earlier stage, it began as one with --init does."""
-    script = load(record)
-    longer = dataclasses.replace(script.parse_args(FLAGS), resume="a.pt", init="a.pt")
-    cfg = script.hyperparameters(dict(resume="b.pt"), dataclasses.asdict(longer))
-    assert (cfg.resume, cfg.init) == ("b.pt", "a.pt")
 
 
 # ---- The table of n-grams, which is no parameter

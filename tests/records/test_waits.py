@@ -17,7 +17,7 @@ import golden
 import pytest
 import torch
 from host_gpu.trace import few_layers_of
-from record_folders import for_each_slowly, having
+from record_folders import for_each_slowly, having, one_of_each_kind
 from shards import write_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -120,7 +120,7 @@ def waits_of(record, folder):
     return waits.found
 
 
-@for_each_slowly(SINCE_53)
+@for_each_slowly(one_of_each_kind(SINCE_53, "train", "ShardedOptimizer", "Muon", "NgramTable"))
 def test_no_step_waits(record, tmp_path):
     assert waits_of(record, Path(tmp_path)) == []
 

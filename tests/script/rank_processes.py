@@ -12,7 +12,6 @@ import uuid
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tiny_runs import to_argv
@@ -20,18 +19,8 @@ from tiny_runs import to_argv
 import train_gpt
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["test_survival", "torch._dynamo"])  # a step imports the latter
+FORKS.set_forkserver_preload(["test_processes", "torch._dynamo"])  # a step imports the latter
 THREADS_LEFT = 70  # an exit code of these tests alone
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory, write_shard):
-    """The flags of two training shards and one for validation."""
-    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    # Documents of some four steps, then of two, then the second epoch
-    for name, count in (("train_0", 9000), ("train_1", 5500), ("val_0", 1200)):
-        write_shard(folder / f"{name}.bin", draw.integers(0, 257, count))
-    return dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin")
 
 
 class Run:
@@ -124,8 +113,7 @@ def at_each_step(action):
     exchange = train_gpt.Run.exchange_losses
 
     def exchange_after_action(run, step, losses):
-        if not isinstance(run, train_gpt.WarmUp):
-            action(step, losses)
+        action(step, losses)
         return exchange(run, step, losses)
 
     train_gpt.Run.exchange_losses = exchange_after_action

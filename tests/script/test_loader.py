@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,16 +123,52 @@ def test_a_glob_is_looked_for_here_then_in_the_repository_and_sorted(
     assert train_gpt.find_shards("*.bin") == [Path("y.bin")]
 
 
-def test_the_digest_tells_names_and_sizes_apart(tmp_path, write_shard):
-    """Also where the first MiB, of which it is beside these, is the same."""
-    def digest(count, name):
-        write_shard(tmp_path / name, np.zeros(count))
+def test_the_digest_tells_names_sizes_and_any_part_of_the_content_apart(tmp_path, write_shard):
+    """Of files larger than what is read of them."""
+    def digest(count=600_000, name="0.bin", changed=slice(0)):
+        tokens = 1 + np.arange(count) % 250
+        tokens[changed] = 251
+        write_shard(tmp_path / name, tokens)
         (loader,) = make_loaders(tmp_path / name)
-        return loader.digest
+        return loader.digests[-1]
 
-    first = digest(600_000, "0.bin")
-    others = digest(600_001, "0.bin"), digest(600_000, "1.bin")
-    assert first == digest(600_000, "0.bin") and first not in others
+    others = [digest(600_001), digest(name="1.bin")]
+    others += [digest(changed=slice(start, start + 40_000)) for start in range(0, 600_000, 40_000)]
+    assert len({digest(), *others}) == 1 + len(others)
+    assert digest() == digest()
+
+
+def test_a_place_has_the_digest_of_what_was_read_before_it(tiny_shards):
+    files = tiny_shards([3000, 3000])
+    (two,) = make_loaders(files)
+    tiny_shards([3000, 3000, 3000])
+    (three,) = make_loaders(files)
+    for shard in range(2):
+        assert two.digest_at(Place(shard)) == three.digest_at(Place(shard)) == two.digests[shard]
+    assert two.digest_at(Place(5)) == two.digests[-1] != three.digest_at(Place(5))
+
+
+@pytest.mark.parametrize("first, last", [(0, 1), (0.5, 0.6), (0.9, 1)])
+def test_a_shard_with_a_hole_is_refused(tmp_path, write_shard, first, last):
+    """Its size is right: a download took the room, and was cut off."""
+    tokens = 1 + np.arange(1_000_000) % 250
+    tokens[int(first * len(tokens)) : int(last * len(tokens))] = 0
+    write_shard(tmp_path / "0.bin", tokens)
+    with pytest.raises(UserError, match="0.bin: only zeros from byte "):
+        make_loaders(tmp_path / "0.bin")
+
+
+@pytest.mark.parametrize("sequences, most, taken", [(8, 6, 4), (64, 48, 32), (8, 5, 4), (3, 9, 3)])
+def test_a_pass_has_as_many_sequences_as_may_be(tiny_shards, sequences, most, taken):
+    (loader,) = make_loaders(
+        tiny_shards([20_000]), sequences_per_step=sequences, sequences_per_forward=most)
+    assert (loader.per_forward, loader.passes) == (taken, sequences // taken)
+
+
+def test_validation_tokens_do_not_keep_their_shard_in_memory(tiny_shards):
+    cfg = dataclasses.replace(TINY, val_files=tiny_shards([5000]), val_tokens=100)
+    tokens = train_gpt.read_val_tokens(cfg)
+    assert len(tokens) == 101 and tokens.base is None
 
 
 GOOD = np.arange(2000) % VOCAB
@@ -161,12 +196,13 @@ def test_a_bad_shard_ends_in_one_line_and_2(run, tmp_path, write_shard, name, ho
 
 
 def test_what_the_loader_lacks_is_told_in_one_line(run, tmp_path, tiny_shards):
-    """A folder or a fifo is no file. Short documents never fill a step."""
-    os.mkfifo(tmp_path / "a_fifo")
-    for flags in (dict(train_files="a_fifo"), dict(val_files="my/own/*.bin")):
-        line = one_error(run(**flags))
-        assert repr(*flags.values()) in line and "make the data first" in line
+    """A folder is no shard. Short documents never fill a step."""
+    (tmp_path / "folder.bin").mkdir()
+    for name in ("train_files", "val_files"):
+        line = one_error(run(**{name: "my/own/*.bin"}))
+        assert "'my/own/*.bin'" in line and "make the data first" in line
+        assert "folder.bin" in one_error(run(**{name: "folder.bin"}))
     line = one_error(run(max_document_tokens=2))
-    assert "no shard has a step's documents; lower --sequences_per_step" in line
+    assert "no shard has the documents of a step; lower --sequences_per_step" in line
     with pytest.raises(UserError, match="--sequences_per_step must be a multiple of 3 ranks"):
         make_loaders(tiny_shards([2000]), 3)

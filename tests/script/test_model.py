@@ -1,6 +1,7 @@
 """Texts of any length, the head's chunks and losses; tests/records hold the whole model."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from tiny_runs import tiny
 from torch import Tensor
 
-from train_gpt import GPT, Batch
+from train_gpt import GPT, Batch, build_optimizers
 
 TINY = tiny()
 EOT = TINY.eot_token
@@ -92,3 +93,16 @@ def test_the_losses_are_cross_entropies_in_float64(device, num_targets):
     grad = raw.grad.as_subclass(Tensor).double()
     torch.testing.assert_close(grad, exact.grad, rtol=1e-5, atol=2e-7)
     assert (grad[[3, 17, 63]] == 0).all()
+
+
+@pytest.mark.parametrize("name, changed, said", [
+    ("attention", lambda param: param.new_zeros(3, 16, 32), "its matrices have several shapes"),
+    ("lambdas", lambda param: param.double(), "its parameters have several types")])
+def test_a_group_whose_parameters_do_not_fit_together_is_refused(name, changed, said):
+    """Its buffer would silently be cut by the first one's shape, and have its type."""
+    model = GPT(TINY)
+    last = [param for param in model.parameters() if param.group == name][-1]
+    last.data = changed(last.data)
+    ranks = SimpleNamespace(rank=0, world_size=1)
+    with pytest.raises((TypeError, ValueError), match=f"group '{name}': {said}"):
+        build_optimizers(model, TINY, ranks)

@@ -4,10 +4,8 @@ import importlib.util
 import json
 import re
 import shutil
-import subprocess
 from html import escape, unescape
 from html.parser import HTMLParser
-from pathlib import Path
 from urllib.parse import parse_qsl, urlparse
 from xml.etree import ElementTree
 
@@ -17,7 +15,7 @@ from fake_records import NEWEST, PARENT, edit, make_records
 from ledger import records
 from ledger.__main__ import main
 from ledger.scripts import above, sections
-from website.build import NAME, PACKAGES, ladder_picture, with_row_ids
+from website.build import DOCS, NAME, PACKAGES, ladder_picture, with_row_ids
 from website.code import Notes, Side, change_table, scripts_data, techniques_of
 from website.ideas import read_ideas
 from website.model import ROW, STARTS, TOKENS, TOP, model_html, model_of
@@ -38,7 +36,6 @@ LOSSES = """<details>
 """
 SOURCE = "https://example.org/blob/main"
 VOID = {"meta", "link", "img", "br", "hr", "wbr", "input"}  # elements without an end
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class Page(HTMLParser):
@@ -81,7 +78,7 @@ def ladder():
 
 def copy_some(ladder, folder):
     """The last records and two of the other ladder, with the pages of the repository."""
-    for record in ladder[-4:]:
+    for record in ladder:
         shutil.copytree(record.folder, folder / "records" / record.folder.name)
     parent = None
     for name, claim in STEPS.items():
@@ -105,7 +102,7 @@ def copy_some(ladder, folder):
 def some(tmp_path_factory, ladder):
     """The site of some records: (its folder, pages by name, records by name)."""
     folder = tmp_path_factory.mktemp("some")
-    copy_some(ladder, folder)
+    copy_some(ladder[-4:], folder)
     pages = write(folder / "site", str(folder / "records"), "--source", SOURCE)
     known = {one.folder.name: one for one in records.find_records(folder / "records")}
     return folder / "site", pages, known
@@ -114,10 +111,12 @@ def some(tmp_path_factory, ladder):
 @pytest.mark.slow
 def test_each_page_has_neighbours_a_title_and_a_way_home(some):
     out, pages, known = some
-    docs = {path.stem for path in (REPO / "docs").glob("*.md")} - {"story"}
+    files = {file for _, file, _ in DOCS} | {"docs/story.md", "docs/techniques.md"}
+    assert {f"docs/{path.name}" for path in (REPO / "docs").glob("*.md")} <= files
     ideas = read_ideas(REPO / "docs/techniques.md", REPO / "records/website/ideas.toml")
-    assert pages.keys() == {*known, *docs, *(idea.page for idea in ideas), "index", "ideas",
-                            "ladder", "optimizers", "run-it", "compare", "contributing", "data"}
+    assert pages.keys() == {*known, *(name for name, *_ in DOCS), *(idea.page for idea in ideas),
+                            "index", "ladder", "optimizers", "ideas", "techniques", "run-it",
+                            "compare"}
     by_time = [name for name, one in known.items() if one.ladder == "time"]
     by_steps = [name for name in known if name not in by_time]
     for page, names in ("ladder", by_time), ("optimizers", by_steps):
@@ -192,7 +191,7 @@ def test_a_records_page_has_its_reason_its_commands_its_evidence_and_each_change
 @pytest.mark.slow
 def test_the_first_screen_says_how_by_whom_and_what_no_gpu_has_shown(some):
     out, pages, _ = some
-    html = (out / "index.html").read_text()
+    html = " ".join((out / "index.html").read_text().split())
     first = html[html.index("<main"):html.index('id="race"')]
     paragraph = first[:first.index("</p>")]
     assert "KellerJordan/modded-nanogpt" in paragraph and "Keller Jordan" in paragraph
@@ -213,7 +212,7 @@ def test_words_that_a_page_does_not_explain_lead_to_the_glossary(some):
     assert len(terms) > 8
     assert {link.partition("#")[2] for link in terms} <= set(pages["glossary"].ids)
     for name, page in pages.items():
-        assert not re.search(r"\bbook\b", page.text), name
+        assert not re.search(r"\b(the|this) book\b", page.text), name
 
 
 def test_links_lead_to_pages_to_the_source_or_are_words_and_code_is_text(tmp_path):
@@ -260,7 +259,6 @@ def test_the_front_page_has_the_story_and_the_race_where_they_are(tmp_path):
     front = pages["index"]
     assert {"story", "1-go"} <= set(front.ids) and "Fast & faster" in front.text
     assert front.tags.count("svg") == 2 and front.links.count(f"{PARENT}.html") > 1
-    assert (tmp_path / "site/race.svg").exists()
 
 
 def test_a_change_shows_old_lines_then_new_ones_with_numbers_and_marked_words():
@@ -414,57 +412,3 @@ def test_each_point_of_the_ladder_is_a_link(tmp_path):
                      "2024-11-06_Name.html": "#9 Name, 8.2 min: x & y"}
     rows = '<tr>\n<td><a href="x">#7</a></td></tr><tr>\n<td>#9</td></tr><tr>\n<td>#9 A</td></tr>'
     assert re.findall('id="(.*?)"', with_row_ids(rows)) == ["public-7", "public-9"]
-
-
-def try_in_browser(site: Path, **wanted) -> dict:
-    """What tried.js finds in the site; its page has the site's pages in frames."""
-    script = (REPO / "tests/website/tried.js").read_text()
-    page = site / "tried.html"
-    page.write_text(f"<!DOCTYPE html><body><script>const WANTED = {json.dumps(wanted)};\n"
-                    f"{script}</script></body>")
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=60000",
-             "--allow-file-access-from-files", "--enable-logging=stderr", "--dump-dom"]
-    done = subprocess.run([BROWSER, *words, f"file://{page}"], capture_output=True, text=True,
-                          timeout=120)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    found = json.loads(unescape(re.search('<pre id="found">(.*?)</pre>', done.stdout)[1]))
-    assert "error" not in found, found
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not BROWSER, reason="there is no Chromium here")
-def test_a_browser_shows_the_site(tmp_path, ladder):
-    """No page is wider than its window; filter, keys, links of the picture, comparisons work."""
-    names = [ladder[place].folder.name for place in (0, 1, -1)]
-    for name in names:
-        shutil.copytree(REPO / "records" / name, tmp_path / "records" / name)
-    for name in ("records/public.toml", "docs/race.png", "docs/techniques.md", "docs/story.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(REPO / name, tmp_path / name)
-    first, second, third = names
-    with (tmp_path / "records" / second / "README.md").open("a") as file:
-        long = {name: name * 80 for name in ("head", "word", "code", "cell")}
-        file.write("\n## {head}\n\n{word} `{code}`\n\n| {cell} |\n|---|\n".format(**long))
-    site = tmp_path / "site"
-    pages = write(site, str(tmp_path / "records"))
-    kinds = ["index", "ideas", "idea-smear", "techniques", second, third, "compare"]
-    found = try_in_browser(site, first=first, third=third, widths=[320, 375, 1280],
-                           pages=[f"{kind}.html" for kind in kinds])
-    assert len(found["wider"]) == 3 * len(kinds)
-    assert {page: wider for page, wider in found["wider"].items() if wider > 0} == {}
-    assert found["filter"] == "1 of 3" and found["hidden"] > 80
-    assert len(found["points"]) == 92 and f"{third}.html" not in found["points"]
-    assert {link[1:] for link in found["points"] if link[0] == "#"} <= set(pages["index"].ids)
-    assert [found["clicked"], *found["keys"]] == [f"{first}.html", f"{second}.html",
-                                                  f"{first}.html"]
-
-    scripts = {name: above((tmp_path / "records" / name / "train_gpt.py").read_text()).splitlines()
-               for name in names}
-    for side, name, other in ("old", first, third), ("new", third, first):
-        missing = {number for number, line in enumerate(scripts[name], 1)
-                   if line not in scripts[other]}
-        assert missing and set(found[side]) >= missing
-    assert found["marked"] == ["L30", "L31", "L40"]
-    start, count = int(found["gap"]["new"]), int(found["gap"]["count"])
-    assert found["unfolded"] == scripts[second][start - 1:start - 1 + count]

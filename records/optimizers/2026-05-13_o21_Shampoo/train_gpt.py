@@ -583,6 +583,8 @@ class MatrixOptimizer(ShardedOptimizer):
 
     def __init__(self, name, group, params, ranks):
         shape = params[0].shape
+        if any(param.shape != shape for param in params):
+            raise ValueError(f"group {name!r}: its matrices have several shapes")
         super().__init__(name, group, params, ranks, unit=shape.numel())
         self.my_grad = self.my_grad.view(-1, *shape)
         self.state = self.new_state(self.my_grad)

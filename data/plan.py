@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -24,7 +25,7 @@ TABLES = {  # files that records read beside the text, and what makes them
 # GiB of one GPU as `bench.py kernels` counts them with the head in one piece, by how the names of
 # records begin: the peaks of training and of a validation, and what weights, gradients and state
 # take of both. A record is taken to need what the last one before it needs that was counted. What
-# is newer than all of them, or is of the ladder by steps, is taken to need what the root needs.
+# is newer than all of them is taken to need what the root needs.
 MEMORY = {
     "2025-12-22": (27.2, 7.8, 2.4),
     "2026-01-04": (28.2, 8.5, 3.1),
@@ -54,9 +55,15 @@ COUNTED_TOKENS = 49_152  # of a forward pass
 NEEDS_FP8 = {"2026-08-30_92h_": "2026-08-30_92g_", "2026-08-30_92i_": "2026-08-30_92g_"}
 TABLE_IN_PARTS = "2026-08-30_92g4"  # from here on a rank has its part; an eighth was counted
 SAVED_BY_CHUNKS = {1: 0.0, 2: 4.4, 4: 6.5, 8: 7.4}  # GiB of training's, by pieces of the head
+# GiB of the ladder by steps, whose records have one model: of a pass, and of each 1,024 tokens of
+# it. An update needs, beside the state, so many times the largest tensor of the state. A head in
+# pieces takes no less: Inductor sums the gradients of its bias over all pieces in one kernel.
+OF_PASS, OF_ROW = 0.5, 0.414
+OF_UPDATE = 5.5
 SPARE = 2.0  # GiB for CUDA, gaps between tensors and a screen
 # Minutes that the first start compiles for each stage, by how the names of records begin: estimates
 COMPILING = {"": 1.2, "2026-07-13": 1.7}
+COMPILING_BY_STEPS = 2.0  # one stage, and a step for each of six groups of matrices
 PARTS = (1, 2, 4, 8)  # into which a sequence may be cut
 
 
@@ -102,6 +109,11 @@ def record_of(script) -> str:
     return named[1] if named else min(MEMORY)
 
 
+def is_by_steps(script) -> bool:
+    """Whether the script is of the ladder of fewest steps, whose labels have an o."""
+    return bool(re.search(r"_o\d", record_of(script)))
+
+
 def tokens_of_forward(script, cfg) -> int:
     """The most tokens of one forward pass in the whole schedule."""
     lengths = {script.schedule(step, cfg).seq_len for step in range(cfg.num_iterations)}
@@ -112,7 +124,7 @@ def counted_memory(script, cfg, ranks: int, fp8: bool) -> tuple[float, float, fl
     """A row of MEMORY for a script on so many GPUs, with the tokens of its forward passes."""
     name, newest = record_of(script), max(MEMORY)
     before = max((key for key in MEMORY if key <= name), default="")
-    if not before or name[:10] > newest[:10] or re.search(r"_o\d", name):
+    if not before or name[:10] > newest[:10]:
         before = min(MEMORY)
     training, validation, state = MEMORY[before if fp8 else NEEDS_FP8.get(before, before)]
     training = state + (training - state) * tokens_of_forward(script, cfg) / COUNTED_TOKENS
@@ -129,6 +141,8 @@ def flags_that_fit(script, cfg, memory: int, ranks: int, fp8: bool = True) -> li
 
     --head_chunks is given in cfg. The tokens of a step stay. Raises MachineError.
     """
+    if is_by_steps(script):
+        return passes_that_fit(script, cfg, memory, ranks)
     training, validation, state = counted_memory(script, cfg, ranks, fp8)
     room = memory / 2**30 - SPARE - state
     if not hasattr(script.schedule(0, cfg), "classes"):  # whose heads are small
@@ -153,6 +167,45 @@ def flags_that_fit(script, cfg, memory: int, ranks: int, fp8: bool = True) -> li
     return flags
 
 
+def passes_that_fit(script, cfg, memory: int, ranks: int) -> list[str]:
+    """Flags for a record by steps: passes of fewer sequences, which keep their length, and the
+    head in one piece.
+
+    Raises MachineError.
+    """
+    state, update = optimizer_memory(script, cfg, ranks)
+    room = memory / 2**30 - SPARE - state
+    flags = ["--head_chunks", "1"] if cfg.head_chunks > 1 else []
+    sequences = cfg.sequences_per_forward
+    while update <= room and sequences:
+        rows = sequences * cfg.seq_len / 1024
+        if OF_PASS + rows * OF_ROW <= room:
+            if sequences < cfg.sequences_per_forward:
+                flags += ["--sequences_per_forward", str(sequences)]
+            return flags
+        sequences //= 2
+    raise MachineError(
+        f"a GPU of {memory / 2**30:.1f} GiB is too small for {record_of(script)} (docs/gpus.md); "
+        "take --preset pocket, which trains a small model")
+
+
+def optimizer_memory(script, cfg, ranks: int) -> tuple[float, float]:
+    """GiB of a rank's weights, gradients and state, and what an update needs beside them."""
+    of_rank = SimpleNamespace(rank=0, world_size=ranks, device=torch.device("meta"))
+    with of_rank.device:  # no tensor has values
+        model = script.GPT(cfg)
+        model.embed.weight.data = model.embed.weight.data.bfloat16()  # as `prepare` does
+        optimizers = script.build_optimizers(model, cfg, of_rank)
+    size = largest = 0
+    for optimizer in optimizers:
+        tensors = [optimizer.weights, optimizer.grads, *optimizer.state.values()]
+        if ranks > 1:
+            tensors.append(optimizer.my_grad)
+        size += sum(tensor.nbytes for tensor in tensors)
+        largest = max(largest, *(tensor.nbytes for tensor in optimizer.state.values()), 0)
+    return size / 2**30, OF_UPDATE * largest / 2**30
+
+
 def flags_for_gpus(script, cfg, gpus: int) -> list[str]:
     """Flags for the smallest of this machine's GPUs. Raises MachineError."""
     memory = {index: torch.cuda.get_device_properties(index).total_memory for index in range(gpus)}
@@ -167,7 +220,8 @@ def compiling_minutes(script, cfg) -> int:
     """How long the first start compiles on a GPU, about: by estimate."""
     stages = {script.schedule(step, cfg).stage for step in range(cfg.num_iterations)}
     name = max(key for key in COMPILING if key <= record_of(script))
-    return max(1, round(len(stages) * COMPILING[name]))
+    minutes = COMPILING_BY_STEPS if is_by_steps(script) else COMPILING[name]
+    return max(1, round(len(stages) * minutes))
 
 
 def count_shards(script, cfg) -> int:

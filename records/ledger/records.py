@@ -51,9 +51,9 @@ def ladder_of(folder: Path) -> str:
 
 
 def place_in_ladder(folder: Path) -> tuple:
-    """What folders are sorted by: o20a, o20b, o20, o21; all others by their name."""
+    """What folders are sorted by: o20a, o20b, o20, o21; then all others by their name."""
     step = re.search(r"_o(\d+)([a-z]?)_", folder.name)
-    return (int(step[1]), step[2] or "~") if step else (0, folder.name)
+    return (int(step[1]), step[2] or "~") if step else (math.inf, folder.name)
 
 
 def record_folders(folder: Path) -> list:
@@ -163,8 +163,9 @@ def find_records(folder: Path) -> list:
         if record.ladder == "steps" or parent and parent.folder.name < record.folder.name:
             record.parent = parent if record not in ancestors(parent) else None
     for record in found.values():
-        if record.ladder == "steps" and not record.result:
-            record.leads_to = int(re.search(r"_o(\d+)", record.folder.name)[1])
+        step = re.search(r"_o(\d+)", record.folder.name)
+        if step and record.ladder == "steps" and not record.result:  # one of our own has no label
+            record.leads_to = int(step[1])
         for step in ancestors(record.parent):
             if step.ladder != record.ladder or step.retells or step.leads_to:
                 break

@@ -204,6 +204,39 @@ def test_records_are_planned_with_their_data_and_memory(monkeypatch, tmp_path, r
     assert plan_tool.scripts_of_data(script, cfg) == data[-1:]
 
 
+# ---- The ladder by steps ----
+
+
+@pytest.mark.parametrize(("record", "shards"), [
+    ("2026-04-26_o2_AdamW", 30), ("2026-06-11_o36_MuonTuned", 18)])
+def test_records_by_steps_read_each_token_once(record, shards):
+    script = script_module(f"records/optimizers/{record}/train_gpt.py")
+    assert plan_tool.count_shards(script, script.parse_args([])) == shards
+
+
+def test_records_by_steps_take_fewer_rows_a_pass_and_no_shorter_ones():
+    """Of all cards that hold one row at least, a larger one takes as many or more."""
+    script = script_module("records/optimizers/2026-06-11_o36_MuonTuned/train_gpt.py")
+    cfg = script.parse_args([])
+    passes = []
+    for gib in 7.7, 11.6, 15.6, 23.5, 31.4, 39.4, 47.4, 79.1:
+        small = script.parse_args(plan_for(script, "", gib).split())
+        assert (small.seq_len, small.shorten) == (cfg.seq_len, 1)
+        assert tokens_of(script, small) == tokens_of(script, cfg)
+        passes.append(small.sequences_per_forward)
+    assert passes == sorted(passes) and passes[0] < 16 and passes[-1] == cfg.sequences_per_forward
+
+
+def test_what_an_optimizer_by_steps_keeps_takes_room():
+    """SOAP's Gram matrices and bases beside Muon's mean; ranks share them."""
+    muon, soap = (script_module(f"records/optimizers/{name}/train_gpt.py")
+                  for name in ("2026-05-03_o12_Muon", "2026-05-04_o14_SoapMlps"))
+    with pytest.raises(machine.MachineError, match="7.7 GiB is too small for 2026-05-04_o14_.*"
+                                                   "--preset pocket"):
+        plan_for(soap, "", 7.7)
+    assert plan_for(soap, "", 7.7, 8)
+
+
 def test_a_table_in_parts_needs_enough_gpus_or_fewer_rows():
     script = script_module("records/2026-08-30_92h_Fp8Products/train_gpt.py")
 

@@ -16,7 +16,8 @@ KERNEL = """
 def fused({arguments}, xnumel, XBLOCK : tl.constexpr):
     {body}
 """
-RATES = cost.Rates(bandwidth=1e9, bf16=1e12, fp8=2e12, newton_schulz=1e12, attention=1e12, bus=1e9)
+RATES = cost.Rates(bandwidth=1e9, bf16=1e12, fp8=2e12, newton_schulz=1e12, attention=1e12, bus=1e9,
+                   fp32=1e11, qr=1e10)
 
 
 def bytes_of(body, arguments, gigabytes, *tensors) -> float:

@@ -14,7 +14,7 @@ import host_gpu
 import pytest
 import torch
 from host_gpu.trace import Trace, few_layers_of, trace
-from record_folders import LADDERS
+from record_folders import RECORDS, source
 
 import train_gpt
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(host_gpu.obstacle() is not None, reason=str(host
 
 ROOT = Path(train_gpt.SCRIPT)
 SCRIPTS = {"root": ROOT}
-for record in LADDERS["time"]:
+for record in RECORDS:  # those by steps came later
     if record.name > "2025-12-22_MultiTokenPrediction":
         SCRIPTS[record.name] = record / "train_gpt.py"
 EACH_ON_EACH_CARD = []
@@ -43,7 +43,8 @@ def first_stage(script: Path, card: str) -> Trace:
 def test_a_script_compiles_for_a_card_and_fits_it(script, card):
     """A graph a phase, of kernels whose blocks the card's shared memory holds."""
     found = first_stage(script, card)
-    assert found.breaks == []
+    leaves_graph = script != ROOT and "torch.compiler.disable" in source(script.parent)
+    assert leaves_graph or found.breaks == []
     passes = [name for name in found.graphs if name.startswith(("pass", "validation"))]
     assert len(passes) > 1 and {found.graphs[name] for name in passes} == {1}
     launched = {x["name"] for x in found.launches if x["kind"] == "triton"}

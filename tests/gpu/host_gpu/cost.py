@@ -22,32 +22,36 @@ class Rates:
     bf16: float  # FLOP of products of activations and weights
     fp8: float  # FLOP of such in FP8
     newton_schulz: float  # FLOP of batches of small square products in bf16
-    attention: float  # FLOP that FlexAttention's kernels execute
+    attention: float  # FLOP that attention's kernels execute
     bus: float  # bytes that a GPU sends to the others of its node, in a ring
+    fp32: float  # FLOP of products in fp32
+    qr: float  # FLOP of QR in fp32, one matrix after another
 
 
-def by_data_sheet(bandwidth, bf16, fp8) -> Rates:
+def by_data_sheet(bandwidth, bf16, fp8, fp32) -> Rates:
     """Rates that are the same shares of a card's data sheet as the H100's are of its own.
 
     Memory: 0.9, what copies reach. bf16: 0.68 of 989 TFLOP/s, as a large product reaches 0.8 within
     the power limit, and one of these shapes 0.85 of that. FP8: 1.6 of bf16, nanochat's log of
     2026-01-13 (this head: 16.95 to 10.31 ms). Newton-Schulz: an estimate. Attention:
     FlashAttention-3's paper has 273 to 378 TFLOP/s for Triton on an H100, head dimension 128,
-    causal. Bus: rings in NCCL's tests on eight H100.
+    causal. Bus: rings in NCCL's tests on eight H100. fp32, without TF32: an estimate. QR: what the
+    published #45 of the ladder by steps leaves for it, which takes 2,215 ms a step on one GH200.
     """
     share = bf16 / 989.4e12
     return Rates(bandwidth=bandwidth * 3.0 / 3.35, bf16=share * 672e12, fp8=fp8 / 1979e12 * 1075e12,
-                 newton_schulz=share * 400e12, attention=share * 330e12, bus=370e9)
+                 newton_schulz=share * 400e12, attention=share * 330e12, bus=370e9,
+                 fp32=0.75 * fp32, qr=fp32 / 66.9e12 * 2.5e12)
 
 
 # NVIDIA's data sheets: dense FLOP with sums in fp32. The A100 has no FP8.
 RATES = {
-    "h100": by_data_sheet(3.35e12, 989.4e12, 1979e12),
-    "a100": by_data_sheet(1555e9, 312e12, 312e12),  # of 40 GB
-    "rtx4090": by_data_sheet(1008e9, 165.2e12, 330.3e12),
-    "rtx4060ti": by_data_sheet(288e9, 44.1e12, 88.3e12),
-    "rtx4070": by_data_sheet(504e9, 58.3e12, 116.6e12),
-    "rtx4060": by_data_sheet(272e9, 30.2e12, 60.5e12)}
+    "h100": by_data_sheet(3.35e12, 989.4e12, 1979e12, 66.9e12),
+    "a100": by_data_sheet(1555e9, 312e12, 312e12, 19.5e12),  # of 40 GB
+    "rtx4090": by_data_sheet(1008e9, 165.2e12, 330.3e12, 82.6e12),
+    "rtx4060ti": by_data_sheet(288e9, 44.1e12, 88.3e12, 22.1e12),
+    "rtx4070": by_data_sheet(504e9, 58.3e12, 116.6e12, 29.1e12),
+    "rtx4060": by_data_sheet(272e9, 30.2e12, 60.5e12, 15.1e12)}
 SLOW_SUMS = 1.15  # FP8 matmuls with exact sums take so much longer, 1.1 to 1.2: pytorch/ao, 2377
 FLOOR = 2e-6  # seconds of a kernel that has almost nothing to do: an estimate, for all cards
 RATES["h200"] = dataclasses.replace(RATES["h100"], bandwidth=4.3e12)  # 0.9 of 4.8 TB/s
@@ -57,6 +61,7 @@ GROUPS = (  # the first whose pattern is in the launch's name
     ("FP8 matmuls", r"aten(\.|::)_scaled_mm"),
     ("bf16 matmuls", r"aten(\.|::)(badd|add)?b?mm"),
     ("wire", r"nccl"),
+    ("attention", r"flash_attention"),
     ("attention", r"flex_attention"),  # sums that its backward pass begins with
 )
 
@@ -127,9 +132,20 @@ def milliseconds(launch: dict, rates: Rates, flop=None, rate=None) -> float:
         rounds = 2 if "all_reduce" in launch["name"] else 1
         return 1000 * rounds * (ranks - 1) / ranks * launch["bytes"] / rates.bus
     flop = launch["flop"] if flop is None else flop
+    if "linalg_qr" in launch["name"]:
+        rate = rates.qr
+    elif flop and is_in_fp32(launch):
+        rate = rates.fp32
+    elif "flash_attention" in launch["name"]:  # of which half is not masked
+        flop, rate = flop / 2, rates.attention
     flop *= SLOW_SUMS if launch["name"].endswith(EXACT_SUMS) else 1
     rate = rate or (rates.fp8 if "_scaled_mm" in launch["name"] else rates.bf16)
     return 1000 * max(launch["bytes"] / rates.bandwidth, flop / rate, FLOOR)
+
+
+def is_in_fp32(launch: dict) -> bool:
+    """Whether it multiplies fp32, with no TF32."""
+    return bool(launch["tensors"]) and {dtype for dtype, _ in launch["tensors"]} == {"float32"}
 
 
 def price(trace: Trace, rates: Rates, ranks: int) -> list[Stage]:

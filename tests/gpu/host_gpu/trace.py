@@ -31,6 +31,7 @@ if __name__ == "__main__":
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from shards import load_script  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
@@ -174,6 +175,8 @@ class Recorder(TorchDispatchMode):
             moved = min(moved, rows_alone, key=lambda tensors: sum(map(num_bytes, tensors)))
         flop_of = flop_registry.get(getattr(func, "overloadpacket", None))
         flop = flop_of(*args, **kwargs, out_val=result) if flop_of else 0
+        if "linalg_qr" in name:  # Householder's, and the orthogonal factor from it
+            flop = 8 / 3 * given[0].numel() * given[0].size(-1)
         if "_scaled_mm" in name and not kwargs.get("use_fast_accum", args[-1] is True):
             name += EXACT_SUMS
         self.notes.launch("aten", name, sum(map(num_bytes, moved)), flop, given)
@@ -240,15 +243,25 @@ def stand_in_for_tensors(notes: Notes) -> None:
 
     torch._C._dynamo.guards._empty_strided_cuda = empty_strided_cuda
     torch._C._dynamo.guards._reinterpret_tensor = reinterpret_tensor
+    def flash_attention(q, k, v, is_causal, scale):
+        """Torch takes it on a GPU, and on this device its plain products."""
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        return attend(q, k, v, is_causal=is_causal, scale=scale)[0]
+
+    torch.nn.functional.scaled_dot_product_attention = flash_attention
+    FakeTensor.__bool__ = lambda x: True  # amid a run, what a step asks for is there
     notes.library = torch.library.Library("aten", "IMPL")  # gone when nothing holds it
     notes.library.impl("_scaled_mm.out", lambda *args, out, **kwargs: out, "Meta")
 
 
 def cast_weights(model):
-    """What `prepare` does, by new parameters: fake ones do not change their type."""
+    """What `prepare` does, by new parameters: fake ones do not change their type.
+
+    Without marks of their type, as in records by steps, the token embedding alone is bf16.
+    """
     for owner in model.modules():
         for name, param in list(owner.named_parameters(recurse=False)):
-            if param.bf16:
+            if getattr(param, "bf16", param.group == "embed"):
                 new = torch.nn.Parameter(param.detach().bfloat16())
                 vars(new).update(vars(param))
                 setattr(owner, name, new)
@@ -359,7 +372,7 @@ class Tracer:
             if self.table:
                 del self.table.waiting[1:]
 
-        self.model.set_stage(now)
+        self.set_stage(now)
         if self.table:
             rows = self.table.state["rows"]
             passes = self.period * facts["step_tokens"] // facts["tokens"]
@@ -370,13 +383,18 @@ class Tracer:
         if self.table:
             self.table.clear()
 
+    def set_stage(self, now) -> None:
+        """Records by steps have none: all of their steps run the same kernels."""
+        if hasattr(self.model, "set_stage"):
+            self.model.set_stage(now)
+
     def validate(self) -> None:
         """As after the last step, with its windows."""
         cfg = self.cfg
-        tokens = cfg.sequences_per_forward * max(row.seq_len for row in cfg.all_stages())
+        tokens = cfg.sequences_per_forward * self.script.longest_sequence(cfg)
         batch = self.batch(max(1, tokens // cfg.val_seq_len), cfg.val_seq_len)
         now = self.script.schedule(cfg.num_iterations, cfg)
-        self.model.set_stage(now)
+        self.set_stage(now)
         self.model.eval()
         with torch.no_grad(), self.script.store_masks():
             self.note("validation", lambda: self.script.losses_of(self.model, batch, now))
@@ -395,10 +413,13 @@ class Tracer:
                 now = self.script.schedule(step, self.cfg)
                 tied = getattr(now, "tied", False)  # as of #53
                 update = self.script.step_tied if tied else self.script.step_optimizers
+                divisor = dict(divisor=1) if hasattr(now, "long_window") else {}
+                if hasattr(self.script, "look_ahead"):
+                    self.script.look_ahead(optimizers, now)
                 for optimizer in optimizers:
                     if hasattr(optimizer, "is_read"):
                         optimizer.is_read[:, ::READ_IDS] = True
-                update(optimizers, now, divisor=1)
+                update(optimizers, now, **divisor)
                 if self.table:
                     self.step_table(stage, world_size, now)
 
@@ -478,6 +499,13 @@ def few_layers_of(script) -> tuple:
     return tuple(layers)
 
 
+def with_few_layers(script, cfg):
+    """The settings with so many layers as have every kind of kernel; all are alike by steps."""
+    if hasattr(cfg, "num_layers"):
+        return dataclasses.replace(cfg, num_layers=2)
+    return dataclasses.replace(cfg, layers=few_layers_of(script))
+
+
 def stages(script, cfg) -> list[list[int]]:
     """The steps of a run in the parts that need graphs of their own."""
     groups = itertools.groupby(
@@ -497,9 +525,12 @@ def document_starts(tokens: int, longest=math.inf) -> np.ndarray:
 def block_pairs(script, cfg, steps: list[int]) -> float:
     """Pairs of blocks that the script's masks have, the mean over steps of a stage.
 
+    None (0) where attention is not FlexAttention: there its operators tell their FLOP.
     Paired heads have twice the blocks for half of the heads. Composed heads attend once for each.
     """
     first = script.schedule(steps[0], cfg)
+    if not hasattr(first, "long_window"):
+        return 0
     tokens = cfg.sequences_per_forward * first.seq_len
     # It cuts longer ones. From #77 on each stage has its own.
     longest = getattr(first, "max_document_tokens", getattr(cfg, "max_document_tokens", 0))
@@ -530,7 +561,6 @@ def main(script, flags, out, validation=False, ranks=(), card="sm_90", noted=Non
     kernels become machine code for the card.
     """
     from torch._dynamo.utils import counters
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     torch.set_num_threads(1)
     host_gpu.use_card(card)
@@ -540,8 +570,9 @@ def main(script, flags, out, validation=False, ranks=(), card="sm_90", noted=Non
     script = load_script(Path(script))
     cfg = script.shorten(script.parse_args(flags))
     chunks = cfg.head_chunks or script.default_head_chunks(torch.device("cuda", 0))
-    layers = few_layers_of(script) if few_layers else cfg.layers
-    cfg = dataclasses.replace(cfg, head_chunks=chunks, layers=layers)
+    cfg = dataclasses.replace(cfg, head_chunks=chunks)
+    if few_layers:
+        cfg = with_few_layers(script, cfg)
     with FakeTensorMode(allow_non_fake_inputs=True):
         tracer = Tracer(script, cfg, notes, ranks)
         noted = [*range(len(tracer.stages))] if noted is None else noted

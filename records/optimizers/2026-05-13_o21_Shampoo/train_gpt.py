@@ -102,7 +102,7 @@ POCKET = dict(
     num_layers=2,
     attention_scale=0.5,
     rope_base=32,
-    matrix_lr=0.006,
+    matrix_lr=0.015,
     embed_lr=0.3,
     head_lr=0.03,
     vector_lr=0.02,
@@ -397,7 +397,8 @@ def inverse_root(matrices):
     least = 1e-12
     identity = torch.eye(matrices.size(-1), dtype=matrices.dtype, device=matrices.device)
     values, vectors = torch.linalg.eigh(matrices + least * identity)
-    values = values - (values[:, :1] - least).clamp_max(0.0)
+    lowest = values[:, :1]  # below zero by rounding, and least would vanish beside it
+    values = torch.where(lowest < least, values - lowest + least, values)
     return vectors * values[:, None] ** -0.25 @ vectors.mT
 
 

@@ -24,6 +24,8 @@ FEW = "--num_iterations 2 --sequences_per_step 4 --val_tokens 4096 --warmup_step
 FEW_STEPS = "num_iterations=2,sequences_per_step=4,val_tokens=4096,warmup_steps=0"
 SMALLER = {  # patterns of commands, and the flags that are added where they run
     "./run.sh": FEW,
+    "./run.sh --record o36 --help": "",
+    "./run.sh --record o36": FEW,
     "./run.sh sample *": "--tokens 5",
     "python train_gpt.py *": FEW,
     "python records/ledger run *": "--seeds 2",

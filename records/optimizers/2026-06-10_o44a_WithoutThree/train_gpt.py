@@ -6,7 +6,7 @@
     python train_gpt.py --preset pocket
 
 Record: 2026-06-10_o44a_WithoutThree
-Parent: 2026-05-23_o41_CircuitMuon. Change: Circuit-Muon, Aurora and Contra-Muon go.
+Parent: 2026-06-10_o44a1_WithoutCircuit. Change: Aurora and Contra-Muon go, too.
 
 Model, data and batch are those of the optimization benchmark, and the same in all its records:
 only what is under Optimizers, the schedule and the first weights may differ. The harness below the

@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket
 
 Record: 2026-06-10_o44b_SoapEverywhere
-Parent: 2026-06-10_o44a_WithoutThree. Change: SOAP for all matrices, with new bases in each step,
-and a gate for the output of attention.
+Parent: 2026-06-10_o44b1_SoapAttention. Change: SOAP for the output of attention, too, behind a
+gate of trust.
 
 Model, data and batch are those of the optimization benchmark, and the same in all its records:
 only what is under Optimizers, the schedule and the first weights may differ. The harness below the

@@ -23,7 +23,7 @@ SOAP and Muon                                     SoapMuon, soap, orthogonalize
 gate for the output of attention                  trust
 Schatten-4 norms                                  schatten_norms
 radial brake, floor of updates, radius            brake, raise_to_floor, move
-look-ahead and average of all weights             ShardedOptimizer.look_ahead, update
+look-ahead and average of all weights             ShardedOptimizer.look_ahead
 rates, momentum                                   schedule, parameter_groups
 """
 

@@ -24,7 +24,7 @@ gate for the output of attention                  trust
 Schatten-4 norms                                  schatten_norms
 radial brake, floor of updates, radius            brake, raise_to_floor, move
 look-ahead of all weights                         ShardedOptimizer.look_ahead
-validation near the average of weights            GPT.train, show_average
+validation near the average of weights            GPT.train, ShardedOptimizer.show_average
 rates, momentum                                   schedule, parameter_groups
 """
 

@@ -176,6 +176,7 @@ class Harness:
         for optimizer in self.optimizers:
             if "average" in optimizer.state:
                 optimizer.state["average"].copy_(optimizer.share)
+                optimizer.state["has_average"].fill_(1)
 
     def drawn(self, name, what, shape, step):
         """A probe of result 33, as the script draws it."""

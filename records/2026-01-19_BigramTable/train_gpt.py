@@ -1369,7 +1369,6 @@ def train(run, cfg):
 # exchange_losses, log_step.
 import argparse
 import contextlib
-import errno
 import fcntl
 import functools
 import gc
@@ -1535,9 +1534,8 @@ class TokenLoader:
             self.begin_shard(self.place._replace(shard=shard, position=0))
             if is_again:
                 self.log(f"the training data begin again: {self.cfg.train_files}")
-        raise DataError(f"{files}: no shard has the documents of a step; lower "
-                        f"--sequences_per_step, or see whether --eot_token {self.cfg.eot_token} "
-                        "opens the documents")
+        raise DataError(f"{files}: no shard has the documents of a step, which begin with "
+                        f"--eot_token {self.cfg.eot_token}; lower --sequences_per_step")
 
 
 @functools.cache
@@ -1611,8 +1609,7 @@ def validate(model: nn.Module, tokens: np.ndarray, now, cfg, ranks) -> float:
     num_targets = len(tokens) - 1  # the first token has no prediction
     sequence = cfg.val_seq_len
     # As many sequences at once as a training pass has tokens for, at least one
-    at_once = max(1, cfg.sequences_per_forward * longest_sequence(cfg) // sequence)
-    pass_tokens = sequence * at_once
+    pass_tokens = sequence * max(1, cfg.sequences_per_forward * longest_sequence(cfg) // sequence)
     # All ranks have as many passes, and the last ones are as large as the others.
     tokens = np.pad(tokens, (0, ranks.world_size * pass_tokens))
     for first in range(0, num_targets, ranks.world_size * pass_tokens):
@@ -1684,10 +1681,9 @@ def load_checkpoint(path: Path) -> dict:
         # Weights alone: a pickle that runs code is refused.
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         saved["checksum"] = hashlib.sha256(str(checksums).encode()).hexdigest()[:16]
+    except MemoryError:
+        raise
     except Exception as error:  # zipfile and torch raise nearly any for a damaged file
-        is_unread = isinstance(error, OSError) and error.errno != errno.EINVAL  # a damaged offset
-        if is_unread or isinstance(error, MemoryError):
-            raise
         cause = str(error).partition(". ")[0]  # without torch's advice
         raise UserError(f"{path}: no whole checkpoint ({type(error).__name__}: {cause}); name "
                         "another") from None
@@ -1838,17 +1834,16 @@ class Log:
         self.enabled = ranks.rank == 0
         self.folder = None
         self.file = None
-        self.is_mine = False  # whether the file is this run's, and of no other process
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
         """Close the log. Its last line is what ended the run."""
-        if error and self.is_mine:
-            with contextlib.suppress(OSError):  # the disk may be full
-                self.file.write(f"error: {explain(error) or repr(error)}\n".encode())
         if self.file:
+            with contextlib.suppress(OSError):  # the disk may be full
+                if error:
+                    self.file.write(f"error: {explain(error) or repr(error)}\n".encode())
             self.file.close()
 
     def open(self, cfg, may_exist, header):
@@ -1859,9 +1854,9 @@ class Log:
             return
         path = self.folder / "log.txt"
         self.folder.mkdir(parents=True, exist_ok=bool(cfg.run_id))
-        self.file = path.open("ab", buffering=0)  # nothing waits to be written
+        file = path.open("ab", buffering=0)  # nothing waits to be written
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         except BlockingIOError:
             raise UserError(f"--run_id {cfg.run_id}: another process runs it now") from None
         except OSError as error:  # some network file systems have no locks
@@ -1870,7 +1865,7 @@ class Log:
         if written and not cfg.resume and (not may_exist or b"\n---\n" in written):
             raise UserError(f"--run_id {cfg.run_id}: {path} is there already; name another, or go "
                             "on by --resume auto")
-        self.is_mine = True
+        self.file = file  # no other process writes to it
         if cfg.resume and written:
             return
         if written:  # --resume auto, where nothing was saved: the run starts over
@@ -1914,7 +1909,7 @@ def load_state(model, optimizers, saved, path):
         model.load_state_dict(saved["model"])
         for optimizer in optimizers:
             optimizer.load_full_state(saved["optimizers"][optimizer.name])
-    except (KeyError, RuntimeError) as error:
+    except (KeyError, TypeError, RuntimeError) as error:
         cause = " ".join(str(error).split("\n")[:2])  # torch lists all that does not fit
         raise UserError(f"{path}: does not fit ({cause}); name another checkpoint") from None
 
@@ -1966,7 +1961,6 @@ class Run:
         for name, value in vars(self.unshortened).items():
             if isinstance(value, int | float | str) and name != "head_chunks":  # each card's own
                 facts[f"--{name}"] = str(value)
-        facts["the checkpoint's step"] = str(self.first_step)
         facts["the checkpoint"] = self.saved.get("checksum", "")
         if self.cfg.init and not self.cfg.resume:
             facts["the weights of --init"] = load_checkpoint(Path(self.cfg.init))["checksum"]
@@ -1986,7 +1980,6 @@ class Run:
         if self.cfg.resume:  # after the warm-up, which leaves no trace
             load_state(self.model, self.optimizers, self.saved, self.cfg.resume)
             self.log_resumed()
-        self.saved = None  # frees the memory of a checkpoint
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # SIGHUP is ignored under nohup
                 signal.signal(number, self.on_signal)
@@ -2021,8 +2014,8 @@ class Run:
 
     def log_resumed(self):
         """Tell where a run goes on, and by which other settings."""
-        same_script = self.saved["script_digest"] == self.script_digest
-        other = "" if same_script else ", which another script wrote"
+        is_same = self.saved["script_digest"] == self.script_digest
+        other = "" if is_same else ", which another script wrote"
         self.log(f"resumed at step:{self.first_step} from {self.cfg.resume}{other}")
         for name in MAY_CHANGE:
             old, new = self.saved["settings"][name], getattr(self.unshortened, name)
@@ -2059,7 +2052,7 @@ class Run:
         parts = [(first, first + cfg.warmup_steps) for first in firsts]  # their shapes differ
         parts.append((max(0, cfg.num_iterations - cfg.warmup_steps), cfg.num_iterations))
         for index, (first, end) in enumerate(parts, 1):
-            if self.ranks.device.type == "cuda":
+            if self.ranks.device.type == "cuda":  # the first start compiles for minutes
                 self.log(f"warming up: {index} of {len(parts)}")
             train(WarmUp(self, first, end), cfg)
 
@@ -2253,9 +2246,7 @@ class WarmUp:
 
 # ---- Command line -----------------------------------------------------------
 # SLURM announces the end of a job by SIGUSR1, a limit of CPU time by SIGXCPU.
-STOP_SIGNALS = (
-    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU,
-)
+STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU
 # Flags that may differ from the checkpoint of a resumed run
 MAY_CHANGE = """num_iterations train_files repeat_data val_files val_tokens val_every device
     sequences_per_forward head_chunks run_id save_every resume""".split()

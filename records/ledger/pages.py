@@ -207,7 +207,7 @@ def sources(record: Record, records: list, public: dict, logs: dict) -> str:
     `logs` are `published_logs`.
     """
     if record.ladder == "steps":
-        return sources_by_steps(record)
+        return sources_by_steps(record) if record.result or record.leads_to else ""
     number = record.number or record.leads_to
     if not number and (step := re.match(r"(\d+)[a-z]", record.name)):  # a part that comes after
         number = int(step[1])

@@ -19,7 +19,7 @@ from types import NoneType
 from ledger.logs import LedgerError, Log, read_run, read_text
 
 FOLDER_NAME = re.compile(r"\d{4}-(0\d|1[0-2])-([0-2]\d|3[01])_[A-Za-z0-9_]+")
-LABEL = re.compile(r"_(o\d+[a-z]?|\d+[a-z]\d?)_")  # in the name of a step, and of a result by steps
+LABEL = re.compile(r"_(o\d+(?:[a-z]\d?)?|\d+[a-z]\d?)_")  # in the name of a step, and of a result by steps
 SIGNIFICANCE = 0.01  # what a p-value has to stay under
 FULL_SIZE = {"target_loss": "3.28", "val_tokens": "10485760", "val_digest": None,
              "train_digest": None, "val_files": "data/fineweb10B/fineweb_val_*.bin",
@@ -51,9 +51,9 @@ def ladder_of(folder: Path) -> str:
 
 
 def place_in_ladder(folder: Path) -> tuple:
-    """What folders are sorted by: o20a, o20b, o20, o21; all others by their name."""
-    step = re.search(r"_o(\d+)([a-z]?)_", folder.name)
-    return (int(step[1]), step[2] or "~") if step else (0, folder.name)
+    """What folders are sorted by: o20a, o20b, o20, o21; then all others by their name."""
+    step = re.search(r"_o(\d+)([a-z]?\d?)_", folder.name)
+    return (int(step[1]), step[2] or "~") if step else (math.inf, folder.name)
 
 
 def record_folders(folder: Path) -> list:
@@ -163,8 +163,9 @@ def find_records(folder: Path) -> list:
         if record.ladder == "steps" or parent and parent.folder.name < record.folder.name:
             record.parent = parent if record not in ancestors(parent) else None
     for record in found.values():
-        if record.ladder == "steps" and not record.result:
-            record.leads_to = int(re.search(r"_o(\d+)", record.folder.name)[1])
+        step = re.search(r"_o(\d+)", record.folder.name)
+        if step and record.ladder == "steps" and not record.result:  # one of our own has no label
+            record.leads_to = int(step[1])
         for step in ancestors(record.parent):
             if step.ladder != record.ladder or step.retells or step.leads_to:
                 break

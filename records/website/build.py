@@ -266,7 +266,8 @@ def run_page(site: Site) -> Page:
     parts = re.split("^(?=## )", read_text(path), flags=re.M)
     clone = "\n".join(re.findall(r"^```sh\n.*?^```\n", parts[0], re.M | re.S))
     needs = "\n\n".join(part for part in parts[0].split("\n\n") if part.startswith("**"))
-    chosen = [part for part in parts[1:] if part[3:].partition("\n")[0] in RUN_PARTS]
+    by_title = {part[3:].partition("\n")[0]: part for part in parts[1:]}
+    chosen = [by_title[title] for title in RUN_PARTS if title in by_title]
     text = "\n".join(["# Run it\n", clone, needs, "", *chosen])
     text = text.replace("## Run it\n", "## By hardware\n")
     words = [f"[{word}]({file})" for name, file, word in DOCS if name in site.docs]

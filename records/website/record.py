@@ -85,8 +85,8 @@ def with_evidence(record: Record, html: str) -> str:
     equality = record.claim["equality"]
     how = '<a href="deviations.html#how-equality-was-shown">How it was shown</a>'
     if equality:
-        words = (f"Our script computes what was published: the largest difference is "
-                 f"{equality['largest']:.0e}, of {escape(equality['of'])}. {how}.")
+        words = (f"Held against what was published, our script differs by at most "
+                 f"{equality['largest']:.0e}, relative: {escape(equality['of'])}. {how}.")
     else:
         words = f"No largest difference is kept for this script alone. {how}."
     added = f"<p><strong>Equality.</strong> {words}</p>\n"

@@ -12,12 +12,14 @@ pytest_plugins = ["record_fixtures"]
 
 FIRST, STEP, LAST = "2026-04-01_o1_Plain", "2026-05-01_o36a_Half", "2026-06-01_o36_Tuned"
 RESULT = dict(result=36, steps=3250, val_loss=3.2785, n=4, hardware="A40", source="x")
-PARENTS = {FIRST: PARENT, STEP: FIRST, LAST: STEP}  # the first one's is of the other ladder
+OWN = "2026-05-02_Own"  # without a label it is the last, whatever its date
+# The first one's is of the other ladder.
+PARENTS = {FIRST: PARENT, STEP: FIRST, LAST: STEP, OWN: LAST}
 
 
 @pytest.fixture
 def both(records, monkeypatch):
-    """The records by time, and three by steps without runs, whose pocket is the same here."""
+    """The records by time, and four by steps without runs, whose pocket is the same here."""
     monkeypatch.setitem(ledger_records.RULES, "steps", ledger_records.RULES["time"])
     for number, (name, parent) in enumerate(PARENTS.items()):
         folder = records / "optimizers" / name
@@ -41,10 +43,10 @@ def test_both_ladders_are_one_list(both):
     assert [folder.name for folder in folders] == [PARENT, NEWEST, *PARENTS]
     found = ledger_records.find_records(both)
     assert [record.folder for record in found] == folders
-    assert [record.ladder for record in found] == 2 * ["time"] + 3 * ["steps"]
-    assert [record.name for record in found[2:]] == ["o1 Plain", "o36a Half", "o36 Tuned"]
-    assert [record.parent for record in found[2:]] == [found[0], *found[2:4]]
-    assert [record.leads_to for record in found] == [None, None, 1, 36, None]
+    assert [record.ladder for record in found] == 2 * ["time"] + 4 * ["steps"]
+    assert [record.name for record in found[2:]] == ["o1 Plain", "o36a Half", "o36 Tuned", "Own"]
+    assert [record.parent for record in found[2:]] == [found[0], *found[2:5]]
+    assert [record.leads_to for record in found] == [None, None, 1, 36, None, None]
 
 
 def test_a_record_by_steps_is_measured_filed_and_verified(both, tmp_path, capsys):

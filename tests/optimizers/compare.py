@@ -81,14 +81,20 @@ def make_generic(model, seed):
                 param.copy_(noise * 0.6 / param.shape[1] ** 0.5)
 
 
-def relative(found, expected):
-    """The largest difference of an entry over the largest entry; of dictionaries of tensors."""
+def relative(found, expected, moving=None):
+    """The largest difference of an entry over the largest entry; of dictionaries of tensors.
+
+    moving: gradients; where one is zero the entry is left out.
+    """
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     largest = 0.0
     for name, value in expected.items():
         size = value.abs().max().item() or 1.0
-        difference = (found[name] - value).abs().max().item() / size
-        largest = max(largest, difference if difference == difference else float("inf"))
+        difference = (found[name] - value).abs()
+        if moving:
+            difference = difference.where(moving[name] != 0, 0.0)
+        share = difference.max().item() / size
+        largest = max(largest, share if share == share else float("inf"))
     return largest
 
 
@@ -103,6 +109,7 @@ class Harness:
         self.last_step = first_step + steps
         self.shared = shared
         self.follows = follows
+        self.moving = None  # the last gradients, where the reference follows
         self.resumed = resumed
         self.loader = self
         self.ranks = script.Ranks(cfg)
@@ -142,7 +149,8 @@ class Harness:
     def train(self):
         """Run the script's own loop, and compare in the end, too."""
         self.script.train(self, self.cfg)
-        self.note("weights", relative(weights_of(self.model), self.reference.weights))
+        found = weights_of(self.model)
+        self.note("weights", relative(found, self.reference.weights, self.moving))
         return Difference(**self.worst)
 
     def places(self):
@@ -195,6 +203,20 @@ class Harness:
                 ours[side] = theirs[side].clone()
             ours["mean"] = ours["left_basis"].T @ mean @ ours["right_basis"]
 
+    def follow(self, weights):
+        """Go on from the script's weights, as if the reference's last update had led to them."""
+        running, result = self.reference, self.reference.result
+        ways = {name: weight - running.weights[name] for name, weight in weights.items()}
+        if result.look_ahead:
+            for what, share in (("moves", 0.01), ("previous", 1.0)):
+                running.around[what] = {name: kept + share * ways[name]
+                                        for name, kept in running.around[what].items()}
+        if "average" in running.around:
+            share = 1.0 if running.step == result.average.first else 1 / result.average.tau
+            running.around["average"] = {name: kept + share * ways[name]
+                                         for name, kept in running.around["average"].items()}
+        running.weights = weights
+
     def note(self, what, difference):
         self.worst[what] = max(self.worst[what], difference)
 
@@ -204,7 +226,8 @@ class Harness:
         if step == self.resumed:
             self.resume()
         self.model.eval()
-        self.note("validated", relative(weights_of(self.model), self.reference.read()))
+        found = weights_of(self.model)
+        self.note("validated", relative(found, self.reference.read(), self.moving))
         self.model.train()
         return step == self.last_step
 
@@ -222,15 +245,17 @@ class Harness:
             self.take_over_bases()
         self.reference.move_ahead()
         weights = weights_of(self.model)
-        self.note("weights", relative(weights, self.reference.weights))
+        self.note("weights", relative(weights, self.reference.weights, self.moving))
         if self.follows:
-            self.reference.weights = weights
+            self.follow(weights)
         loss, expected = self.reference.gradients_of(self.batch)
         self.note("losses", abs(losses[0].item() - loss) / abs(loss))
         found = gradients_of(self.model)
         if self.reference.result.of_mean_loss:  # the script divides when it updates
             found = {name: grad / self.reference.tokens for name, grad in found.items()}
         self.note("gradients", relative(found, expected))
+        if self.follows:
+            self.moving = found
         self.reference.update(found if self.shared else expected)
 
     def log_step(self, step):
@@ -251,6 +276,8 @@ def hold(script, label, steps=10, first_step=0, own_init=False, share_gradients=
     last bit. Without it, both run freely.
     share_weights: each step of the reference begins with the script's weights, once compared, and
         with states of its own. Over hundreds of steps rounding grows in weights, not in states.
+        Entries without a gradient are not compared: where a unit is off for all tokens its update
+        is rounding, of which a cautious decay takes the sign.
     resumed: the step before which the script's side is saved and built anew.
     sizes: settings beside SIZES. change(harness): what is to be done before the first step.
     around: settings of reference.Run: calls_before, draw, states.

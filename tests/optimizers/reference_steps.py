@@ -129,6 +129,18 @@ def without_three(state, weight, gradient, hyper, step):
     return _finish(state, weight, polar_schatten(u), gradient, hyper, step)
 
 
+def soap_for_most(state, weight, gradient, hyper, step):
+    """SOAP for all but attn.proj, with new bases in each step."""
+    has_soap = hyper.kind != "attn.proj"
+    u = momentum(state, gradient, hyper.mu)
+    if has_soap:
+        u = soap_direction(state, u)
+    direction = floored(brake(aspect(u) * polar_schatten(u), weight), weight, TARGET)
+    if has_soap:
+        soap_statistics(state, gradient, step, every=1)
+    return step_and_radius(weight, direction, hyper.lr)
+
+
 def rows_floored(state, weight, gradient, hyper, step):
     """Result 46 without its decay."""
     direction = brake(soap_everywhere_direction(state, gradient, hyper, step), weight)
@@ -168,7 +180,9 @@ STEPS = {
     "o33a": Result(3400, "psgd", adam_hyperball, scaled(0.018, falling(3400, 1.0)),
                    RESULTS["o33"].aux_rate, of_mean_loss=True),
     "o41a": replace(RESULTS["o41"], update_pair=partner_scale),
+    "o44a1": RESULTS["o40"],
     "o44a": LATE,
+    "o44b1": replace(LATE, update=soap_for_most),
     "o44b": replace(LATE, update=soap_everywhere),
     "o44c": replace(LATE, update=soap_everywhere, aux=SPLIT_AUX),
     "o44d": replace(LATE, update=soap_everywhere, aux=SPLIT_AUX, initial="line44"),

@@ -24,6 +24,8 @@ FEW = "--num_iterations 2 --sequences_per_step 4 --val_tokens 4096 --warmup_step
 FEW_STEPS = "num_iterations=2,sequences_per_step=4,val_tokens=4096,warmup_steps=0"
 SMALLER = {  # patterns of commands, and the flags that are added where they run
     "./run.sh": FEW,
+    "./run.sh --record o36 --help": "",
+    "./run.sh --record o36": FEW,
     "./run.sh sample *": "--tokens 5",
     "python train_gpt.py *": FEW,
     "python records/ledger run *": "--seeds 2",
@@ -38,7 +40,7 @@ def form_that_runs(command):
     if "ledger run" in command:
         command = command.replace("train_gpt.py:", f"train_gpt.py:{FEW_STEPS},")
         command = command.replace("train_gpt.py ", f"train_gpt.py:{FEW_STEPS} ")
-        command = re.sub(r"(records/20[\w-]+)", rf"\1:{FEW_STEPS}", command)
+        command = re.sub(r"(records/(?:optimizers/)?20[\w-]+)", rf"\1:{FEW_STEPS}", command)
     return f"{command} {known[0]}"
 
 
@@ -48,7 +50,7 @@ def to_run(language):
     for page in PAGES:
         for block in blocks_of(page):
             if block.language == language and block.is_run:
-                blocks[re.sub(r"records/20\S+", "RECORD", block.text)] = block
+                blocks[re.sub(r"records/(optimizers/)?20\S+", "RECORD", block.text)] = block
     for block in blocks.values():
         yield pytest.param(block, id=f"{block.page}: {block.text.strip()[:60]}")
 
@@ -111,6 +113,7 @@ def test_commands_can_be_pasted_into_zsh():
         assert "torchrun --standalone" not in command or "--local-addr=127.0.0.1" in command, where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [*to_run("sh")])
 def test_commands_run(block, project, capfd):
     for command in block.commands():

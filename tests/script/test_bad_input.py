@@ -43,7 +43,7 @@ def test_one_file_for_both_data_and_a_folder_that_cannot_be_made(run, data_flags
 
 def test_a_run_says_what_its_length_and_its_data_do_not_allow(run, data_flags, tiny_shards):
     """What is counted in steps does not shrink; up to a step of each shard is skipped."""
-    done = run(num_iterations=4, extension_steps=4, freeze_steps=3)
+    done = run(num_iterations=4, extension_steps=4, momentum_cooldown=3)
     assert f"\nthe training data begin again: {data_flags['train_files']}\n" in done.log
     said = re.findall("^--.* does not shrink .*$", done.log, re.M)
     assert said == ["--extension_steps 4 does not shrink with --num_iterations 4"]
@@ -164,7 +164,7 @@ def test_init_takes_weights_trains_on_other_data_and_can_be_resumed(run, tiny_sh
     line = one_error(run(run_id="tuned", init=WEIGHTS, model_dim=64))
     assert f"{WEIGHTS}: does not fit" in line and "size mismatch for embed.weight: " in line
     assert not Path("logs/tuned").exists()
-    assert "No such file" in one_error(run(run_id="tuned", init="none.pt"))
+    assert "none.pt: no whole checkpoint" in one_error(run(run_id="tuned", init="none.pt"))
     line = one_error(run(["--resume", "auto", "--run_id", "x", "--init", WEIGHTS]))
     assert f"--init {WEIGHTS}: not as in the checkpoint; a resumed run may change" in line
     theirs = train_gpt.load_checkpoint(Path(WEIGHTS))["model"]

@@ -1,7 +1,6 @@
 """Checkpoints on disk: found whole or not at all, kept, refused, written durably. In process."""
 
 import dataclasses
-import errno
 import math
 import os
 from pathlib import Path
@@ -68,21 +67,11 @@ def test_damaged_files_are_skipped(state, capsys):
     assert find_checkpoint("auto", "y") == ("", train_gpt.NEW_RUN)
 
 
-@pytest.mark.parametrize("error", [
-    OSError(errno.EIO, "Input/output error"), MemoryError()], ids=["disk", "memory"])
-def test_a_file_that_cannot_be_read_now_is_not_skipped(state, monkeypatch, error):
-    """It may be whole: the run would go back, and another branch would begin."""
-    monkeypatch.setattr(torch, "load", Mock(side_effect=error))
-    with pytest.raises(type(error)):
+def test_memory_that_runs_out_is_no_damage(state, monkeypatch):
+    """The file may be whole."""
+    monkeypatch.setattr(torch, "load", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
         find_checkpoint("auto", "x")
-
-
-def test_damage_of_an_offset_is_damage(state, capsys, monkeypatch):
-    error = OSError(errno.EINVAL, "Invalid argument")  # as by seeking before the file's start
-    load = torch.load
-    monkeypatch.setattr(torch, "load", lambda path, **options: (
-        Mock(side_effect=error)() if path == NEWEST else load(path, **options)))
-    assert_skipped(capsys)
 
 
 class Malice:
@@ -111,6 +100,7 @@ def test_a_whole_file_that_does_not_fit_says_what(run, state, monkeypatch):
         ("optimizers head", None, "does not fit ('head')"),
         # State of another length is neither cut nor padded.
         ("optimizers mlp mean", torch.cat([mean, mean[:1]]), "does not fit (shape"),
+        ("model", "text", "does not fit"),
         ("settings muon_lr", math.nan, "--muon_lr nan: not as in the checkpoint"),
     ):
         torch.save(changed(state, keys, value), NEWEST)

@@ -31,7 +31,7 @@ BAD = {  # flags, and the words that the line has
     "--shorten 2": "--shorten must leave multiples of 128; here it is 2",
     "--model_dim 100": "--model_dim must be a multiple of head_dim; here it is 100",
     "--resume auto": "--resume auto: which run is told by --run_id",
-    "--resume none.pt": "No such file or directory: 'none.pt'",
+    "--resume none.pt": "none.pt: no whole checkpoint (FileNotFoundError: ",
     "--local-rank=0": "unrecognized arguments: --local-rank=0; start it by torchrun",
     "--run_id ..": "--run_id must be of letters, digits, _ . + -, and not begin with .",
     "--preset small": "--preset must be record or pocket; here it is small",

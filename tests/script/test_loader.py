@@ -203,6 +203,6 @@ def test_what_the_loader_lacks_is_told_in_one_line(run, tmp_path, tiny_shards):
         assert "'my/own/*.bin'" in line and "make the data first" in line
         assert "folder.bin" in one_error(run(**{name: "folder.bin"}))
     line = one_error(run(max_document_tokens=2))
-    assert "no shard has the documents of a step; lower --sequences_per_step" in line
+    assert "no shard has the documents of a step, which begin with --eot_token 256; lower" in line
     with pytest.raises(UserError, match="--sequences_per_step must be a multiple of 3 ranks"):
         make_loaders(tiny_shards([2000]), 3)

@@ -24,7 +24,8 @@ STEPS = 10
 # Stages begin at steps 0, 2, 4 and 6. At 4 the embedding leaves the head. Adam rests at even steps,
 # which are those that may be saved.
 MODEL = FLAGS | dict(
-    num_iterations=STEPS, extension_steps=4, val_every=4, val_tokens=300, resume="auto")
+    num_iterations=STEPS, extension_steps=4, val_every=4, val_tokens=300, warmup_steps=0,
+    resume="auto")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def start(files, tmp_path, monkeypatch):
 def whole(files, tmp_path_factory):
     """The run without any fault, and its last checkpoint."""
     folder = tmp_path_factory.mktemp("whole")
-    run = run_main(folder, to_argv(MODEL | files | dict(save_every=2)))
+    run = run_main(folder, to_argv(MODEL | files | dict(save_every=2, warmup_steps=1)))
     assert run.code == 0, run.err
     run.state = state_at(STEPS, run.folder)
     return run
@@ -239,8 +240,7 @@ def test_an_error_of_the_loader_saves_all_that_was_trained_on(start, files, tmp_
                 spoil()
                 is_spoilt.set()
 
-        ended = start(fault, train_files=f"{tmp_path}/train_*.bin", save_every=100,
-                      warmup_steps=0)
+        ended = start(fault, train_files=f"{tmp_path}/train_*.bin", save_every=100)
     assert second.name in one_error(ended)
     trained = len(ended.losses)
     assert saved_steps() == [trained] and trained > 2
@@ -255,7 +255,7 @@ def test_memory_that_runs_out_in_a_step_costs_that_step_alone(start, monkeypatch
         return accumulate(*args) if next(calls) != 3 else raising(error)()
 
     monkeypatch.setattr(train_gpt, "accumulate_gradients", run_out)
-    ended = start(save_every=100, warmup_steps=0)
+    ended = start(save_every=100)
     assert "out of memory; raise --head_chunks" in one_error(ended)
     assert saved_steps() == [3]
     assert ended.log.splitlines()[-1].startswith("error: out of memory; ")

@@ -173,7 +173,7 @@ def test_a_records_page_has_its_reason_its_commands_its_evidence_and_each_change
         assert f"python {place} --preset pocket --device cpu" in words, name
         assert "As the parent" not in words and "As in the parent" not in words, name
         if equality := record.claim["equality"]:
-            assert f"{equality['largest']:.0e}, of {equality['of']}." in words, name
+            assert f"{equality['largest']:.0e}, relative: {equality['of']}." in words, name
         if record.parent:
             diff = f"compare.html#a={record.parent.folder.name}&b={name}"
             assert {diff, f"{diff}&all=1"} >= {

@@ -23,6 +23,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import time
@@ -151,8 +152,10 @@ def kernels(args, flags):
     """
     if reason := host_gpu.obstacle():
         raise train_gpt.UserError(reason)
-    if "long_window: " not in args.script.read_text():
-        raise train_gpt.UserError(f"--script {args.script}: it has no windows by stage")
+    text = args.script.read_text()
+    if "long_window: " not in text and not re.search(r"^Record: \S+_o\d", text, re.MULTILINE):
+        raise train_gpt.UserError(f"--script {args.script}: it has no windows by stage, and is "
+                                  "none of the ladder by steps")
     say(f"compiling {args.script} for a GPU that is not there: minutes a stage ...")
     found = modelled(trace(args.script, flags, ranks=[1, 8], validation=True))
     found = dict(script=str(args.script.relative_to(REPO)), flags=flags) | found
@@ -193,15 +196,17 @@ def modelled(found) -> dict:
 
 
 def tables(args, flags):
-    """Write the tables of the page, or tell whether they are what the kept numbers make."""
+    """Write the tables of the pages, or tell whether they are what the kept numbers make."""
     if flags:
         raise train_gpt.UserError(f"{' '.join(flags)}: tables take no flags")
-    before = gpu_tables.PAGE.read_text()
-    after = gpu_tables.filled(before)
-    if args.write:
-        gpu_tables.PAGE.write_text(after)
-    elif before != after:
-        raise RunFailed("docs/gpus.md differs from its numbers; tables --write mends it")
+    for page in gpu_tables.PAGES:
+        before = page.read_text()
+        after = gpu_tables.filled(before)
+        if args.write:
+            page.write_text(after)
+        elif before != after:
+            raise RunFailed(f"{page.relative_to(REPO)} differs from its numbers; tables --write "
+                            "mends it")
 
 
 def cards(args, flags):

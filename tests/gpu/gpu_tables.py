@@ -1,4 +1,5 @@
-"""The tables of docs/gpus.md, from modelled.json: `python tests/bench.py tables --write`.
+"""The tables of docs/gpus.md, and sentences of records' pages, from modelled.json:
+`python tests/bench.py tables --write`.
 
 A table stands between `<!-- bench: begin NAME -->` and `<!-- bench: end NAME -->`.
 """
@@ -16,7 +17,10 @@ import torch
 from shards import load_script
 
 REPO = Path(__file__).resolve().parents[2]
+OPTIMIZERS = REPO / "records" / "optimizers"
 PAGE = REPO / "docs" / "gpus.md"
+PAGES = (PAGE, OPTIMIZERS / "2026-06-11_o36_MuonTuned" / "README.md",
+         OPTIMIZERS / "2026-06-19_o46_CautiousDecay" / "README.md")
 KEPT = Path(__file__).with_name("modelled.json")
 
 # ms of a step, by stage, on eight H100s: #53's log, and the mean of two logs of #92
@@ -32,6 +36,13 @@ ABLATIONS = (  # seconds of a run by #92's author, and the scripts without and w
 CARDS = (  # GB, an example of the card, its name in RATES
     (8, "RTX 4060", "rtx4060"), (12, "RTX 4070", "rtx4070"), (16, "RTX 4060 Ti", "rtx4060ti"),
     (24, "RTX 4090", "rtx4090"), (40, "A100", "a100"), (80, "H100", "h100"))
+# The ladder by steps: GB of a card, its name, and that in RATES
+CARDS_BY_STEPS = ((24, "RTX 4090", "rtx4090"), (40, "A100", "a100"), (80, "H100", "h100"))
+BY_STEPS = {"o36": "o36 MuonTuned", "o46": "o46 CautiousDecay"}
+SIZES_BY_STEPS = 8, 12, 16, 24, 32, 40  # GB of cards
+PUBLISHED_BY_STEPS = (  # ms of a step by the logs of public results; modelled: of what, on what
+    ("#36", "8 H100", 154, "o36", "8 h100", 1), ("#44", "8 H100", 327, "o46", "8 h100", 1),
+    ("#45", "1 GH200", 2215, "o46", "1 gh200", 1), ("#46", "2 A40", 3682, "o46", "1 a40", 2))
 GPUS = {  # what `planned` has: how many, GiB of each that CUDA reports, and whether they have FP8
     "8 GB": (1, 7.7, True),
     "12 GB": (1, 11.6, True),
@@ -163,8 +174,74 @@ def planned(kept) -> str:
 
 def all_planned() -> str:
     """How all records fit cards."""
-    records = sorted(path.parent.name for path in REPO.glob("records/20*/train_gpt.py"))
-    return fits([(record, "") for record in records], GPUS)
+    folders = [path.parent.relative_to(REPO / "records")
+               for pattern in ("20*", "optimizers/20*")
+               for path in sorted((REPO / "records").glob(f"{pattern}/train_gpt.py"))]
+    return fits([(str(folder), "") for folder in folders], GPUS)
+
+
+def ms_of_step(found, gpus: str) -> float:
+    steps = sum(each["steps"] for each in found["stages"])
+    return 60_000 * found["minutes"][gpus] / steps
+
+
+def by_steps(kept) -> str:
+    """Records of the ladder by steps on one GPU."""
+    rows = []
+    for name, title in BY_STEPS.items():
+        for gigabytes, card, of_rates in CARDS_BY_STEPS:
+            ms = ms_of_step(kept[name], f"1 {of_rates}")
+            hours = kept[name]["minutes"][f"1 {of_rates}"] / 60
+            steps = sum(each["steps"] for each in kept[name]["stages"])
+            rows.append([title, f"{card}, {gigabytes} GB", rows_that_fit(kept[name], gigabytes),
+                         f"{ms / 1000:.1f}", f"{steps:,}", f"{hours:.1f}"])
+    return table(["Record", "GPU", "Sequences a pass", "Seconds a step, modelled", "Steps",
+                  "Hours for all, modelled"], rows)
+
+
+def rows_that_fit(found, gigabytes) -> int | str:
+    """Sequences that data/plan.py gives a pass on a card; "–" where it is too small."""
+    script = load_script(REPO / found["script"])
+    free = int(0.98 * gigabytes * 2**30)  # programs get a little less than a card has
+    try:
+        flags = flags_that_fit(script, script.parse_args([]), free, 1)
+    except machine.MachineError:
+        return "–"
+    return script.parse_args(flags).sequences_per_forward
+
+
+def o36(kept) -> str:
+    return on_one_gpu(kept["o36"])
+
+
+def o46(kept) -> str:
+    return on_one_gpu(kept["o46"])
+
+
+def on_one_gpu(found) -> str:
+    """What a record's page says of a run by steps."""
+    hours = [f"{found['minutes'][f'1 {of_rates}'] / 60:.1f} hours on one {card}"
+             for _, card, of_rates in reversed(CARDS_BY_STEPS)]
+    return (f"A whole run takes {hours[0]}, {hours[1]}, {hours[2]} (modelled, not measured).\n"
+            f"It takes {found['gib']['training']:.0f} GiB with passes of 64 sequences, of which "
+            f"{found['gib']['state']:.1f} are weights, gradients and state.")
+
+
+def planned_by_steps(kept) -> str:
+    """Sequences of a pass on cards of all sizes, and GiB of a pass of as many as there may be."""
+    rows = [[title, *(rows_that_fit(kept[name], gigabytes) for gigabytes in SIZES_BY_STEPS),
+             f"{kept[name]['gib']['training']:.1f}", f"{kept[name]['gib']['state']:.1f}"]
+            for name, title in BY_STEPS.items()]
+    return table(["Record", *(f"{gigabytes} GB" for gigabytes in SIZES_BY_STEPS),
+                  "GiB with 64 a pass", "of which state"], rows)
+
+
+def published_by_steps(kept) -> str:
+    rows = []
+    for result, gpus, published, name, on, share in PUBLISHED_BY_STEPS:
+        ms = ms_of_step(kept[name], on) / share
+        rows.append([result, gpus, f"{published:,}", name, f"{ms:,.0f}", f"{ms / published:.2f}"])
+    return table(["Result", "GPUs", "Published, ms a step", "Modelled", "ms a step", "Ratio"], rows)
 
 
 def memory(kept) -> str:
@@ -180,7 +257,8 @@ def filled(page: str) -> str:
     """The page with all of its tables made anew."""
     kept = json.loads(KEPT.read_text())
     makers = {each.__name__: each for each in (
-        stages, ablations, records, groups, cards, planned, memory)}
+        stages, ablations, records, groups, cards, planned, memory, by_steps, planned_by_steps,
+        published_by_steps, o36, o46)}
 
     def made(found):
         return f"{found[1]}\n{makers[found[2]](kept)}\n{found[3]}"

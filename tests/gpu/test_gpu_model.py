@@ -80,6 +80,26 @@ def test_exact_sums_and_tiny_kernels_take_longer():
     assert ms(kind="wire", phase="update of 0 on 8", num_bytes=8e6) == pytest.approx(7)
 
 
+def test_products_in_fp32_qr_and_attention_have_their_own_rates():
+    def ms(dtype, **fields):
+        return cost.milliseconds(launch(**fields) | dict(tensors=[[dtype, [8, 8]]]), RATES)
+
+    assert ms("bfloat16", flop=1e9) == pytest.approx(1)
+    assert ms("float32", flop=1e9) == pytest.approx(10)
+    assert ms("float32", name="aten.linalg_qr.default", flop=1e9) == pytest.approx(100)
+    attend = "aten._scaled_dot_product_flash_attention.default"  # half of it is masked
+    assert ms("bfloat16", name=attend, flop=2e9) == pytest.approx(1)
+
+
+def test_qr_counts_the_products_of_householders_way():
+    """4/3 n³ for the reflections, and as many for their product."""
+    notes = Notes()
+    notes.phase = "update of 0 on 1"
+    with Recorder(notes):
+        torch.linalg.qr(torch.eye(6).expand(2, 6, 6))
+    assert sum(x["flop"] for x in notes.launches) == pytest.approx(2 * 8 / 3 * 6**3)
+
+
 def test_all_stages_count_by_their_steps_and_averages_by_theirs():
     stage = dict(tokens=128, step_tokens=1024, width=100, head_tokens=128, block_pairs=1)
     facts = dict(model_dim=64, period=2, averages={"late": 5}, stages={
@@ -103,10 +123,12 @@ def test_memory_is_the_peak_of_all_stages():
 
 
 @pytest.mark.slow
-def test_the_page_has_the_tables_of_the_kept_numbers():
-    page = gpu_tables.PAGE.read_text()
-    assert gpu_tables.filled(page) == page
-    assert page.count("<!-- bench: begin") == page.count("<!-- bench: end") > 5
+def test_the_pages_have_the_tables_of_the_kept_numbers():
+    for path in gpu_tables.PAGES:
+        page = path.read_text()
+        assert gpu_tables.filled(page) == page
+        marks = page.count("<!-- bench: begin")
+        assert marks == page.count("<!-- bench: end") > (5 if path == gpu_tables.PAGE else 0)
 
 
 def test_each_kept_run_has_all_of_its_stages():

@@ -41,19 +41,21 @@ def by_data_sheet(bandwidth, bf16, fp8, fp32) -> Rates:
     share = bf16 / 989.4e12
     return Rates(bandwidth=bandwidth * 3.0 / 3.35, bf16=share * 672e12, fp8=fp8 / 1979e12 * 1075e12,
                  newton_schulz=share * 400e12, attention=share * 330e12, bus=370e9,
-                 fp32=0.75 * fp32, qr=fp32 / 66.9e12 * 2.5e12)
+                 fp32=0.75 * fp32, qr=fp32 / 66.9e12 * 1.75e12)
 
 
 # NVIDIA's data sheets: dense FLOP with sums in fp32. The A100 has no FP8.
 RATES = {
     "h100": by_data_sheet(3.35e12, 989.4e12, 1979e12, 66.9e12),
     "a100": by_data_sheet(1555e9, 312e12, 312e12, 19.5e12),  # of 40 GB
+    "a40": by_data_sheet(696e9, 149.7e12, 149.7e12, 37.4e12),
     "rtx4090": by_data_sheet(1008e9, 165.2e12, 330.3e12, 82.6e12),
     "rtx4060ti": by_data_sheet(288e9, 44.1e12, 88.3e12, 22.1e12),
     "rtx4070": by_data_sheet(504e9, 58.3e12, 116.6e12, 29.1e12),
     "rtx4060": by_data_sheet(272e9, 30.2e12, 60.5e12, 15.1e12)}
 SLOW_SUMS = 1.15  # FP8 matmuls with exact sums take so much longer, 1.1 to 1.2: pytorch/ao, 2377
 FLOOR = 2e-6  # seconds of a kernel that has almost nothing to do: an estimate, for all cards
+RATES["gh200"] = dataclasses.replace(RATES["h100"], bandwidth=3.6e12)  # 0.9 of 4 TB/s
 RATES["h200"] = dataclasses.replace(RATES["h100"], bandwidth=4.3e12)  # 0.9 of 4.8 TB/s
 
 GROUPS = (  # the first whose pattern is in the launch's name

@@ -209,6 +209,7 @@ def stand_in_for_launches(notes: Notes, binaries: bool) -> None:
     from torch._inductor import async_compile, config
 
     torch.compiler.config.force_disable_caches = True
+    torch._dynamo.config.recompile_limit = 64  # optimizers of several numbers of ranks share code
     config.benchmark_kernel = True  # writes the number of bytes into the kernel's source
     config.triton.autotune_at_compile_time = False
     config.use_static_triton_launcher = False

@@ -35,6 +35,8 @@ def test_nothing_is_compiled_after_the_warm_up(path, pocket_data, tmp_path, monk
     has_one_graph = hasattr(script.GPT, "set_stage") or ladder_of(path) != "time"
     # Eigenvectors and QR are left to libraries, between graphs.
     is_whole = "torch.compiler.disable" not in source(path)
+    # One sequence a step is too few for some optimizers' rates.
+    slow_rates = [] if ladder_of(path) == "time" else ["--matrix_lr", "0.0001"]
     options = dict(backend="eager", dynamic=False)
     build, train = script.build, script.train
     trained = []
@@ -64,7 +66,7 @@ def test_nothing_is_compiled_after_the_warm_up(path, pocket_data, tmp_path, monk
     files = [f"--train_files={pocket_data}/pocket_train_*.bin",
              f"--val_files={pocket_data}/pocket_val_*.bin"]
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        assert script.main(FLAGS + files) == 0
+        assert script.main(FLAGS + slow_rates + files) == 0
     assert trained
 
 

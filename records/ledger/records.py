@@ -19,7 +19,7 @@ from types import NoneType
 from ledger.logs import LedgerError, Log, read_run, read_text
 
 FOLDER_NAME = re.compile(r"\d{4}-(0\d|1[0-2])-([0-2]\d|3[01])_[A-Za-z0-9_]+")
-LABEL = re.compile(r"_(o\d+(?:[a-z]\d?)?|\d+[a-z]\d?)_")  # in the name of a step, and of a result by steps
+LABEL = re.compile(r"_(o\d+(?:[a-z]\d?)?|\d+[a-z]\d?)_")  # in names of steps and of results by steps
 SIGNIFICANCE = 0.01  # what a p-value has to stay under
 FULL_SIZE = {"target_loss": "3.28", "val_tokens": "10485760", "val_digest": None,
              "train_digest": None, "val_files": "data/fineweb10B/fineweb_val_*.bin",
@@ -51,9 +51,11 @@ def ladder_of(folder: Path) -> str:
 
 
 def place_in_ladder(folder: Path) -> tuple:
-    """What folders are sorted by: o20a, o20b, o20, o21; then all others by their name."""
-    step = re.search(r"_o(\d+)([a-z]?\d?)_", folder.name)
-    return (int(step[1]), step[2] or "~") if step else (math.inf, folder.name)
+    """What folders are sorted by: o20a1, o20a, o20b, o20, o21; then all others by their name."""
+    step = re.search(r"_o(\d+)([a-z]?)(\d?)_", folder.name)
+    if not step:
+        return math.inf, folder.name
+    return int(step[1]), step[2] or "~", step[3] or "~"
 
 
 def record_folders(folder: Path) -> list:

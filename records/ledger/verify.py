@@ -127,8 +127,9 @@ def logs_faults(record: Record, root: Path, seen: dict):
         other = seen.setdefault(tuple(log.train.items()), log)
         if other is not log:
             wrong.append(f"is a copy of {other.path.parts[-3]}/logs/{other.path.name}")
-        if digest != seen.setdefault(preset, digest):
-            wrong.append(f"has val_digest {digest}, and older logs have {seen[preset]}")
+        first = seen.setdefault((record.ladder, preset), digest)
+        if digest != first:
+            wrong.append(f"has val_digest {digest}, and older logs have {first}")
         for words in wrong:
             yield f"logs/{log.path.name}: {words}"
 

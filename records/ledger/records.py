@@ -19,7 +19,7 @@ from types import NoneType
 from ledger.logs import LedgerError, Log, read_run, read_text
 
 FOLDER_NAME = re.compile(r"\d{4}-(0\d|1[0-2])-([0-2]\d|3[01])_[A-Za-z0-9_]+")
-LABEL = re.compile(r"_(o\d+(?:[a-z]\d?)?|\d+[a-z]\d?)_")  # in names of steps and of results by steps
+LABEL = re.compile(r"_(o\d+(?:[a-z]\d?)?|\d+[a-z]\d?)_")  # in names of steps and results
 SIGNIFICANCE = 0.01  # what a p-value has to stay under
 FULL_SIZE = {"target_loss": "3.28", "val_tokens": "10485760", "val_digest": None,
              "train_digest": None, "val_files": "data/fineweb10B/fineweb_val_*.bin",

@@ -2010,10 +2010,12 @@ class Run:
             write_checkpoint(self.log.folder / checkpoint_name(step), state)
 
     def save_after(self, error):
-        """After an error, save the run as it was before the step in which it came."""
-        # Other ranks take part only if they have the error, too.
-        is_alone = self.ranks.world_size == 1 and not isinstance(error, UserError)
-        can_save = self.here and self.cfg.save_every and (is_alone or isinstance(error, DataError))
+        """Where the data have no next step, save the run as it was before that step.
+
+        All ranks are told so. After another error weights may be halfway, as a record may move
+        them before its forward pass.
+        """
+        can_save = self.here and self.cfg.save_every and isinstance(error, DataError)
         if can_save and self.here[0] > self.saved_step:
             self.stop_clock(self.here[0])
             self.save_checkpoint()

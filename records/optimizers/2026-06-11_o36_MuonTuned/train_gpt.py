@@ -6,8 +6,8 @@
     python train_gpt.py --preset pocket
 
 Record: 2026-06-11_o36_MuonTuned
-Parent: 2026-05-03_o12_Muon. Change: all rates tuned anew, twice the weight decay of matrices, some of
-everything else.
+Parent: 2026-05-03_o12_Muon. Change: all rates tuned anew, twice the weight decay of matrices,
+some of everything else.
 
 Model, data and batch are those of the optimization benchmark, and the same in all its records:
 only what is under Optimizers, the schedule and the first weights may differ. The harness below the
@@ -1571,10 +1571,12 @@ class Run:
             write_checkpoint(self.log.folder / checkpoint_name(step), state)
 
     def save_after(self, error):
-        """After an error, save the run as it was before the step in which it came."""
-        # Other ranks take part only if they have the error, too.
-        is_alone = self.ranks.world_size == 1 and not isinstance(error, UserError)
-        can_save = self.here and self.cfg.save_every and (is_alone or isinstance(error, DataError))
+        """Where the data have no next step, save the run as it was before that step.
+
+        All ranks are told so. After another error weights may be halfway, as a record may move
+        them before its forward pass.
+        """
+        can_save = self.here and self.cfg.save_every and isinstance(error, DataError)
         if can_save and self.here[0] > self.saved_step:
             self.stop_clock(self.here[0])
             self.save_checkpoint()

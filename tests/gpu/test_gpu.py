@@ -266,6 +266,7 @@ def test_a_step_of_the_root_in_fp32_is_that_of_the_cpu(tmp_path):
 
 
 @on_the_host
+@pytest.mark.cards
 def test_a_step_of_92_in_fp32_is_that_of_the_cpu(tmp_path):
     script = load(REPO / "records" / "2026-08-30_92g_NgramTable")
     cfg = small(script, tmp_path, classes=240, model_dim=64, mlp_dim=96, channel_groups=4,

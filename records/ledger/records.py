@@ -20,6 +20,7 @@ from ledger.logs import LedgerError, Log, read_run, read_text
 
 FOLDER_NAME = re.compile(r"\d{4}-(0\d|1[0-2])-([0-2]\d|3[01])_[A-Za-z0-9_]+")
 LABEL = re.compile(r"_(o\d+(?:[a-z]\d?)?|\d+[a-z]\d?)_")  # in names of steps and results
+BY_STEPS = re.compile(r"_o(\d+)([a-z]?)(\d?)_")  # the number of the result, and the step to it
 SIGNIFICANCE = 0.01  # what a p-value has to stay under
 FULL_SIZE = {"target_loss": "3.28", "val_tokens": "10485760", "val_digest": None,
              "train_digest": None, "val_files": "data/fineweb10B/fineweb_val_*.bin",
@@ -52,7 +53,7 @@ def ladder_of(folder: Path) -> str:
 
 def place_in_ladder(folder: Path) -> tuple:
     """What folders are sorted by: o20a1, o20a, o20b, o20, o21; then all others by their name."""
-    step = re.search(r"_o(\d+)([a-z]?)(\d?)_", folder.name)
+    step = BY_STEPS.search(folder.name)
     if not step:
         return math.inf, folder.name
     return int(step[1]), step[2] or "~", step[3] or "~"
@@ -165,7 +166,7 @@ def find_records(folder: Path) -> list:
         if record.ladder == "steps" or parent and parent.folder.name < record.folder.name:
             record.parent = parent if record not in ancestors(parent) else None
     for record in found.values():
-        step = re.search(r"_o(\d+)", record.folder.name)
+        step = BY_STEPS.search(record.folder.name)
         if step and record.ladder == "steps" and not record.result:  # one of our own has no label
             record.leads_to = int(step[1])
         for step in ancestors(record.parent):

@@ -212,8 +212,9 @@ def run_all(contestants: list, seeds, args, may_diverge: bool = False):
                 if log.header.get(name) != first.header.get(name):
                     raise LedgerError(f"it has other {SAME[name]} than {first.path}")
             if log.setting != first.setting:
+                flag = "--out" if args.store.parent == args.out else "--store"
                 raise LedgerError(f"it is of {machine_words(log.setting)}; {first.path} is of "
-                                  f"{machine_words(first.setting)}; give another --out")
+                                  f"{machine_words(first.setting)}; give another {flag}")
             if math.isinf(log.val_loss) and not may_diverge:
                 raise LedgerError("it diverged; lower its learning rates")
             time_words = f" in {log.measured_ms / 1000:.2f} s" if log.measured_ms else ""

@@ -125,6 +125,10 @@ def test_a_file_of_runs_makes_them_again_in_another_clone(script, tmp_path, caps
     assert ledger(*words, "elsewhere", "--store", store) == 0
     assert len([*(tmp_path / "elsewhere").rglob("log.txt")]) == 1
     assert store.read_text().splitlines()[-1] == text.splitlines()[-1]
+    lines = [*text.replace("Fake 1", "Fake 3").splitlines(keepends=True)[:2], "\n"]
+    store.write_text("".join(lines))  # the runs of another machine, but for one
+    assert ledger(*words, "elsewhere", "--store", store) == 2
+    assert "give another --store" in capsys.readouterr().err
 
 
 def test_a_script_against_itself_with_other_seeds_differs_by_chance(script, tmp_path, capsys):

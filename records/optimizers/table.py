@@ -1,17 +1,18 @@
-"""The table of optimizers on the small model, and whether it predicts the published steps.
+"""The optimizers on the small model, and whether it predicts the published steps.
 
-    python records/optimizers/table.py [STORE]
+    python records/optimizers/table.py [--write] [--operands NAME=VALUE] [STORE]
 
-STORE, runs.jsonl beside this file, has all runs behind it. This makes them, and goes on where it
-was stopped:
-
-    python records/ledger run records/optimizers --tune matrix_lr --seeds 5 --jobs 2 \
-        --store records/optimizers/runs.jsonl
+STORE, runs.jsonl beside this file, has all runs behind the table; README.md has the command that
+makes them anew. --write puts the table into README.md, and draws docs/laptop.svg.
 """
 
+import argparse
 import math
+import signal
 import statistics
 import sys
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from scipy import stats
@@ -23,75 +24,303 @@ from ledger.records import Record, find_records
 from ledger.run import digest_of, read_store
 from ledger.steps import steps_words
 from ledger.tune import SEEDS
+from website.chart import LETTER, Chart, hue
 
 FOLDER = Path(__file__).resolve().parent
-BASELINE = 36  # the result to whose loss all steps are counted: Muon, tuned
-HEADING = ("Result", "Rate", "Rates tried", "Loss ± std (seeds)", "Steps", "Published steps")
+PICTURE = FOLDER.parents[1] / "docs" / "laptop.svg"
+BASELINE = 36  # the result that all are compared with: Muon, tuned
+HEADING = ("Result", "Best rate", "Loss ± std (seeds)", f"From o{BASELINE} ± error",
+           "Steps to {target:.4f}", "Published steps")
+CORRELATIONS = ("Results", "n", "ρ of loss and published steps (95 %)")
+SIZES = ("Size", "Seconds", f"Seeds (of o{BASELINE})", "Std of optimizers",
+         f"Std of o{BASELINE}'s seeds", "Ratio", "ρ with published steps", "ρ with the first size")
+SIDES = """\
+Of the {fewer} results with fewer published steps than o{baseline}, {below} end below it here. Of
+the {more} with more, {above} end above it."""
+SIZES_LEGEND = """\
+Other sizes, each result at its best rate of the pocket. The ratio is that of the standard
+deviations: how well a size tells optimizers apart."""
+BLOCK = "<!-- table: begin -->\n", "<!-- table: end -->"
+LEGEND = """\
+Each result was tried at {rates} rates. Losses are in nats a byte. The difference from o{baseline}
+is by seed, with its standard error; * where p < 0.01. Steps are those to the loss that all runs of
+o{baseline} reach, interpolated, ± the interval of 95 %.
+
+Behind the table are {runs} runs of {seconds:.0f} s (the median), {hours:.1f} hours of one core, on
+{machine}, torch {torch}, one thread, {jobs} runs at once. The standard deviation of optimizers is
+{between:.4f}, that of one optimizer's seeds {within:.4f}."""
+COMPARED = range(5)  # seeds of the comparison
+NEAR = 3400  # steps; results above it were made to compare, not to win
+# Whose correlation is given; the last two were thought of when the plot was there.
+GROUPS = {
+    "all results": lambda entry: True,
+    f"up to {NEAR:,} steps": lambda entry: entry.steps <= NEAR,
+    "matrices keep their norm": lambda entry: entry.keeps_norm,
+    "all others": lambda entry: not entry.keeps_norm,
+}
 
 
+@dataclass
+class Entry:
+    """A result: its record, the runs at its best rate on the seeds of the comparison."""
+
+    record: Record
+    runs: list  # rows of the store
+    rates: int  # how many were tried
+
+    @property
+    def rate(self) -> str:
+        return self.runs[0]["flags"]["matrix_lr"]
+
+    @property
+    def keeps_norm(self) -> bool:
+        return "hyperball_step(" in self.record.script
+
+    @property
+    def losses(self) -> list:
+        return [loss_of(row) for row in self.runs]
+
+    @property
+    def loss(self) -> float:
+        return statistics.fmean(self.losses)
+
+    @property
+    def curves(self) -> list:
+        return [dict(row["val"]) for row in self.runs]
+
+    @property
+    def steps(self) -> int:
+        return self.record.published["steps"]
+
+
+def loss_of(row: dict) -> float:
+    return math.inf if row["val_loss"] is None else row["val_loss"]  # it diverged
+
+
+def read_entries(records: list, rows: list) -> list:
+    """An entry for each public result with two runs at its best rate, the least loss first."""
+    entries = []
+    for record in records:
+        if record.ladder != "steps" or not record.result:
+            continue
+        digest, by_rate = digest_of(record.script), {}
+        for row in rows:
+            if row["script"] == digest and row["flags"].keys() == {"matrix_lr"}:
+                by_rate.setdefault(row["flags"]["matrix_lr"], []).append(row)
+        tuning = {rate: [loss_of(row) for row in some if int(row["header"]["seed"]) in SEEDS]
+                  for rate, some in by_rate.items()}
+        tuning = {rate: statistics.fmean(losses) for rate, losses in tuning.items() if losses}
+        if not tuning:
+            continue
+        best = min(tuning, key=tuning.get)
+        runs = [row for row in by_rate[best] if int(row["header"]["seed"]) in COMPARED]
+        if len(runs) > 1:
+            runs.sort(key=lambda row: int(row["header"]["seed"]))
+            entries.append(Entry(record, runs, len(tuning)))
+    return sorted(entries, key=lambda entry: entry.loss)
+
+
+# ---- What the table says ----
 def spearman(xs: list, ys: list) -> tuple:
-    """(ρ, low, high): the rank correlation of at least 4 pairs, and its interval of 95 %.
+    """(ρ, low, high): the rank correlation, and its interval of 95 %.
 
     By Fisher's transform, with the standard error of Bonett and Wright (2000). It gives no
-    interval, but nan, where ρ is 1 or −1.
+    interval, but nan, of less than 4 pairs and where ρ is 1 or −1.
     """
     rho = statistics.correlation(stats.rankdata(xs), stats.rankdata(ys))
-    if abs(rho) > 1 - 1e-9:
+    if len(xs) < 4 or abs(rho) > 1 - 1e-9:
         return rho, math.nan, math.nan
     half = 1.96 * math.sqrt((1 + rho**2 / 2) / (len(xs) - 3))
     return rho, math.tanh(math.atanh(rho) - half), math.tanh(math.atanh(rho) + half)
 
 
-def runs_of(record: Record, rows: list) -> tuple:
-    """(the rows of a record at its best rate on the seeds of the comparison, how many rates)."""
-    by_rate, digest = {}, digest_of(record.script)
-    for row in rows:
-        if row["script"] == digest:
-            by_rate.setdefault(row["flags"].get("matrix_lr"), []).append(row)
-    compared = []
-    for some in by_rate.values():
-        others = [row for row in some if int(row["header"]["seed"]) not in SEEDS]
-        compared = max(compared, others, key=len)
-    return compared, len(by_rate)
+def correlation_words(losses: list, entries: list) -> str:
+    rho, low, high = spearman(losses, [entry.steps for entry in entries])
+    return f"{rho:.2f} ({low:.2f} to {high:.2f})".replace("-", "−")
 
 
-def curves_of(runs: list) -> list:
-    return [dict(row["val"]) for row in runs]
+def correlations_table(entries: list) -> str:
+    """A row for each group of results."""
+    lines = []
+    for words, is_in in GROUPS.items():
+        group = [entry for entry in entries if is_in(entry)]
+        if len(group) > 3:
+            losses = [entry.loss for entry in group]
+            lines.append([words, str(len(group)), correlation_words(losses, group)])
+    return pages.table(CORRELATIONS, lines)
 
 
-def measured(records: list, rows: list) -> list:
-    """(record, its compared runs, how many rates were tried) of each that has runs, best first."""
-    found = [(record, *runs_of(record, rows)) for record in records if record.ladder == "steps"]
-    found = [entry for entry in found if entry[1]]
-    return sorted(found, key=lambda entry: statistics.fmean(row["val_loss"] for row in entry[1]))
+def sides_words(entries: list) -> str:
+    """How often a result is on the published side of the baseline here, too."""
+    baseline = baseline_of(entries)
+    fewer = [entry for entry in entries if entry.steps < baseline.steps]
+    more = [entry for entry in entries if entry.steps > baseline.steps]
+    below = sum(entry.loss < baseline.loss for entry in fewer)
+    above = sum(entry.loss > baseline.loss for entry in more)
+    return SIDES.format(baseline=BASELINE, fewer=len(fewer), below=below, more=len(more),
+                        above=above)
 
 
-def target_of(found: list) -> float:
+def difference_words(entry: Entry, baseline: Entry) -> str:
+    """The mean difference from the baseline and its standard error, in pairs of one seed."""
+    if entry is baseline:
+        return ""
+    ours, theirs = ({int(row["header"]["seed"]): loss_of(row) for row in one.runs}
+                    for one in (entry, baseline))
+    seeds = sorted(ours.keys() & theirs.keys())
+    gaps = [ours[seed] - theirs[seed] for seed in seeds]
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+    p = stats.ttest_rel([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]).pvalue
+    is_shown = "*" if p < 0.01 else ""
+    return f"{statistics.fmean(gaps):+.4f} ± {error:.4f}{is_shown}".replace("-", "−")
+
+
+def baseline_of(entries: list) -> Entry:
+    (baseline,) = [entry for entry in entries if entry.record.result == BASELINE]
+    return baseline
+
+
+def target_of(entries: list) -> float:
     """The loss that all runs of the baseline reach."""
-    (runs,) = [runs for record, runs, _ in found if record.result == BASELINE]
-    return max(min(curve.values()) for curve in curves_of(runs))
+    return max(min(curve.values()) for curve in baseline_of(entries).curves)
 
 
-def text_of(found: list) -> str:
-    """The table, and the correlations below it."""
-    target, rows = target_of(found), []
-    for record, runs, tries in found:
-        steps = steps_words(curves_of(runs), target)
-        losses = [row["val_loss"] for row in runs]
-        rows.append([record.name, runs[0]["flags"]["matrix_lr"], str(tries), pages.spread(losses),
-                     steps, f"{record.published.get('steps', '')}"])
-    steps = f"Steps: to {target:.4f}, which all runs of o{BASELINE} reach."
-    parts = [pages.table(HEADING, rows), steps]
-    known = [(statistics.fmean(row["val_loss"] for row in runs), record.published["steps"])
-             for record, runs, _ in found if record.published]
-    if len(known) > 3:
-        rho, low, high = spearman(*zip(*known))
-        parts.append(f"Spearman's ρ of loss and published steps: {rho:.2f} ({low:.2f} to "
-                     f"{high:.2f}, 95 %), n = {len(known)}.")
-    return "\n\n".join(parts)
+def text_of(entries: list, rows: list) -> str:
+    """The table and what is said below it; `rows` are all that the store has."""
+    baseline, target, lines = baseline_of(entries), target_of(entries), []
+    for entry in entries:
+        name, folder = entry.record.name, entry.record.folder.name
+        lines.append([f"[{name}]({folder})", entry.rate, pages.spread(entry.losses),
+                      difference_words(entry, baseline), steps_words(entry.curves, target),
+                      f"{entry.steps:,}"])
+    digests = {digest_of(entry.record.script) for entry in entries}
+    first = [row for row in rows
+             if row["script"] in digests and row["flags"].keys() == {"matrix_lr"}]
+    seconds = seconds_of(first)
+    header = baseline.runs[0]["header"]
+    variances = [statistics.variance(entry.losses) for entry in entries]
+    legend = LEGEND.format(
+        rates=" or ".join(sorted({str(entry.rates) for entry in entries})), baseline=BASELINE,
+        runs=len(first), seconds=statistics.median(seconds),
+        hours=sum(seconds) / 3600, machine=header["device"], torch=header["torch"],
+        jobs=header.get("jobs", 1), within=math.sqrt(statistics.fmean(variances)),
+        between=statistics.stdev(entry.loss for entry in entries))
+    heading = [words.format(target=target) for words in HEADING]
+    parts = [correlations_table(entries), sides_words(entries), *sizes_parts(entries, rows)]
+    return "\n\n".join([*parts, pages.table(heading, lines), legend])
+
+
+def seconds_of(rows: list) -> list:
+    """The seconds of runs, of all threads; none where one diverged."""
+    return [int(row["header"]["process_time_ms"]) / 1000 for row in rows
+            if "process_time_ms" in row["header"]]
+
+
+def sizes_parts(entries: list, rows: list) -> list:
+    """A table of the sizes at which all ran at their best rates; nothing where it is one alone."""
+    by_digest, sizes = {digest_of(entry.record.script): entry for entry in entries}, {}
+    for row in rows:
+        entry = by_digest.get(row["script"])
+        is_compared = int(row["header"]["seed"]) in COMPARED
+        if not entry or not is_compared or row["flags"].get("matrix_lr") != entry.rate:
+            continue
+        words = [f"{name} {value}" for name, value in row["flags"].items() if name != "matrix_lr"]
+        runs = sizes.setdefault(", ".join(words), {})
+        runs.setdefault(entry.record.result, []).append(row)
+    lines = []
+    for words, runs in sizes.items():
+        if len(runs) < len(entries):
+            continue
+        losses = {result: [loss_of(row) for row in some] for result, some in runs.items()}
+        means = [statistics.fmean(losses[entry.record.result]) for entry in entries]
+        between, within = statistics.stdev(means), statistics.stdev(losses[BASELINE])
+        seconds = statistics.median(seconds_of([row for some in runs.values() for row in some]))
+        count = max(map(len, runs.values())), min(map(len, runs.values()))
+        lines.append([words or "the pocket's", f"{seconds:.0f}", f"{count[1]} ({count[0]})",
+                      f"{between:.4f}", f"{within:.4f}", f"{between / within:.1f}",
+                      correlation_words(means, entries),
+                      f"{spearman(means, [entry.loss for entry in entries])[0]:.2f}"])
+    return [SIZES_LEGEND, pages.table(SIZES, lines)] if len(lines) > 1 else []
+
+
+# ---- The plot ----
+def day_of(entry: Entry) -> int:
+    return date.fromisoformat(entry.record.folder.name[:10]).toordinal()
+
+
+def across(steps: float) -> float:
+    """Where steps stand on the axis: beyond NEAR, where few results are, it is narrower."""
+    return steps if steps <= NEAR else NEAR + (steps - NEAR) / 12
+
+
+def scatter(entries: list) -> str:
+    """An SVG: a dot for each result, loss on the small model over published steps."""
+    losses = [entry.loss for entry in entries]
+    low, high = math.floor(min(losses) * 20 - 0.5), math.ceil(max(losses) * 20 + 0.5)
+    chart = Chart(880, 560, (2620, 3880, False), (low / 20, high / 20, False))
+    x_ticks = (*range(2700, NEAR + 1, 100), 5000, 6000, 7000, 8000)
+    chart.axes({across(tick): f"{tick:,}" for tick in x_ticks},
+               {tick / 20: f"{tick / 20:.2f}" for tick in range(low, high + 1)},
+               f"published steps to 3.28 at full size; beyond {NEAR:,} a twelfth as wide",
+               "loss of the small model after 200 steps, nats a byte")
+    days = [day_of(entry) for entry in entries]
+    for entry in entries:
+        x, y = chart.place(across(entry.steps), entry.loss)
+        color = hue((day_of(entry) - min(days)) / max(max(days) - min(days), 1))
+        spread = statistics.stdev(entry.losses)
+        ends = [chart.place(0, entry.loss + sign * spread)[1] for sign in (-1, 1)]
+        chart.parts.append(f'<path class="grid" d="M{x} {ends[0]}V{ends[1]}"></path>'
+                           f'<circle cx="{x}" cy="{y}" r="4" style="fill:{color}"></circle>')
+        chart.taken.append((x - 4, y - 4, x + 4, y + 4))
+    for entry in entries:
+        add_name(chart, entry.record.name, *chart.place(across(entry.steps), entry.loss))
+    return chart.svg("Loss on the small model against published steps, a dot for each result")
+
+
+def add_name(chart: Chart, name: str, x: float, y: float):
+    """Write a name, or else its label alone, beside the dot at (x, y), where there is room."""
+    for words in name, name.partition(" ")[0]:
+        width = LETTER * len(words)
+        places = (("", x + 6, x + 6, y + 4), ("y", x - 6, x - 6 - width, y + 4),
+                  ("x", x, x - width / 2, y - 8), ("x", x, x - width / 2, y + 16))
+        for anchor, where, left, base in places:
+            if left > chart.left and chart.has_room(left, base - 10, words):
+                chart.parts.append(f'<text class="{anchor}" x="{where}" y="{base:.0f}">{words}'
+                                   "</text>")
+                return
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", nargs="?", type=Path, default=FOLDER / "runs.jsonl")
+    parser.add_argument("--write", action="store_true", help="into README.md and docs/laptop.svg")
+    parser.add_argument("--operands", metavar="NAME=VALUE", help="print what `run` takes to train "
+                        "all at their best rates, with these flags")
+    args = parser.parse_args()
+    if not args.store.exists():
+        sys.exit(f"{args.store} is not there; README.md has the command that makes it")
+    rows = list(read_store(args.store).values())
+    entries = read_entries(find_records(FOLDER.parent), rows)
+    if BASELINE not in [entry.record.result for entry in entries] or len(entries) < 4:
+        sys.exit(f"{args.store} has {len(entries)} of these results at their best rates; it needs "
+                 f"4, and o{BASELINE} among them")
+    if args.operands:
+        for entry in entries:
+            print(f"{entry.record.folder}:matrix_lr={entry.rate},{args.operands}")
+        return
+    text = text_of(entries, rows)
+    if not args.write:
+        print(pages.plain(text))
+        return
+    page = FOLDER / "README.md"
+    before, rest = page.read_text(encoding="utf-8").split(BLOCK[0])
+    after = rest.partition(BLOCK[1])[2]
+    page.write_text("".join([before, BLOCK[0], text, "\n", BLOCK[1], after]), encoding="utf-8")
+    PICTURE.write_text(scatter(entries), encoding="utf-8")
+    print(f"wrote {page} and {PICTURE}")
 
 
 if __name__ == "__main__":
-    store = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER / "runs.jsonl"
-    found = measured(find_records(FOLDER.parent), list(read_store(store).values()))
-    print(pages.plain(text_of(found)) if found else f"{store} has no runs of these scripts")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `table.py | head`
+    main()

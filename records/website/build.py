@@ -17,7 +17,7 @@ from website.chart import ladder_svg
 from website.code import scripts_data
 from website.front import FRONT
 from website.ideas import chart_html, idea_html, read_ideas, trace_all
-from website.markdown import Renderer, slug
+from website.markdown import Renderer, picture, slug
 from website.record import record_html
 
 HERE = Path(__file__).parent
@@ -178,10 +178,9 @@ def pages_of(site: Site) -> dict:
     found = {"index": front_page(site)}
     blocks = pages.blocks(site.folder, site.records)
     if site.by_time:
-        found["ladder"] = ladder_page(site, blocks, site.by_time, "", "The ladder")
+        found["ladder"] = ladder_page(site, blocks, site.by_time, "The ladder")
     if site.by_steps:
-        race = picture(site.root / "docs/race-steps.svg")
-        found["optimizers"] = ladder_page(site, blocks, site.by_steps, race, "Optimizers")
+        found["optimizers"] = ladder_page(site, blocks, site.by_steps, "Optimizers")
     if "run-it" in site.renderer.pages:
         found["run-it"] = run_page(site)
     for name, path in site.docs.items():
@@ -242,7 +241,7 @@ def ladder_picture(folder: Path, records: list) -> str:
     return ladder_svg([*points.values()], named) if points else ""
 
 
-def ladder_page(site: Site, blocks: dict, records: list, race: str, title: str) -> Page:
+def ladder_page(site: Site, blocks: dict, records: list, title: str) -> Page:
     """A ladder's README: its records, what the columns mean, and all that is public."""
     path = records[0].folder.resolve().parent / "README.md"
     parts = blocks.get(path) or {"": "", " public": ""}
@@ -250,14 +249,9 @@ def ladder_page(site: Site, blocks: dict, records: list, race: str, title: str) 
     if path.exists():
         text = pages.filled(path, parts)
     html = as_cards(with_row_ids(site.renderer.html(text, path.parent)), "cards long")
-    html = html.replace("<table", '<table id="ladder"', 1).replace("</h1>", f"</h1>\n{race}", 1)
+    html = html.replace("<table", '<table id="ladder"', 1)
     links = [link_to(records[0], "First", "next")]
     return Page(title, f"{len(records)} scripts, a row each", links, with_contents(html))
-
-
-def picture(path: Path) -> str:
-    """A picture of docs/ as a part of a page, or nothing."""
-    return f'<div class="wide">{read_text(path)}</div>' if path.exists() else ""
 
 
 def run_page(site: Site) -> Page:

@@ -39,7 +39,9 @@ published. On a CPU, in float64, our scripts compute [what the public ones
 do](../docs/deviations.md#how-equality-was-shown).
 
 There is [a second race](optimizers/README.md), by steps: the same model, text and batch for all,
-and any optimizer. One GPU is enough. It went from 3,600 steps with Muon to 2,690.
+and any optimizer. One GPU is enough. It went from 3,600 steps with Muon to 2,690. [An optimizer of
+your own](../docs/optimizers.md) is judged on a laptop in minutes; [how far to trust
+that](optimizers/README.md#does-the-laptop-predict-the-ladder) was measured.
 
 **[Run it](run-it.html)** on one GPU, on eight, or on a laptop. Read [the story](#story) below, [the
 ladder of all scripts](README.md), or [the ideas through time](ideas.html).

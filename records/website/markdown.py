@@ -10,12 +10,19 @@ def slug(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
+def picture(path: Path) -> str:
+    """An SVG as a part of a page, in whose colours it is drawn; nothing where there is none."""
+    if path.suffix != ".svg" or not path.exists():
+        return ""
+    return f'<div class="wide">{path.read_text(encoding="utf-8")}</div>'
+
+
 class Renderer:
     """Makes HTML of pages of the repository at `root`.
 
     `source` is where its files are read, or None: then links to them are plain words. `names` has
-    the site's pages and pictures by the file or folder that they are of, `pages` all its pages
-    without `.html`, and `terms` where a term is explained.
+    the site's pages by the file or folder that they are of, `pages` all its pages without `.html`,
+    and `terms` where a term is explained.
     """
 
     def __init__(self, root: Path, source: str | None, names: dict, pages: set, terms: dict):
@@ -43,8 +50,9 @@ class Renderer:
                 if child.type == "link_open":
                     child.attrs["href"] = link = self.on_site(child.attrs["href"], folder)
                     is_dead = not self.is_there(link)
-                elif child.type == "image":
-                    child.attrs["src"] = self.on_site(child.attrs["src"], folder)
+                elif child.type == "image" and (drawn := picture(folder / child.attrs["src"])):
+                    child.type, child.content = "html_inline", drawn
+                    before.hidden = following.hidden = True  # a block, in place of its paragraph
                 if child.type in ("link_open", "link_close"):
                     child.hidden = is_dead
             if known is not None and before and before.type == "paragraph_open":

@@ -337,7 +337,9 @@ def contest(contestants: list, target: float | None) -> str:
         difference = time = ""
         found = compare(one.logs, contestants[0].logs) if one is not contestants[0] else None
         if found:
-            difference = f"{found.difference:+.4f} ± {found.error():.4f}"
+            difference = f"{found.difference:+.4f}"
+        if found and len(found.losses) > 1:
+            difference += f" ± {found.error():.4f}"
         if found and (p := found.p_value()) is not None:
             is_shown = p < SIGNIFICANCE and abs(found.difference) > 5e-5  # not by rounding
             difference += f" (p {p:.2g})" + "*" * is_shown

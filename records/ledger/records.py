@@ -196,9 +196,9 @@ class Comparison:
         return None
 
     def error(self) -> float:
-        """The standard error of the difference; 0 of a single pair."""
+        """The standard error of the difference, of two pairs or more."""
         gaps = [a - b for a, b in self.losses]
-        return statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
+        return statistics.stdev(gaps) / math.sqrt(len(gaps))
 
 
 def by_seed(logs: list) -> dict:

@@ -84,6 +84,12 @@ def test_a_rate_far_from_its_best_is_found_with_as_many_tries_for_all(script, tm
     assert "[1/6] a.py:muon_lr=0.2 seed 0: 1.6" in err and " min left\n" in err
 
 
+def test_one_seed_gives_a_difference_without_an_error(script, capsys):
+    assert ledger("a.py", "a.py:muon_lr=0.4", "--seeds", 1, "--out", "out") == 0
+    row = capsys.readouterr().out.splitlines()[3]
+    assert re.search(r"a:muon_lr=0.4 .* [+−]\d\.\d{4}  ", row) and "±" not in row
+
+
 def test_who_has_fewer_settings_tries_more_values_of_those(script, tmp_path, capsys):
     script.write_text(bowl("muon_lr", "adam_lr"))
     (tmp_path / "b.py").write_text(bowl("adam_lr"))

@@ -2,12 +2,14 @@
 
     python records/optimizers/table.py [--write] [--operands NAME=VALUE] [STORE]
 
-STORE, runs.jsonl beside this file, has all runs behind the table; README.md has the command that
-makes them anew. --write puts the table into README.md, and draws docs/laptop.svg.
+STORE, runs.jsonl beside this file, has all runs behind the table, and sizes.jsonl those of other
+sizes. README.md has the commands that make them anew. --write puts the tables into README.md, and
+draws docs/laptop.svg.
 """
 
 import argparse
 import math
+import os
 import signal
 import statistics
 import sys
@@ -32,15 +34,14 @@ BASELINE = 36  # the result that all are compared with: Muon, tuned
 HEADING = ("Result", "Best rate", "Loss ± std (seeds)", f"From o{BASELINE} ± error",
            "Steps to {target:.4f}", "Published steps")
 CORRELATIONS = ("Results", "n", "ρ of loss and published steps (95 %)")
-SIZES = ("Size", "Seconds", f"Seeds (of o{BASELINE})", "Std of optimizers",
-         f"Std of o{BASELINE}'s seeds", "Ratio", "ρ with published steps", "ρ with the first size")
+SIZES = ("Size", "Seconds", "Std of optimizers", "Std of seeds", "Ratio",
+         "ρ of loss and published steps (95 %)", "ρ with the table above")
 SIDES = """\
 Of the {fewer} results with fewer published steps than o{baseline}, {below} end below it here. Of
 the {more} with more, {above} end above it."""
 SIZES_LEGEND = """\
-Other sizes, each result at its best rate of the pocket. The ratio is that of the standard
-deviations: how well a size tells optimizers apart."""
-BLOCK = "<!-- table: begin -->\n", "<!-- table: end -->"
+Each result ran once, at its best rate of the pocket and seed 0, on {machine}.
+The standard deviation of seeds is that of {seeds} seeds of o{baseline}."""
 LEGEND = """\
 Each result was tried at {rates} rates. Losses are in nats a byte. The difference from o{baseline}
 is by seed, with its standard error; * where p < 0.01. Steps are those to the loss that all runs of
@@ -186,7 +187,7 @@ def target_of(entries: list) -> float:
 
 
 def text_of(entries: list, rows: list) -> str:
-    """The table and what is said below it; `rows` are all that the store has."""
+    """The table and what is said around it; `rows` are all that the store has."""
     baseline, target, lines = baseline_of(entries), target_of(entries), []
     for entry in entries:
         name, folder = entry.record.name, entry.record.folder.name
@@ -194,20 +195,20 @@ def text_of(entries: list, rows: list) -> str:
                       difference_words(entry, baseline), steps_words(entry.curves, target),
                       f"{entry.steps:,}"])
     digests = {digest_of(entry.record.script) for entry in entries}
-    first = [row for row in rows
-             if row["script"] in digests and row["flags"].keys() == {"matrix_lr"}]
-    seconds = seconds_of(first)
+    behind = [row for row in rows
+              if row["script"] in digests and row["flags"].keys() == {"matrix_lr"}]
+    seconds = seconds_of(behind)
     header = baseline.runs[0]["header"]
     variances = [statistics.variance(entry.losses) for entry in entries]
     legend = LEGEND.format(
         rates=" or ".join(sorted({str(entry.rates) for entry in entries})), baseline=BASELINE,
-        runs=len(first), seconds=statistics.median(seconds),
+        runs=len(behind), seconds=statistics.median(seconds),
         hours=sum(seconds) / 3600, machine=header["device"], torch=header["torch"],
         jobs=header.get("jobs", 1), within=math.sqrt(statistics.fmean(variances)),
         between=statistics.stdev(entry.loss for entry in entries))
     heading = [words.format(target=target) for words in HEADING]
-    parts = [correlations_table(entries), sides_words(entries), *sizes_parts(entries, rows)]
-    return "\n\n".join([*parts, pages.table(heading, lines), legend])
+    parts = correlations_table(entries), sides_words(entries), pages.table(heading, lines), legend
+    return "\n\n".join(parts)
 
 
 def seconds_of(rows: list) -> list:
@@ -216,31 +217,36 @@ def seconds_of(rows: list) -> list:
             if "process_time_ms" in row["header"]]
 
 
-def sizes_parts(entries: list, rows: list) -> list:
-    """A table of the sizes at which all ran at their best rates; nothing where it is one alone."""
+def runs_by_size(entries: list, rows: list) -> dict:
+    """{flags as words: {(result, seed): row}}, of the runs at the best rates."""
     by_digest, sizes = {digest_of(entry.record.script): entry for entry in entries}, {}
     for row in rows:
-        entry = by_digest.get(row["script"])
-        is_compared = int(row["header"]["seed"]) in COMPARED
-        if not entry or not is_compared or row["flags"].get("matrix_lr") != entry.rate:
+        entry, seed = by_digest.get(row["script"]), int(row["header"]["seed"])
+        if not entry or row["flags"].get("matrix_lr") != entry.rate or seed not in COMPARED:
             continue
         words = [f"{name} {value}" for name, value in row["flags"].items() if name != "matrix_lr"]
-        runs = sizes.setdefault(", ".join(words), {})
-        runs.setdefault(entry.record.result, []).append(row)
-    lines = []
-    for words, runs in sizes.items():
-        if len(runs) < len(entries):
+        size = ", ".join(words) or "the pocket's"
+        sizes.setdefault(size, {})[entry.record.result, seed] = row
+    return sizes
+
+
+def sizes_text(entries: list, rows: list) -> str:
+    """A table of the sizes at which all ran, and two seeds of the baseline at least."""
+    order, lines = [(entry.record.result, 0) for entry in entries], []
+    for words, runs in runs_by_size(entries, rows).items():
+        seeds = [loss_of(row) for (result, _), row in runs.items() if result == BASELINE]
+        if len(seeds) < 2 or not set(order) <= runs.keys():
             continue
-        losses = {result: [loss_of(row) for row in some] for result, some in runs.items()}
-        means = [statistics.fmean(losses[entry.record.result]) for entry in entries]
-        between, within = statistics.stdev(means), statistics.stdev(losses[BASELINE])
-        seconds = statistics.median(seconds_of([row for some in runs.values() for row in some]))
-        count = max(map(len, runs.values())), min(map(len, runs.values()))
-        lines.append([words or "the pocket's", f"{seconds:.0f}", f"{count[1]} ({count[0]})",
-                      f"{between:.4f}", f"{within:.4f}", f"{between / within:.1f}",
-                      correlation_words(means, entries),
-                      f"{spearman(means, [entry.loss for entry in entries])[0]:.2f}"])
-    return [SIZES_LEGEND, pages.table(SIZES, lines)] if len(lines) > 1 else []
+        losses = [loss_of(runs[key]) for key in order]
+        between, within = statistics.stdev(losses), statistics.stdev(seeds)
+        seconds = statistics.median(seconds_of([runs[key] for key in order]))
+        rho, *_ = spearman(losses, [entry.loss for entry in entries])
+        lines.append([words, f"{seconds:.0f}", f"{between:.4f}", f"{within:.4f}",
+                      f"{between / within:.1f}", correlation_words(losses, entries),
+                      f"{rho:.2f}"])
+    machine = rows[0]["header"]["device"] if rows else ""
+    legend = SIZES_LEGEND.format(machine=machine, seeds=len(COMPARED), baseline=BASELINE)
+    return f"{pages.table(SIZES, lines)}\n\n{legend}" if lines else ""
 
 
 # ---- The plot ----
@@ -284,7 +290,7 @@ def add_name(chart: Chart, name: str, x: float, y: float):
         places = (("", x + 6, x + 6, y + 4), ("y", x - 6, x - 6 - width, y + 4),
                   ("x", x, x - width / 2, y - 8), ("x", x, x - width / 2, y + 16))
         for anchor, where, left, base in places:
-            if left > chart.left and chart.has_room(left, base - 10, words):
+            if left > chart.left and chart.has_room(left, base - 10, f"{words} "):
                 chart.parts.append(f'<text class="{anchor}" x="{where}" y="{base:.0f}">{words}'
                                    "</text>")
                 return
@@ -305,18 +311,23 @@ def main():
     if BASELINE not in [entry.record.result for entry in entries] or len(entries) < 4:
         sys.exit(f"{args.store} has {len(entries)} of these results at their best rates; it needs "
                  f"4, and o{BASELINE} among them")
-    if args.operands:
+    if args.operands is not None:
         for entry in entries:
-            print(f"{entry.record.folder}:matrix_lr={entry.rate},{args.operands}")
+            folder = os.path.relpath(entry.record.folder)
+            print(f"{folder}:matrix_lr={entry.rate},{args.operands}".rstrip(","))
         return
-    text = text_of(entries, rows)
+    sizes = list(read_store(args.store.with_name("sizes.jsonl")).values())
+    parts = {"table": text_of(entries, rows), "sizes": sizes_text(entries, sizes)}
     if not args.write:
-        print(pages.plain(text))
+        print(pages.plain("\n\n".join(parts.values())))
         return
     page = FOLDER / "README.md"
-    before, rest = page.read_text(encoding="utf-8").split(BLOCK[0])
-    after = rest.partition(BLOCK[1])[2]
-    page.write_text("".join([before, BLOCK[0], text, "\n", BLOCK[1], after]), encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        before, rest = text.split(f"<!-- {name}: begin -->\n")
+        end = f"<!-- {name}: end -->"
+        text = f"{before}<!-- {name}: begin -->\n{part}\n{end}{rest.partition(end)[2]}"
+    page.write_text(text, encoding="utf-8")
     PICTURE.write_text(scatter(entries), encoding="utf-8")
     print(f"wrote {page} and {PICTURE}")
 

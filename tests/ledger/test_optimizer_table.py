@@ -97,27 +97,27 @@ def test_a_run_that_diverged_is_worse_than_all():
 
 
 def test_other_sizes_are_those_at_which_all_ran_at_their_best_rates():
-    rows, losses = store(), {2: 2.2, 12: 1.5, 20: 1.6, 30: 1.4, 36: 1.7}
-    entries = table.read_entries(RECORDS, rows)
-    assert not table.sizes_parts(entries, rows)
+    entries = table.read_entries(RECORDS, store())
+    assert table.sizes_text(entries, []) == ""
+    rows, losses = [], {2: 2.2, 12: 1.5, 20: 1.6, 30: 1.4, 36: 1.7}
     for record in RECORDS:
-        more = rows_of(record, 0.1, {0: losses[record.result]})
-        if record.result == table.BASELINE:
-            more += rows_of(record, 0.1, {1: 1.8})
-        more += rows_of(record, 0.2, {0: 1.0})  # not its best rate
-        for row in more:
-            row["flags"] |= {"model_dim": "32", "num_layers": "1"}
-        rows += more
+        rows += rows_of(record, 0.1, {0: losses[record.result], 1000: 1.0})
+        rows += rows_of(record, 0.2, {0: 1.0})  # not its best rate
+    rows += rows_of(RECORDS[-1], 0.1, {1: 1.8})
+    for row in rows:
+        row["flags"] |= {"model_dim": "32", "num_layers": "1"}
     few = rows_of(RECORDS[0], 0.1, {0: 1.0})  # only one ran at this size
     few[0]["flags"]["model_dim"] = "16"
-    _, text = table.sizes_parts(entries, rows + few)
-    means = [1.4, 1.6, 1.75, 1.5, 2.2]  # in the order of the entries
-    between, within = np.std(means, ddof=1), np.std([1.7, 1.8], ddof=1)
-    rho = scipy.stats.spearmanr(means, [2750, 3030, 3250, 3325, 5625]).statistic
-    assert (f"| model_dim 32, num_layers 1 | 36 | 1 (2) | {between:.4f} | {within:.4f} | "
-            f"{between / within:.1f} | {rho:.2f} (") in text
-    assert text.splitlines()[2].startswith("| the pocket's | 36 | 2 (2) |")
-    assert len(text.splitlines()) == 4
+    text, legend = table.sizes_text(entries, few + rows).split("\n\n")
+    losses = [1.4, 1.6, 1.7, 1.5, 2.2]  # in the order of the entries
+    between, within = np.std(losses, ddof=1), np.std([1.7, 1.8], ddof=1)
+    rho = scipy.stats.spearmanr(losses, [2750, 3030, 3250, 3325, 5625]).statistic
+    with_table = scipy.stats.spearmanr(losses, [1, 2, 3, 4, 5]).statistic
+    assert "on a CPU" in legend.replace("\n", " ")
+    (row,) = text.splitlines()[2:]
+    assert row.startswith(f"| model_dim 32, num_layers 1 | 36 | {between:.4f} | {within:.4f} | "
+                          f"{between / within:.1f} | {rho:.2f} (")
+    assert row.endswith(f"| {with_table:.2f} |")
 
 
 def test_the_plot_has_a_dot_and_a_name_for_each():
@@ -134,10 +134,12 @@ def test_the_plot_has_a_dot_and_a_name_for_each():
 
 def test_the_page_has_the_table_of_the_store():
     """Mend by `python records/optimizers/table.py --write`."""
-    rows = list(read_store(table.FOLDER / "runs.jsonl").values())
+    rows, sizes = (list(read_store(table.FOLDER / name).values())
+                   for name in ("runs.jsonl", "sizes.jsonl"))
     entries = table.read_entries(find_records(table.FOLDER.parent), rows)
-    assert f"{table.BLOCK[0]}{table.text_of(entries, rows)}\n{table.BLOCK[1]}" in (
-        table.FOLDER / "README.md").read_text()
+    page = (table.FOLDER / "README.md").read_text()
+    assert f"<!-- table: begin -->\n{table.text_of(entries, rows)}\n<!-- table: end -->" in page
+    assert f"<!-- sizes: begin -->\n{table.sizes_text(entries, sizes)}\n<!-- sizes: end -->" in page
     assert table.PICTURE.read_text() == table.scatter(entries)
 
 

@@ -36,6 +36,9 @@ HEADING = ("Result", "Best rate", "Loss ± std (seeds)", f"From o{BASELINE} ± e
 CORRELATIONS = ("Results", "n", "ρ of loss and published steps (95 %)")
 SIZES = ("Size", "Seconds", "Std of optimizers", "Std of seeds", "Ratio",
          "ρ of loss and published steps (95 %)", "ρ with the table above")
+NO_SIZE = "matrix_lr", "val_every", "sequences_per_forward"  # flags that leave the size
+SIZE_WORDS = {"num_iterations": "{} steps", "sequences_per_step": "{} sequences a step",
+              "model_dim": "width {}", "num_layers": "{} layers"}
 SIDES = """\
 Of the {fewer} results with fewer published steps than o{baseline}, {below} end below it here. Of
 the {more} with more, {above} end above it."""
@@ -224,7 +227,8 @@ def runs_by_size(entries: list, rows: list) -> dict:
         entry, seed = by_digest.get(row["script"]), int(row["header"]["seed"])
         if not entry or row["flags"].get("matrix_lr") != entry.rate or seed not in COMPARED:
             continue
-        words = [f"{name} {value}" for name, value in row["flags"].items() if name != "matrix_lr"]
+        words = [SIZE_WORDS.get(name, f"{name} {{}}").format(value)
+                 for name, value in row["flags"].items() if name not in NO_SIZE]
         size = ", ".join(words) or "the pocket's"
         sizes.setdefault(size, {})[entry.record.result, seed] = row
     return sizes

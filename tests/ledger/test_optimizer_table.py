@@ -105,7 +105,7 @@ def test_other_sizes_are_those_at_which_all_ran_at_their_best_rates():
         rows += rows_of(record, 0.2, {0: 1.0})  # not its best rate
     rows += rows_of(RECORDS[-1], 0.1, {1: 1.8})
     for row in rows:
-        row["flags"] |= {"model_dim": "32", "num_layers": "1"}
+        row["flags"] |= {"model_dim": "32", "cooldown_frac": "1", "val_every": "5"}
     few = rows_of(RECORDS[0], 0.1, {0: 1.0})  # only one ran at this size
     few[0]["flags"]["model_dim"] = "16"
     text, legend = table.sizes_text(entries, few + rows).split("\n\n")
@@ -115,7 +115,7 @@ def test_other_sizes_are_those_at_which_all_ran_at_their_best_rates():
     with_table = scipy.stats.spearmanr(losses, [1, 2, 3, 4, 5]).statistic
     assert "on a CPU" in legend.replace("\n", " ")
     (row,) = text.splitlines()[2:]
-    assert row.startswith(f"| model_dim 32, num_layers 1 | 36 | {between:.4f} | {within:.4f} | "
+    assert row.startswith(f"| width 32, cooldown_frac 1 | 36 | {between:.4f} | {within:.4f} | "
                           f"{between / within:.1f} | {rho:.2f} (")
     assert row.endswith(f"| {with_table:.2f} |")
 

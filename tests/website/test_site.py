@@ -92,7 +92,8 @@ def copy_some(ladder, folder):
                                         f"directions.\n\n## See the change\n\n{LOSSES}")
         parent = name
     for name in ("README.md", "CONTRIBUTING.md", "data/README.md", "records/public.toml",
-                 "records/README.md", "records/public_curves.csv", "records/optimizers/public.csv"):
+                 "records/README.md", "records/public_curves.csv", "records/optimizers/README.md",
+                 "records/optimizers/public.csv"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / name, folder / name)
     shutil.copytree(REPO / "docs", folder / "docs")

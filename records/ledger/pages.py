@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 
 from ledger.logs import LedgerError, machine_words, read_text, why_not_counted
-from ledger.records import PRESETS, SIGNIFICANCE, Record, by_seed, compare, read_public
+from ledger.records import PRESETS, Record, by_seed, compare, read_public
 from ledger.scripts import count_changes, diff_sources
 from ledger.steps import steps_words
 
@@ -338,13 +338,12 @@ def contest(contestants: list, target: float | None) -> str:
         found = compare(one.logs, contestants[0].logs) if one is not contestants[0] else None
         if found:
             difference = f"{found.difference:+.4f}"
-        if found and len(found.losses) > 1:
-            difference += f" ± {found.error():.4f}"
-        if found and (p := found.p_value()) is not None:
-            is_shown = p < SIGNIFICANCE and abs(found.difference) > 5e-5  # not by rounding
-            difference += f" (p {p:.2g})" + "*" * is_shown
-        if found and found.ratios:
-            time = f"×{found.time:.3f} ({min(found.ratios):.3f}–{max(found.ratios):.3f})"
+            if len(found.losses) > 1:
+                difference += f" ± {found.error():.4f}"
+            if (p := found.p_value()) is not None:
+                difference += f" (p {p:.2g})" + "*" * found.is_shown()
+            if found.ratios:
+                time = f"×{found.time:.3f} ({min(found.ratios):.3f}–{max(found.ratios):.3f})"
         difference = difference.replace("-", "−")
         cells = [name, spread(losses_of(one.logs)), difference, time, steps_words(curve, target)]
         rows.append(dict(zip(heading, cells)))

@@ -200,6 +200,11 @@ class Comparison:
         gaps = [a - b for a, b in self.losses]
         return statistics.stdev(gaps) / math.sqrt(len(gaps))
 
+    def is_shown(self) -> bool:
+        """Whether the runs show a difference, which is not one of rounding."""
+        p = self.p_value()
+        return p is not None and p < SIGNIFICANCE and abs(self.difference) > 5e-5
+
 
 def by_seed(logs: list) -> dict:
     """Seed: the mean loss and the mean time of its runs; on a GPU each one ends elsewhere."""

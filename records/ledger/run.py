@@ -150,10 +150,14 @@ def keep(path: Path, run_id: str, one: Contestant, log: Log) -> dict:
     return row
 
 
+def loss_of(row: dict) -> float:
+    return math.inf if row["val_loss"] is None else row["val_loss"]  # it diverged
+
+
 def log_of(row: dict, path: Path) -> Log:
     """What a row tells of the log at `path`."""
     log = Log(path, header=row["header"], finished=True, train_time_ms=row["train_time_ms"] or 0)
-    log.val_loss = math.inf if row["val_loss"] is None else row["val_loss"]
+    log.val_loss = loss_of(row)
     log.runs = [{"val_loss": dict(row["val"])}]
     log.describe()
     return log

@@ -22,8 +22,8 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ledger import pages
-from ledger.records import Record, find_records
-from ledger.run import digest_of, read_store
+from ledger.records import Record, compare, find_records
+from ledger.run import digest_of, log_of, loss_of, read_store
 from ledger.steps import steps_words
 from ledger.tune import SEEDS
 from website.chart import LETTER, Chart, hue
@@ -77,6 +77,10 @@ class Entry:
         return self.runs[0]["flags"]["matrix_lr"]
 
     @property
+    def digest(self) -> str:
+        return self.runs[0]["script"]
+
+    @property
     def keeps_norm(self) -> bool:
         return "hyperball_step(" in self.record.script
 
@@ -97,8 +101,8 @@ class Entry:
         return self.record.published["steps"]
 
 
-def loss_of(row: dict) -> float:
-    return math.inf if row["val_loss"] is None else row["val_loss"]  # it diverged
+def seed_of(row: dict) -> int:
+    return int(row["header"]["seed"])
 
 
 def read_entries(records: list, rows: list) -> list:
@@ -111,15 +115,15 @@ def read_entries(records: list, rows: list) -> list:
         for row in rows:
             if row["script"] == digest and row["flags"].keys() == {"matrix_lr"}:
                 by_rate.setdefault(row["flags"]["matrix_lr"], []).append(row)
-        tuning = {rate: [loss_of(row) for row in some if int(row["header"]["seed"]) in SEEDS]
+        tuning = {rate: [loss_of(row) for row in some if seed_of(row) in SEEDS]
                   for rate, some in by_rate.items()}
         tuning = {rate: statistics.fmean(losses) for rate, losses in tuning.items() if losses}
         if not tuning:
             continue
         best = min(tuning, key=tuning.get)
-        runs = [row for row in by_rate[best] if int(row["header"]["seed"]) in COMPARED]
+        runs = [row for row in by_rate[best] if seed_of(row) in COMPARED]
         if len(runs) > 1:
-            runs.sort(key=lambda row: int(row["header"]["seed"]))
+            runs.sort(key=seed_of)
             entries.append(Entry(record, runs, len(tuning)))
     return sorted(entries, key=lambda entry: entry.loss)
 
@@ -169,14 +173,10 @@ def difference_words(entry: Entry, baseline: Entry) -> str:
     """The mean difference from the baseline and its standard error, in pairs of one seed."""
     if entry is baseline:
         return ""
-    ours, theirs = ({int(row["header"]["seed"]): loss_of(row) for row in one.runs}
-                    for one in (entry, baseline))
-    seeds = sorted(ours.keys() & theirs.keys())
-    gaps = [ours[seed] - theirs[seed] for seed in seeds]
-    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
-    p = stats.ttest_rel([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]).pvalue
-    is_shown = "*" if p < 0.01 else ""
-    return f"{statistics.fmean(gaps):+.4f} ± {error:.4f}{is_shown}".replace("-", "−")
+    ours, theirs = ([log_of(row, FOLDER) for row in one.runs] for one in (entry, baseline))
+    found = compare(ours, theirs)
+    words = f"{found.difference:+.4f} ± {found.error():.4f}" + "*" * found.is_shown()
+    return words.replace("-", "−")
 
 
 def baseline_of(entries: list) -> Entry:
@@ -197,7 +197,7 @@ def text_of(entries: list, rows: list) -> str:
         lines.append([f"[{name}]({folder})", entry.rate, pages.spread(entry.losses),
                       difference_words(entry, baseline), steps_words(entry.curves, target),
                       f"{entry.steps:,}"])
-    digests = {digest_of(entry.record.script) for entry in entries}
+    digests = {entry.digest for entry in entries}
     behind = [row for row in rows
               if row["script"] in digests and row["flags"].keys() == {"matrix_lr"}]
     seconds = seconds_of(behind)
@@ -222,9 +222,9 @@ def seconds_of(rows: list) -> list:
 
 def runs_by_size(entries: list, rows: list) -> dict:
     """{flags as words: {(result, seed): row}}, of the runs at the best rates."""
-    by_digest, sizes = {digest_of(entry.record.script): entry for entry in entries}, {}
+    by_digest, sizes = {entry.digest: entry for entry in entries}, {}
     for row in rows:
-        entry, seed = by_digest.get(row["script"]), int(row["header"]["seed"])
+        entry, seed = by_digest.get(row["script"]), seed_of(row)
         if not entry or row["flags"].get("matrix_lr") != entry.rate or seed not in COMPARED:
             continue
         words = [SIZE_WORDS.get(name, f"{name} {{}}").format(value)
@@ -236,11 +236,12 @@ def runs_by_size(entries: list, rows: list) -> dict:
 
 def sizes_text(entries: list, rows: list) -> str:
     """A table of the sizes at which all ran, and two seeds of the baseline at least."""
-    order, lines = [(entry.record.result, 0) for entry in entries], []
+    order, lines, counts = [(entry.record.result, 0) for entry in entries], [], set()
     for words, runs in runs_by_size(entries, rows).items():
         seeds = [loss_of(row) for (result, _), row in runs.items() if result == BASELINE]
         if len(seeds) < 2 or not set(order) <= runs.keys():
             continue
+        counts.add(str(len(seeds)))
         losses = [loss_of(runs[key]) for key in order]
         between, within = statistics.stdev(losses), statistics.stdev(seeds)
         seconds = statistics.median(seconds_of([runs[key] for key in order]))
@@ -248,9 +249,11 @@ def sizes_text(entries: list, rows: list) -> str:
         lines.append([words, f"{seconds:.0f}", f"{between:.4f}", f"{within:.4f}",
                       f"{between / within:.1f}", correlation_words(losses, entries),
                       f"{rho:.2f}"])
-    machine = rows[0]["header"]["device"] if rows else ""
-    legend = SIZES_LEGEND.format(machine=machine, seeds=len(COMPARED), baseline=BASELINE)
-    return f"{pages.table(SIZES, lines)}\n\n{legend}" if lines else ""
+    if not lines:
+        return ""
+    legend = SIZES_LEGEND.format(machine=rows[0]["header"]["device"], baseline=BASELINE,
+                                 seeds=" or ".join(sorted(counts)))
+    return f"{pages.table(SIZES, lines)}\n\n{legend}"
 
 
 # ---- The plot ----
@@ -321,17 +324,12 @@ def main():
             print(f"{folder}:matrix_lr={entry.rate},{args.operands}".rstrip(","))
         return
     sizes = list(read_store(args.store.with_name("sizes.jsonl")).values())
-    parts = {"table": text_of(entries, rows), "sizes": sizes_text(entries, sizes)}
+    parts = {" laptop": text_of(entries, rows), " sizes": sizes_text(entries, sizes)}
     if not args.write:
         print(pages.plain("\n\n".join(parts.values())))
         return
     page = FOLDER / "README.md"
-    text = page.read_text(encoding="utf-8")
-    for name, part in parts.items():
-        before, rest = text.split(f"<!-- {name}: begin -->\n")
-        end = f"<!-- {name}: end -->"
-        text = f"{before}<!-- {name}: begin -->\n{part}\n{end}{rest.partition(end)[2]}"
-    page.write_text(text, encoding="utf-8")
+    page.write_text(pages.filled(page, parts), encoding="utf-8")
     PICTURE.write_text(scatter(entries), encoding="utf-8")
     print(f"wrote {page} and {PICTURE}")
 

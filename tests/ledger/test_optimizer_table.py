@@ -39,7 +39,7 @@ def rows_of(record, rate: float, losses: dict) -> list:
     """A run for each seed, which falls straight from 3 to its loss in 100 steps."""
     header = {"device": "a CPU", "torch": "2", "process_time_ms": "36000"}
     return [{"script": digest_of(record.script), "flags": {"matrix_lr": f"{rate:g}"},
-             "header": header | {"seed": str(seed)}, "val_loss": loss,
+             "header": header | {"seed": str(seed)}, "val_loss": loss, "train_time_ms": 36000,
              "val": [[0, 3.0], [100, loss]]} for seed, loss in losses.items()]
 
 
@@ -138,8 +138,9 @@ def test_the_page_has_the_table_of_the_store():
                    for name in ("runs.jsonl", "sizes.jsonl"))
     entries = table.read_entries(find_records(table.FOLDER.parent), rows)
     page = (table.FOLDER / "README.md").read_text()
-    assert f"<!-- table: begin -->\n{table.text_of(entries, rows)}\n<!-- table: end -->" in page
-    assert f"<!-- sizes: begin -->\n{table.sizes_text(entries, sizes)}\n<!-- sizes: end -->" in page
+    parts = {"laptop": table.text_of(entries, rows), "sizes": table.sizes_text(entries, sizes)}
+    for name, part in parts.items():
+        assert f"<!-- ledger: begin {name} -->\n{part}\n<!-- ledger: end -->" in page
     assert table.PICTURE.read_text() == table.scatter(entries)
 
 

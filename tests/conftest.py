@@ -28,6 +28,9 @@ from ledger.records import record_folders
 REPO = Path(__file__).resolve().parent.parent
 SCRIPTS = ["train_gpt.py", *(str(path.relative_to(REPO) / "train_gpt.py")
                              for path in record_folders(REPO / "records"))]
+# Seconds after which what a test has started is said to hang. torchrun alone grants ranks 60 to
+# end, and a virtual machine may stand still for as long.
+PATIENCE = 300
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # nohup, for one, starts the tests with these ignored; what the tests start does not ignore them.

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import launch as launch_tool
 import pytest
-from conftest import REPO, project_files
+from conftest import PATIENCE, REPO, project_files
 
 # A rank ends as its flag says, or waits.
 RANK = """import os, sys, time
@@ -40,7 +40,7 @@ def launch(tmp_path):
 
 def check_end(run, code, lines=8):
     """No rank is left, which would hold the pipes open, and torchrun says little."""
-    errors = run.communicate(timeout=60)[1]
+    errors = run.communicate(timeout=PATIENCE)[1]
     assert run.returncode == code
     assert "Traceback" not in errors and errors.count("\n") <= lines, errors
 
@@ -56,8 +56,8 @@ def test_a_script_by_itself_is_interrupted_in_one_line(launch):
 
 def test_a_run_that_ends_well_is_followed_by_what_to_type_next(launch, monkeypatch):
     monkeypatch.setenv("RUN_SH_NEXT", "Next: type this.")
-    assert launch(1, "--pass").communicate(timeout=60)[0] == "Next: type this.\n"
-    assert launch(1, "--fail").communicate(timeout=60)[0] == ""
+    assert launch(1, "--pass").communicate(timeout=PATIENCE)[0] == "Next: type this.\n"
+    assert launch(1, "--fail").communicate(timeout=PATIENCE)[0] == ""
 
 
 def test_all_that_starts_torchrun_takes_its_options_from_one_function():
@@ -145,7 +145,7 @@ def test_under_nohup_torchrun_leaves_a_hangup_alone(torchrun, monkeypatch, on_ha
 def test_a_rank_that_is_killed_is_told(launch):
     run = launch(2)
     os.kill(int(run.stdout.readline().split()[-1]), signal.SIGKILL)
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=PATIENCE)
     assert run.returncode == 1
     assert "was killed" in errors and "--resume auto" in errors and errors.count("\n") <= 8
 

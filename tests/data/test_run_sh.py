@@ -7,7 +7,7 @@ import sys
 import zipfile
 
 import pytest
-from conftest import REPO
+from conftest import PATIENCE, REPO
 
 NOTE = """import os, sys
 print(os.getcwd(), *sys.argv[1:], sep="|")
@@ -111,7 +111,7 @@ def test_set_ups_at_once_wait_for_each_other_and_one_that_was_killed_goes_on(clo
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables)
 
     def ends_well(run):
-        printed, errors = run.communicate(timeout=100)
+        printed, errors = run.communicate(timeout=PATIENCE)
         assert run.returncode == 0, errors
         assert printed.splitlines()[-1].startswith(f"{clone}|") and printed.endswith("|-k|a b\n")
         return "setting up" in errors

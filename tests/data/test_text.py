@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import REPO, read_shard
+from conftest import PATIENCE, REPO, read_shard
 
 import train_gpt
 
@@ -227,7 +227,7 @@ def test_a_stopped_run_leaves_nothing_that_stays(start_text, run_text, tmp_path,
         # It reads no further than the pipe, which stays open, and writes what it has read.
         process.stdin.write(b"some words " * 1_000_000)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == (143 if number == signal.SIGTERM else -number) and not errors
     assert any((tmp_path / "out").iterdir()) == (number == signal.SIGKILL)
     run_text("-", stdin=b"some words " * 1000)
@@ -242,14 +242,14 @@ def test_of_two_runs_at_once_the_second_waits_and_finds_the_shards(start_text, t
         with start_text() as second:
             said = second.stderr.readline()
             assert said == b"waiting for another process that writes into out\n"
-            assert not first.communicate(timeout=60)[1] and first.returncode == 0
-            assert b"a shard of an earlier run" in second.communicate(timeout=60)[1]
+            assert not first.communicate(timeout=PATIENCE)[1] and first.returncode == 0
+            assert b"a shard of an earlier run" in second.communicate(timeout=PATIENCE)[1]
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".bin"}
 
 
 def test_what_cannot_be_written_is_named(start_text, tmp_path):
     with start_text(limit=4) as process:
-        _, errors = process.communicate(b"some words " * 1_000_000, timeout=60)
+        _, errors = process.communicate(b"some words " * 1_000_000, timeout=PATIENCE)
     assert process.returncode == 2 and errors.count(b"\n") == 1
     assert errors.startswith(b"text.py: out/.text.partial: not written (File too large); make room")
     assert not list((tmp_path / "out").iterdir())

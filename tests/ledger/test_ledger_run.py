@@ -10,7 +10,7 @@ import time
 
 import pytest
 import scipy
-from conftest import REPO
+from conftest import PATIENCE, REPO
 from fake_records import CHILD, NEWEST, PARENT, SCRIPT, SEEDS, edit, make_records
 from ledger import logs
 from ledger.__main__ import main
@@ -92,7 +92,7 @@ import os, pathlib, sys, time
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 folder = pathlib.Path("logs", flags["--run_id"])
 folder.mkdir(parents=True)
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + {PATIENCE}
 while len(list(pathlib.Path("logs").iterdir())) < 2:  # each waits for the other to begin
     assert time.monotonic() < deadline
 log = open(folder / "log.txt", "w")
@@ -152,7 +152,7 @@ def test_without_scipy_runs_are_compared_without_p_values(measured, monkeypatch,
 
 @pytest.mark.slow
 def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
-    wait = "if cfg.seed and not Path('go').exists(): __import__('time').sleep(60)"
+    wait = f"if cfg.seed and not Path('go').exists(): __import__('time').sleep({PATIENCE})"
     (tmp_path / "slow.py").write_text(SCRIPT)
     edit(tmp_path / "slow.py", "    ms = 0\n", f"    ms = 0\n    {wait}\n")
     command = [sys.executable, REPO / "records/ledger", "run", tmp_path / "slow.py"]
@@ -160,12 +160,12 @@ def test_interrupted_runs_go_on_where_they_stopped(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)
     assert "slow.py seed 0" in process.stderr.readline()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while len([*tmp_path.glob("logs/*")]) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)  # as ctrl-C does
-    err = process.communicate(timeout=30)[1]
+    err = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 2 and "Traceback" not in err, err
     assert "stopped; the same command goes on; what is done is kept in" in err
     (tmp_path / "go").touch()

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO, SCRIPTS, copy_project
+from conftest import PATIENCE, REPO, SCRIPTS, copy_project
 from page_text import PAGES, blocks_of
 
 import train_gpt
@@ -61,7 +61,7 @@ def run(command, capfd):
     if command.startswith("python train_gpt.py "):  # in this process, which has imported torch
         code = train_gpt.main(shlex.split(command)[2:])
     else:
-        code = subprocess.run(["bash", "-o", "pipefail", "-c", command], timeout=300,
+        code = subprocess.run(["bash", "-o", "pipefail", "-c", command], timeout=PATIENCE,
                               stdin=subprocess.DEVNULL).returncode
     out, errors = capfd.readouterr()
     assert code == 0, f"{command}\n{out[-2000:]}\n{errors[-2000:]}"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import PATIENCE
 from golden import TinyRun, in_float64, load, shrink_blocks, tiny, write_tables
 from record_folders import NEWEST, RECORDS, for_each_slowly, one_of_each_kind
 
@@ -33,7 +34,7 @@ class Exchange:
         self.world_size = world_size
         self.mine = threading.local()
         self.turn = threading.Lock()
-        self.barrier = threading.Barrier(world_size, timeout=60)
+        self.barrier = threading.Barrier(world_size, timeout=PATIENCE)
         self.given = [None] * world_size
 
     def on_each_rank(self, function):

@@ -16,6 +16,7 @@ from unittest import mock
 import golden
 import pytest
 import torch
+from conftest import PATIENCE
 from host_gpu.trace import few_layers_of
 from record_folders import for_each_slowly, having, one_of_each_kind
 from shards import write_shard
@@ -161,6 +162,6 @@ def test_a_step_may_skip_several_shards(tmp_path, pocket_data):
     flags.append(f"--val_files={pocket_data}/pocket_val_*.bin")
     script = [sys.executable, NEWEST / "train_gpt.py"]
     done = subprocess.run(
-        [*script, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        [*script, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "the training data begin again" in done.stdout

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import PATIENCE
 from tiny_runs import to_argv
 
 import train_gpt
@@ -31,7 +32,7 @@ class Run:
         self.processes = []
         self.folder = cwd / "logs" / "x"
 
-    def wait(self, timeout=120):
+    def wait(self, timeout=PATIENCE):
         """Exit codes by rank, negative where a signal ended it. A rank that hangs is a failure."""
         deadline = time.monotonic() + timeout
         for process in self.processes:

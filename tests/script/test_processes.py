@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import test_survival
 import torch
+from conftest import PATIENCE
 from launch import torchrun_options
 from rank_processes import Run, at_each_step, start_run
 from test_survival import MODEL, STEPS, assert_goes_on, whole  # noqa: F401 (a fixture)
@@ -166,13 +167,13 @@ def test_torchrun_restarts_after_a_killed_worker(tmp_path, files):
                                env=os.environ | variables)
     run, log = Run(tmp_path), tmp_path / "logs" / "x" / "log.txt"
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     try:
         while not (log.exists() and "step:15/" in run.log()):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.005)
         os.kill(int(children.read_text().split()[1]), signal.SIGKILL)
-        assert process.wait(timeout=120) == 0
+        assert process.wait(timeout=PATIENCE) == 0
     finally:
         process.terminate()  # it ends its workers
         process.wait()

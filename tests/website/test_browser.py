@@ -8,7 +8,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from conftest import REPO
+from conftest import PATIENCE, REPO
 from ledger.scripts import above
 from test_site import copy_some, write
 from website.build import PAGE
@@ -30,7 +30,7 @@ def try_in_browser(site: Path, *flags: str, **wanted) -> dict:
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=60000",
              "--allow-file-access-from-files", "--enable-logging=stderr", "--dump-dom", *flags]
     done = subprocess.run([BROWSER, *words, f"file://{page}"], capture_output=True, text=True,
-                          timeout=180)
+                          timeout=PATIENCE)
     page.unlink()
     assert "CONSOLE" not in done.stderr, done.stderr
     found = json.loads(unescape(re.search('<pre id="found">(.*?)</pre>', done.stdout)[1]))

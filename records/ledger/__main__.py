@@ -6,7 +6,9 @@ or a run fails. records/README.md has the rules.
 """
 
 import argparse
+import contextlib
 import importlib.util
+import math
 import os
 import signal
 import sys
@@ -48,9 +50,9 @@ def run_verb(args) -> int:
     args.threads = os.environ.get("OMP_NUM_THREADS", "1")
     contestants = run.contestants_of(args.operands, args.preset)
     if args.tune:
-        contestants, tried = tune.tune(contestants, args.tune.split(","), args)
+        contestants, tried = tune.tune(contestants, args.tune, args)
         print(pages.plain(tried) + "\n")
-    run.run_all(contestants, range(args.seeds), args)
+    run.run_all(contestants, range(args.seeds), args, "comparing")
     print(pages.plain(pages.contest(contestants, args.target)))
     args.operands = [log.path for one in contestants for log in one.logs]
     return file_verb(args) if args.file else 0
@@ -134,6 +136,20 @@ def count(text: str) -> int:
     return int(text)
 
 
+def positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+
+
+def names(text: str) -> list:
+    found = [name.strip() for name in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} does not name settings as NAME,NAME")
+    return found
+
+
 def make_parser() -> Parser:
     parser = Parser(prog="ledger", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,9 +168,10 @@ def make_parser() -> Parser:
     flag("--seeds", type=count, default=10, metavar="N", help="runs of each (default: 10)")
     flag("--jobs", type=count, default=1, metavar="N", help="runs at once, which share the cores")
     flag("--nproc", type=count, default=1, metavar="N", help="processes of a run (default: 1)")
-    flag("--tune", metavar="NAME,NAME", help="first find each script's best values of settings")
+    flag("--tune", type=names, metavar="NAME,NAME",
+         help="first find each script's best values of settings")
     flag("--values", type=count, default=5, metavar="N", help="to try of each setting (default: 5)")
-    flag("--target", type=float, help="count the steps to this loss (default: the first one's)")
+    flag("--target", type=positive, help="count the steps to this loss (default: the first one's)")
     flag("--out", default="logs/ledger", help="keeps the logs (default: logs/ledger)")
     flag("--store", metavar="FILE", help="of the losses of all runs (default: OUT/runs.jsonl)")
     flag("--file", action="store_true", help="also file the logs, as the verb does")
@@ -165,10 +182,10 @@ def make_parser() -> Parser:
     flag = add(list_verb, "the table of records, or of other people's logs beside their baseline")
     flag("folder", nargs="?", default=RECORDS, help="default: records/")
     flag("--write", action="store_true", help="also make the READMEs' blocks anew")
-    flag("--target", type=float, default=3.28, help="of other people's losses (default: 3.28)")
+    flag("--target", type=positive, default=3.28, help="of other people's losses (default: 3.28)")
     flag = add(judge_verb, "the first step at which the mean of all runs is below a loss")
     flag("folder", nargs="+", help="of logs, or a log, also of others' with many runs")
-    flag("--target", type=float, default=3.28, help="the loss (default: 3.28)")
+    flag("--target", type=positive, default=3.28, help="the loss (default: 3.28)")
     flag("--preset", default="record", choices=PRESETS, help="of our own runs (default: record)")
     flag = add(diff_verb, "what changed between two sources, section by section")
     flag("a", metavar="A", help="folder, script or log")

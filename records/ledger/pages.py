@@ -27,9 +27,11 @@ PUBLIC = ("Record", "Date", "Minutes", "Idea", "By", "Script here")
 RESULTS = ("Result", "Date", "Steps", "Loss (runs)", "Idea", "By", "Script here")
 CONTEST = ("Contestant", "Loss ± std (seeds)", "Difference ± error", "Time")
 CONTEST_LEGEND = """\
-Difference (± standard error), Time (the median of the ratios, and the smallest and largest): from
-the first contestant, by seed; * where p < 0.01. Steps: interpolated, ± the interval of 95 %. Runs
-that waited for other programs, ran beside others or were resumed have no time."""
+Difference: from the first contestant, by seed, ± its standard error; * where p < 0.01. Steps: to
+the loss that all runs of the first one reach, or --target; interpolated, ± the interval of 95 %."""
+TIME_LEGEND = """\
+Time: the median of the ratios to the first contestant, and the smallest and largest. Runs that
+waited for other programs, ran beside others or were resumed have none."""
 # A link to where a function is defined: its name, the script, the line
 DEFINED = re.compile(r"\[`([\w.]+)`\]\(([\w./-]+\.py)#L(\d+)\)")
 OTHERS = ("Logs", "n", "Steps", "Loss ± std (n)", "Below target", "Median minutes (from–to)",
@@ -331,11 +333,16 @@ def contest(contestants: list, target: float | None) -> str:
     """What `run` found: each contestant against the first one, and its steps to a loss."""
     curves = [[log.runs[0]["val_loss"] for log in one.logs] for one in contestants]
     target = target or max(min(curve.values()) for curve in curves[0])  # which all of them reach
+    first_losses = losses_of(contestants[0].logs)
     heading, rows = (*CONTEST, f"Steps to {target:.4f}"), []
     for one, curve in zip(contestants, curves):
         name = one.operand.replace(".py", "", 1)
-        difference = time = ""
-        found = compare(one.logs, contestants[0].logs) if one is not contestants[0] else None
+        losses, difference, time = losses_of(one.logs), "", ""
+        diverged = losses.count(math.inf)
+        loss = f"{diverged} of {len(losses)} diverged" if diverged else spread(losses)
+        found = None
+        if one is not contestants[0] and all(map(math.isfinite, losses + first_losses)):
+            found = compare(one.logs, contestants[0].logs)
         if found:
             difference = f"{found.difference:+.4f}"
             if len(found.losses) > 1:
@@ -345,9 +352,12 @@ def contest(contestants: list, target: float | None) -> str:
             if found.ratios:
                 time = f"×{found.time:.3f} ({min(found.ratios):.3f}–{max(found.ratios):.3f})"
         difference = difference.replace("-", "−")
-        cells = [name, spread(losses_of(one.logs)), difference, time, steps_words(curve, target)]
+        cells = [name, loss, difference, time, steps_words(curve, target)]
         rows.append(dict(zip(heading, cells)))
-    return f"{table(heading, rows)}\n\n{CONTEST_LEGEND}"
+    legend = [CONTEST_LEGEND]
+    if any(row["Time"] for row in rows):
+        legend.append(TIME_LEGEND)
+    return "\n".join([f"{table(heading, rows)}\n", *legend])
 
 
 def others(logs: list, folder: Path, target: float) -> str:

@@ -44,8 +44,10 @@ class Contestant:
 
     @property
     def operand(self) -> str:
-        flags = ",".join(f"{name}={value}" for name, value in self.flags.items())
-        return f"{self.place}:{flags}" if flags else self.place
+        flags = [f"{name}={value}" for name, value in self.flags.items()]
+        if self.first_seed:
+            flags.append(f"seed={self.first_seed}")
+        return f"{self.place}:{','.join(flags)}" if flags else self.place
 
 
 def contestant_of(operand: str, preset: str) -> Contestant:
@@ -64,6 +66,8 @@ def contestant_of(operand: str, preset: str) -> Contestant:
         name, _, value = item.partition("=")
         if name in ("run_id", "preset") or not value or name == "seed" and not value.isdigit():
             raise LedgerError(f"{operand}: {item!r} is no name=value that can be given here")
+        if name in flags:
+            raise LedgerError(f"{operand}: {name} is given twice; leave one out")
         flags[name] = value
     first_seed, data = int(flags.pop("seed", 0)), []
     settings = settings_of(source, preset) | flags
@@ -123,11 +127,13 @@ KEPT = *SETTING, *SAME, "seed", "process_time_ms"  # of a header
 
 
 def read_store(path: Path) -> dict:
-    """RUN_ID: the row of a finished run, which `keep` appended as a line of JSON."""
+    """{run id: the row of a finished run}, which `keep` appended as a line of JSON."""
     rows = {}
     for line in read_text(path).splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):  # the machine went off while it was written
+        # The machine went off while it was written, or it is no row.
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             row = json.loads(line)
+            log_of(row, path)
             rows[row["run"]] = row
     return rows
 
@@ -137,17 +143,23 @@ def digest_of(source: str) -> str:
     return hashlib.sha256(meaning(above(source)).encode()).hexdigest()[:16]
 
 
-def keep(path: Path, run_id: str, one: Contestant, log: Log) -> dict:
-    """Append a finished run to the store; its row. Where its last loss is null, it diverged."""
+def row_of(run_id: str, one: Contestant, log: Log) -> dict:
+    """What is kept of a finished run. Where its last loss is None, it diverged."""
     found = log.final | log.header
-    row = dict(
+    return dict(
         run=run_id, script=digest_of(one.source), flags=one.flags,
         header={name: found[name] for name in KEPT if name in found},
         val=[(step, loss) for step, (loss, _) in log.val.items()],
         val_loss=log.val_loss, train_time_ms=log.train_time_ms)
+
+
+def keep(path: Path, row: dict):
+    """Append a row to the store."""
+    line = json.dumps(row) + "\n"
+    if path.exists() and not path.read_bytes().endswith(b"\n"):
+        line = "\n" + line  # the last one was cut
     with path.open("a", encoding="utf-8", newline="") as file:  # one write: others may append, too
-        file.write(json.dumps(row) + "\n")
-    return row
+        file.write(line)
 
 
 def loss_of(row: dict) -> float:
@@ -172,8 +184,19 @@ def run_id_of(one: Contestant, seed: int, args) -> str:
     return f"{name}-{digest[:8]}-seed-{seed}"
 
 
-def run_one(one: Contestant, seed: int, args) -> Log:
-    """The log of a run, made now unless the store has it."""
+def hold_alike(log: Log, first: Log, args):
+    """Raise LedgerError where two runs are of other machines."""
+    if log.setting != first.setting:
+        flag = "--out" if args.store.parent == args.out else "--store"
+        raise LedgerError(f"it is of {machine_words(log.setting)}, and what {args.store} has is of "
+                          f"{machine_words(first.setting)}; give another {flag}")
+
+
+def run_one(one: Contestant, seed: int, first: Log | None, args) -> Log:
+    """The log of a run, made now unless the store has it. It has to be of the first one's machine.
+
+    Raises LedgerError.
+    """
     run_id = run_id_of(one, seed, args)
     path = args.out / "logs" / run_id / "log.txt"
     if run_id in args.rows:
@@ -191,42 +214,48 @@ def run_one(one: Contestant, seed: int, args) -> Log:
         start, log.header["jobs"] = f"\n{RULE}\n", str(args.jobs)
         text = read_text(path).replace(start, f"{start}jobs: {args.jobs}\n", 1)
         path.write_text(text, encoding="utf-8", newline="")
-    args.rows[run_id] = keep(args.store, run_id, one, log)
-    return log_of(args.rows[run_id], path)
+    row = row_of(run_id, one, log)
+    found = log_of(row, path)
+    if first:
+        hold_alike(found, first, args)  # before it is kept, in the place of one of that machine
+    keep(args.store, row)
+    args.rows[run_id] = row
+    return found
 
 
-def run_all(contestants: list, seeds, args, may_diverge: bool = False):
+def run_all(contestants: list, seeds, args, stage: str):
     """Every seed of every contestant, A B A B. Raises LedgerError where one fails or is stopped."""
-    (args.out / "logs").mkdir(parents=True, exist_ok=True)
+    for folder in (args.out / "logs", args.store.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     turns = [(one, seed, run_id_of(one, seed + one.first_seed, args))
              for seed in seeds for one in contestants]
     new = {run_id for *_, run_id in turns} - args.rows.keys()
+    kept_rows = [args.rows[run_id] for *_, run_id in turns if run_id in args.rows]
+    kept_log = log_of(kept_rows[0], args.store) if kept_rows else None
     pool, futures, began = ThreadPoolExecutor(args.jobs), {}, time.monotonic()
     kept = f"what is done is kept in {args.store}"
     for one, seed, run_id in turns:
         if run_id not in futures:  # a script may stand against itself
-            futures[run_id] = pool.submit(run_one, one, seed + one.first_seed, args)
+            futures[run_id] = pool.submit(run_one, one, seed + one.first_seed, kept_log, args)
     try:
         for number, (one, seed, run_id) in enumerate(turns, 1):
             what = f"[{number}/{len(turns)}] {one.operand} seed {seed + one.first_seed}"
             log = replace(futures[run_id].result(), seed=seed)
             one.logs.append(log)
             first = contestants[0].logs[0]
-            for name in SAME if args.tune else ["val_digest"]:
+            same = SAME if args.tune else ["val_digest"]
+            for name in same:
                 if log.header.get(name) != first.header.get(name):
                     raise LedgerError(f"it has other {SAME[name]} than {first.path}")
-            if log.setting != first.setting:
-                flag = "--out" if args.store.parent == args.out else "--store"
-                raise LedgerError(f"it is of {machine_words(log.setting)}; {first.path} is of "
-                                  f"{machine_words(first.setting)}; give another {flag}")
-            if math.isinf(log.val_loss) and not may_diverge:
-                raise LedgerError("it diverged; lower its learning rates")
-            time_words = f" in {log.measured_ms / 1000:.2f} s" if log.measured_ms else ""
-            left = new - args.rows.keys()
-            if len(left) < len(new):
-                seconds = (time.monotonic() - began) / (len(new) - len(left)) * len(left)
-                time_words += f", {seconds / 60:.1f} min left" * bool(left)
-            print(f"{what}: {log.val_loss:.4f}{time_words}", file=sys.stderr, flush=True)
+            hold_alike(log, first, args)
+            words = "diverged" if math.isinf(log.val_loss) else f"{log.val_loss:.4f}"
+            if log.measured_ms:
+                words += f" in {log.measured_ms / 1000:.2f} s"
+            done = len(new & args.rows.keys())
+            if 0 < done < len(new):
+                seconds = (time.monotonic() - began) / done * (len(new) - done)
+                words += f", {seconds / 60:.1f} min of {stage} left"
+            print(f"{what}: {words}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         raise LedgerError(f"stopped; the same command goes on; {kept}") from None
     except LedgerError as error:

@@ -39,8 +39,10 @@ def steps_to(curve: dict, target: float) -> float | None:
     """The step at which a run reaches a loss, on a straight line between two validations."""
     before = None
     for step, loss in sorted(curve.items()):
+        if loss <= target and before is None:
+            return step
         if loss <= target:
-            return before and step - (step - before[0]) * (target - loss) / (before[1] - loss)
+            return step - (step - before[0]) * (target - loss) / (before[1] - loss)
         before = step, loss
     return None
 
@@ -52,9 +54,10 @@ def steps_words(curves: list, target: float) -> str:
     """
     if max(map(len, curves)) < 2:
         return ""
-    steps = [step for curve in curves if (step := steps_to(curve, target))]
-    if len(steps) < len(curves):
-        return f"{len(steps)} of {len(curves)} runs reach it"
+    steps = [steps_to(curve, target) for curve in curves]
+    reached = len(steps) - steps.count(None)
+    if reached < len(curves):
+        return f"{reached} of {len(curves)} runs reach it"
     words = f"{statistics.fmean(steps):,.1f}"
     with contextlib.suppress(ImportError, statistics.StatisticsError):  # no scipy; one run
         error = statistics.stdev(steps) / math.sqrt(len(steps))

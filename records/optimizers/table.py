@@ -22,10 +22,11 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ledger import pages
+from ledger.logs import LedgerError
 from ledger.records import Record, compare, find_records
 from ledger.run import digest_of, log_of, loss_of, read_store
 from ledger.steps import steps_words
-from ledger.tune import SEEDS
+from ledger.tune import SEEDS, best_of, lowest_point
 from website.chart import LETTER, Chart, hue
 
 FOLDER = Path(__file__).resolve().parent
@@ -40,18 +41,24 @@ NO_SIZE = "matrix_lr", "val_every", "sequences_per_forward"  # flags that leave 
 SIZE_WORDS = {"num_iterations": "{} steps", "sequences_per_step": "{} sequences a step",
               "model_dim": "width {}", "num_layers": "{} layers"}
 SIDES = """\
+The last two groups were formed after a look at the plot.
+
 Of the {fewer} results with fewer published steps than o{baseline}, {below} end below it here. Of
 the {more} with more, {above} end above it."""
 SIZES_LEGEND = """\
-Each result ran once, at its best rate of the pocket and seed 0, on {machine}.
+Each result ran once, at the best of the rates that were tried at the pocket's size, with seed 0, on
+{machine}.
 The standard deviation of seeds is that of {seeds} seeds of o{baseline}."""
 LEGEND = """\
-Each result was tried at {rates} rates. Losses are in nats a byte. The difference from o{baseline}
-is by seed, with its standard error; * where p < 0.01. Steps are those to the loss that all runs of
-o{baseline} reach, interpolated, ± the interval of 95 %.
+Each result was tried at {rates} rates; the best rate is the lowest point of a parabola through
+three of them. Losses are in nats a byte. The difference from o{baseline} is by seed, with its
+standard error; * where p < 0.01, which chance gives to one comparison in a hundred. Steps are
+those to the loss that all runs of o{baseline} reach, interpolated, ± the interval of 95 %.
 
-Behind the table are {runs} runs of {seconds:.0f} s (the median), {hours:.1f} hours of one core, on
-{machine}, torch {torch}, one thread, {jobs} runs at once. The standard deviation of optimizers is
+Behind the table are {runs} runs of {seconds:.0f} s (the median), {hours:.1f} hours of one core.
+Tuning ran on {tuning},
+the comparison on {machine},
+both with torch {torch}, one thread and {jobs} runs at once. The standard deviation of optimizers is
 {between:.4f}, that of one optimizer's seeds {within:.4f}."""
 COMPARED = range(5)  # seeds of the comparison
 NEAR = 3400  # steps; results above it were made to compare, not to win
@@ -70,7 +77,8 @@ class Entry:
 
     record: Record
     runs: list  # rows of the store
-    rates: int  # how many were tried
+    tuning: list  # rows, too
+    tried: dict[float, float]  # rate: mean loss of tuning
 
     @property
     def rate(self) -> str:
@@ -105,27 +113,37 @@ def seed_of(row: dict) -> int:
     return int(row["header"]["seed"])
 
 
+def rate_of(row: dict) -> float:
+    return float(row["flags"]["matrix_lr"])
+
+
 def read_entries(records: list, rows: list) -> list:
     """An entry for each public result with two runs at its best rate, the least loss first."""
     entries = []
     for record in records:
         if record.ladder != "steps" or not record.result:
             continue
-        digest, by_rate = digest_of(record.script), {}
-        for row in rows:
-            if row["script"] == digest and row["flags"].keys() == {"matrix_lr"}:
-                by_rate.setdefault(row["flags"]["matrix_lr"], []).append(row)
-        tuning = {rate: [loss_of(row) for row in some if seed_of(row) in SEEDS]
-                  for rate, some in by_rate.items()}
-        tuning = {rate: statistics.fmean(losses) for rate, losses in tuning.items() if losses}
-        if not tuning:
+        digest = digest_of(record.script)
+        ours = [row for row in rows
+                if row["script"] == digest and row["flags"].keys() == {"matrix_lr"}]
+        tuning = [row for row in ours if seed_of(row) in SEEDS]
+        tried = tried_rates(tuning)
+        if best_of(tried) is None:
             continue
-        best = min(tuning, key=tuning.get)
-        runs = [row for row in by_rate[best] if seed_of(row) in COMPARED]
+        best = lowest_point(tried)
+        runs = [row for row in ours if rate_of(row) == best and seed_of(row) in COMPARED]
         if len(runs) > 1:
             runs.sort(key=seed_of)
-            entries.append(Entry(record, runs, len(tuning)))
+            entries.append(Entry(record, runs, tuning, tried))
     return sorted(entries, key=lambda entry: entry.loss)
+
+
+def tried_rates(tuning: list) -> dict:
+    """{rate: the mean loss of its rows}."""
+    losses = {}
+    for row in tuning:
+        losses.setdefault(rate_of(row), []).append(loss_of(row))
+    return {rate: statistics.fmean(some) for rate, some in losses.items()}
 
 
 # ---- What the table says ----
@@ -189,22 +207,22 @@ def target_of(entries: list) -> float:
     return max(min(curve.values()) for curve in baseline_of(entries).curves)
 
 
-def text_of(entries: list, rows: list) -> str:
-    """The table and what is said around it; `rows` are all that the store has."""
+def text_of(entries: list) -> str:
+    """The table and what is said around it."""
     baseline, target, lines = baseline_of(entries), target_of(entries), []
     for entry in entries:
         name, folder = entry.record.name, entry.record.folder.name
         lines.append([f"[{name}]({folder})", entry.rate, pages.spread(entry.losses),
                       difference_words(entry, baseline), steps_words(entry.curves, target),
                       f"{entry.steps:,}"])
-    digests = {entry.digest for entry in entries}
-    behind = [row for row in rows
-              if row["script"] in digests and row["flags"].keys() == {"matrix_lr"}]
+    behind = [row for entry in entries for row in entry.runs + entry.tuning]
     seconds = seconds_of(behind)
+    tuned_on = sorted({row["header"]["device"] for entry in entries for row in entry.tuning})
     header = baseline.runs[0]["header"]
     variances = [statistics.variance(entry.losses) for entry in entries]
     legend = LEGEND.format(
-        rates=" or ".join(sorted({str(entry.rates) for entry in entries})), baseline=BASELINE,
+        rates=" or ".join(sorted({str(len(entry.tried)) for entry in entries})),
+        baseline=BASELINE, tuning=" and ".join(tuned_on),
         runs=len(behind), seconds=statistics.median(seconds),
         hours=sum(seconds) / 3600, machine=header["device"], torch=header["torch"],
         jobs=header.get("jobs", 1), within=math.sqrt(statistics.fmean(variances)),
@@ -221,11 +239,11 @@ def seconds_of(rows: list) -> list:
 
 
 def runs_by_size(entries: list, rows: list) -> dict:
-    """{flags as words: {(result, seed): row}}, of the runs at the best rates."""
+    """{flags as words: {(result, seed): row}}, of the runs at the best rates that were tried."""
     by_digest, sizes = {entry.digest: entry for entry in entries}, {}
     for row in rows:
         entry, seed = by_digest.get(row["script"]), seed_of(row)
-        if not entry or row["flags"].get("matrix_lr") != entry.rate or seed not in COMPARED:
+        if not entry or seed not in COMPARED or rate_of(row) != best_of(entry.tried):
             continue
         words = [SIZE_WORDS.get(name, f"{name} {{}}").format(value)
                  for name, value in row["flags"].items() if name not in NO_SIZE]
@@ -309,22 +327,28 @@ def main():
     parser.add_argument("store", nargs="?", type=Path, default=FOLDER / "runs.jsonl")
     parser.add_argument("--write", action="store_true", help="into README.md and docs/laptop.svg")
     parser.add_argument("--operands", metavar="NAME=VALUE", help="print what `run` takes to train "
-                        "all at their best rates, with these flags")
+                        "all at the best rates that were tried, with these flags")
     args = parser.parse_args()
     if not args.store.exists():
         sys.exit(f"{args.store} is not there; README.md has the command that makes it")
     rows = list(read_store(args.store).values())
-    entries = read_entries(find_records(FOLDER.parent), rows)
+    try:
+        entries = read_entries(find_records(FOLDER.parent), rows)
+    except LedgerError as error:
+        sys.exit(str(error))
     if BASELINE not in [entry.record.result for entry in entries] or len(entries) < 4:
         sys.exit(f"{args.store} has {len(entries)} of these results at their best rates; it needs "
                  f"4, and o{BASELINE} among them")
+    if len({log_of(row, FOLDER).setting for entry in entries for row in entry.runs}) > 1:
+        sys.exit(f"{args.store} compares runs of several machines; keep those of one")
     if args.operands is not None:
         for entry in entries:
             folder = os.path.relpath(entry.record.folder)
-            print(f"{folder}:matrix_lr={entry.rate},{args.operands}".rstrip(","))
+            rate = best_of(entry.tried)
+            print(f"{folder}:matrix_lr={rate:g},{args.operands}".rstrip(","))
         return
-    sizes = list(read_store(args.store.with_name("sizes.jsonl")).values())
-    parts = {" laptop": text_of(entries, rows), " sizes": sizes_text(entries, sizes)}
+    sizes = list(read_store(FOLDER / "sizes.jsonl").values())
+    parts = {" laptop": text_of(entries), " sizes": sizes_text(entries, sizes)}
     if not args.write:
         print(pages.plain("\n\n".join(parts.values())))
         return

@@ -81,7 +81,7 @@ def test_scripts_of_one_name_flags_data_and_threads_make_runs_of_their_own(
     assert run(*words) == 2
     assert "Fake 3" in (err := capsys.readouterr().err) and "give another --out" in err
     (tmp_path / "t.py").write_text(SCRIPT.replace("1407c02db97ab9a7", "2"))
-    assert run("../s.py", "../t.py", "--seeds", 1) == 2
+    assert run("../s.py", "../t.py", "--seeds", 1, "--out", "other") == 2
     assert "t.py seed 0: it has other validation data than" in capsys.readouterr().err
 
 

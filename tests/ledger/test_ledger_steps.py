@@ -107,6 +107,7 @@ def test_steps_to_a_loss_are_interpolated_with_an_interval_over_runs(tmp_path, c
     half = scipy.stats.t.interval(0.95, 2, 0, scipy.stats.sem(found))[1]
     assert steps.steps_words(curves, 2.5) == f"{np.mean(found):.1f} ± {half:.1f}"
     assert steps.steps_to(curves[0], 3.0) == 10 and steps.steps_to(curves[0], 1.9) is None
+    assert steps.steps_to(curves[0], 4.0) == 0 and steps.steps_words(curves, 9) == "0.0 ± 0.0"
     assert steps.steps_words(curves, 2.1) == "1 of 3 runs reach it"
     assert steps.steps_words(curves[:1], 2.5) == "15.0"
     assert steps.steps_words([{20: 2.0}, {20: 2.1}], 2.5) == ""  # validated at their end alone

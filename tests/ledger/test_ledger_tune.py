@@ -1,7 +1,6 @@
 """Scripts are tuned with as many tries, and compared on other seeds; what ran is kept in a file."""
 
 import json
-import math
 import re
 import runpy
 import subprocess
@@ -70,7 +69,7 @@ def test_a_rate_far_from_its_best_is_found_with_as_many_tries_for_all(script, tm
     edit(script, "muon_lr: float = 0.1", f"muon_lr: float = {BEST}")
     assert ledger(*words) == 0
     out, err = capsys.readouterr()
-    tuned, compared = out.split("\n\n")[:2]
+    tuned, _, compared = out.split("\n\n")[:3]
     tries = [re.findall(r"([\d.]+): \d", line) for line in tuned.splitlines()[2:]]
     assert tries == [["0.05", "0.1", "0.2", "0.4", "0.8"], ["0.025", "0.05", "0.1", "0.2", "0.4"]]
     assert all(re.search(rf" muon_lr +{BEST} ", line) for line in tuned.splitlines()[2:])
@@ -81,7 +80,17 @@ def test_a_rate_far_from_its_best_is_found_with_as_many_tries_for_all(script, tm
     assert len(seeds) == len(rows)  # none ran twice
     best = {seed for rate, seed in seeds if rate == str(BEST)}
     assert best == {"0", "1", "2", *map(str, tune.SEEDS)}
-    assert "[1/6] a.py:muon_lr=0.2 seed 0: 1.6" in err and " min left\n" in err
+    assert "[1/6] a.py:muon_lr=0.2 seed 0: 1.6" in err
+    assert " min of tuning left\n" in err and " min of comparing left\n" in err
+
+
+def test_a_script_from_another_rate_is_no_other_script(script, tmp_path, capsys):
+    """Values are a factor of two apart; the lowest point between them is found."""
+    words = ["a.py", "a.py:muon_lr=0.17", "--tune", "muon_lr", "--values", 3, "--seeds", 3]
+    assert ledger(*words, "--out", "out") == 0
+    out = capsys.readouterr().out
+    assert len(re.findall(rf"muon_lr +{BEST} ", out)) == out.count(f"a:muon_lr={BEST}") == 2
+    assert "+0.0000 ± 0.0000" in out and "*" not in out.split("Difference:")[0]
 
 
 def test_one_seed_gives_a_difference_without_an_error(script, capsys):
@@ -95,7 +104,9 @@ def test_who_has_fewer_settings_tries_more_values_of_those(script, tmp_path, cap
     (tmp_path / "b.py").write_text(bowl("adam_lr"))
     words = "--tune muon_lr,adam_lr --values 3 --seeds 2 --out out".split()
     assert ledger("a.py", "b.py", *words) == 0
-    lines = capsys.readouterr().out.split("\n\n")[0].splitlines()[2:]
+    table, said = capsys.readouterr().out.split("\n\n")[:2]
+    assert "b.py has no muon_lr; it got as many tries of the others." in said
+    lines = table.splitlines()[2:]
     assert [line.split()[:3] for line in lines] == [
         ["a.py", "muon_lr", str(BEST)], ["a.py", "adam_lr", str(BEST)],
         ["b.py", "adam_lr", str(BEST)]]
@@ -107,11 +118,31 @@ def test_a_rate_that_diverges_is_worse_than_any_other(script, tmp_path, capsys):
     edit(script, "    ms = 0\n", DIVERGES)
     words = ["a.py:muon_lr=0.2", "--out", "out"]
     assert ledger(*words, "--tune", "muon_lr", "--values", 3, "--seeds", 2) == 0
-    assert "0.1: 1.7" in (out := capsys.readouterr().out) and "0.4: inf" in out
+    assert "0.1: 1.7" in (out := capsys.readouterr().out) and "0.4: diverged" in out
     rows = {row["flags"]["muon_lr"]: row for row in rows_of(tmp_path / "out/runs.jsonl")}
     assert rows["0.4"]["val_loss"] is None and rows["0.2"]["val_loss"] < rows["0.1"]["val_loss"]
-    assert ledger("a.py:muon_lr=0.4", "--seeds", 1, "--out", "out") == 2
-    assert "seed 0: it diverged; lower its learning rates" in capsys.readouterr().err
+
+
+def test_where_all_values_diverge_lower_ones_are_tried(script, tmp_path, capsys):
+    edit(script, "    ms = 0\n", DIVERGES)
+    words = ["--tune", "muon_lr", "--values", 3, "--seeds", 2, "--out", "out"]
+    assert ledger("a.py:muon_lr=6.4", *words) == 0
+    assert re.search(rf"muon_lr +{BEST} +0.1: .* 1.6: diverged", capsys.readouterr().out)
+    edit(script, "cfg.muon_lr > 0.3", "cfg.muon_lr")
+    assert ledger("a.py", *words) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert "a.py diverges at all 11 values of muon_lr, 0.00019" in err[-1]
+
+
+def test_a_run_that_diverged_is_counted_and_not_compared(script, capsys):
+    """All others are compared."""
+    edit(script, "    ms = 0\n", DIVERGES.replace("> 0.3:", "> 0.3 and cfg.seed == 1:"))
+    words = ["a.py", "a.py:muon_lr=0.4", "a.py:muon_lr=0.3", "--seeds", 3, "--out", "out"]
+    assert ledger(*words) == 0
+    out, err = capsys.readouterr()
+    assert "a.py:muon_lr=0.4 seed 1: diverged" in err
+    assert re.search(r"a:muon_lr=0.4 +1 of 3 diverged +\d of 3 runs reach it\n", out)
+    assert re.search(r"a:muon_lr=0.3 +1\.\d+ ± .* [+−]\d\.\d+ ± ", out)
 
 
 def test_a_file_of_runs_makes_them_again_in_another_clone(script, tmp_path, capsys):
@@ -127,7 +158,7 @@ def test_a_file_of_runs_makes_them_again_in_another_clone(script, tmp_path, caps
     capsys.readouterr()
     assert ledger(*words, "elsewhere", "--store", store) == 0
     assert store.read_text() == text and not [*(tmp_path / "elsewhere").rglob("log.txt")]
-    store.write_text(text[:-9] + "\n")
+    store.write_text("{}\n7\n" + text[:-9])  # what is no row is left out
     assert ledger(*words, "elsewhere", "--store", store) == 0
     assert len([*(tmp_path / "elsewhere").rglob("log.txt")]) == 1
     assert store.read_text().splitlines()[-1] == text.splitlines()[-1]
@@ -135,6 +166,7 @@ def test_a_file_of_runs_makes_them_again_in_another_clone(script, tmp_path, caps
     store.write_text("".join(lines))  # the runs of another machine, but for one
     assert ledger(*words, "elsewhere", "--store", store) == 2
     assert "give another --store" in capsys.readouterr().err
+    assert store.read_text() == "".join(lines)  # which keeps the place of those of that machine
 
 
 def test_a_script_against_itself_with_other_seeds_differs_by_chance(script, tmp_path, capsys):
@@ -160,7 +192,10 @@ def test_a_script_against_itself_with_other_seeds_differs_by_chance(script, tmp_
     ("a.py d.py --tune muon_lr", "d.py has none of the settings muon_lr"),
     ("a.py --tune muon_lr --values 2", "--tune needs --values 3 at least"),
     ("a.py --tune muon_lr --seeds 1", "--seeds 2 for a standard error"),
-    ("a.py --tune preset", "a.py: preset is 'pocket', no number")])
+    ("a.py --tune preset", "a.py: preset is 'pocket'; what is tuned has to begin at a number"),
+    ("a.py:muon_lr=0 --tune muon_lr", "a.py:muon_lr=0: muon_lr is '0'; what is tuned has"),
+    ("a.py a.py:val_seq_len=9 --tune muon_lr", "a.py:val_seq_len=9 has val_seq_len 9, a.py has"),
+    ("a.py:muon_lr=1,muon_lr=2", "muon_lr is given twice")])
 def test_what_cannot_be_compared_is_refused_in_a_line(words, message, script, tmp_path, capsys):
     for name, old, new in (("b", "num_iterations=40", "num_iterations=50"),
                            ("c", "30407b9a0e1c536a", "0"), ("d", "muon_lr", "muon_rate")):
@@ -170,10 +205,19 @@ def test_what_cannot_be_compared_is_refused_in_a_line(words, message, script, tm
     assert message in err[-1] and not [line for line in err[:-1] if not line.startswith("[")]
 
 
+@pytest.mark.parametrize("words, message", [
+    ("--tune=", "'' does not name settings"), ("--tune=a,,b", "'a,,b' does not name settings"),
+    ("--target=nan", "nan is not a number above 0"), ("--target=0", "0 is not a number above 0")])
+def test_a_flag_without_a_meaning_is_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        ledger("a.py", words)
+    assert message in capsys.readouterr().err
+
+
 def test_values_are_added_where_the_best_is_near():
     tried = {}
     for _ in range(5):
-        tried[tune.next_value(tried, 0.1)] = math.inf
+        tried[tune.next_value(tried, 0.1)] = None
     assert list(tried) == [0.1, 0.05, 0.2, 0.025, 0.4]
     assert tune.next_value({0.05: 3, 0.1: 2, 0.2: 1}, 0.1) == 0.4
     assert tune.next_value({0.05: 1, 0.1: 2, 0.2: 3}, 0.1) == 0.025

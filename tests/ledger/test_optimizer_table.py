@@ -1,5 +1,6 @@
 """The table of optimizers is made of the runs of the scripts that are there."""
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +69,7 @@ def test_rows_are_of_the_best_rate_on_the_seeds_of_the_comparison():
     rows += rows_of(step, 0.1, {0: 1.0, 1: 1.0, 1000: 1.0})
     entries = table.read_entries([*RECORDS, step], rows)
     assert [entry.record.result for entry in entries] == [30, 20, 36, 12, 2]
-    assert [entry.rates for entry in entries] == [3] * 5
+    assert [len(entry.tried) for entry in entries] == [3] * 5
     assert entries[0].losses == [1.4, 1.45]
     assert table.target_of(entries) == pytest.approx(1.656)
 
@@ -76,12 +77,14 @@ def test_rows_are_of_the_best_rate_on_the_seeds_of_the_comparison():
 def test_the_table_compares_in_pairs_of_a_seed_and_counts_steps():
     rows = store()
     entries = table.read_entries(RECORDS, rows)
-    text = table.text_of(entries, rows)
+    text = table.text_of(entries)
     assert "_o30_A) | 0.1 | 1.4250 ± 0.0354 (2) | −0.2030 ± 0.0030* |" in text
     assert "_o36_A) | 0.1 | 1.6280 ± 0.0396 (2) |  |" in text
     assert "Steps to 1.6560" in text and "tried at 3 rates" in text
     assert "| 0 of 2 runs reach it | 5,625 |" in text
-    assert f"{len(rows)} runs of 36 s" in text and f"{len(rows) / 100:.1f} hours" in text
+    compared, tuning = 2 * 5, 2 * 3 * 5
+    assert f"{compared + tuning} runs of 36 s" in text
+    assert f"{(compared + tuning) / 100:.1f} hours" in text
     found = scipy.stats.spearmanr([1.425, 1.52, 1.62, 1.71, 2.01], [2750, 3030, 3250, 3325, 5625])
     assert found.statistic == pytest.approx(1)
     assert "| all results | 5 | 1.00 (nan to nan) |" in text
@@ -93,7 +96,24 @@ def test_a_run_that_diverged_is_worse_than_all():
     rows = store()
     rows += rows_of(RECORDS[0], 0.05, {1000: None, 1001: 1.0})
     entries = table.read_entries(RECORDS, rows)
-    assert (entries[-1].runs[0]["flags"], entries[-1].rates) == ({"matrix_lr": "0.1"}, 4)
+    assert (entries[-1].rate, len(entries[-1].tried)) == ("0.1", 4)
+
+
+def test_results_run_at_the_lowest_point_between_the_rates_that_were_tried():
+    """Sizes were run at the best of those that were tried."""
+    rows = []
+    for record in RECORDS:
+        for rate, loss in ((0.1, 1.5), (0.2, 1.3), (0.4, 1.4)):
+            rows += rows_of(record, rate, {1000: loss, 1001: loss, 0: 1.0, 1: 1.0})
+    assert not table.read_entries(RECORDS, rows)  # none ran there
+    vertex = 0.2 * 2 ** np.roots(np.polyder(np.polyfit([-1, 0, 1], [1.5, 1.3, 1.4], 2)))[0]
+    rows += [row for record in RECORDS for row in rows_of(record, float(f"{vertex:.3g}"),
+                                                          {0: 1.28, 1: 1.29})]
+    entries = table.read_entries(RECORDS, rows)
+    assert [entry.losses for entry in entries] == 5 * [[1.28, 1.29]]
+    size = rows_of(RECORDS[0], 0.2, {0: 1.1})
+    assert list(table.runs_by_size(entries, size)) == ["the pocket's"]
+    assert not table.runs_by_size(entries, rows_of(RECORDS[0], 0.1, {0: 1.1}))
 
 
 def test_other_sizes_are_those_at_which_all_ran_at_their_best_rates():
@@ -138,17 +158,25 @@ def test_the_page_has_the_table_of_the_store():
                    for name in ("runs.jsonl", "sizes.jsonl"))
     entries = table.read_entries(find_records(table.FOLDER.parent), rows)
     page = (table.FOLDER / "README.md").read_text()
-    parts = {"laptop": table.text_of(entries, rows), "sizes": table.sizes_text(entries, sizes)}
+    parts = {"laptop": table.text_of(entries), "sizes": table.sizes_text(entries, sizes)}
     for name, part in parts.items():
         assert f"<!-- ledger: begin {name} -->\n{part}\n<!-- ledger: end -->" in page
     assert table.PICTURE.read_text() == table.scatter(entries)
 
 
-@pytest.mark.parametrize("content, words", [(None, "is not there"), ("", "0 of these results")])
+def two_machines() -> str:
+    rows = store()
+    rows[-1]["header"] = rows[-1]["header"] | {"device": "another CPU"}
+    return "".join(json.dumps(row | {"run": str(place)}) + "\n" for place, row in enumerate(rows))
+
+
+@pytest.mark.parametrize("content, words", [
+    (None, "is not there"), ("", "0 of these results"), (two_machines(), "of several machines")])
 def test_a_store_that_cannot_be_used(tmp_path, monkeypatch, content, words):
     path = tmp_path / "runs.jsonl"
     if content is not None:
         path.write_text(content)
+    monkeypatch.setattr(table, "find_records", lambda folder: RECORDS)
     monkeypatch.setattr("sys.argv", ["table.py", str(path)])
     with pytest.raises(SystemExit, match=f"runs.jsonl .*{words}"):
         table.main()

@@ -53,8 +53,9 @@ def next_value(tried: dict, own: float) -> float:
 def lowest_point(tried: dict) -> float:
     """The value at which a parabola through the best one and its neighbours is lowest.
 
-    Values are a factor of two apart, which alone could part two equal scripts. It is the best
-    value itself where that is at an end, or beside one that diverged.
+    It is over the logarithm of values. These are a factor of two apart, which alone could part two
+    equal scripts. The best value itself is returned where it is at an end, or beside one that
+    diverged.
     """
     best = best_of(tried)
     if is_at_end(tried):

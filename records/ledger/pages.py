@@ -9,7 +9,7 @@ from pathlib import Path
 from ledger.logs import LedgerError, machine_words, read_text, why_not_counted
 from ledger.records import PRESETS, Record, by_seed, compare, read_public
 from ledger.scripts import count_changes, diff_sources
-from ledger.steps import steps_words
+from ledger.steps import reached_by_all, steps_words
 
 UPSTREAM = "https://github.com/KellerJordan/modded-nanogpt/"
 PULL = f"{UPSTREAM}pull/"
@@ -103,11 +103,19 @@ def minutes_of(times: list) -> str:
     return f"{statistics.median(times) / 60_000:.3f}" if times else ""
 
 
-def difference_words(difference: float, p: float | None, time: float | None) -> str:
-    """A difference of mean losses, with its p and the ratio of median times where they are."""
+def difference_words(difference: float, *, error: float | None = None, p: float | None = None,
+                     is_shown: bool = False, time: float | None = None) -> str:
+    """A difference of mean losses, with its standard error, p and ratio of times where they are.
+
+    It has a star where the runs show it.
+    """
     words = f"{difference:+.4f}"
+    if error is not None:
+        words += f" ± {error:.4f}"
     if p is not None:
         words += f" (p {p:.2g})"
+    if is_shown:
+        words += "*"
     if time:
         words += f", ×{time:.3f}"
     return words.replace("-", "−")
@@ -126,7 +134,7 @@ def run_cells(record: Record, setting: tuple) -> list:
     difference = ""
     if found:
         p_value = found.p_value() if is_full else None
-        difference = difference_words(found.difference, p_value, found.time)
+        difference = difference_words(found.difference, p=p_value, time=found.time)
     return [spread(losses), p, minutes_of([log.measured_ms for log in logs]), difference]
 
 
@@ -329,30 +337,28 @@ def filled(path: Path, parts: dict) -> str:
 
 
 # ---- What a terminal shows ----
+def curves_of(logs: list) -> list:
+    return [log.runs[0]["val_loss"] for log in logs]
+
+
 def contest(contestants: list, target: float | None) -> str:
     """What `run` found: each contestant against the first one, and its steps to a loss."""
-    curves = [[log.runs[0]["val_loss"] for log in one.logs] for one in contestants]
-    target = target or max(min(curve.values()) for curve in curves[0])  # which all of them reach
-    first_losses = losses_of(contestants[0].logs)
+    first = contestants[0]
+    target = target or reached_by_all(curves_of(first.logs))
     heading, rows = (*CONTEST, f"Steps to {target:.4f}"), []
-    for one, curve in zip(contestants, curves):
+    for one in contestants:
         name = one.operand.replace(".py", "", 1)
-        losses, difference, time = losses_of(one.logs), "", ""
+        losses = losses_of(one.logs)
         diverged = losses.count(math.inf)
         loss = f"{diverged} of {len(losses)} diverged" if diverged else spread(losses)
-        found = None
-        if one is not contestants[0] and all(map(math.isfinite, losses + first_losses)):
-            found = compare(one.logs, contestants[0].logs)
-        if found:
-            difference = f"{found.difference:+.4f}"
-            if len(found.losses) > 1:
-                difference += f" ± {found.error():.4f}"
-            if (p := found.p_value()) is not None:
-                difference += f" (p {p:.2g})" + "*" * found.is_shown()
+        difference = time = ""
+        is_compared = one is not first and math.inf not in losses + losses_of(first.logs)
+        if is_compared and (found := compare(one.logs, first.logs)):
+            difference = difference_words(found.difference, error=found.error(),
+                                          p=found.p_value(), is_shown=found.is_shown())
             if found.ratios:
                 time = f"×{found.time:.3f} ({min(found.ratios):.3f}–{max(found.ratios):.3f})"
-        difference = difference.replace("-", "−")
-        cells = [name, loss, difference, time, steps_words(curve, target)]
+        cells = [name, loss, difference, time, steps_words(curves_of(one.logs), target)]
         rows.append(dict(zip(heading, cells)))
     legend = [CONTEST_LEGEND]
     if any(row["Time"] for row in rows):
@@ -411,7 +417,7 @@ def from_baseline(logs: list, baseline: list) -> str:
     p = stats.ttest_ind(ours, theirs, equal_var=False).pvalue
     times = [[log.train_time_ms for log in some if log.train_time_ms] for some in (logs, baseline)]
     time = statistics.median(times[0]) / statistics.median(times[1]) if all(times) else None
-    return difference_words(statistics.fmean(ours) - statistics.fmean(theirs), p, time)
+    return difference_words(statistics.fmean(ours) - statistics.fmean(theirs), p=p, time=time)
 
 
 def sources_differ(logs: list) -> str:

@@ -195,10 +195,10 @@ class Comparison:
                 return float(stats.ttest_rel(*zip(*self.losses)).pvalue)
         return None
 
-    def error(self) -> float:
-        """The standard error of the difference, of two pairs or more."""
+    def error(self) -> float | None:
+        """The standard error of the difference; None of a single pair."""
         gaps = [a - b for a, b in self.losses]
-        return statistics.stdev(gaps) / math.sqrt(len(gaps))
+        return statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None
 
     def is_shown(self) -> bool:
         """Whether the runs show a difference, which is not one of rounding."""

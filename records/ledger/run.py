@@ -233,6 +233,7 @@ def run_all(contestants: list, seeds, args, stage: str):
     kept_rows = [args.rows[run_id] for *_, run_id in turns if run_id in args.rows]
     kept_log = log_of(kept_rows[0], args.store) if kept_rows else None
     pool, futures, began = ThreadPoolExecutor(args.jobs), {}, time.monotonic()
+    same = SAME if args.tune else ["val_digest"]
     kept = f"what is done is kept in {args.store}"
     for one, seed, run_id in turns:
         if run_id not in futures:  # a script may stand against itself
@@ -243,7 +244,6 @@ def run_all(contestants: list, seeds, args, stage: str):
             log = replace(futures[run_id].result(), seed=seed)
             one.logs.append(log)
             first = contestants[0].logs[0]
-            same = SAME if args.tune else ["val_digest"]
             for name in same:
                 if log.header.get(name) != first.header.get(name):
                     raise LedgerError(f"it has other {SAME[name]} than {first.path}")

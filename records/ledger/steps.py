@@ -39,12 +39,17 @@ def steps_to(curve: dict, target: float) -> float | None:
     """The step at which a run reaches a loss, on a straight line between two validations."""
     before = None
     for step, loss in sorted(curve.items()):
-        if loss <= target and before is None:
-            return step
         if loss <= target:
+            if before is None:
+                return step
             return step - (step - before[0]) * (target - loss) / (before[1] - loss)
         before = step, loss
     return None
+
+
+def reached_by_all(curves: list) -> float:
+    """The least loss that each run reaches."""
+    return max(min(curve.values()) for curve in curves)
 
 
 def steps_words(curves: list, target: float) -> str:

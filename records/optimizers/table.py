@@ -25,7 +25,7 @@ from ledger import pages
 from ledger.logs import LedgerError
 from ledger.records import Record, compare, find_records
 from ledger.run import digest_of, log_of, loss_of, read_store
-from ledger.steps import steps_words
+from ledger.steps import reached_by_all, steps_words
 from ledger.tune import SEEDS, best_of, lowest_point
 from website.chart import LETTER, Chart, hue
 
@@ -114,7 +114,8 @@ def seed_of(row: dict) -> int:
 
 
 def rate_of(row: dict) -> float:
-    return float(row["flags"]["matrix_lr"])
+    """The rate that it was given; nan where none was."""
+    return float(row["flags"].get("matrix_lr", "nan"))
 
 
 def read_entries(records: list, rows: list) -> list:
@@ -187,14 +188,13 @@ def sides_words(entries: list) -> str:
                         above=above)
 
 
-def difference_words(entry: Entry, baseline: Entry) -> str:
+def from_baseline(entry: Entry, baseline: Entry) -> str:
     """The mean difference from the baseline and its standard error, in pairs of one seed."""
     if entry is baseline:
         return ""
     ours, theirs = ([log_of(row, FOLDER) for row in one.runs] for one in (entry, baseline))
     found = compare(ours, theirs)
-    words = f"{found.difference:+.4f} ± {found.error():.4f}" + "*" * found.is_shown()
-    return words.replace("-", "−")
+    return pages.difference_words(found.difference, error=found.error(), is_shown=found.is_shown())
 
 
 def baseline_of(entries: list) -> Entry:
@@ -204,7 +204,7 @@ def baseline_of(entries: list) -> Entry:
 
 def target_of(entries: list) -> float:
     """The loss that all runs of the baseline reach."""
-    return max(min(curve.values()) for curve in baseline_of(entries).curves)
+    return reached_by_all(baseline_of(entries).curves)
 
 
 def text_of(entries: list) -> str:
@@ -213,7 +213,7 @@ def text_of(entries: list) -> str:
     for entry in entries:
         name, folder = entry.record.name, entry.record.folder.name
         lines.append([f"[{name}]({folder})", entry.rate, pages.spread(entry.losses),
-                      difference_words(entry, baseline), steps_words(entry.curves, target),
+                      from_baseline(entry, baseline), steps_words(entry.curves, target),
                       f"{entry.steps:,}"])
     behind = [row for entry in entries for row in entry.runs + entry.tuning]
     seconds = seconds_of(behind)

@@ -114,6 +114,8 @@ def test_results_run_at_the_lowest_point_between_the_rates_that_were_tried():
     size = rows_of(RECORDS[0], 0.2, {0: 1.1})
     assert list(table.runs_by_size(entries, size)) == ["the pocket's"]
     assert not table.runs_by_size(entries, rows_of(RECORDS[0], 0.1, {0: 1.1}))
+    size[0]["flags"] = {"model_dim": "32"}  # its rate is the script's own
+    assert not table.runs_by_size(entries, size)
 
 
 def test_other_sizes_are_those_at_which_all_ran_at_their_best_rates():
